@@ -153,6 +153,9 @@ def _decode(options: argparse.Namespace, arguments: list[str]) -> int:
     result = describe(arguments, 1) | {name: module.measure()}
     write(result, options.out / f"{name}.json")
     show(module.table(result[name]))
+    for row in result[name] if options.gpu else ():
+        for peer, reason in row["left_out"].items():
+            print(f"{row['regime']}: left out {peer}: {reason}")
     return 0
 
 

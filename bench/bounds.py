@@ -52,7 +52,7 @@ SECONDS_OF_ONE = 90.0
 
 
 def run(cases: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return one record per case that has a fastest tile: its kernels' counters, or in left_out why there are none."""
+    """Return one record per case that has a fastest tile: the counters of its kernels, or in left_out the reason."""
     begin = time.monotonic()
     records = []
     for case in cases:
@@ -149,7 +149,7 @@ def _share(names: Iterable[str], numbers: dict[str, float]) -> float | None:
 
 
 def table(records: Iterable[dict[str, Any]]) -> Table:
-    """Return a table with a row per kernel: what bounds it, how busy the units are, and why its warps stall."""
+    """Return a table with a row per kernel: its bottleneck, the utilization of units, and the stalls of its warps."""
     rows = []
     for record in records:
         for kernel in record["kernels"]:

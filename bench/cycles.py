@@ -1,4 +1,4 @@
-"""A cycle model of one SM sub-partition of Hopper that executes the SASS of a mainloop, for when no GPU is at hand.
+"""A cycle model of one SM sub-partition of Hopper that executes the SASS of a mainloop, for machines without a GPU.
 
 A sub-partition has one warp scheduler and holds one warp of every consumer warpgroup; the four sub-partitions of an SM
 do the same work. The scheduler issues one instruction a clock, in program order within a warp. An instruction waits for

@@ -1,7 +1,7 @@
-"""CPU time of one step of a decode, beside torch's SDPA in the same process, on one core.
+"""CPU time of one decode step, compared with torch's SDPA in the same process, on one core.
 
-The baseline is SDPA on queries that are packed as (B, Hk, group, D), which reads every key once for its group: the
-fastest form that torch has. Times are of the process, so that others on the machine count less; the smallest of ROUNDS.
+The baseline is SDPA on queries packed as (B, Hk, group, D), which reads every key once per group and is torch's fastest
+form. Times are CPU times of the process, on which other processes have less effect, and the smallest of ROUNDS.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure(steps: tuple[Step, ...] = STEPS, rounds: int = ROUNDS) -> list[dict[
 
 
 def table(section: list[dict[str, Any]]) -> Table:
-    """Return milliseconds of the baseline, and the others as multiples of it."""
+    """Return a table with the milliseconds of the baseline, and the other times as multiples of it."""
     names = list(section[0]["seconds"])
     others = [name for name in names if name != BASELINE]
     rows = [
@@ -72,6 +72,8 @@ def table(section: list[dict[str, Any]]) -> Table:
 def _ways(step: Step) -> dict[str, Callable[[], Any]]:
     import torch
     from torch.nn import functional
+
+    from cupy_flash.adapters.torch import sdpa
 
     batch, heads, kv_heads, keys, dim, dtype = step
     torch.manual_seed(0)
@@ -87,9 +89,15 @@ def _ways(step: Step) -> dict[str, Callable[[], Any]]:
     packed = q.view(batch, kv_heads, heads // kv_heads, dim)
     qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))
     cached = cupy_flash.attention_with_kv_cache
+
+    def replaced() -> Any:
+        with sdpa():
+            return functional.scaled_dot_product_attention(qh, kh, vh, enable_gqa=True)
+
     return {
         BASELINE: lambda: functional.scaled_dot_product_attention(packed, kh, vh),
         "SDPA, enable_gqa": lambda: functional.scaled_dot_product_attention(qh, kh, vh, enable_gqa=True),
+        "SDPA in sdpa()": replaced,
         "contiguous": lambda: cached(q, k, v, cache_seqlens=lengths),
         f"pages of {PAGE}": lambda: cached(q, pool[:, 0], pool[:, 1], cache_seqlens=lengths, block_table=table),
         "split_size 512": lambda: cached(q, k, v, cache_seqlens=lengths, split_size=512),
@@ -99,7 +107,7 @@ def _ways(step: Step) -> dict[str, Callable[[], Any]]:
 
 
 def _smallest(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the smallest CPU time of each, interleaved."""
+    """Return the smallest CPU time of each way, with interleaved samples."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
         for name, way in ways.items():

@@ -1,7 +1,8 @@
-"""Time of one step of a decode on a GPU, as a share of the time in which the GPU reads the same bytes.
+"""Bandwidth of one decode step on a GPU, as a fraction of that of a kernel that only reads the same bytes.
 
-Every sample reads K and V from memory: L2 is flushed before it. Samples of all ways and of the read-only stream are
-interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph.
+L2 is flushed before every sample, so that K and V come from memory. Samples of all ways and of the read-only kernel are
+interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph. Installed
+peers (see decode_peers.py) are timed beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 import cupy_flash
 
+from . import decode_peers
 from .report import NOTHING, Table
 
 SAMPLES, WARM_UP = 15, 3
@@ -36,7 +38,7 @@ extern "C" __global__ void read_all(const uint4* x, long long count, uint4* out)
 
 
 class Regime(NamedTuple):
-    """A decode step in float16. The marks `first` and `goal` are shares of the bandwidth, or microseconds."""
+    """A decode step in float16; the marks `first` and `goal` are fractions of the bandwidth, or microseconds."""
 
     batch: int
     heads: int
@@ -80,14 +82,17 @@ REGIMES = (
 
 
 def measure(regimes: tuple[Regime, ...] = REGIMES, samples: int = SAMPLES) -> list[dict[str, Any]]:
-    """Return for each regime its name, bytes of K and V, marks, and the median seconds of each way."""
+    """Return for each regime its name, bytes of K and V, marks, median seconds of each way, and peers left out."""
     return [_measure(regime, samples) for regime in regimes]
 
 
 def _measure(regime: Regime, samples: int) -> dict[str, Any]:
-    ways = calls(regime)
+    arrays = inputs(regime)
+    ways = calls(regime, arrays)
     if regime.latency:
         ways = {name: _captured(way) for name, way in ways.items()}
+    peers, left_out = decode_peers.working(arrays, regime.lengths, regime.latency)
+    ways |= peers
     for way in ways.values():
         for _ in range(WARM_UP):
             way()
@@ -97,6 +102,7 @@ def _measure(regime: Regime, samples: int) -> dict[str, Any]:
             seconds[name].append(_sample(way))
     return regime._asdict() | {
         "regime": regime.name, "bytes": _bytes(regime), "seconds": {name: median(x) for name, x in seconds.items()},
+        "left_out": left_out,
     }  # fmt: skip
 
 
@@ -104,28 +110,33 @@ def _bytes(regime: Regime) -> int:
     return int(regime.lengths.sum()) * regime.kv_heads * regime.dim * 2 * 2
 
 
-def calls(regime: Regime) -> dict[str, Callable[[], Any]]:
-    """{name: call} on CuPy arrays: a read-only stream of as many bytes, then calls on caches of every form."""
+def inputs(regime: Regime) -> tuple[Any, Any, Any]:
+    """Return random normal q (B, Sq, Hq, D) and caches k, v (B, capacity, Hk, D) as CuPy arrays."""
     import cupy
 
     rng = np.random.default_rng(0)
-    lengths = regime.lengths
-    capacity = -(-int(lengths.max()) // max(PAGES)) * max(PAGES)
+    capacity = -(-int(regime.lengths.max()) // max(PAGES)) * max(PAGES)
 
     def normal(*shape: int) -> Any:
         return cupy.asarray(rng.standard_normal(shape, np.float32).astype(np.float16))
 
     q = normal(regime.batch, regime.q_len, regime.heads, regime.dim)
     few = normal(2, 1, capacity, regime.kv_heads, regime.dim)
-    # All sequences have equal values, each in memory of its own.
-    k, v = (cupy.repeat(x, regime.batch, axis=0) for x in few)
-    on_gpu = cupy.asarray(lengths)
+    # All sequences have the same values, in separate memory.
+    return (q, *(cupy.repeat(x, regime.batch, axis=0) for x in few))
+
+
+def calls(regime: Regime, arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
+    """Return {name: call} on CuPy arrays: a kernel that reads as many bytes, then calls on each form of cache."""
+    import cupy
+
+    (q, k, v), on_gpu, rng = arrays, cupy.asarray(regime.lengths), np.random.default_rng(0)
 
     def contiguous(**options: Any) -> Any:
         return cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=on_gpu, **options)
 
     def paged(page: int) -> Callable[[], Any]:
-        # The memory of the contiguous caches as pages, which the table names in random order: each is read once.
+        # View the contiguous caches as pages, in random order in the block table, so that each page is read once.
         pool_k, pool_v = (x.reshape(-1, page, regime.kv_heads, regime.dim) for x in (k, v))
         table = cupy.asarray(rng.permutation(len(pool_k)).reshape(regime.batch, -1).astype(np.int32))
         return lambda: cupy_flash.attention_with_kv_cache(q, pool_k, pool_v, cache_seqlens=on_gpu, block_table=table)
@@ -146,10 +157,10 @@ def calls(regime: Regime) -> dict[str, Callable[[], Any]]:
 
 
 def _captured(way: Callable[[], Any]) -> Callable[[], Any]:
-    """The launch of a graph of the call."""
+    """Capture a call in a CUDA graph and return the function that launches it."""
     import cupy
 
-    way()  # loads kernels, which a capture may not
+    way()  # loads the kernels, which is illegal during a capture
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
@@ -165,7 +176,7 @@ def _captured(way: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _sample(way: Callable[[], Any]) -> float:
-    """Seconds of a call behind flushes of L2."""
+    """Return the seconds of a call after L2 has been flushed."""
     import cupy
 
     flushed = cupy.empty(FLUSHED_BYTES, np.uint8)
@@ -180,8 +191,9 @@ def _sample(way: Callable[[], Any]) -> float:
 
 
 def table(section: list[dict[str, Any]]) -> Table:
-    """Return bandwidths and their share of that of reading alone, the ratios of other ways, and the marks."""
-    others = [name for name in section[0]["seconds"] if name not in (READ, CONTIGUOUS)]
+    """Return a table of bandwidths, their fractions of the read-only kernel's, ratios of other ways, and marks."""
+    names = dict.fromkeys(name for row in section for name in row["seconds"])  # a peer may lack some steps
+    others = [name for name in names if name not in (READ, CONTIGUOUS)]
     rows = []
     for row in section:
         seconds = row["seconds"]

@@ -1,7 +1,7 @@
-"""Times of score_mods and mask_mods beside the built-in options, and on a GPU beside FlexAttention with the same mods.
+"""Times of score_mods and mask_mods, compared with built-in options and on a GPU with FlexAttention.
 
-Samples alternate in one process, and a ratio is the median of the ratios of neighbouring samples: a disturbance of the
-machine affects both alike.
+Samples alternate in one process, and a ratio is the median of the ratios within a round, so that a disturbance of the
+machine affects both times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Seconds = dict[str, list[float]]
 
 
 def mods_of(length: int, device: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """The mods by name: their options, and the built-in options of the same attention ({} where there are none)."""
+    """Return the mods by name: their options, and built-in options for the same attention, or {}."""
     import torch
 
     slopes = torch.tensor([2.0 ** -(2 * h) for h in range(1, HEADS + 1)], device=device)
@@ -53,7 +53,7 @@ def mods_of(length: int, device: str) -> dict[str, tuple[dict[str, Any], dict[st
 
 
 def measure(device: str, rounds: int = ROUNDS, length: int | None = None) -> dict[str, Any]:
-    """Seconds of each forward by mod and call, on "cpu" (float32) or "cuda" (bfloat16)."""
+    """Return the seconds of each forward by mod and call, on "cpu" (float32) or "cuda" (bfloat16)."""
     import torch
 
     length = length or LENGTH[device]
@@ -81,7 +81,7 @@ def _call(q: Any, k: Any, v: Any, **options: Any) -> Callable[[], Any]:
 def _flex_attention(
     q: Any, k: Any, v: Any, score_mod: Any = None, mask_mod: Any = None
 ) -> dict[str, Callable[[], Any]]:
-    """Calls of FlexAttention: with a block mask that is made once and, for a mask_mod, with one made in every call."""
+    """Return calls of FlexAttention with a block mask made once, and for a mask_mod also with one made per call."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -99,7 +99,7 @@ def _flex_attention(
 
 
 def _alternate(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> Seconds:
-    """Seconds of the calls in turn; the first call of each, which compiles, does not count."""
+    """Return the seconds of calls that alternate, without the first call of each, which compiles."""
     import torch
 
     samples: Seconds = {name: [] for name in calls}
@@ -115,12 +115,12 @@ def _alternate(calls: dict[str, Callable[[], Any]], rounds: int, device: str) ->
 
 
 def ratio(samples: Seconds, other: str) -> float | None:
-    """The mod's time over another call's: the median of the ratios within a round; None if it was not run."""
+    """Return the median over rounds of the mod's time / another call's time; None if that call did not run."""
     return float(np.median(np.divide(samples[OURS], samples[other]))) if other in samples else None
 
 
 def table(section: dict[str, Any]) -> Table:
-    """Milliseconds of a forward with each mod, and the ratios to the other calls."""
+    """Return a table with the milliseconds of a forward with each mod, and its ratios to the other calls."""
     others = (BUILT_IN, FLEX, FLEX_WITH_MASK)
     rows = []
     for name, samples in section["seconds"].items():

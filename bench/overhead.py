@@ -1,7 +1,7 @@
 """Host time of a forward up to its kernel launches: bf16 on wgmma, with tensor maps.
 
-A call runs from `cupy_flash.attention` to the arguments of its launches, which are left out, so that no GPU is needed:
-on a machine without one the plan is that of a Hopper GPU, and maps have the simulator's encoding.
+A call runs from `cupy_flash.attention` to the arguments of its launches but does not launch, so that no GPU is needed.
+Without one, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Section = dict[str, dict[str, float]]
 
 
 def measure(frameworks: tuple[str, ...]) -> dict[str, Section]:
-    """Return the seconds of whole calls and of their steps, by the framework of the arrays."""
+    """Return the seconds of whole calls and of their steps, by framework of the arrays."""
     calls: Section = {}
     steps: Section = {}
     with _without_launches():
@@ -54,7 +54,7 @@ def here() -> tuple[str, ...]:
 
 
 def forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Stand in for the backends' forward: outputs and the arguments of all launches, but no launch."""
+    """Replace the backends' forward: compute outputs and the arguments of all launches, without launching."""
     on_gpu = chosen.device.backend == "cuda"
     encode = tensor_map.encode_for_gpu if on_gpu else tensor_map.encode_for_simulator
     return kernels.forward(chosen, operands, partial(_pack, encode))
@@ -86,7 +86,7 @@ def _options(framework: str) -> dict[str, Any]:
 
 
 def _calls(framework: str, grad: bool) -> dict[str, float]:
-    """Return the seconds of a call with the arrays of the one before, with others, and with another number of keys."""
+    """Return the seconds of a call with the same arrays as before, with other arrays, and with more keys."""
     options = _options(framework)
 
     def call(inputs: Inputs) -> None:
@@ -120,13 +120,13 @@ def _posed(inputs: Inputs, options: Options) -> tuple[Problem, Operands]:
 
 
 def _inputs(framework: str, grad: bool, row: int, more: int) -> Inputs:
-    """Views of q, k and v that start at this row of a buffer; k and v have so many more keys."""
+    """Return views of q, k and v that start at `row` of a buffer; k and v have `more` additional keys."""
     q, k, v = (_buffer(framework, name) for name in "qkv")
     views = [x[:, row : row + length] for x, length in ((q, LENGTH), (k, LENGTH + more), (v, LENGTH + more))]
     return tuple(view.requires_grad_() for view in views) if grad else tuple(views)
 
 
-_more = itertools.count(1)  # lengths never repeat, as their plans are remembered
+_more = itertools.count(1)  # lengths never repeat, because plans are cached
 _buffers: dict[tuple[str, str], Any] = {}
 
 

@@ -40,7 +40,7 @@ class Peer(Protocol):
     """An attention implementation, bound to its inputs."""
 
     def forward(self) -> Any:
-        """Return the result and, in training, what the backward needs."""
+        """Return the result and, in training, the values that the backward needs."""
 
     def backward(self, saved: Any) -> Any:
         """Return the gradients; `saved` is what `forward` returned in training."""

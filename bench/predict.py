@@ -42,8 +42,8 @@ class Step(NamedTuple):
     """One iteration of a mainloop: clocks that each resource of an SM needs, and clocks by the cycle model."""
 
     resources: dict[str, float]
-    overlapping: float  # all consumer warpgroups together
-    alone: float  # one consumer warpgroup after the other
+    overlapping: float  # clocks with all consumer warpgroups at the same time
+    alone: float  # clocks with one consumer warpgroup after the other
 
 
 def step(loop: list[str], warpgroups: int, loaded_bytes: int) -> Step:
@@ -61,14 +61,14 @@ def step(loop: list[str], warpgroups: int, loaded_bytes: int) -> Step:
 
 
 class Prediction(NamedTuple):
-    """A regime with a mark, the tile that the plan chooses, and what the model says of it."""
+    """A regime with a mark, the tile that the plan chooses, and the model's prediction for it."""
 
     regime: str
     kernel: str
     tile: tuple[int, int, int]
     goal: float | None  # TFLOP/s over torch.matmul, as R_mm
     r_mm: tuple[float, float]  # R_mm without overlap of warpgroups, and with
-    binding: tuple[str, str]  # what takes longest in a step, without and with
+    binding: tuple[str, str]  # the slowest resource of a step, without and with overlap
     tensor_clocks: float  # tensor-core clocks of a step
     shared: float  # clocks of shared memory over those of the tensor cores
     mufu: float
@@ -95,7 +95,7 @@ def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
         loaded = (block_q if regime.backward else block_kv) * dims * problem.dtype.itemsize
         modelled = step(mainloop.steady, threads // 128 - 1, loaded)
         tensor = modelled.resources["tensor cores"]
-        # If clocks are equal, the resource binds and not the waits that it causes.
+        # In a tie the resource comes first, rather than the waits that it causes.
         clocks = modelled.resources | {"waits": modelled.overlapping}
         together = max(clocks, key=clocks.__getitem__)
         without = "one warpgroup's chain" if modelled.alone > clocks[together] else together
@@ -133,7 +133,7 @@ def steps(regime: Regime, block_q: int, block_kv: int) -> float:
 
 
 def r_mm(regime: Regime, clocks: float) -> float:
-    """Return the speed over torch.matmul of a regime that takes so many clocks of an SM in all."""
+    """Return the speed over torch.matmul of a regime that takes `clocks` clocks of an SM in total."""
     seconds = clocks / (device.named(ARCH, "cuda").units * CLOCK)
     return regime.flops / seconds / (MATMUL_TFLOPS * 1e12)
 

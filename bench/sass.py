@@ -47,8 +47,8 @@ class Wait(NamedTuple):
     """A wait of the mainloop, and how much work is issued before it."""
 
     instruction: str
-    products: int  # matrix instructions issued before it in this iteration
-    exps: int  # exponentials
+    products: int  # matrix instructions issued before the wait in this iteration
+    exps: int  # exponentials issued before the wait
 
 
 class Mainloop(NamedTuple):

@@ -25,6 +25,7 @@ from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import mma_decode
 from cupy_flash.engines.wgmma import hopper
 from cupy_flash.launch import Launch
 from cupy_flash.plan import Plan, plan
@@ -138,7 +139,7 @@ class Sass:
 
     per_score: dict[str, float]  # thread instructions of the steady path per score, by class
     longest: float  # all those of the longest path
-    waits: list[sass.Wait]  # of the steady path; the exponentials before each tell what the tensor cores run under
+    waits: list[sass.Wait]  # waits of the steady path, each with the exponentials that overlap the tensor cores
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,25 @@ def _use(library: str | None) -> None:
 
 def _compile(name: str, arch: str) -> list[Kernel]:
     gpu = device.named(arch, "cuda")
-    return [_compile_launch(name, launch, arch) for launch in ahead.launches_of(_problems(**PROBLEMS[name]), gpu)]
+    problems = _problems(**PROBLEMS[name])
+    launches = (*ahead.launches_of(problems, gpu), *_with_producer_warp(problems, gpu))
+    return [_compile_launch(name, launch, arch) for launch in launches]
+
+
+def _with_producer_warp(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch, ...]:
+    """Return the decodes on KV caches that only a tune may choose, whose producer warp loads with TMA."""
+    launches = {}
+    for problem in problems:
+        if problem.cache is None:
+            continue
+        pages = None if problem.cache.page is None else 16
+        problem = problem._replace(cache=problem.cache._replace(page=pages))
+        # More slots change no register: of each number of rows the tile with the most.
+        deepest = {tile.rows: tile for tile in mma_decode.choices(problem, gpu) if tile.tma}
+        for tile in deepest.values():
+            launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function == "decode")
+            launches[launch.text_key] = launch
+    return tuple(launches.values())
 
 
 def _problems(tangents: tuple[str, ...] = (), **config: Any) -> list[Problem]:
@@ -226,7 +245,7 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
     """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
     steps = []
     for name in problems:
-        # tests/serving counts what a decode reads, tests/kernels the instructions of derivatives.
+        # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)
@@ -241,7 +260,7 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, 
     """Return the launches of the plan for a long problem."""
     (problem,) = {
         problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
-        for problem in ahead.problems(**config)
+        for problem in _problems(**config)
         if problem.backward == backward and not problem.dlse
     }
     return plan(problem, device.named(arch, "cuda")).launches

@@ -1,6 +1,6 @@
-"""Static gate of mods: instructions of the steady mainloop that score_mod and mask_mod add, beside the marks.
+"""Static gate of mods: instructions that score_mod and mask_mod add to the steady mainloop, compared with marks.
 
-The gate fails if a kernel spills. Marks are goals: the table shows them, and missing one is no failure.
+The gate fails if a kernel spills. Marks are goals, which the table shows; missing one is not a failure.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _problem(engine: str, backward: bool, **mods: Any) -> Problem:
 
 
 def _instructions(launch: Launch, arch: str) -> tuple[float, float, int]:
-    """(steady, longest, spilled bytes): mainloop instructions per score, without matrix products."""
+    """Return (steady, longest, spilled bytes): mainloop instructions per score, without matrix products."""
     text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     result = nvrtc.compile(text, launch.kernel, arch)
     assert launch.tile is not None

@@ -66,7 +66,7 @@ LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.
 LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
 LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
 
-if not TYPE_CHECKING:  # because of it a type checker would accept every name
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name
 
     def __getattr__(name: str) -> Any:
         """Import `cupy_flash.memory`, or the name in LAZY, at its first use."""

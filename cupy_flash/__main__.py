@@ -18,14 +18,14 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line that says what is wrong."""
+        """Print the message in one line and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `argv` defaults to the arguments of the process.
 
-    Errors go to stderr: status 2 where the command line cannot be parsed (SystemExit), 1 where the command fails.
+    Errors go to stderr. The status is 2 if the command line cannot be parsed (SystemExit), 1 if the command fails.
     """
     parser = Parser(prog="python -m cupy_flash", description="Exact attention for Python arrays.")
     parser.add_argument("--version", action="version", version=f"cupy_flash {__version__}")
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = arguments.pop("run")
     try:
         status: int = run(**arguments)
-    except BrokenPipeError:  # the reader of the output, such as head, has ended
+    except BrokenPipeError:  # the reader of the output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(error: Exception) -> str:
-    """The text of an error. For an invalid problem, its reasons in one line, without the list of placeholder arrays."""
+    """Return the text of an error; for an invalid problem its reasons in one line, without the placeholder arrays."""
     text = str(error)
-    if isinstance(error, (CompileError, UnsupportedError)):  # the whole compiler log, or every engine's reasons
+    if isinstance(error, (CompileError, UnsupportedError)):  # keep the whole compiler log, or every engine's reasons
         return text
     reasons = [line.removeprefix("  - ") for line in text.splitlines() if line.startswith("  - ")]
     return "; ".join(reasons) or text

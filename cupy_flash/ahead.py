@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: the kernels that later calls may launch, derived from their options without arrays."""
+"""Ahead-of-time compilation: derives the kernels that later calls may launch from their options, without arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPACITY = 2**20  # capacity of a cache that several blocks share, so that merge
 
 
 def device_for(arch: str | None) -> Device:
-    """The GPU to compile for, by its architecture; for None this machine's current GPU.
+    """Return the GPU to compile for, by its architecture; for None this machine's current GPU.
 
     Raises ValueError for an unknown architecture, RuntimeError without a GPU.
     """
@@ -46,12 +46,12 @@ def device_for(arch: str | None) -> Device:
 
 
 def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
-    """One launch per kernel that calls with these arguments (see `problems`) may need on a device."""
+    """Return one launch per kernel that calls with these arguments (see `problems`) may need on a device."""
     return launches_of(problems(**arguments), on)
 
 
 def launches_of(problems: Iterable[Problem], on: Device) -> tuple[Launch, ...]:
-    """One launch per kernel that these problems may need at any length on a device."""
+    """Return one launch per kernel that these problems may need at any length on a device."""
     candidates = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
     return tuple({launch.text_key: launch for launch in candidates}.values())
 
@@ -72,7 +72,7 @@ def problems(
     rotary_interleaved: bool = True,
     **options: Unpack[PaddedOptions[Presence]],
 ) -> list[Problem]:
-    """The problems (forward, and backward without and with dlse) of calls with these options, at the smallest size.
+    """Return the problems (forward, backward without and with dlse) of calls with these options, at the smallest size.
 
     Takes the arguments of `cupy_flash.compile`; raises TypeError or ValueError as a call would.
     """
@@ -95,8 +95,8 @@ def problems(
         raise ValueError("compile: kv_dtype, split_size, rotary and rotary_dim are for a KV cache, with cache=True")
     if cache:
         contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
-        causal = Mask(left=forward.mask.left, right=0)  # as such a call is by default
-        # A number of queries for each tile of a decode, and one that no such tile holds.
+        causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
+        # One number of queries for each tile of mma_decode, and one that exceeds all of them.
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
             for page in (None, 1)
@@ -119,7 +119,7 @@ def _contiguous_cache(
     rotary_dim: int | None,
     interleaved: bool,
 ) -> Cache:
-    """A contiguous cache to which a row is appended; ValueError or TypeError for options that a call would refuse."""
+    """Return a contiguous cache to which a row is appended; ValueError or TypeError for options that a call refuses."""
     dtype = problem.dtype if kv_dtype is None else element_dtype(kv_dtype)
     if dtype != problem.dtype and (dtype.name != FP8 or problem.dtype.itemsize != 2):
         legal = f"{problem.dtype.name}, or {FP8} beside a q of 16 bit"
@@ -141,16 +141,16 @@ def _contiguous_cache(
 def _problem(
     settings: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
 ) -> Problem:
-    """The forward problem of placeholder arrays: one key, and as many queries as heads, so that all layouts agree."""
+    """Return the forward problem of placeholder arrays, with one key, and Sq = Hq so that layouts have equal shapes."""
 
     def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
-        return np.broadcast_to(np.zeros((), dtype), shape)  # takes no memory
+        return np.broadcast_to(np.zeros((), dtype), shape)  # without memory of this size
 
     usual = element if element.name in DTYPES else named_dtype("bfloat16")
     sizes = {"b": 1, "h": group, "g": 1}
 
     def given(feature: Feature) -> np.ndarray[Any, Any] | None:
-        """A placeholder for an array option: True means its usual dtype, anything else names the dtype."""
+        """Return a placeholder for an array option, for which the caller passed True (the usual dtype) or a dtype."""
         value = getattr(settings, feature.name)
         if value is None or value is False:
             return None
@@ -170,7 +170,7 @@ def _problem(
 
 
 def element_dtype(dtype: Any) -> np.dtype[Any]:
-    """The NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
+    """Return the NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
     if not isinstance(dtype, str) and dtype is not None:  # np.dtype(None) is float64
         try:
             return np.dtype(dtype)

@@ -2,7 +2,7 @@
 
 A class lists options as keyword arguments: `**options: Unpack[PaddedOptions[AnyArray]]`. Its parameter is the type of
 the options that are arrays. `return_lse` has a class of its own because the type of the result depends on it: overloads
-declare it and unpack a class without it. tests/library/test_features.py holds the classes against the signature of
+declare it and unpack a class without it. tests/library/test_features.py compares the classes with the signature of
 `cupy_flash.attention` and against the table of features.
 """
 
@@ -32,9 +32,7 @@ Lengths: TypeAlias = int | tuple[int, int] | None  # lengths of a whole sharded 
 Boundaries: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"  # in host memory
 Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
 DType: TypeAlias = "npt.DTypeLike | torch.dtype"
-Presence: TypeAlias = (
-    "bool | npt.DTypeLike | torch.dtype"  # stands for an array that does not exist yet: True, or its dtype
-)
+Presence: TypeAlias = "bool | npt.DTypeLike | torch.dtype"  # a placeholder for an array: True, or its dtype
 
 T = TypeVar("T")
 
@@ -77,19 +75,19 @@ class Descales(TypedDict, Generic[T], total=False):
 
 
 class Ordering(TypedDict, total=False):
-    """The option that says which dimension holds the heads."""
+    """The option for the order of dimensions."""
 
     layout: Layout
 
 
 class Result(TypedDict, total=False):
-    """The option that chooses the results."""
+    """The option that selects the results."""
 
     return_lse: bool
 
 
 class Execution(TypedDict, total=False):
-    """Options that say how a call runs."""
+    """Options that control how a call runs."""
 
     deterministic: bool
     backend: str | None

@@ -1,7 +1,7 @@
 """Converts arrays of any library to `Array` (pointer, shape, strides, dtype, device), and allocates outputs.
 
-The only core module that knows array libraries. It detects a library only if the caller has imported it, without
-importing torch, jax or CuPy for that. It reads and writes no elements and copies nothing between devices.
+It is the only core module that handles array libraries. It detects a library only if the caller has imported it, so
+that torch, jax and CuPy are never imported for that. It does not read or write elements or copy between devices.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Array:
         return np.asarray(memory).view(self.dtype)  # via raw bytes, because bf16 and fp8 have no typestr
 
     def result(self) -> Any:
-        """The array in the caller's framework, to return to the caller. For jax, writes must precede this call."""
+        """Return the array in the caller's framework; for jax, call it after all writes."""
         if self.sharding is None:
             return self.owner
         import jax
@@ -182,7 +182,7 @@ def contiguous(array: Array) -> Array:
 
 
 def stream_of(like: Array) -> int:
-    """The CUDA stream handle for kernels on arrays like this one; 0 for CPU arrays.
+    """Return the CUDA stream handle for kernels on arrays like this one; 0 for CPU arrays.
 
     It is the stream of the call frame for XLA, the current stream of torch, or that of CuPy for all other libraries:
     their allocators reuse the memory of outputs and workspaces in that stream's order.
@@ -201,7 +201,7 @@ def stream_of(like: Array) -> int:
 
 
 def made_on(array: Array) -> int | None:
-    """The stream on which the array's contents are produced, for the stream of `stream_of` to wait for.
+    """Return the stream that produces the array's contents, for which the stream of `stream_of` must wait.
 
     None if no wait is needed: torch and CuPy arrays are used on their library's current stream.
     """
@@ -212,7 +212,7 @@ def made_on(array: Array) -> int | None:
 
 
 def _call_producer(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method of the array's library; whatever it raises becomes a TypeError that quotes it."""
+    """Call a method of the array's library; an exception becomes a TypeError that quotes it."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -229,7 +229,7 @@ def _device_index(device: str) -> int:
 
 
 def named_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a name; bfloat16 and float8_* are ml_dtypes'."""
+    """Return the NumPy dtype of a name; bfloat16 and float8_* are those of ml_dtypes."""
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
 
@@ -239,7 +239,7 @@ def named_dtype(name: str) -> np.dtype[Any]:
 
 @functools.lru_cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """`dtype.name`, which NumPy computes anew in microseconds."""
+    """Return `dtype.name`, cached because NumPy takes microseconds to compute it."""
     return dtype.name
 
 
@@ -255,12 +255,12 @@ def _in_elements(byte_strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[i
 
 @functools.lru_cache(maxsize=1024)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-contiguous array."""
+    """Return the strides, in elements, of a C-contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """np.empty aligned to 64 bytes, without which XLA copies a host buffer."""
+    """Return np.empty aligned to 64 bytes, because XLA copies less aligned host buffers."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64
@@ -332,7 +332,7 @@ def _from_jax(x: Any) -> Array:
 
 
 def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
-    """Versions 2 and 3. The protocol lacks the device: CuPy queries the driver for it; without CuPy it is cuda:0."""
+    """Describe an array of versions 2 and 3; the protocol lacks the device, so CuPy finds it, or it is cuda:0."""
     if interface.get("mask") is not None:
         raise TypeError("its mask would be dropped")
     missing = [key for key in ("shape", "typestr", "data") if key not in interface]

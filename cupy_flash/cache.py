@@ -102,7 +102,7 @@ class Entry:
         return "kernel.cubin" if self.target.startswith("sm_") else "kernel.ptx"
 
     def record(self, result: Compiled) -> bytes:
-        """The contents of entry.json for `result`."""
+        """Return the contents of entry.json for `result`."""
         checksums = {self.payload: result.code, "log.txt": result.log.encode()}
         record = {
             "format": FORMAT,
@@ -114,7 +114,7 @@ class Entry:
         return json.dumps(record, indent=4).encode()
 
     def load(self) -> Compiled | None:
-        """The stored result; None if it is missing, damaged or unsafe."""
+        """Return the stored result; None if it is missing, damaged or unsafe."""
         path = self.path
         try:
             check_safe(path)
@@ -161,7 +161,7 @@ def write(path: Path, content: bytes, mode: int) -> None:
 
 
 def noted_compiler(folder: Path) -> str | None:
-    """The noted nvrtc.identity() of this environment's compiler; None without a note or if the library has changed.
+    """Return the noted nvrtc.identity() of this environment's compiler; None if missing or the library has changed.
 
     Finding, loading and querying NVRTC would take longer than the rest of loading a cached kernel.
     """
@@ -214,7 +214,7 @@ def warn_once(error: OSError) -> None:
 
 
 def location() -> Path:
-    """The cache folder, CUPY_FLASH_CACHE_DIR or the user's; it need not exist. OSError without a home directory."""
+    """Return the path of the cache folder, CUPY_FLASH_CACHE_DIR or the user's; OSError without a home directory."""
     folder = Path(environment.cache_dir() or _user_folder())
     if not folder.is_absolute():  # older platformdirs do not expand ~ without a home directory
         raise FileNotFoundError(f"{folder} is not an absolute path")
@@ -222,7 +222,7 @@ def location() -> Path:
 
 
 def _user_folder() -> str:
-    """The platform's per-user cache folder."""
+    """Return the platform's per-user cache folder."""
     from platformdirs import user_cache_dir
 
     try:
@@ -232,7 +232,7 @@ def _user_folder() -> str:
 
 
 def usable_folder() -> Path:
-    """The cache folder, created if missing. Raises OSError if it cannot be used."""
+    """Return the cache folder, created if missing. Raises OSError if it cannot be used."""
     folder = location()
     make(folder)
     check_safe(folder)
@@ -273,7 +273,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def writable_mode(folder: Path) -> int:
-    """The mode of a folder; PermissionError if its owner may not write, which the system itself would not deny root."""
+    """Return the mode of a folder; PermissionError if its owner may not write, which would not stop root."""
     mode = os.lstat(folder).st_mode
     if has_owners() and not mode & stat.S_IWUSR:
         raise PermissionError(f"{folder} is read-only")
@@ -281,19 +281,19 @@ def writable_mode(folder: Path) -> int:
 
 
 def has_owners() -> bool:
-    """Whether files have POSIX owners and modes. On Windows they do not; a user's cache folder is private there."""
+    """Return whether files have POSIX owners and modes. On Windows they do not, but a user's folder is private."""
     return hasattr(os, "geteuid")
 
 
 def entries(folder: Path) -> Iterator[Path]:
-    """The entry folders in a cache folder, including incomplete ones of interrupted processes."""
+    """Return the entry folders in a cache folder, including incomplete ones of interrupted processes."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if OURS.fullmatch(path.name) and stat.S_ISDIR(os.lstat(path).st_mode):
             yield path
 
 
 def size(folder: Path) -> tuple[int, int]:
-    """(number of entries, total bytes) of a cache folder."""
+    """Return (number of entries, total bytes) of a cache folder."""
     paths = list(entries(folder))
     return len(paths), sum(file.lstat().st_size for path in paths for file in path.rglob("*") if file.is_file())
 

@@ -1,4 +1,4 @@
-"""The members of Params that describe a KV cache, and its arrays by the names of these members."""
+"""The members of Params for a KV cache, and the arrays of a call by the names of these members."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = {"block_table": "table_row", "rotary_cos": "cos_row", "rotary_sin": "sin_
 
 
 def cache_arrays(operands: Operands) -> dict[str, Array]:
-    """The arrays of a call that the kernels read beside those of its Operands, by their members."""
+    """Return the arrays of a call besides those of Operands, by member of Params."""
     given = operands.cache
     if given is None:
         return {}
@@ -25,7 +25,7 @@ def cache_arrays(operands: Operands) -> dict[str, Array]:
 
 
 def with_arrays(operands: Operands, arrays: dict[str, Array]) -> Operands:
-    """The operands with other arrays in the place of some, by the members of both."""
+    """Return the operands with some arrays replaced; `arrays` has them by member of Params."""
     given = operands.cache
     if given is not None:
         nested = {name: arrays[NAMES.get(name, name)] for name in given._fields if NAMES.get(name, name) in arrays}
@@ -36,7 +36,7 @@ def with_arrays(operands: Operands, arrays: dict[str, Array]) -> Operands:
 def cache_members(
     problem: Problem, operands: Operands, workspaces: Iterable[Workspace], address: Address, tensor: Form
 ) -> dict[str, tuple[float, ...]]:
-    """The members, by name. `tensor` returns the Operand of an array (see params.py)."""
+    """Return the members by name; `tensor` returns the Operand of an array (see params.py)."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
     packed = problem.layout == "thd"

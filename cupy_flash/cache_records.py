@@ -14,7 +14,7 @@ from .features import record
 
 
 class Cache(NamedTuple):
-    """The facts of a KV cache beside those of its Problem, whose kv_len is the capacity. It does not know lengths."""
+    """The facts of a KV cache that are not in its Problem, whose kv_len is the capacity; lengths are not facts."""
 
     layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
     dtype: np.dtype  # dtype of the caches: that of q, or float8_e4m3fn
@@ -46,10 +46,9 @@ _CacheOperands: Any = record(
 
 
 class CacheOperands(_CacheOperands):
-    """The arrays of a call on a KV cache beside the caches, which are k and v of its Operands.
+    """The arrays of a call on a KV cache other than the caches, which are k and v of Operands; None if absent.
 
-    None for those that are absent. cache_seqlens may be an int, the length of all sequences; the result is written to
-    `out`.
+    cache_seqlens may be an int, the length of all sequences; the result is written to `out`.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The KV cache of a recorded call, and the arrays by which `tune` makes the call again."""
+"""The KV cache of a recorded call, and the arrays with which `tune` repeats the call."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ Array = np.ndarray[Any, Any]
 SEED = 20
 
 
+def check_fields(name: str, kind: Any, record: Any) -> None:
+    """Check that a JSON record is a mapping whose keys are fields of a dataclass; `name` is the record's in errors."""
+    if not isinstance(record, Mapping):
+        raise TypeError(f"{name} must be a mapping of names to values, not {record!r}")
+    names = [field.name for field in fields(kind)]
+    unknown = [key for key in record if key not in names]
+    if unknown:
+        raise ValueError(f"{name} has no field {', '.join(map(repr, unknown))}; the fields are {', '.join(names)}")
+
+
 @dataclass(frozen=True)
 class CacheTrial:
-    """The facts of a KV cache. Lengths are none: caches are as full as their capacity and their pages permit."""
+    """The facts of a KV cache, without lengths: the caches are as full as their capacity and their pages permit."""
 
-    page: int | None = None  # keys of a page; None: contiguous
-    blocks: int | None = None  # pages of the pool; None: enough for full sequences
-    appended: int | None = None  # rows of k per sequence; of packed queries any number stands for as many as queries
+    page: int | None = None  # keys per page; None for a contiguous cache
+    blocks: int | None = None  # pages of the pool; None for as many as full sequences need
+    appended: int | None = None  # rows of k per sequence; with packed queries any number means one per query
     slots: bool = False
     rotary: int = 0  # rotated dimensions
     rotary_interleaved: bool = True
@@ -50,18 +60,13 @@ class CacheTrial:
 
     @classmethod
     def of(cls, record: Any) -> CacheTrial:
-        """The CacheTrial of a JSON record; ValueError or TypeError for another record."""
-        if not isinstance(record, Mapping):
-            raise TypeError(f"cache must be a mapping of names to values, not {record!r}")
-        names = [field.name for field in fields(cls)]
-        unknown = [name for name in record if name not in names]
-        if unknown:
-            raise ValueError(f"{', '.join(map(repr, unknown))} of the cache are not of {', '.join(names)}")
+        """Make the CacheTrial of a JSON record; ValueError or TypeError for an invalid record."""
+        check_fields("cache", cls, record)
         return cls(**record)
 
     @classmethod
     def of_cache(cls, cache: Cache, packed: bool) -> CacheTrial:
-        """The CacheTrial of a call's Cache."""
+        """Make the CacheTrial of a call's Cache."""
         blocks = None if cache.page is None else cache.blocks
         appended = cache.appended if cache.appended is None or not packed else 1
         rotary, interleaved = cache.rotary or (0, True)
@@ -85,7 +90,7 @@ class CacheCall(NamedTuple):
 
 
 def cache_call(trial: Trial, cache: CacheTrial) -> CacheCall:
-    """The call with random normal arrays of NumPy, on caches that are as full as they can be."""
+    """Return the call with random normal NumPy arrays, on caches that are as full as possible."""
     rng = np.random.default_rng(SEED)
     dtype = named_dtype(trial.dtype)
     dims = trial.head_dim, trial.head_dim_v or trial.head_dim
@@ -101,10 +106,10 @@ def cache_call(trial: Trial, cache: CacheTrial) -> CacheCall:
         k_cache, v_cache = (x.astype(named_dtype(FP8)) for x in (k_cache, v_cache))
     rows = falling(trial.q_len, trial.batch) if trial.packed else np.full(trial.batch, trial.q_len)
     lengths = np.full(trial.batch, min(columns * page, blocks * page // trial.batch))
-    heads = replace(trial, kv_len=min(trial.q_len, trial.kv_len))  # a mask is about the last keys, a tree's
+    heads = replace(trial, kv_len=min(trial.q_len, trial.kv_len))  # a mask covers the last keys (drafted tokens)
     options: dict[str, Any] = {name: heads.option(name, rng, dtype) for name in trial.options}
     options |= dict(causal=bool(trial.causal), window=trial.window)
-    # Any order of pages is as good as another; those of a small pool serve several sequences.
+    # The order of pages does not matter; with a small pool, sequences share pages.
     table = rng.permutation(blocks)[np.arange(trial.batch * columns) % blocks].reshape(trial.batch, columns)
     if cache.page is not None:
         options["block_table"] = table.astype(np.int32)
@@ -137,11 +142,11 @@ def cache_call(trial: Trial, cache: CacheTrial) -> CacheCall:
 
 
 def falling(length: int, batch: int) -> Array:
-    """Lengths of the sequences of a packed batch: the first has `length`, each other less, down to about half."""
+    """Return the lengths of the sequences of a packed batch, decreasing from `length` to about half of it."""
     lengths: Array = np.maximum(length - np.arange(batch) * (length // (2 * batch)), 1)
     return lengths
 
 
 def pack(x: Array, lengths: Array) -> Array:
-    """Padded (B, S, ...) -> (T, ...)."""
+    """Pack padded (B, S, ...) into (T, ...)."""
     return np.concatenate([row[:length] for row, length in zip(x, lengths, strict=True)])

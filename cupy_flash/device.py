@@ -1,4 +1,4 @@
-"""The devices that a call can run on, with the properties that planning needs."""
+"""The devices on which a call can run, with the properties that planning needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Device(NamedTuple):
-    """A processor, as far as planning depends on it."""
+    """The properties of a processor on which planning depends."""
 
     backend: str  # "cpu", "cuda", "simulator"
     arch: str  # "x86_64", "arm64"; "sm_80"
@@ -39,7 +39,7 @@ GPUS = {
 
 
 def named(arch: str, backend: str = "simulator") -> Device:
-    """A GPU by its architecture, for planning, compiling and simulating without one; ValueError if unknown."""
+    """Return a GPU by its architecture, to plan, compile or simulate for it without one; ValueError if unknown."""
     if not isinstance(arch, str) or arch not in GPUS:
         raise ValueError(f"unknown GPU architecture {arch!r}; known are {', '.join(GPUS)}")
     shared_kib, units = GPUS[arch]
@@ -47,13 +47,13 @@ def named(arch: str, backend: str = "simulator") -> Device:
 
 
 def cpu() -> Device:
-    """This machine's CPU, with the number of threads that NumPy's BLAS may currently use."""
+    """Return this machine's CPU, with the number of threads that NumPy's BLAS may currently use."""
     return Device("cpu", platform.machine(), blas_threads())
 
 
 @lru_cache
 def gpu(index: int) -> Device:
-    """A GPU of this machine by its CUDA index, queried through CuPy."""
+    """Return a GPU of this machine by its CUDA index, queried through CuPy."""
     import cupy
 
     card = cupy.cuda.Device(index)
@@ -74,12 +74,12 @@ def gpu(index: int) -> Device:
 
 @lru_cache(maxsize=1)
 def blas_controller() -> Any:
-    """The threadpoolctl controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
+    """Return the threadpoolctl controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")
 
 
 def blas_threads() -> int:
-    """Threads that BLAS may currently use; 1 for a BLAS that threadpoolctl does not know."""
+    """Return the number of threads that BLAS may currently use; 1 for a BLAS that threadpoolctl does not know."""
     return max((library.num_threads for library in blas_controller().lib_controllers), default=1)

@@ -7,7 +7,7 @@ serves the eight elements of a 16 x 16 tile that one thread holds in mma fragmen
     n       = 4 * ((i // 8) % 2) + 2 * ((j // 8) % 2) + j % 2                   index of its 16-bit half, 0 to 7
 
 Half n is the low (n even) or high (n odd) 16 bits of output word n // 2.
-An element is kept where its half is at least t = round(65536 p), and then multiplied by 65536 / (65536 - t).
+An element is kept if its half is at least t = round(65536 p), and then multiplied by 65536 / (65536 - t).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHIFT32 = np.uint64(32)
 def philox(
     counter0: npt.ArrayLike, counter1: npt.ArrayLike, counter2: npt.ArrayLike, counter3: npt.ArrayLike, seed: int
 ) -> tuple[UInt32Array, UInt32Array, UInt32Array, UInt32Array]:
-    """Philox 4x32-10 of the broadcast counter words, each below 2**32; the key is `seed` modulo 2**64."""
+    """Return Philox 4x32-10 of the broadcast counter words, each below 2**32; the key is `seed` modulo 2**64."""
     # uint64, so that one multiplication yields both halves of the 64-bit product.
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in (counter0, counter1, counter2, counter3))
     key0, key1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
@@ -46,19 +46,19 @@ def philox(
 
 
 def threshold(p: float) -> int:
-    """The t = round(65536 p), p in [0, 1], below which 16-bit values drop the element."""
+    """Return t = round(65536 p), p in [0, 1]; an element is dropped if its 16-bit value is below t."""
     return round(65536 * p)
 
 
 def keep_scale(p: float) -> float:
-    """65536 / (65536 - t), one over the exact keep probability; requires t < 65536, which requirements.py checks."""
+    """Return 65536 / (65536 - t), the inverse of the keep probability; requirements.py checks that t < 65536."""
     return 65536 / (65536 - threshold(p))
 
 
 def keep_mask(
     seed: int, head_index: int, q_start: int, q_stop: int, kv_start: int, kv_stop: int, p: float
 ) -> npt.NDArray[np.bool_]:
-    """Keep mask of a tile, bool (q_stop - q_start, kv_stop - kv_start): True where P[i, j] is kept.
+    """Return the keep mask of a tile, bool (q_stop - q_start, kv_stop - kv_start), True where P[i, j] is kept.
 
     i and j are positions in the whole sequence, so any tiling gives the same bits. `head_index` is b * Hq + h; `seed`
     is taken modulo 2**64.
@@ -86,7 +86,7 @@ def keep_mask(
 def keep_mask_at(
     seed: int, head_index: int, queries: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], p: float
 ) -> npt.NDArray[np.bool_]:
-    """`keep_mask` at arbitrary positions, bool (len(queries), len(keys)); one Philox call per element."""
+    """Return `keep_mask` at arbitrary positions, bool (len(queries), len(keys)), by one Philox call per element."""
     i, j = queries[:, None], keys
     words = philox(i // TILE, j // TILE, head_index, 4 * (i % 8) + (j % 8) // 2, seed)
     word = np.choose(2 * (i // 8 % 2) + j // 8 % 2, words)

@@ -1,4 +1,4 @@
-"""All environment variables that cupy_flash reads; no other module reads any."""
+"""Reads all environment variables of cupy_flash; no other module reads any."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ def backend() -> str | None:
 
 
 def libraries() -> tuple[str | None, ...]:
-    """The settings that determine which CUDA libraries a process finds: sys.prefix and the search path variables."""
+    """Return the settings by which a process finds CUDA libraries: sys.prefix and the search path variables."""
     names = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH")
     return sys.prefix, *map(os.environ.get, names)
 

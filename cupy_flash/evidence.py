@@ -92,7 +92,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def has_card(device: Device) -> bool:
-    """Whether a device can have evidence: it is a GPU of this machine, or the simulator."""
+    """Return whether a device can have evidence: it is a GPU of this machine, or the simulator."""
     return device.card != ""
 
 
@@ -404,7 +404,7 @@ def _wrong_fields(name: str, record: Record) -> list[str]:
 
 
 def _is_measured(value: Any, engines: set[str]) -> bool:
-    """Whether a JSON value is [engine, tile, amount] with one of the engines and a finite amount above 0."""
+    """Return whether a JSON value is [engine, tile, amount] with one of the engines and a finite amount above 0."""
     if not isinstance(value, list) or len(value) != 3 or not _are_texts(value[:2]) or value[0] not in engines:
         return False
     return _is_amount(value[2])

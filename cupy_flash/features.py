@@ -161,6 +161,6 @@ def record(*names: str, optional: int = 0) -> Any:
 
 
 def is_given(problem: Any, feature: Feature) -> bool:
-    """Whether a Problem has a feature."""
+    """Return whether a Problem has a feature."""
     fact = getattr(problem, feature.field)
     return fact is not None and fact is not False and fact != 0.0

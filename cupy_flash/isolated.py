@@ -96,7 +96,7 @@ class Worker:
         self.process = self.pipe = None
 
     def _status(self) -> int | None:
-        """The exit status of the process; None where it has not ended in time."""
+        """Return the exit status of the process, or None if it has not ended in time."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ENDING_SECONDS)
@@ -115,7 +115,7 @@ class Worker:
 
 
 def serve(file: int, parent: int) -> None:
-    """In the worker process: answer requests until the other end of the pipe is closed or the parent has ended."""
+    """Answer requests in the worker process until the pipe is closed or the parent has ended."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = Connection(file)
     work: Callable[..., Any] = pipe.recv()
@@ -132,7 +132,7 @@ def serve(file: int, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Kill the worker's process group once its parent has ended: a kernel that hangs would run on for ever."""
+    """Kill the worker's process group once its parent has ended, because a kernel that hangs never returns."""
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -141,7 +141,7 @@ def _end_with(parent: int) -> None:
 def one_line(error: Exception) -> str:
     """Return an exception's type and its message in one line.
 
-    That is every reason of an error about arguments, and the first line of others, such as a compiler's log.
+    The message has every reason of an error about arguments, and the first line of other errors such as a compiler's.
     """
     lines = [line.strip().removeprefix("- ") for line in f"{type(error).__name__}: {error}".splitlines()]
     return (
@@ -153,7 +153,7 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that workers, which have their own process groups, are ended, too."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that workers, which have their own process groups, end too."""
 
     def raise_exit(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""Attention on a KV cache, and appending to one: what a server calls for every token."""
+"""Attention on a KV cache, and appends to it, which a server calls for every token."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def attention_with_kv_cache(
     backend: str | None = None,
     engine: str | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
-    """Attention of new queries on the keys and values of a cache, contiguous or paged, after appending new ones.
+    """Append new keys and values to a contiguous or paged cache, and compute the attention of new queries on it.
 
     Sequence b has n_b keys in the cache, the call appends s_b rows of k and v in place, and its Sq queries then see
-    L_b = n_b + s_b keys; query i lies at position L_b - Sq + i. No gradients are recorded. The host never reads
-    lengths, tables and positions that are on a GPU: a call is planned by the capacity of the cache. Arrays as for
+    L_b = n_b + s_b keys; query i has position L_b - Sq + i. No gradients are recorded. The host never reads lengths,
+    tables and positions that are on a GPU, so a call is planned by the capacity of the cache. Arrays are as for
     `cupy_flash.attention`; caches are never copied and may have any strides with a contiguous last dimension.
 
     Args:
@@ -85,53 +85,52 @@ def attention_with_kv_cache(
         v_cache: (Bc, Sc, Hk, Dv) or (pages, P, Hk, Dv).
         k: rows to append: (B, Snew, Hk, D), or packed as q. They become the keys n_b to L_b - 1.
         v: likewise, (B, Snew, Hk, Dv).
-        cache_seqlens: n_b, int32 (B,) or one int for all sequences. None: all caches are full.
+        cache_seqlens: n_b, int32 (B,) or one int for all sequences. None means that all caches are full.
         cache_batch_idx: int32 (B,): sequence b is row cache_batch_idx[b] of a contiguous cache instead of row b.
-        cache_leftpad: int32 (B,): the keys before it are not seen. Contiguous caches alone.
+        cache_leftpad: int32 (B,): the keys before it are not seen; only for contiguous caches.
         block_table: int32 (B, columns): key j of sequence b is row j % P of page block_table[b, j // P]. Entries past
             L_b are never looked up.
-        slots: int64, one per row of k: it goes to page slot // P, row slot % P (of a contiguous cache Sc instead of P),
-            nowhere if negative. cache_seqlens then counts all keys, and s_b is 0.
-        positions: int32 (B, Sq), or (T,): the positions by which queries and appended keys are rotated, and the q_idx
-            of mods, instead of those where they lie.
+        slots: int64, one per row of k, which is written to page slot // P, row slot % P (with a contiguous cache, Sc
+            instead of P), or dropped if the slot is negative. cache_seqlens then counts all keys, and s_b is 0.
+        positions: int32 (B, Sq), or (T,): positions that replace L_b - Sq + i in the rotation of queries and appended
+            keys, and as the q_idx of mods.
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, k and v.
-        max_seqlen_q: at least the longest of them.
-        rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, a position
-            p by row p, and one before the first key by row 0. k is rotated in float32 and rounded once to the dtype of
-            the cache.
+        max_seqlen_q: at least the length of the longest sequence in q.
+        rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, with row p
+            for position p, and row 0 before the first key. k is rotated in float32 and rounded once to the dtype of the
+            cache.
         rotary_sin: likewise.
-        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
-        causal: whether query i sees no key after its own position L_b - Sq + i.
+        rotary_interleaved: True if pairs are the dimensions (2i, 2i + 1), False for (i, i + rd / 2).
+        causal: True hides the keys after query i's position L_b - Sq + i.
         window: as in `cupy_flash.attention`, with the diagonal offset L_b - Sq.
         scale: factor of q.k, default 1 / sqrt(D).
         softcap: as in `cupy_flash.attention`.
         alibi_slopes: float32 (Hq,) or (B, Hq): adds -slope |L_b - Sq + i - j|.
         sink: floating (Hq,), as in `cupy_flash.attention`.
-        mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend. All
-            earlier ones are seen as causal and window say. A tree of drafted tokens is a mask with causal=False.
+        mask: bool (B or 1, 1 or Hq, Sq, s): which of the last s keys of its sequence a query sees, True = attend;
+            causal and window apply to all keys. For a tree of drafted tokens pass its mask and causal=False.
         score_mod: as in `cupy_flash.attention`, with q_idx = max(L_b - Sq + i, 0), or positions[b, i], and kv_idx = j
             whatever the page. Captured arrays must have room for every position below the capacity.
         mask_mod: likewise.
-        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: a key stands for its numbers times the descale. None
-            is 1.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn: the factor of the stored keys. None is 1.
         v_descale: likewise.
-        split_size: a multiple of 64: pieces of the keys end at its multiples, and the bits of a query then depend on
-            its own sequence and the options alone: not on the batch, its order or padding, on page numbers, or on how
-            many queries of the sequence a call has. None: equal work for all processors.
+        split_size: a multiple of 64, at whose multiples split-KV divides the keys. The bits of a query's result then
+            depend only on its own sequence and the options: not on the batch, its order or padding, page numbers, or
+            the number of queries in the call. None divides the work equally among the processors.
         layout: "bshd" as above, or "bhsd": q (B, Hq, Sq, D), caches (Bc, Hk, Sc, D) or (pages, Hk, P, D).
-        out: where the result goes, of its shape and the dtype of q. None: a new array.
+        out: an array for the result, of its shape and the dtype of q. None allocates a new one.
         return_lse: also return lse, float32 (float64 for float64), (B, Hq, Sq) or (Hq, T).
         backend: as in `cupy_flash.attention`.
         engine: as in `cupy_flash.attention`.
 
     Returns:
-        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). A query that sees no key is 0, and its lse -inf, or with a
-        sink the sink. Rows past cu_seqlens_q[-1] are 0, and their lse -inf.
+        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). The row of a query that sees no key is 0, and its lse is -inf
+        or the sink. Rows from cu_seqlens_q[-1] on are 0, with lse -inf.
 
     Raises:
         TypeError: as `cupy_flash.attention`, one error with every reason.
-        ValueError: likewise. Contents of arrays are checked in host memory; on a GPU wrong ones never fault and spoil
-            only their own sequence.
+        ValueError: likewise. Contents of arrays in host memory are checked; on a GPU wrong contents never fault, and
+            make only the result of their own sequence wrong.
         UnsupportedError: no engine of this version serves the call.
 
     Equivalent NumPy, for one sequence of a contiguous cache and one head:
@@ -145,7 +144,7 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .pose_cache import CacheOptions, pose_with_cache  # which calls without a cache never need
+    from .pose_cache import CacheOptions, pose_with_cache  # lazily: most calls have no cache
 
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
@@ -163,7 +162,7 @@ def attention_with_kv_cache(
 def explain_with_kv_cache(
     q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
 ) -> str:
-    """How `attention_with_kv_cache` with these arguments would run, as text; nothing is computed or written.
+    """Describe how `attention_with_kv_cache` with these arguments would run, without computing or writing anything.
 
     Args:
         q: as in `attention_with_kv_cache`.
@@ -172,8 +171,8 @@ def explain_with_kv_cache(
         **options: those of `attention_with_kv_cache`.
 
     Returns:
-        Engine and tiles, why these, and why not the other engines; with split_size also what that costs; of score_mod
-        and mask_mod their expressions and what they capture.
+        Text with the engine and its tiles, the reason for the choice, and the reasons against the other engines; with
+        split_size also its cost; the expressions of score_mod and mask_mod and the captured arrays.
 
     Raises:
         UnsupportedError: no engine serves the call.
@@ -217,23 +216,23 @@ def append_to_kv_cache(
         v: (B, S, Hk, Dv) or (T, Hk, Dv).
         k_cache: as in `attention_with_kv_cache`.
         v_cache: as in `attention_with_kv_cache`.
-        cache_seqlens: n_b, int32 (B,) or an int: the keys of each sequence before its rows.
-        slots: int64, one per row, in place of cache_seqlens. Beside slots, cache_seqlens is given only with rotary
-            tables and without positions: the keys of each sequence, of which its rows are the last.
+        cache_seqlens: n_b, int32 (B,) or an int: the number of keys of each sequence before the append.
+        slots: int64, one per row, instead of cache_seqlens. With slots, cache_seqlens is given only for rotary tables
+            without positions, and counts the keys of each sequence after the append.
         cache_batch_idx: int32 (B,), as in `attention_with_kv_cache`.
-        block_table: int32 (B, columns), likewise; not beside slots.
+        block_table: int32 (B, columns), likewise; not with slots.
         cu_seqlens: int32 (B + 1,): sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1] of k and v.
-        rotary_cos: floating (R, rd / 2): rotates k.
+        rotary_cos: floating (R, rd / 2): table by which k is rotated.
         rotary_sin: likewise.
-        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1), else (i, i + rd / 2).
+        rotary_interleaved: True if pairs are the dimensions (2i, 2i + 1), False for (i, i + rd / 2).
         positions: int32 (B, S) or (T,): the positions by which keys are rotated.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
         v_descale: likewise.
-        layout: of k, v and the caches.
+        layout: layout of k, v and the caches.
 
     Raises:
         TypeError: as `attention_with_kv_cache`.
-        ValueError: as `attention_with_kv_cache`. Two rows for one place are an error in host memory.
+        ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
     from .pose_cache import CacheOptions, pose_append

@@ -1,4 +1,4 @@
-"""One kernel of a plan: the constants it is compiled with and the grid it is started on."""
+"""One kernel of a plan: the constants with which it is compiled, and its grid."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Launch(NamedTuple):
 
     @property
     def text_key(self) -> tuple[str, tuple[tuple[str, Constant], ...], tuple[tuple[str, str], ...]]:
-        """The inputs of the kernel's text: launches with equal keys have the same compiled kernel."""
+        """The inputs of the kernel's text; launches with equal keys share one compiled kernel."""
         return self.kernel, self.constants, self.headers
 
     @property
     def tile(self) -> tuple[int, int, int] | None:
-        """(queries, keys, threads) of a block; None where a kernel works on rows, without tiles."""
+        """(queries, keys, threads) of a block; None for a row kernel, which has no tiles."""
         constants = dict(self.constants)
         if "BLOCK_Q" not in constants:
             return None

@@ -1,4 +1,4 @@
-"""The positional mask and the tiles that it leaves to visit: the Python twin of mask.cuh.
+"""The positional mask and the tiles that it leaves visible, with the arithmetic of kernels_cu/mask.cuh.
 
 Causal masks and windows are both a band around a diagonal. Query ``i`` sees key ``j`` when
 
@@ -15,18 +15,18 @@ import numpy as np
 
 
 class Mask(NamedTuple):
-    """Window bounds and corner of the positional mask, independent of sequence lengths. None is unbounded."""
+    """Window bounds and alignment of the positional mask, independent of sequence lengths; None is unbounded."""
 
     left: int | None = None
     right: int | None = None
     top_left: bool = False
 
     def offset(self, q_len: int, kv_len: int) -> int:
-        """The diagonal offset o that causal, window and ALiBi share."""
+        """Return the diagonal offset o of causal, window and ALiBi."""
         return 0 if self.top_left else kv_len - q_len
 
     def band(self, q_len: int, kv_len: int, offset: int | None = None, step: int = 1) -> Band:
-        """The mask of one sequence of q_len queries and kv_len keys.
+        """Return the mask of one sequence of q_len queries and kv_len keys.
 
         In a shard, neighbouring rows are `step` positions apart and `offset` replaces o: query i sees key j when
         i step + offset - left <= j step <= i step + offset + right.
@@ -44,9 +44,9 @@ class Mask(NamedTuple):
         return (self.left is not None) + (self.right is not None)
 
     def visited(self, seen: float, rows: int, step: int) -> float:
-        """Expected extent of the other axis that a tile of `rows` visits in steps of `step`, if each row sees `seen`.
+        """Return the expected extent along the other axis that a tile of `rows` visits, if each row sees `seen`.
 
-        Each edge adds half a step and half a tile of masked scores.
+        Each edge of the mask adds half a `step` and half a tile of masked scores.
         """
         return seen + self.edges * (rows + step) / 2
 
@@ -69,23 +69,23 @@ class Band(NamedTuple):
     kv_len: int
 
     def kv_range(self, q_start: int, q_stop: int) -> tuple[int, int]:
-        """Keys [start, stop) that at least one query of the tile sees; start == stop if there are none."""
+        """Return the keys [start, stop) that at least one query of the tile sees; start == stop if there are none."""
         start = min(max(q_start + self.low, 0), self.kv_len)
         stop = max(min(q_stop + self.high, self.kv_len), start)
         return start, stop
 
     def q_range(self, kv_start: int, kv_stop: int) -> tuple[int, int]:
-        """Queries [start, stop) that see at least one key of the tile; start == stop if there are none."""
+        """Return the queries [start, stop) that see at least one key of the tile; start == stop if there are none."""
         start = min(max(kv_start - self.high, 0), self.q_len)
         stop = max(min(kv_stop - self.low, self.q_len), start)
         return start, stop
 
     def sees_all(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> bool:
-        """Whether every query of the tile sees every key, so that the tile needs no masking."""
+        """Return whether every query of the tile sees every key, so that the tile needs no masking."""
         return q_stop - 1 + self.low <= kv_start and kv_stop - 1 <= q_start + self.high
 
     def visible(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> np.ndarray:
-        """The mask of a tile, bool (q_stop - q_start, kv_stop - kv_start), True = attend."""
+        """Return the mask of a tile, bool (q_stop - q_start, kv_stop - kv_start), True = attend."""
         rows = np.arange(q_start, q_stop, dtype=np.int32)[:, None]
         columns = np.arange(kv_start, kv_stop, dtype=np.int32)[None, :]
         visible = np.ones((q_stop - q_start, kv_stop - kv_start), np.bool_)
@@ -97,14 +97,14 @@ class Band(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of unmasked (query, key) pairs, the scores to compute."""
+        """Return the number of unmasked (query, key) pairs."""
         return self._keys_before(self.high + 1) - self._keys_before(self.low)
 
     def _keys_before(self, side: int) -> int:
-        """Sum over queries i of the number of keys j < i + side, in closed form."""
+        """Return the sum over queries i of the number of keys j < i + side, in closed form."""
 
         def triangle(rows: int) -> int:
-            """The same sum for side 0 and `rows` queries: 0 + 1 + 2 + ..., each term at most kv_len."""
+            """Return the same sum for side 0 and `rows` queries: 0 + 1 + 2 + ..., each term at most kv_len."""
             rows = max(rows, 0)
             rising = min(rows, self.kv_len)
             return rising * (rising - 1) // 2 + (rows - rising) * self.kv_len
@@ -112,15 +112,15 @@ class Band(NamedTuple):
         return triangle(side + self.q_len) - triangle(side)
 
     def kv_tiles(self, q_start: int, q_stop: int, block: int) -> list[tuple[int, int]]:
-        """The key tiles [start, stop) that a query tile visits, last first, clipped to keys that any query sees.
+        """Return the key tiles [start, stop) that a query tile visits, last first, clipped to keys that any query sees.
 
-        Tiles start at multiples of `block`, so that neighbouring query tiles share them. Last first, because the
-        diagonal tiles hold a causal model's largest scores: the row max settles early.
+        Tiles start at multiples of `block`, so that neighbouring query tiles share them. The last tile comes first,
+        because the diagonal usually has the largest scores of a causal model, so that the row max rarely changes later.
         """
         return _tiles(*self.kv_range(q_start, q_stop), block)[::-1]
 
     def q_tiles(self, kv_start: int, kv_stop: int, block: int) -> list[tuple[int, int]]:
-        """The query tiles [start, stop) that visit a key tile, first to last, clipped to queries that see any key."""
+        """Return the query tiles [start, stop) that visit a key tile, in order, clipped to queries that see any key."""
         return _tiles(*self.q_range(kv_start, kv_stop), block)
 
 

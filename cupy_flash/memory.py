@@ -1,4 +1,4 @@
-"""Training memory: a model, a measurement, and a search for tensors that an autograd graph retains too long.
+"""Training memory: an estimate, a measurement, and a search for tensors that an autograd graph retains too long.
 
 A transformer block saves m = alpha b s d + beta b h s^2 + gamma b s bytes for its backward: b sequences of s tokens,
 width d, h query heads and k key/value heads of D = d / h dimensions, MLP width f. With 2-byte activations (fp16, bf16):
@@ -17,17 +17,17 @@ width d, h query heads and k key/value heads of D = d / h dimensions, MLP width 
     input of the MLP's last projection                b s f           2          8                 5.375
     mask of the dropout after it                      b s d           1          1                 -
                                                                          alpha = 34        alpha = 37.5
-    standard attention alone:
+    with standard attention only:
     probabilities                                     b h s^2         2          2                 2
     mask of their dropout                             b h s^2         1          1                 -
     probabilities after dropout                       b h s^2         2          2                 -
                                                                           beta = 5          beta = 2
     statistics of the two norms (rms norm: one each)  4 b s           4         16                 8
-    lse, flash attention alone                        b s h           4         4 h               4 h
+    lse, with flash attention only                    b s h           4         4 h               4 h
                                                                          gamma = 16 + 4 h  gamma = 8 + 4 h
 
-Flash attention has beta = 0. fp32 activations take twice as much, except masks and statistics. alpha and beta are those
-of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", which omits gamma.
+Flash attention has beta = 0. fp32 activations take twice as many bytes; masks and statistics do not. alpha and beta are
+those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", which omits gamma.
 Assumptions: residual stream, norms and softmax in the activations' dtype; norms, dropout, activation functions and
 rotary embeddings are one operator each; keys and values are not repeated for the query heads. `measure` counts what a
 model actually saves.
@@ -51,7 +51,7 @@ GB = 10**9
 ATTENTIONS = ("standard", "flash")
 ACTIVATIONS = ("gelu", "relu", "swiglu")
 ITEMSIZE = {"float32": 4, "mixed": 2}  # {precision: bytes of an activation}
-# Kinds of tensors that a block saves under each checkpointing; the rest is recomputed, one block at a time.
+# Kinds of tensors that a block saves with each checkpointing mode; the rest is recomputed, one block at a time.
 KEPT = {
     "none": ("input", "channels", "statistics", "scores"),
     "selective": ("input", "channels", "statistics"),
@@ -88,16 +88,16 @@ class Transformer:
     heads: int  # h
     vocab_size: int  # V
     context: int  # tokens per training sequence
-    kv_heads: int = 0  # k; 0: heads
-    head_dim: int = 0  # D; 0: embed_dim // heads
-    mlp_dim: int = 0  # f; 0: 4 * embed_dim
-    activation: str = "gelu"  # "gelu", "relu", or "swiglu", which is gated: a third matrix in the MLP
-    layer_norm: bool = True  # False: RMS norm, with one vector and one statistic instead of two
-    bias: bool = True  # in every projection of a block
-    learned_positions: bool = True  # False: rotary
+    kv_heads: int = 0  # k; 0 for as many as heads
+    head_dim: int = 0  # D; 0 for embed_dim // heads
+    mlp_dim: int = 0  # f; 0 for 4 * embed_dim
+    activation: str = "gelu"  # "gelu", "relu" or "swiglu", whose gate is a third matrix in the MLP
+    layer_norm: bool = True  # False for RMS norm, with one vector and one statistic instead of two
+    bias: bool = True  # every projection of a block has a bias
+    learned_positions: bool = True  # False for rotary embeddings
     tied: bool = True  # head and embedding share weights
     dropout: bool = True  # on embeddings, attention probabilities and the outputs of attention and MLP
-    counted: tuple[int, int] | None = None  # parameters of a block and outside the blocks; None: by the dimensions
+    counted: tuple[int, int] | None = None  # parameters of a block and outside of blocks; None to compute them
 
     def __post_init__(self) -> None:
         names = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
@@ -165,13 +165,13 @@ def load(name: str) -> Transformer:
 
     Model types gpt2, llama and mistral are read without transformers. Any other causal language model is built by
     transformers on torch's meta device, which takes no memory, and its parameters are counted; experts that a token
-    does not pass through count as parameters alone.
+    does not pass through have parameters but no activations.
 
     Args:
         name: a name in PRESETS, or the path of a config.json or of the folder that holds it.
 
     Raises:
-        ValueError: the config is no such model (the message names the file), or the name is unknown.
+        ValueError: the config is not of such a model (the message names the file), or the name is unknown.
         OSError: the file cannot be read.
         ImportError: the model needs transformers.
     """
@@ -232,7 +232,7 @@ def _llama(config: dict[str, Any]) -> Transformer:
 
 @dataclass(frozen=True)
 class Training:
-    """Training configuration. Raises ValueError with every reason.
+    """Training configuration; raises ValueError with every reason.
 
     batch and seqlen are per group of tensor * ring GPUs; with data parallelism every such group has its own batch.
     """
@@ -274,7 +274,7 @@ class Saved(NamedTuple):
 
 
 def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
-    """The tensors that one block saves without checkpointing, on one GPU: the table in this module's docstring.
+    """Return the tensors that one block saves without checkpointing on one GPU, the table in this module's docstring.
 
     Tensor parallelism shards the tensors between the projections, sequence_parallel also the others; ring attention
     shards the sequence.
@@ -303,7 +303,7 @@ def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
             scores.append(Saved("probabilities after dropout", "scores", scores[0].elements, size))
     activation = {
         "gelu": [Saved("input of gelu", "channels", tokens * f, size)],
-        "relu": [],  # its derivative follows from its result
+        "relu": [],  # the derivative of relu follows from its result
         "swiglu": [
             Saved("input of silu", "channels", tokens * f, size),
             Saved("silu", "channels", tokens * f, size),
@@ -337,7 +337,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(model: Transformer, training: Training) -> Coefficients:
-    """The coefficients of the memory that one block saves under `training.checkpoint`.
+    """Return the coefficients of the memory that one block saves with `training.checkpoint`.
 
     Args:
         model: its dimensions.
@@ -362,7 +362,7 @@ class Memory:
     """Bytes on one GPU, without operators' temporary memory and allocator overhead."""
 
     parameters: int  # number of parameters, in fp32
-    working: int  # copies that the matmuls read; with FSDP also unsharded gradients before the reduce-scatter
+    working: int  # weight copies for matmuls; with FSDP also unsharded gradients before the reduce-scatter
     gradients: int
     optimizer: int
     blocks: int  # saved by all blocks
@@ -398,7 +398,7 @@ PARTS = {
 
 
 def estimate(model: Transformer, training: Training) -> Memory:
-    """The memory of one GPU at the start of the backward.
+    """Estimate the memory of one GPU at the start of the backward.
 
     States, for N parameters with Adam: 4 N bytes of parameters, 4 N of gradients and 8 N of optimizer, in fp32. Mixed
     precision adds a bf16 copy, 2 N. Tensor parallelism divides N. FSDP shards everything except the copy, which then
@@ -408,8 +408,8 @@ def estimate(model: Transformer, training: Training) -> Memory:
     Ends: the token ids (8 bytes each) and the dropout mask of the embedding; then the final norm, the input of the
     head, the targets, and the log-softmax over the vocabulary, in fp32.
 
-    The recomputed block and the head do not coexist; both are counted, to stand for the gradients of activations, which
-    are not counted.
+    The recomputed block and the head are not in memory at the same time. Both are counted, in place of the gradients of
+    activations, which are not.
 
     Args:
         model: its dimensions.
@@ -446,7 +446,7 @@ def estimate(model: Transformer, training: Training) -> Memory:
 
 
 def largest_batch(model: Transformer, training: Training, memory: float) -> int:
-    """The largest batch whose `estimate` fits, or 0.
+    """Return the largest batch whose `estimate` fits, or 0.
 
     Args:
         model: its dimensions.
@@ -457,7 +457,7 @@ def largest_batch(model: Transformer, training: Training, memory: float) -> int:
 
 
 def longest_sequence(model: Transformer, training: Training, memory: float) -> int:
-    """The longest sequence whose `estimate` fits, or 0.
+    """Return the longest sequence whose `estimate` fits, or 0.
 
     Args:
         model: its dimensions.
@@ -468,7 +468,7 @@ def longest_sequence(model: Transformer, training: Training, memory: float) -> i
 
 
 def _largest(total: Callable[[int], int], memory: float) -> int:
-    """The largest n >= 1 with total(n) <= memory, or 0, for a total that grows with n."""
+    """Return the largest n >= 1 with total(n) <= memory, or 0, for a total that grows with n."""
     if not math.isfinite(memory):
         raise ValueError(f"memory must be a number of bytes, not {memory}")
     below, above = 0, 1
@@ -481,7 +481,7 @@ def _largest(total: Callable[[int], int], memory: float) -> int:
 
 
 def _tokens(training: Training) -> tuple[int, int]:
-    """(tokens, rows) on one GPU: rows are the tokens where sequence_parallel shards them."""
+    """Return (tokens, rows) on one GPU; rows are the tokens of operations that sequence_parallel shards."""
     tokens = training.batch * -(-training.seqlen // training.ring)
     return tokens, -(-tokens // training.tensor) if training.sequence_parallel else tokens
 
@@ -499,7 +499,7 @@ def _check_shares(model: Transformer, training: Training) -> None:
 def measure(
     model: torch.nn.Module, batch: torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 ) -> dict[str, int]:
-    """Bytes that the forward of a torch module saves for its backward, by submodule. Runs the forward once.
+    """Run the forward of a torch module once, and return the bytes that it saves for its backward, by submodule.
 
     Args:
         model: a torch.nn.Module.
@@ -511,7 +511,7 @@ def measure(
         checkpoint, only what checkpointing saves counts. Works on any device, also meta.
 
     Raises:
-        TypeError: model is no torch.nn.Module.
+        TypeError: model is not a torch.nn.Module.
     """
     from .adapters.torch import saved
 
@@ -519,12 +519,13 @@ def measure(
 
 
 def find_retained(loss: torch.Tensor) -> list[Retained]:
-    """Tensors that the autograd graph of a torch tensor still holds, each with its module.
+    """Return the tensors that the autograd graph of a torch tensor still holds, each with its module.
 
     Call it after the backward, when the graph should hold none: before it, or with retain_graph=True, the tensors saved
-    by autograd are still held and listed. A graph lives as long as something refers to it: the loss, an output, a hook.
-    Autograd frees the tensors that a node saved once the node has run, but not a tensor that a torch.autograd.Function
-    stores on ctx or in an object on ctx: every layer then keeps its activations, even with checkpointing.
+    by autograd are still held and listed. A graph exists as long as something refers to it: the loss, an output, a
+    hook. Autograd frees the tensors that a node saved once the node has run, but not a tensor that a
+    torch.autograd.Function stores on ctx or in an object on ctx: every layer then keeps its activations, even with
+    checkpointing.
 
     Args:
         loss: a tensor from which all nodes of the graph are reachable.
@@ -535,7 +536,7 @@ def find_retained(loss: torch.Tensor) -> list[Retained]:
         their gradients and `loss` itself are not listed.
 
     Raises:
-        TypeError: loss is no torch.Tensor.
+        TypeError: loss is not a torch.Tensor.
     """
     from .adapters.torch import saved
 
@@ -550,7 +551,7 @@ def plot(model: Transformer, training: Training, path: Path, memory: float | Non
         training: batch, lengths and parallelism.
         path: a PNG or SVG file.
         memory: bytes of the GPU, drawn as a line.
-        title: of the figure.
+        title: title of the figure.
 
     Raises:
         ImportError: matplotlib is missing.

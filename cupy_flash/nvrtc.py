@@ -99,13 +99,13 @@ def library() -> ctypes.CDLL:
 
 
 def path() -> Path:
-    """Path of the loaded libnvrtc."""
+    """Return the path of the loaded libnvrtc."""
     return Path(library()._name)
 
 
 @lru_cache(maxsize=1)
 def version() -> tuple[int, int]:
-    """(major, minor) of NVRTC's CUDA release."""
+    """Return (major, minor) of NVRTC's CUDA release."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
@@ -113,13 +113,13 @@ def version() -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def identity() -> str:
-    """The compiler's header in PTX, with release and build: 13.5.37 where `version` has only 13.5."""
+    """Return the compiler's header in PTX, with release and build: 13.5.37 where `version` has only 13.5."""
     ptx = compile("", "identity", f"compute_{architectures()[0]}").ptx
     return ", ".join(line.strip("/ ") for line in ptx.splitlines() if line.startswith("// "))
 
 
 def architectures() -> tuple[int, ...]:
-    """The compute capabilities that this compiler supports, 90 for 9.0; without variants such as 90a."""
+    """Return the compute capabilities that this compiler supports, 90 for 9.0, without variants such as 90a."""
     count = ctypes.c_int()
     call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
     known = (ctypes.c_int * count.value)()
@@ -128,14 +128,14 @@ def architectures() -> tuple[int, ...]:
 
 
 def flags(target: str) -> tuple[str, ...]:
-    """All NVRTC flags for a target: "sm_90a" compiles to a cubin, "compute_80" to PTX. ValueError if malformed."""
+    """Return all NVRTC flags for a target: "sm_90a" for a cubin, "compute_80" for PTX; ValueError if malformed."""
     if not re.fullmatch(r"(sm|compute)_\d{2,3}[af]?", target):
         raise ValueError(f'target must be like "sm_90a" (a cubin) or "compute_80" (PTX), not {target!r}')
     # Without --no-source-include, NVRTC would search the working directory for headers.
     common = (f"--gpu-architecture={target}", "--std=c++17", "--no-source-include")
     if target.startswith("sm_"):
         return (*common, "--ptxas-options=-v")  # log registers and spills
-    # For the simulator's source lines. Cubins have no line info, which would more than double their size.
+    # The simulator needs source lines. Cubins get no line info, which would more than double their size.
     return (*common, "--generate-line-info")
 
 
@@ -160,7 +160,7 @@ def compile(text: str, name: str, target: str) -> Compiled:
 
 
 def with_names_of(text: str, ptx: str) -> str:
-    """`ptx` with the `.file` names reduced to those of the #line markers in `text`.
+    """Return `ptx` with the `.file` names reduced to those of the #line markers in `text`.
 
     NVRTC prefixes them with the working directory, which would make the PTX of equal texts differ.
     """
@@ -191,7 +191,7 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def error_string(status: int) -> str:
-    """NVRTC's name of a status code."""
+    """Return NVRTC's name of a status code."""
     describe = library().nvrtcGetErrorString
     describe.restype = ctypes.c_char_p
     return str(describe(status).decode())

@@ -1,4 +1,4 @@
-"""The argument of every kernel: its NumPy dtype, derived from params.cuh, and the values of a call.
+"""Packs the argument of every kernel: derives its NumPy dtype from params.cuh, and fills in the values of a call.
 
 Kernels that use TMA take tensor maps as a second argument.
 """
@@ -42,7 +42,7 @@ CODES = {
     np.dtype(np.float64): "d",
 }
 
-Address = Callable[[Array], int]  # the address of an array as the kernel sees it
+Address = Callable[[Array], int]  # returns an array's address in the kernel's address space
 Encode = Callable[[TensorMap], bytes]
 Form = Callable[[Array, str, Address], tuple[int, ...]]  # (array, layout, address) -> the numbers of its member
 
@@ -52,10 +52,12 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 @lru_cache(maxsize=64)
 def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
-    """Every struct of params.cuh as a NumPy dtype with the compiler's layout.
+    """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
-    `captured` is the text of captured.cuh, which declares the arrays and numbers of mods; without mods there is none.
-    `cache`: with the members of a KV cache. `direction`: with those of a JVP and of a double backward.
+    Args:
+        captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
+        cache: whether Params has the members of a KV cache.
+        direction: whether Params has the members of a JVP and of a double backward.
     """
     text = (kernel_folder() / "params.cuh").read_text()
     switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
@@ -75,9 +77,9 @@ def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> 
 
 
 class Workspace(NamedTuple):
-    """Memory that kernels need beside operands and results, as an engine requests it."""
+    """Memory that kernels need besides operands and results, as an engine requests it."""
 
-    name: str  # its member of Params
+    name: str  # the member of Params
     shape: tuple[int, ...]  # contiguous
     dtype: np.dtype[Any]
     strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
@@ -91,10 +93,10 @@ def pack(
     address: Address,
     captured: Captured | None = None,
 ) -> np.ndarray[Any, Any]:
-    """The `Params` of a call, an array without dimensions; `results` holds outputs and workspaces by member.
+    """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
 
-    Everything but addresses, the seed, a cache and captured arrays is the same in every call with the same shapes and
-    strides, and is remembered.
+    All members but addresses, the seed, a cache and captured arrays are equal in calls with the same shapes and
+    strides, and are cached.
     """
     arrays = operands.arrays()
     if problem.cache is not None:
@@ -120,7 +122,7 @@ def pack(
     if not isinstance(operands.seed, Array):
         changing["seed"] = (operands.seed or 0,)
     if problem.cache is not None:
-        from .cache_params import cache_members  # which calls without a cache never need
+        from .cache_params import cache_members  # lazily: most calls have no cache
 
         changing |= cache_members(problem, operands, workspaces, address, _tensor)
     if captured is not None:
@@ -134,9 +136,9 @@ ALIGNMENT = 64  # the largest alignment, in bytes, that the kernels distinguish:
 
 
 class Described(NamedTuple):
-    """The properties of an array that its member of Params depends on, but for its address."""
+    """The properties of an array on which its member of Params depends, other than its address."""
 
-    pointer: int  # modulo ALIGNMENT
+    pointer: int  # address modulo ALIGNMENT
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -150,7 +152,7 @@ def _constant(
     workspaces: tuple[Workspace, ...],
     captured: str,
 ) -> tuple[_Struct, list[float], tuple[int, ...]]:
-    """The struct of a call, its numbers with what `pack` remembers, and the place of the address of each array.
+    """Return the struct of a call, its cached numbers, and for each array the index of its address among them.
 
     `packed_rows` are the rows of q and of k in a packed batch; `arrays` are tuples (name, *Described).
     """
@@ -195,13 +197,13 @@ SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
 
 
 def has_strides(name: str) -> bool:
-    """Whether the member of an array among the options holds the strides of all its axes."""
+    """Return whether the member of an array among the options holds the strides of all its axes."""
     return dtypes()["Params"][name].names is not None
 
 
 @lru_cache(maxsize=1)
 def _forms() -> dict[str, Form]:
-    """The function that returns the numbers of an array's member, by name; its gradient and tangent have the same."""
+    """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
@@ -215,7 +217,7 @@ def _forms() -> dict[str, Form]:
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
-    """One `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "rows": (arrays["lse"].shape[-1],)}
     for name, array in arrays.items():
         form = _rows if name.startswith("lse") else _tensor
@@ -232,7 +234,7 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
 def pack_maps(
     boxes: tuple[Box, ...], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
 ) -> np.ndarray[Any, Any]:
-    """Tensor maps of these boxes in their order, in a read-only array without dimensions."""
+    """Return the tensor maps of these boxes, in order, as a read-only array without dimensions."""
     boxed = [arrays[box.operand] for box in boxes]
     return _maps(boxes, tuple([(address(x), x.shape, x.strides, x.dtype) for x in boxed]), layout, encode)
 
@@ -244,7 +246,7 @@ def _maps(
     layout: str,
     encode: Encode,
 ) -> np.ndarray[Any, Any]:
-    """`pack_maps`. The key has all that maps hold: another array may take the place of one that has been freed."""
+    """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
     start = operator.attrgetter("pointer")
     encoded = b""
     for box, described in zip(boxes, arrays, strict=True):
@@ -276,10 +278,10 @@ def _encoded(
     strides: tuple[int, ...],
     box: tuple[int, int],
 ) -> bytes:
-    """A map of (column, row, head, batch) in boxes of (columns, rows), swizzled over the bytes of a box's row.
+    """Encode a map of (column, row, head, batch) in boxes of (columns, rows), with the swizzle of a box's row bytes.
 
-    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is not used, as it may
-    be one that no map takes.
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is replaced, because it
+    may be illegal for a tensor map.
     """
     row_bytes = -(-itemsize * shape[0] // 16) * 16
     in_bytes = tuple(
@@ -289,22 +291,22 @@ def _encoded(
 
 
 class _Struct(NamedTuple):
-    """The layout of a struct: how its numbers are packed into bytes, and where those of each member are."""
+    """The layout of a struct: the format of its numbers, and the index of each member's first number."""
 
     dtype: np.dtype[Any]
     packer: struct.Struct
-    zeros: list[float]  # as many as the struct has numbers
+    zeros: list[float]  # one for each number of the struct
     places: dict[str, slice]
 
     def numbers(self, members: dict[str, tuple[float, ...]]) -> list[float]:
-        """The numbers of a struct with these members, the others 0."""
+        """Return the numbers of a struct with these members, and 0 in the others."""
         numbers = self.zeros.copy()
         for member, values in members.items():
             numbers[self.places[member]] = values
         return numbers
 
     def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
-        """A struct with these numbers. One call fills it: NumPy's assignments to fields are slow."""
+        """Return a struct with these numbers, packed by one call because NumPy's assignments to fields are slow."""
         return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
 
 
@@ -325,7 +327,7 @@ def _struct(name: str, captured: str = "", cache: bool = False, direction: bool 
 
 
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array (B, S, H, D) in a layout: pointer, strides of batch, head and row, alignment of rows."""
+    """Return the Operand of an array (B, S, H, D) in a layout: pointer, batch, head and row strides, alignment."""
     start, strides = address(array), array.strides
     if layout == "bshd":
         batch, row, head, _ = strides
@@ -342,17 +344,17 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
 
 
 def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
+    """Return the Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
     return (address(array), *(0, *array.strides)[-3:], 1)
 
 
 def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Operand of an array with one number per sequence and head: (B, H)."""
+    """Return the Operand of an array with one number per sequence and head: (B, H)."""
     return (address(array), *array.strides, 0, 1)
 
 
 def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
-    """The Dense of an array that broadcasts to (B, Hq, Sq, Sk): stride 0 for dimensions missing or of size 1."""
+    """Return the Dense of an array that broadcasts to (B, Hq, Sq, Sk); missing dimensions and size 1 have stride 0."""
     strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return (address(array), *[0] * (4 - len(strides)), *strides)
 

@@ -18,7 +18,7 @@ PARTS = ("out_a", "lse_a", "out_b", "lse_b")
 
 
 def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tuple[Array, Array, Array, Array]]:
-    """(layout, "thd" for packed results; the four arrays) of a merge, or one error with all reasons."""
+    """Return the layout ("thd" for packed results) and the arrays of a merge, or raise one error with all reasons."""
     requirements = Requirements("merge")
     require, require_type = requirements.require, requirements.require_type
     arrays = read(requirements, dict(zip(PARTS, parts, strict=True)))
@@ -45,10 +45,10 @@ def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tupl
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
-    """Merge parts = (out_a, lse_a, out_b, lse_b), CPU arrays, into (out, lse) of the shapes and dtypes of a.
+    """Merge CPU arrays parts = (out_a, lse_a, out_b, lse_b) into (out, lse) with the shapes and dtypes of a.
 
-    b is one result of the shapes of a, or a stack of any number along an additional first axis. Sums run over the stack
-    in its order; a is added last. Layout "bshd", "bhsd", or "thd" for packed batches. Computed in lse's dtype.
+    b is one result with the shapes of a, or a stack of results along an additional first axis. Sums run over the stack
+    in order, and a is added last. layout is "bshd", "bhsd", or "thd" for packed batches. Computed in lse's dtype.
     """
     out_a, lse_a, out_b, lse_b = parts
     out, lse = empty(out_a.shape, out_a.dtype, out_a), empty(lse_a.shape, lse_a.dtype, lse_a)
@@ -67,14 +67,14 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
 
 
 def merge_weights(lses: list[np.ndarray[Any, Any]]) -> tuple[Any, list[Any]]:
-    """(lse of all parts, weight of each part), shaped as a part's lse. A part with lse -inf has weight 0.
+    """Return the lse of all parts and the weight of each, with the shape of a part's lse; lse -inf has weight 0.
 
-    If all are -inf, so is lse. Weights are normalised by their sum: exp(lse of a part - lse) would include the rounding
-    error of lse, which is 1e-3 at scores of 1e4.
+    If all are -inf, so is lse. Weights are normalised by their sum, because exp(lse of a part - lse) has the rounding
+    error of lse, which is 1e-3 for scores of 1e4.
     """
     largest = reduce(np.maximum, lses)
     reference = np.where(largest == -np.inf, 0, largest)
     weights = [np.exp(lse - reference) for lse in lses]
-    total = sum(weights[1:], weights[0])  # 1 to the number of parts, or 0
+    total = sum(weights[1:], weights[0])  # in [1, number of parts], or 0 if all parts are -inf
     divisor = np.where(total == 0, 1, total)
     return reference + np.log(total), [weight / divisor for weight in weights]

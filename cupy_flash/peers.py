@@ -1,4 +1,4 @@
-"""Other implementations of attention, as far as they are installed: `tune` measures them, for comparison alone."""
+"""Other installed implementations of attention, which `tune` measures only for comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF = ("float16", "bfloat16")
 
 
 def missing() -> str:
-    """Why this process can measure no peer; "" if it can."""
+    """Return the reason why this process can measure no peer; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -26,9 +26,9 @@ def missing() -> str:
 
 
 def names(trial: Trial) -> tuple[str, ...]:
-    """The peers that compute a call: all compute self-attention, full or causal, without other options."""
+    """Return the peers that can compute a call: full or causal self-attention without other options."""
     others = trial.window, trial.options, trial.packed, trial.mods, trial.cache, trial.deterministic
-    # A diagonal from the top left and one from the bottom right agree if there are as many queries as keys.
+    # Peers may align the causal diagonal top left or bottom right, which is the same only for Sq = Sk.
     if any(others) or (trial.causal and trial.q_len != trial.kv_len) or trial.dtype not in (*HALF, "float32"):
         return ()
     if trial.dtype == "float32":
@@ -37,9 +37,9 @@ def names(trial: Trial) -> tuple[str, ...]:
 
 
 def peer(name: str, trial: Trial, device: str = "cuda") -> Callable[[], Any]:
-    """A function that runs a peer on random tensors: the forward, or with `backward` the gradients of one forward.
+    """Return a function that runs a peer on random tensors: the forward, or for a backward the gradients.
 
-    It raises if the peer does not support the call, with an exception of the peer's choice.
+    It raises an exception of the peer's own if the peer does not support the call.
     """
     import torch
 

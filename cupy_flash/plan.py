@@ -1,7 +1,7 @@
-"""Chooses how a problem will run: the tile measured fastest on this card, else that with the smallest predicted time.
+"""Chooses the engine and tile of a problem: the measured fastest on this card, or the smallest predicted time.
 
-Nothing is computed, and no GPU is needed. A plan depends on the problem, the device and the evidence about it, which a
-process reads once.
+Planning needs no GPU. A plan depends on the problem, the device and the evidence about the device, which a process
+reads once.
 """
 
 from __future__ import annotations
@@ -21,61 +21,59 @@ from .launch import Launch
 from .params import Workspace
 from .problem import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
 
-# The engines by name.
+# {name: engine}
 MODULES: dict[str, Engine] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
 }  # fmt: skip
-DECODERS = ("cpu_decode", "mma_decode")  # the engines whose tiles of rows are (query, head of a GQA group) pairs
-WITH_CACHE = (*DECODERS, "mma", "simt")  # the engines that read a KV cache
-WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP,)}
-# The engines that are no default before a check has passed on the card and a tune has measured them in the bucket.
+DECODERS = ("cpu_decode", "mma_decode")  # engines whose tile rows are (query, head of the GQA group) pairs
+WITH_CACHE = (*DECODERS, "mma", "simt")  # engines that read a KV cache
+WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP, DOUBLE_BACKWARD)}
+# Engines that are chosen by default only after a check has passed on the card and a tune has measured them in the
+# bucket.
 ON_REQUEST = ("wgmma",)
-# Engines where a rule picks one tile before any cost: a measurement chooses among all that are legal.
+# {engine whose predictions use a single tile: function that returns all legal tiles, for a tune}
 CHOICES = {"mma_decode": mma_decode.choices}
-Refused = tuple[tuple[str, tuple[str, ...]], ...]  # engines, each with its reasons
+Refused = tuple[tuple[str, tuple[str, ...]], ...]  # (engine, reasons) pairs
 
-SIZES = ("queries", "keys", "rows")  # the fields of tune_key that no kernel depends on
+SIZES = ("queries", "keys", "rows")  # fields of tune_key on which kernels do not depend
 
-# Buckets of lengths per octave. By the cost models the best tile for a bucket's last length takes 0 to 2 % longer than
-# the best tile for the exact length (random decodes, prefills and chunked prefills on sm_80, sm_90a and a CPU; means by
-# engine), against 0 to 6 % with one bucket and 0 to 1 % with eight. A decode that grows to 131072 keys plans 64 times.
+# Buckets of lengths per octave. By the cost models, the best tile for a bucket's last length takes 0 to 2 % longer than
+# the best tile for the exact length (mean per engine of random decodes, prefills and chunked prefills on sm_80, sm_90a
+# and a CPU); with one bucket 0 to 6 %, with eight 0 to 1 %. A decode that grows to 131072 keys plans 64 times.
 BUCKETS = 4
 
 
 class Plan(NamedTuple):
-    """How a problem runs: engine, tiles, threads and launches. `print(plan)` summarises it in a line."""
+    """How a problem runs: engine, tiles, threads and launches; `print(plan)` shows one line."""
 
     problem: Problem
     device: Device
     engine: str
     block_q: int
     block_kv: int
-    threads: int  # CPU threads; on a GPU the threads of one block
-    launches: tuple[Launch, ...]  # none on the CPU
+    threads: int  # threads on a CPU, threads per block on a GPU
+    launches: tuple[Launch, ...]  # () on the CPU
     tile: Any  # a record of the engine's own type
-    # Predicted seconds of the bucket's last lengths, refitted to the card, summed over all cores of a CPU.
+    # Predicted seconds for the bucket's last lengths, scaled by the card's measurements; core seconds on a CPU.
     cost: float
-    refused: Refused  # the engines that were not chosen, and why
-    measured: str = ""  # the measurement that decided; "" if the prediction did
+    refused: Refused  # the engines that were not chosen, with reasons
+    measured: str = ""  # the measurement that decided, or "" if the prediction did
 
     @property
     def tiles(self) -> str:
-        """The tiles as a phrase: queries, keys and threads."""
+        """The tiles in words: queries, keys and threads."""
         each = "" if self.device.backend == "cpu" else " a block"
         return f"{self.block_q} queries x {self.block_kv} keys, {self.threads} thread{'s' * (self.threads != 1)}{each}"
 
     def workspaces(self, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """The memory that the kernels need beside operands and results, for arrays of this many rows.
-
-        Rows are those of one sequence, or of the whole packed batch.
-        """
+        """Return the workspaces of the kernels; rows are those of one sequence, or of a whole packed batch."""
         return MODULES[self.engine].workspaces(self.problem, self.tile, q_rows, kv_rows)
 
     def __str__(self) -> str:
         return f"{self.problem} -> {self.engine} on {self.device}: tiles of {self.tiles}"
 
     def explain(self) -> str:
-        """The plan, what it was chosen for, and why the other engines were not."""
+        """Return text with the problem, the plan and its reason, and the reasons against the other engines."""
         of = " of core time" if self.device.backend == "cpu" else ""
         queries, keys = (
             f"{first} to {last}" if first < last else f"{last}"
@@ -102,19 +100,20 @@ class Plan(NamedTuple):
         lines += _refit_lines(self) + _evidence_lines(self)
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
+            boxes = f", TMA boxes of {', '.join(box.operand for box in launch.boxes)}" if launch.boxes else ""
             lines.append(
-                f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory"
+                f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory{boxes}"
             )
         tune = _tune(self.problem, self.device)
         for engine, reasons in self.refused:
-            # Reasons quote lengths: those of this problem, not the bucket's.
+            # Reasons quote lengths, so they are computed for this problem instead of the bucket's.
             own = refusals(engine, self.problem, self.device, tune) or reasons
             lines += [f"not {f'{engine} ':<7}{reason}" for reason in own]
         return "\n".join(lines)
 
 
 def engine_reason(engine: Any) -> str | None:
-    """The error text if `engine=` is not the name of an engine; None if it is one, or None."""
+    """Return an error text if `engine=` is neither None nor the name of an engine, else None."""
     if engine is None or (isinstance(engine, str) and engine in MODULES):
         return None
     return f"engine must be one of {', '.join(MODULES)}, not {engine!r}"
@@ -132,11 +131,10 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
-    """The plan of a problem on a device; UnsupportedError with every engine's reasons where none serves it.
+    """Return the plan of a problem on a device; UnsupportedError with every engine's reasons if none serves it.
 
-    Engine, tile and threads are those of the problem's bucket, launches and workspaces those of its exact lengths.
-
-    `tile`: one of the chosen engine's, in place of the one with the smallest cost.
+    Engine, tile and threads are chosen for the problem's bucket, launches and workspaces for its exact lengths. `tile`
+    replaces the tile of the chosen engine that has the smallest cost.
     """
     last = last_of_bucket(problem)
     choice = _choice(last, device)
@@ -151,7 +149,7 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
 
 
 def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
-    """The tiles that a tune may choose for the problem of a plan, and the plan with each; the smallest cost first."""
+    """Return the tiles that a tune may choose for the problem of a plan, and the plan with each, cheapest first."""
     problem, device = chosen.problem, chosen.device
     return [
         (tile, _planned(problem, device, Choice(engine, tile, cost, chosen.refused)))
@@ -160,22 +158,22 @@ def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
 
 
 def measurable(engine: str, problem: Problem, device: Device) -> Sequence[Any]:
-    """The tiles of an engine among which a measurement may choose: at least those that a prediction compares."""
+    """Return the tiles of an engine that a tune measures, at least those that a prediction compares."""
     return CHOICES.get(engine, MODULES[engine].tiles)(problem, device)
 
 
 def bucket_of(length: int) -> tuple[int, int]:
-    """The first and the last length of the bucket of a length: an octave has BUCKETS, of equal size."""
+    """Return the first and the last length of a length's bucket; an octave has BUCKETS buckets of equal size."""
     size = max((1 << max(length - 1, 0).bit_length()) // (2 * BUCKETS), 1)
     last = -(-length // size) * size
     return last - size + 1, last
 
 
 def last_of_bucket(problem: Problem) -> Problem:
-    """The problem with the last lengths of its bucket, on which alone the choice of engine and tile depends.
+    """Return the problem with the last lengths of its bucket, for which engine and tile are chosen.
 
-    A cache of keys grows by one at every step of a decode. To plan for each length would take longer than the step;
-    to reuse the plan of an earlier length would make the result depend on the calls before.
+    A KV cache grows by one key per decode step. Planning for each length would take longer than the step, and reusing
+    the plan of an earlier length would make a result depend on previous calls.
     """
 
     def last(length: int) -> int:
@@ -184,16 +182,15 @@ def last_of_bucket(problem: Problem) -> Problem:
     fields: dict[str, Any] = {"q_len": last(problem.q_len), "kv_len": last(problem.kv_len)}
     for feature in ARRAYS:
         shape = getattr(problem, feature.field)
-        if feature.broadcast and shape is not None:  # what broadcasts to (B, Hq, Sq, Sk) has the lengths in its shape
+        if feature.broadcast and shape is not None:  # a shape that broadcasts to (B, Hq, Sq, Sk)
             fields[feature.field] = (*shape[:-2], *map(last, shape[-2:]))
     return problem._replace(**fields)
 
 
 def tune_key(problem: Problem) -> dict[str, Any]:
-    """The bucket of shapes and options to which a measurement applies, as a record of JSON.
+    """Return the bucket of shapes and options to which a measurement applies, as a JSON record.
 
-    Lengths, rows of heads (batch times query heads) and windows count by their buckets, numbers and arrays among the
-    options by their presence.
+    Lengths, B * Hq and windows enter by their buckets; numbers and arrays among the options by whether they are given.
     """
     mask = problem.mask
     given = [feature.field for feature in FEATURES if feature.constant and is_given(problem, feature)]
@@ -222,11 +219,11 @@ def _step(problem: Problem) -> str:
 
 
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:
-    """A launch of every kernel that the plans of this problem may have, whatever its batch, heads and lengths.
+    """Return a launch of every kernel that plans of this problem may have, for any batch, heads and lengths.
 
     The cost ranking of tiles with the same `Engine.alike` does not depend on the length, so one tile per key suffices.
     """
-    plan(problem, device)  # raises where nothing serves the problem
+    plan(problem, device)  # raises if no engine serves the problem
     launches: list[Launch] = []
     for engine in _defaults(problem, [engine for engine in MODULES if not refusals(engine, problem, device)]):
         module = MODULES[engine]
@@ -247,9 +244,9 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
 
 @lru_cache(maxsize=1024)
 def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | None:
-    """The tile measured fastest, else that with the smallest cost of all engines that serve the problem.
+    """Return the measured fastest engine and tile, or those with the smallest cost of all that serve the problem.
 
-    None where no engine does. Without `measure` the prediction alone chooses.
+    Return None if no engine serves it. Without `measure`, ignore measurements.
     """
     evidence.suggest(device, tuple(engine for engine in MODULES if "cuda" in MODULES[engine].BACKENDS))
     tune = _tune(problem, device) if measure else None
@@ -274,10 +271,10 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
 
 
 def _defaults(problem: Problem, engines: Collection[str]) -> list[str]:
-    """The engines among which the smallest prediction chooses.
+    """Return the engines among which predictions choose.
 
-    An engine on request serves where it is measured, never by its prediction. Where one row tile of mma_decode holds
-    all queries of a sequence, no other engine is a default: it alone reads each key once.
+    An engine in ON_REQUEST is chosen only by a measurement. If one row tile of mma_decode holds all queries of a
+    sequence, it is the only default, because it reads each key once.
     """
     if _is_one_row_tile(problem) and "mma_decode" in engines:
         return ["mma_decode"]
@@ -289,7 +286,7 @@ def _is_one_row_tile(problem: Problem) -> bool:
 
 
 def _advantage(problem: Problem, chosen: str) -> str:
-    """The rest of the reason against other engines than the chosen one: "" if the prediction is all of it."""
+    """Return what to add to the reason against other engines, "" if the prediction is the whole reason."""
     if chosen != "mma_decode" or not _is_one_row_tile(problem):
         return ""
     rows = problem.q_len * problem.group
@@ -297,14 +294,14 @@ def _advantage(problem: Problem, chosen: str) -> str:
 
 
 def forget() -> None:
-    """Plan every later problem anew, with the evidence that is then stored."""
+    """Drop cached plans and evidence, so that later problems are planned with the evidence stored by then."""
     evidence.forget()
     plan.cache_clear()
     _choice.cache_clear()
 
 
 def predicted(problem: Problem, device: Device) -> Plan:
-    """The plan of a problem without measurements: the smallest predicted time of the engines that are defaults."""
+    """Return the plan with the smallest predicted time of the default engines, ignoring measurements."""
     choice = _choice(last_of_bucket(problem), device, measure=False)
     if choice is None:
         return plan(problem, device)  # raises with every engine's reasons
@@ -312,15 +309,15 @@ def predicted(problem: Problem, device: Device) -> Plan:
 
 
 def _tune(problem: Problem, device: Device) -> Tune | None:
-    """The measurements for a problem; None with split_size, where the tile must not depend on the machine's past."""
+    """Return the measurements for a problem; None with split_size, whose tile must not depend on the machine."""
     return None if _is_split(problem) else evidence.tune_of(tune_key(problem), device)
 
 
 def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[str, float]:
-    """{engine: factor of its predictions on this card}; {} where the card has no measurements to fit.
+    """Return {engine: factor of its predictions on this card}; {} without measurements on the card.
 
-    An engine without measurements gets the geometric mean of the others: what all have in common is the card. Calls
-    with split_size have no factors: their bits must not depend on the machine's past.
+    An engine without measurements gets the geometric mean of the others, as an estimate of the card's speed. Calls with
+    split_size have no factors, because their bits must not depend on measurements.
     """
     fits = {} if _is_split(problem) else evidence.fits(device, _step(problem))
     if not fits:
@@ -334,7 +331,7 @@ def _is_split(problem: Problem) -> bool:
 
 
 def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
-    """The fastest measurement of a tile that is legal for the problem, and the tile."""
+    """Return the fastest measurement of a tile that is legal for the problem, and the tile."""
     tiles: dict[str, dict[str, Any]] = {}
     for measured in tune.measured:
         if measured.engine not in engines:
@@ -349,7 +346,7 @@ def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[s
 
 
 def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str:
-    """Why a measured tile is chosen, as explain() says it."""
+    """Return explain()'s reason for a measured tile."""
     amounts = {each[:2]: each.amount for each in tune.measured}
     count = sum(each.engine in engines for each in tune.measured)
     default = amounts[tune.default]
@@ -361,12 +358,12 @@ def _comparison(measured: Measured, tune: Tune, engines: Collection[str]) -> str
 
 
 def amount_text(amount: float, unit: str) -> str:
-    """A measurement with its unit, seconds as milliseconds."""
+    """Return a measurement with its unit, seconds as milliseconds."""
     return f"{amount * 1e3:.4g} ms" if unit == evidence.SECONDS else f"{amount:.4g} {unit}"
 
 
 def _refit_lines(chosen: Plan) -> list[str]:
-    """The line of explain() about the factors of the predictions that it quotes."""
+    """Return explain()'s line about the factors of the predictions that it quotes."""
     serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
     fits = evidence.fits(chosen.device, _step(chosen.problem))
     scales = scales_of(chosen.problem, chosen.device, serving)
@@ -379,7 +376,7 @@ def _refit_lines(chosen: Plan) -> list[str]:
 
 
 def _evidence_lines(chosen: Plan) -> list[str]:
-    """The lines of explain() about checks and about records that were ignored."""
+    """Return explain()'s lines about checks and about records that were ignored."""
     if not evidence.has_card(chosen.device):
         return []
     check, where = evidence.check_of(chosen.engine, chosen.device), f"{chosen.device.card} ({chosen.device.arch})"
@@ -392,7 +389,7 @@ def _evidence_lines(chosen: Plan) -> list[str]:
 
 
 def _ignored_lines() -> list[str]:
-    """The lines of explain() about ignored records: one for all that a folder has for one reason."""
+    """Return explain()'s lines about ignored records, one per folder and reason."""
     paths: dict[tuple[Path, str], list[Path]] = {}
     for path, why in sorted(evidence.ignored.items()):
         paths.setdefault((path.parent, why), []).append(path)
@@ -421,17 +418,17 @@ def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:
 
 
 def _pairs(problem: Problem) -> int:
-    """The number of visible (query, key) pairs of one sequence and head."""
+    """Return the number of visible (query, key) pairs of one sequence and head."""
     return problem.mask.band(problem.q_len, problem.kv_len).pairs
 
 
 def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Any]]:
-    """The tiles that a prediction compares with their costs, the best first."""
+    """Return the (cost, tile) pairs that a prediction compares, cheapest first."""
     return _ranked(engine, problem, device, MODULES[engine].tiles(problem, device))
 
 
 def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any]) -> list[tuple[float, Any]]:
-    """Tiles of an engine with their costs, the best first."""
+    """Return (cost, tile) pairs of an engine's tiles, cheapest first."""
     pairs = _pairs(problem)
     costs = [(MODULES[engine].seconds(problem, pairs, device, tile), tile) for tile in tiles]
     # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
@@ -439,7 +436,7 @@ def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any])
 
 
 def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
-    """Why an engine does not serve a problem; empty where it does. `tune`: the measurements for the problem."""
+    """Return the reasons why an engine does not serve a problem; `tune` has the measurements for the problem."""
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
@@ -457,7 +454,7 @@ def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = 
 
 
 def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> list[str]:
-    """Why the evidence does not permit an engine that the call does not name; empty where it does."""
+    """Return the reasons in the evidence against an engine that the call does not request by name."""
     if problem.engine is not None or device.backend == "cpu":
         return []
     check = evidence.check_of(engine, device)
@@ -474,4 +471,4 @@ def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = 
 
 
 def _is_on_request(engine: str, problem: Problem) -> bool:
-    return engine in ON_REQUEST and engine != problem.engine and problem.dtype.name != FP8  # which no other serves
+    return engine in ON_REQUEST and engine != problem.engine and problem.dtype.name != FP8  # no other engine serves fp8

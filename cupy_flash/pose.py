@@ -217,12 +217,12 @@ def _facts(
 
 
 def _are_aligned(call: dict[str, Array]) -> bool:
-    """Whether TMA can load q, k and v; an array that could not be read is ignored."""
+    """Return whether TMA can load q, k and v; an array that could not be read is ignored."""
     return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
 
 
 def has_boxes(array: Array) -> bool:
-    """Whether TMA can copy the array.
+    """Return whether TMA can copy the array.
 
     Every row must start at a multiple of 16 bytes, and no stride may be 0 or negative. If rows are not contiguous, the
     condition is about the contiguous copy that is made of the array.

@@ -20,7 +20,7 @@ from . import environment
 from .arrays import Array, empty
 from .cache_records import Cache, CacheOperands
 from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
-from .pose import CACHED, array_facts, cached_if_plain, captured_names, traced_mod
+from .pose import CACHED, array_facts, cached_if_plain, captured_names, has_boxes, traced_mod
 from .problem import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 from .requirements import (
     Requirements,
@@ -42,6 +42,7 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind =
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size must be a multiple
+CACHES = ("k_cache", "v_cache")
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
 SHOWN = 8  # maximum entries of an array that an error lists
 
@@ -152,6 +153,7 @@ class CacheArrayFacts(NamedTuple):
     readonly: bool
     has_rows: bool  # the last dimension is contiguous
     repeats: bool  # a stride is 0, so several elements share an address
+    has_boxes: bool  # a cache that TMA can load
 
 
 class Facts(NamedTuple):
@@ -185,10 +187,10 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
     if backend is None:
         backend = environment.backend()
     sides = window if type(window) is tuple else (window,)
-    arrays = [
-        (name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, _has_rows(x), _repeats(x)))
-        for name, x in call.items()
-    ]
+    arrays = []
+    for name, x in call.items():
+        layout = _has_rows(x), _repeats(x), name in CACHES and has_boxes(x)
+        arrays.append((name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, *layout)))
     types = tuple(map(type, (*plain, backend, *sides)))
     text = "" if mod is None else mod.text
     return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
@@ -617,7 +619,7 @@ def _with_problem(
         head_dim_v=sizes.head_dim_v,
         mask=settings.mask,
         dlse=False,
-        aligned=False,
+        aligned=all(arrays[name].has_boxes for name in CACHES if name in arrays),
         empty=0 in like.shape,
         shard=False,
         step=1,
@@ -642,6 +644,8 @@ def _with_problem(
 def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
     """Check that no array overlaps a cache, because the append would change it, or the result would change the cache.
 
+    Of the two caches only the first element is compared: K and V in one array are found, caches shifted against each
+    other are not.
     jax arrays are not checked: XLA assigns their memory, and they have none while jax traces.
     """
     others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
@@ -654,11 +658,21 @@ def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
         for cache_name, cache, (cache_first, cache_end) in caches:
             if first < cache_end and cache_first < end and _share_an_element(array, cache):
                 requirements.require(False, f"{name} overlaps {cache_name} in memory")
+    if "k" in call and len(caches) == 2:
+        (_, k, (k_first, k_end)), (_, v, (v_first, v_end)) = caches
+        is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
+        requirements.require(
+            not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"
+        )
+
+
+def _has_own_memory(array: Array) -> bool:
+    return array.framework not in ("jax", "xla")
 
 
 def _share_an_element(a: Array, b: Array) -> bool:
     """Whether two arrays with overlapping address ranges share an element; False if the search takes too long."""
-    if a.device != b.device or a.framework in ("jax", "xla"):
+    if a.device != b.device or not _has_own_memory(a):
         return False
     try:
         shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]

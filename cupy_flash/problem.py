@@ -1,7 +1,7 @@
-"""The records of a call: Options as the caller gives them, the Problem that they state, and its Operands.
+"""The records of a call: Options as the caller passed them, the Problem that they state, and its Operands.
 
-Their fields for the options are those of features.py. A Problem holds shapes, dtypes and features, no array, and
-nothing about how it will run; `pose.pose` builds it.
+features.py declares their fields for the options. A Problem has shapes, dtypes and features, but no arrays and no
+decisions of a plan; `pose.pose` builds it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .cache_records import Cache, CacheOperands
 
 DTYPES = FLOATING
-FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, whose out is bfloat16
+FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
@@ -45,7 +45,7 @@ SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 class UnsupportedError(ValueError):
-    """A legal problem that no engine of this version serves; the message holds each engine's reasons."""
+    """The error for a legal problem that no engine of this version serves; the message has each engine's reasons."""
 
 
 _Options: Any = make_dataclass(
@@ -54,13 +54,13 @@ _Options: Any = make_dataclass(
 
 
 class Options(_Options):
-    """The options of a call as the caller gives them; the meaning of each is in `cupy_flash.attention`."""
+    """The options of a call as the caller passed them, which `cupy_flash.attention` describes."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, function: str, options: Mapping[str, object]) -> Options:
-        """Options from keyword arguments; an unknown name is an error that lists the known ones."""
+        """Make the options from keyword arguments; TypeError for an unknown name."""
         unknown = [name for name in options if name not in NAMES]
         if unknown:
             raise TypeError(
@@ -70,7 +70,7 @@ class Options(_Options):
 
 
 class Packed(NamedTuple):
-    """The sequences of a packed (varlen) batch, as the caller gives them."""
+    """The boundaries of a packed (varlen) batch, as the caller passed them."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -79,40 +79,39 @@ class Packed(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The inputs of a backward beyond q, k, v: the result of the forward and its gradients."""
+    """The inputs of a backward besides q, k and v: the results of the forward and their gradients."""
 
     dout: Any
     out: Any
     lse: Any
     dlse: Any = None
     bias_gradient: bool = True
-    captured_gradient: tuple[bool, ...] | None = None  # one per captured array; None: all floating ones
+    captured_gradient: tuple[bool, ...] | None = None  # for each captured array; None: all floating ones
 
 
 _Tangents: Any = record(*(f"t{name}" for name in DIFFERENTIATED), "tcaptured", optional=len(DIFFERENTIATED) + 1)
 
 
 class Tangents(_Tangents):
-    """The direction of a derivative, as the caller gives it: an array of its input's shape and dtype, or None for 0.
+    """The tangents of a JVP, or the cotangents of a double backward: an array like its input, or None for 0.
 
-    Beside the inputs of attention (JVP) or as the cotangents of their gradients (double backward). `tcaptured` is None,
-    or a sequence with one entry for each array that score_mod and mask_mod capture.
+    `tcaptured` is None, or a sequence with one entry for each array that score_mod and mask_mod capture.
     """
 
     __slots__ = ()
 
 
 class Shard(NamedTuple):
-    """The part of a larger call that a call computes; causal, window, ALiBi and dropout use positions in the whole.
+    """The place of a call in a larger one; causal, window, ALiBi and dropout use positions in the whole sequence.
 
-    `starts`, int32 (B, 3), holds for every sequence the position of its first query, the position of its first key, and
-    their difference plus the diagonal offset o of the whole. None: the sequences are whole.
+    `starts`, int32 (B, 3), has for every sequence the position of its first query, the position of its first key, and
+    their difference plus the diagonal offset o of the whole sequence. It is None if sequences are whole.
     """
 
     starts: Any = None
-    step: int = 1  # positions between neighbouring rows
+    step: int = 1  # distance of neighbouring rows in positions
     first_head: int = 0
-    heads: int | None = None  # query heads of the whole; None: all are here
+    heads: int | None = None  # query heads of the larger call; None if this call has all
     first_batch: int = 0
     lengths: tuple[int, int] | None = None  # (queries, keys) of the longest whole sequence, with `starts`
 
@@ -123,8 +122,32 @@ WHOLE = Shard()
 _Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), "dcaptured", optional=len(WITH_GRADIENT) + 1)
 
 
-class Gradients(_Gradients, Generic[ArrayT]):
-    """The gradients of a call, each of its input's shape and dtype; None for what was not given or not requested.
+class _Mappable:
+    """The base of records of gradients."""
+
+    __slots__ = ()
+
+    def map(self: _Record, function: Callable[[Any], Any]) -> _Record:
+        """Return the record with a function applied to each of its arrays; None stays None.
+
+        Args:
+            function: returns the replacement of an array.
+        """
+        return type(self)(*_applied(function, self))
+
+
+_Record = TypeVar("_Record", bound=_Mappable)
+
+
+def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
+    """Apply the function to each array of a tuple whose elements are arrays, such tuples, or None."""
+    if isinstance(gradients, tuple):
+        return tuple(_applied(function, gradient) for gradient in gradients)
+    return None if gradients is None else function(gradients)
+
+
+class Gradients(_Gradients, _Mappable, Generic[ArrayT]):
+    """The gradients of a call, each with its input's shape and dtype; None for an input not given or not requested.
 
     `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
     """
@@ -135,29 +158,14 @@ class Gradients(_Gradients, Generic[ArrayT]):
     dk: ArrayT
     dv: ArrayT
 
-    def map(self, function: Callable[[Any], Any]) -> Gradients[Any]:
-        """The gradients with a function applied to each array that is there.
-
-        Args:
-            function: from an array to what replaces it.
-        """
-        return Gradients(*_applied(function, self))
-
-
-def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
-    """A tuple of arrays, tuples of such and None, with the function applied to each array."""
-    if isinstance(gradients, tuple):
-        return tuple(_applied(function, gradient) for gradient in gradients)
-    return None if gradients is None else function(gradients)
-
 
 _Second: Any = record(*Gradients._fields, "ddout", "ddlse", optional=len(Gradients._fields) + 2)
 
 
-class SecondGradients(_Second, Generic[ArrayT]):
-    """The gradients of sum(tq * dq) + sum(tk * dk) + ..., by the inputs of attention, and by dout and dlse.
+class SecondGradients(_Second, _Mappable, Generic[ArrayT]):
+    """The gradients of sum(tq * dq) + sum(tk * dk) + ... with respect to the inputs of attention, dout and dlse.
 
-    Each has its input's shape and dtype, ddlse that of lse; None for what was not given or not requested.
+    Each has its input's shape and dtype, ddlse those of lse; None for an input not given or not requested.
     """
 
     __slots__ = ()
@@ -168,47 +176,39 @@ class SecondGradients(_Second, Generic[ArrayT]):
     ddout: ArrayT
     ddlse: ArrayT
 
-    def map(self, function: Callable[[Any], Any]) -> SecondGradients[Any]:
-        """The gradients with a function applied to each array that is there.
-
-        Args:
-            function: from an array to what replaces it.
-        """
-        return SecondGradients(*_applied(function, self))
-
 
 class _Call:
-    """The fields of a Problem that do not come from the table of features."""
+    """The fields of a Problem that are not in the table of features."""
 
     __slots__ = ()
 
     backward: bool
-    derivative: str  # JVP, DOUBLE_BACKWARD, which is a backward too; "" without a direction
-    tangents: tuple[str, ...]  # the inputs that the direction moves; "array0", ... of the captured ones
+    derivative: str  # JVP, or DOUBLE_BACKWARD, for which `backward` is also True; "" without tangents
+    tangents: tuple[str, ...]  # the inputs with a tangent; "array0", ... for captured arrays
     dtype: np.dtype
     device: str
     framework: str
     layout: str  # "bshd", "bhsd"; "thd" for a packed batch
     batch: int
-    q_len: int  # in a packed batch the longest sequence's
+    q_len: int  # of the longest sequence for a packed batch
     kv_len: int
     heads: int
     kv_heads: int
     head_dim: int
     head_dim_v: int
     mask: Mask  # causal and window
-    mods: str  # text of the traced score_mod and mask_mod (mods/ir.py); "" without
+    mods: str  # text of the traced score_mod and mask_mod (mods/ir.py), or ""
     captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
     dlse: bool
     aligned: bool  # TMA can load q, k and v (pose.has_boxes)
-    empty: bool  # q, k or v has no element, which the lengths of a packed batch do not show
-    shard: bool  # positions are not those of whole sequences
+    empty: bool  # q, k or v has no elements, which max_seqlen of a packed batch does not show
+    shard: bool  # the call has `starts`: sequences are shards
     step: int
     first_head: int
     whole_heads: int
     first_batch: int
     deterministic: bool
-    backend: str | None  # as requested; None follows the arrays
+    backend: str | None  # as requested; None selects the arrays' own
     engine: str | None
     cache: Cache | None  # only in attention_with_kv_cache and append_to_kv_cache
 
@@ -218,7 +218,7 @@ FACTS = tuple(
     for feature in (*NUMBERS, *ARRAYS, *MODS)
     for name, exists in (
         (feature.field, True),
-        (f"{feature.field}_dtype", feature.element),  # a name; that of out where the feature is absent
+        (f"{feature.field}_dtype", feature.element),  # the name of a dtype; that of out if the feature is absent
         (f"{feature.field}_gradient", feature.optional_gradient),  # whether a backward computes it
     )
     if exists
@@ -227,10 +227,10 @@ _Problem: Any = record(*_Call.__annotations__, *FACTS)
 
 
 class Problem(_Problem, _Call):
-    """A call without its arrays, hashable: shapes, dtype, place and features; nothing about how it will run.
+    """A hashable description of a call without its arrays: shapes, dtype, device and features.
 
-    Beside the fields of `_Call` it has one for each feature (features.py): a number, the shape of an array that
-    broadcasts, or whether an array is given; with a dtype and whether its gradient is requested where these vary.
+    Besides the fields of `_Call` it has one for each feature (features.py): a number, the shape of an array that
+    broadcasts, or whether an array is given. If they vary, it also has the dtype and whether a gradient is requested.
     """
 
     __slots__ = ()
@@ -242,27 +242,27 @@ class Problem(_Problem, _Call):
 
     @property
     def moves_probabilities(self) -> bool:
-        """Whether the direction of the derivative changes the probabilities: it moves more than v."""
+        """Whether any input but v has a tangent, so that the probabilities have one."""
         return not {"v"}.issuperset(self.tangents)
 
     @property
     def has_lengths(self) -> bool:
-        """Whether a sequence may be shorter than the longest."""
+        """Whether sequences may have different lengths."""
         return self.layout == "thd" or self.q_lengths or self.kv_lengths
 
     @property
     def out_dtype(self) -> np.dtype:
-        """That of q; bfloat16 for fp8."""
+        """The dtype of out: that of q, or bfloat16 for fp8."""
         return out_dtype(self.dtype)
 
     @property
     def accumulation(self) -> np.dtype:
-        """fp32, or fp64 for fp64: the dtype of scores, sums and lse."""
+        """The dtype of scores, sums and lse: fp32, or fp64 for fp64."""
         return DOUBLE if self.dtype == DOUBLE else SINGLE
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """The inputs of which a backward returns the gradient."""
+        """The inputs whose gradients a backward returns."""
         return ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT if self._is_differentiated(feature)))
 
     def _is_differentiated(self, feature: Feature) -> bool:
@@ -270,7 +270,7 @@ class Problem(_Problem, _Call):
         return requested and is_given(self, feature)
 
     def lse_shape(self, q: Array) -> tuple[int, ...]:
-        """(B, Hq, Sq), or (Hq, Tq) of a packed batch."""
+        """Return the shape of lse, (B, Hq, Sq), or (Hq, Tq) of a packed batch."""
         return q.shape[1::-1] if self.layout == "thd" else (self.batch, self.heads, self.q_len)
 
     def __str__(self) -> str:
@@ -306,10 +306,7 @@ _Operands: Any = record(
 
 
 class Operands(_Operands):
-    """The arrays of one call, None for those that it does not have, and the seed.
-
-    The seed is an int, or an int64 array of one element.
-    """
+    """The arrays of one call, or None, and the seed, an int or an int64 array of one element."""
 
     __slots__ = ()
 
@@ -320,7 +317,7 @@ class Operands(_Operands):
     cu_seqlens_k: Array | None
     starts: Array | None
     seed: Array | int | None
-    captured: tuple[Array, ...]  # arrays that the mods capture, in the order of their slots
+    captured: tuple[Array, ...]  # arrays that the mods capture, by slot
     numbers: tuple[int | float, ...]  # run-time arguments of the mods
     dout: Array | None
     out: Array | None
@@ -332,16 +329,16 @@ class Operands(_Operands):
     tbias: Array | None
     tsink: Array | None
     tcaptured: tuple[Array | None, ...] | None  # in the order of captured
-    tout: Array | None  # in a double backward: the JVP's tangent of out in the same direction
+    tout: Array | None  # in a double backward: the tangent of out, from a JVP with the same tangents
     tlse: Array | None
     cache: CacheOperands | None
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays that are operands of their own, by name; those of a cache and of mods are in records."""
+        """Return the arrays that are operands of their own, by name; those of a cache and of mods are in records."""
         return {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
 
 
 @lru_cache(maxsize=16)
 def out_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of out for q, k and v of `dtype`: the same, bfloat16 for fp8."""
+    """Return the dtype of out for q, k and v of `dtype`: the same, or bfloat16 for fp8."""
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype

@@ -496,7 +496,7 @@ def attention_with_kv_cache(
 
 
 def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str, Any]:
-    """The mods among the options as functions of one sequence: with its number, and the position of each query."""
+    """Return the mods as functions of one sequence: with its number, and the position of each query."""
     mods: dict[str, Any] = {}
     if (score_mod := options.get("score_mod")) is not None:
         mods["score_mod"] = lambda s, _, h, i, j: score_mod(s, b, h, q_idx[i], j)
@@ -506,7 +506,7 @@ def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str
 
 
 def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:
-    """The forward of q, k, v (B, H, S, D); dropout bits are those of batch indices first_batch, first_batch + 1, ..."""
+    """Run the forward of q, k, v (B, H, S, D), with dropout bits of batch indices first_batch, first_batch + 1, ..."""
     storage, compute = _precision(q, options.dtype)
     batch, q_heads, q_length, head_dim = q.shape
     kv_length, group = k.shape[2], q_heads // k.shape[1]
@@ -636,7 +636,7 @@ class _Jvp(NamedTuple):
 
 
 def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Array, v: Array) -> _Jvp:
-    """The derivative of the forward in a direction, in which low precision rounds P, P (ts - tlse) and tout."""
+    """Return the derivative of the forward in a direction, in which low precision rounds P, P (ts - tlse) and tout."""
     storage, compute = _precision(q, options.dtype)
     forward = _forward(options, first_batch, q, k, v)
     group, q_heads = q.shape[1] // k.shape[1], q.shape[1]
@@ -674,7 +674,7 @@ def _double_backward(
     k: Array,
     v: Array,
 ) -> SecondGradients:
-    """The derivative of `_backward` in the direction, its formulas one by one: the Hessian is symmetric."""
+    """Return the derivative of `_backward` in the direction, its formulas one by one: the Hessian is symmetric."""
     storage, compute = _precision(q, options.dtype)
     jvp = _jvp(options, first_batch, tangents, q, k, v)
     forward, lse = jvp.forward, jvp.forward.lse[..., None]
@@ -802,7 +802,7 @@ _SECOND: dict[np.ufunc, Any] = {
 def _visible(
     options: Options, i: Array, j: Array, q_lengths: Array, kv_lengths: Array, offset: Array | int
 ) -> npt.NDArray[np.bool_]:
-    """The mask, True where query i sees key j, broadcastable to (B, Hq, Sq, Sk)."""
+    """Return the mask, True where query i sees key j, broadcastable to (B, Hq, Sq, Sk)."""
     visible: npt.NDArray[np.bool_] = (i < q_lengths) & (j < kv_lengths)
     left, right = options.window or (None, None)
     if options.causal:
@@ -817,7 +817,7 @@ def _visible(
 
 
 def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """(storage dtype that values are rounded to, dtype of the arithmetic)."""
+    """Return (storage dtype that values are rounded to, dtype of the arithmetic)."""
     if dtype is None:
         wide = np.asarray(q).dtype in (np.dtype(np.float64), np.dtype(np.longdouble))
         exact = np.dtype(np.longdouble if wide else np.float64)
@@ -827,7 +827,7 @@ def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[
 
 
 def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of out: `storage`, or bfloat16 for fp8."""
+    """Return the dtype of out: `storage`, or bfloat16 for fp8."""
     return named_dtype("bfloat16") if storage.name == FP8 else storage
 
 
@@ -853,7 +853,7 @@ def _truncate(x: Array, largest: Array | None = None) -> Array:
 
 
 def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
-    """The lengths as (B, 1, 1, 1); without lengths `whole`, as (1, 1, 1, 1)."""
+    """Return the lengths as (B, 1, 1, 1); without lengths `whole`, as (1, 1, 1, 1)."""
     return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
 
 
@@ -871,7 +871,7 @@ def _direction_heads_first(tangents: Tangents, layout: str) -> Tangents:
 
 
 def _direction_of_sequence(tangents: Tangents, rows: slice, columns: slice) -> Tangents:
-    """The direction of one packed sequence, tq, tk and tv as (1, H, S, D)."""
+    """Return the direction of one packed sequence, tq, tk and tv as (1, H, S, D)."""
     here = zip(tangents[:3], (rows, columns, columns), strict=True)
     tq, tk, tv = (None if x is None else _packed_heads_first(np.asarray(x)[part]) for x, part in here)
     return tangents._replace(tq=tq, tk=tk, tv=tv)
@@ -902,7 +902,7 @@ def _varlen_options(options: ReferenceOptions[npt.ArrayLike]) -> Options:
 
 
 def _options_of_sequence(options: Options, b: int) -> Options:
-    """The options with per-sequence arrays sliced to sequence b."""
+    """Return the options with per-sequence arrays sliced to sequence b."""
     slopes = options.alibi_slopes
     arrays = {} if slopes is None or np.ndim(slopes) == 1 else {"alibi_slopes": np.asarray(slopes)[b]}
     for name in ("q_descale", "k_descale", "v_descale"):
@@ -912,7 +912,7 @@ def _options_of_sequence(options: Options, b: int) -> Options:
 
 
 def _sequences(cu_seqlens_q: npt.ArrayLike, cu_seqlens_k: npt.ArrayLike) -> list[tuple[slice, slice]]:
-    """(rows of q, rows of k) of each sequence."""
+    """Return (rows of q, rows of k) of each sequence."""
     q_ends, k_ends = np.asarray(cu_seqlens_q).tolist(), np.asarray(cu_seqlens_k).tolist()
     bounds = zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
     return [(slice(q_start, q_stop), slice(k_start, k_stop)) for q_start, q_stop, k_start, k_stop in bounds]

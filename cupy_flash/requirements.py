@@ -1,6 +1,6 @@
-"""The requirements on a call: each check adds its reason to one error, which lists all of them.
+"""Checks the requirements on a call; each check adds a reason to one error, which lists all of them.
 
-Checks of facts (shapes, dtypes, places, options) read `ArrayFacts` and plain options, never an array, so that
+Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain options, never an array, so that
 `pose.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
 """
 
@@ -31,18 +31,18 @@ class Requirements:
         self.about_type = False
 
     def require(self, met: bool, reason: str) -> bool:
-        """Note `reason` unless the requirement is met; return whether it is."""
+        """Record `reason` unless the requirement is met; return whether it is met."""
         if not met:
             self.unmet.append(reason)
         return met
 
     def require_type(self, met: bool, reason: str) -> bool:
-        """As `require`, for a requirement about a type: the error is then a TypeError."""
+        """Record `reason` as `require` does; the error then is a TypeError."""
         self.about_type |= not met
         return self.require(met, reason)
 
     def raise_if_unmet(self, arrays: dict[str, Array]) -> None:
-        """TypeError if any reason is about a type, else ValueError, with all reasons and the arrays that were read."""
+        """Raise TypeError if any reason is about a type, else ValueError, with all reasons and the arrays read."""
         if not self.unmet:
             return
         count = "a requirement is" if len(self.unmet) == 1 else f"{len(self.unmet)} requirements are"
@@ -57,7 +57,7 @@ class Requirements:
 
 
 class ArrayFacts(NamedTuple):
-    """The properties of an Array that a Problem depends on."""
+    """The properties of an Array on which a Problem depends."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -66,7 +66,7 @@ class ArrayFacts(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call; `known` is False where its arrays do not agree on them."""
+    """The sizes of a call; `known` is False if its arrays do not agree on them."""
 
     known: bool = False
     batch: int = 0
@@ -81,14 +81,14 @@ class Sizes(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The options that are not arrays, checked and in one form."""
+    """The options that are not arrays, checked and normalised."""
 
     mask: Mask
     numbers: dict[str, float | None]
 
 
 def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
-    """The arrays by name; those that cannot be read are reported and left out."""
+    """Return the arrays by name; those that cannot be read are unmet requirements and omitted."""
     arrays = {}
     for name, value in given.items():
         try:
@@ -102,7 +102,7 @@ def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
 
 
 def _place_empty(arrays: dict[str, Array]) -> None:
-    """Put arrays without memory, from which the CUDA array interface tells no device, on the GPU of the others."""
+    """Set the device of empty arrays to that of the others: the CUDA array interface gives no device for them."""
     unplaced = [x for x in arrays.values() if x.framework == "cuda_array_interface" and x.pointer == 0]
     if unplaced:
         devices = {x.device for x in arrays.values() if x.device != "cpu" and x.pointer != 0}
@@ -114,10 +114,10 @@ def _place_empty(arrays: dict[str, Array]) -> None:
 
 
 def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
-    """All arrays must be of one library and on one device."""
+    """Check that all arrays are of one library and on one device."""
     frameworks = {array.framework for array in arrays.values()}
     devices = {array.device for array in arrays.values()}
-    # The results for a library that cannot allocate are NumPy's, or CuPy's on a GPU: a backward takes both.
+    # A library that cannot allocate gets results of NumPy, or CuPy on a GPU, so a backward accepts both.
     allocating = frameworks - {"dlpack", "cuda_array_interface"}
     one_type = len(frameworks) <= 1 or (len(allocating) == 1 and allocating <= {"numpy", "cupy"})
     requirements.require_type(one_type, f"all arrays must be of one type, not {' and '.join(sorted(frameworks))}")
@@ -125,7 +125,7 @@ def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> N
 
 
 def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: Any, packed: bool) -> Sizes:
-    """The sizes on which q, k and v agree."""
+    """Check q, k and v, and return the sizes on which they agree."""
     require = requirements.require
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     dtypes = {array.dtype for array in (q, k, v)}
@@ -142,7 +142,7 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
         return Sizes()
 
     def sizes(array: ArrayFacts) -> tuple[int, int, int, int]:
-        """(batch, length, heads, dim) of an array; a packed one is a batch of one row of tokens."""
+        """Return (batch, length, heads, dim) of an array; a packed array has batch 1."""
         batch, first, second, dim = (1, *array.shape) if packed else array.shape
         return (batch, first, second, dim) if layout != "bhsd" else (batch, second, first, dim)
 
@@ -184,9 +184,9 @@ def check_options(
     packed: bool,
     accumulation: type[np.floating[Any]],
 ) -> Settings:
-    """The options that are not arrays; where one is wrong a neutral value stands in until the error is raised.
+    """Check and return the options that are not arrays; a wrong one has a neutral value until the error is raised.
 
-    backend: that of the options, else the environment's. accumulation: the dtype in which numbers must be finite.
+    `backend` is the option or the environment variable; numbers must be finite in the dtype `accumulation`.
     """
     require = requirements.require
     causal = options["causal"]
@@ -241,7 +241,7 @@ def _check_window(requirements: Requirements, window: Any) -> tuple[int | None, 
 
 
 def is_one_of(value: Any, names: tuple[str, ...]) -> bool:
-    """Whether a value is one of these strings; `in` alone would compare objects that do not compare, such as arrays."""
+    """Return whether a value is one of these strings; `in` alone fails for arrays, whose == is no bool."""
     return isinstance(value, str) and value in names
 
 
@@ -270,7 +270,7 @@ def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> f
 
 
 def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
-    """A positive number; one that is infinite in the accumulation dtype, where it changes no score, is None."""
+    """Return a positive number, or None if it is infinite in the accumulation dtype and so has no effect."""
     if given is None:
         return None
     value = _number(requirements, name, given, 1.0)
@@ -283,7 +283,7 @@ def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> floa
 
 def _probability(requirements: Requirements, name: str, given: Any, limits: Any) -> float:
     value = _number(requirements, name, given)
-    # p is rounded to a multiple of 1/65536; if that is 1, no element would be kept.
+    # p is rounded to a multiple of 1/65536; if that were 1, no element would be kept.
     in_range = 0 <= value < 1 and round(65536 * value) < 65536
     requirements.require(in_range, f"{name} must be in [0, 1), in steps of 1/65536, not {given!r}")
     return value if in_range else 0.0
@@ -295,7 +295,7 @@ RANGES = {FINITE: _finite, CAP: _cap, PROBABILITY: _probability}
 def check_packed(
     requirements: Requirements, arrays: dict[str, ArrayFacts], longest: tuple[Any, Any]
 ) -> tuple[int | None, int | None]:
-    """The facts of a packed batch; (max_seqlen_q, max_seqlen_k), None where one is wrong."""
+    """Check the facts of a packed batch; return (max_seqlen_q, max_seqlen_k), with None for a wrong one."""
     require = requirements.require
     for feature in ARRAYS:
         legal = not feature.padded or feature.name not in arrays
@@ -324,7 +324,7 @@ def check_packed(
 
 
 def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> bool:
-    """Require int32; the message names the cast, because most libraries compute lengths as int64."""
+    """Require int32; the message has the cast, because most libraries compute lengths as int64."""
     cast = "to(torch.int32)" if array.framework == "torch" else 'astype("int32")'
     return requirements.require_type(
         array.dtype == np.int32, f"{name} must be int32, not {array.dtype.name}: pass {name}.{cast}"
@@ -332,7 +332,7 @@ def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> b
 
 
 def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
-    """The arrays among the options, against the sizes of the call."""
+    """Check the arrays among the options against the sizes of the call."""
     for feature in ARRAYS:
         if feature.name not in arrays:
             continue
@@ -351,7 +351,7 @@ def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], si
 
 
 def _shapes(feature: Feature, sizes: Sizes) -> list[tuple[int, ...]]:
-    """The legal shapes of an array among the options, or those to which it must broadcast."""
+    """Return the legal shapes of an array among the options, or those to which it must broadcast."""
     lengths = dict(zip("bhgij", (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len), strict=True))
     return [tuple(lengths[axis] for axis in axes) for axes in feature.axes]
 
@@ -371,7 +371,7 @@ def _check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts
 
 
 def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
-    """The arrays of a shard and of a backward, against the sizes of the call."""
+    """Check the arrays of a shard and of a backward against the sizes of the call."""
     require, require_type = requirements.require, requirements.require_type
     q = arrays["q"].dtype
     if "starts" in arrays:
@@ -394,7 +394,7 @@ def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes
 
 
 def check_tangents(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
-    """The tangents of a direction, each against its input."""
+    """Check each tangent against its input."""
     captured = [name for name in arrays if name.startswith("array")]
     for name in (*DIFFERENTIATED, *captured):
         if f"t{name}" not in arrays:
@@ -416,7 +416,7 @@ def check_tangents(requirements: Requirements, arrays: dict[str, ArrayFacts]) ->
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is one of the four that attention computes with; ml_dtypes' are not np.floating."""
+    """Return whether a dtype is one of the four floating dtypes of attention; ml_dtypes' are not np.floating."""
     return dtype_name(dtype) in DTYPES
 
 
@@ -467,7 +467,7 @@ def check_seed(
 def check_boundaries(
     requirements: Requirements, arrays: dict[str, Array], longest: tuple[int | None, int | None]
 ) -> None:
-    """The values of cu_seqlens in host memory."""
+    """Check the values of cu_seqlens in host memory."""
     for side, length in zip("qk", longest, strict=True):
         name = f"cu_seqlens_{side}"
         if name not in arrays:
@@ -491,7 +491,7 @@ def check_boundaries(
 
 
 def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Sizes) -> None:
-    """The values of the arrays among the options in host memory; one of a wrong shape may be huge and stays unread."""
+    """Check the values of arrays among the options in host memory; those with a wrong shape may be huge: skip them."""
     for feature in WITH_VALUES:
         array = arrays.get(feature.name)
         if array is None or array.device != "cpu" or dtype_name(array.dtype) not in feature.dtypes:

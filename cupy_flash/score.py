@@ -1,9 +1,9 @@
-"""Score modifications between Q K^T and the softmax, on one tile: the Python twin of score.cuh.
+"""Score modifications between Q K^T and the softmax on one tile, with the same math as kernels_cu/score.cuh.
 
-Each is a class with `apply` and `gradient`. `apply` modifies the tile S in place and, with `save`, returns what the
-gradient needs, or None; `gradient` turns dS of the modified scores into dS of the unmodified ones, in place. In a
-direction of inputs, `tangent` is `apply` with the tangent tS of the scores, and `second_gradient` turns the gradients
-(dS, dtS) of the modified (S, tS) into those of the unmodified. They are applied in this order:
+Each is a class with `apply` and `gradient`. `apply` modifies the tile S in place and, with `save`, returns the values
+that the gradient needs, or None; `gradient` turns dS of the modified scores into dS of the unmodified ones, in place.
+For a JVP, `tangent` is `apply` together with the tangent tS of the scores; for a double backward, `second_gradient`
+turns the gradients (dS, dtS) of the modified (S, tS) into those of the unmodified ones. The order is:
 
     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 """
@@ -20,8 +20,8 @@ from .mods.numpy_code import Direction, Function, direction_of, mask_function, s
 class Positions(NamedTuple):
     """Positions of a shard's rows in the whole sequence: query i at q_first + i step, key j at kv_first + j step.
 
-    offset = q_first + o - kv_first with the diagonal offset o, so that query i lies (i - j) step + offset positions
-    past key j. A whole sequence has q_first = kv_first = 0, step = 1 and offset = o.
+    offset = q_first + o - kv_first with the diagonal offset o, so that the position of query i is (i - j) step + offset
+    after that of key j. A whole sequence has q_first = kv_first = 0, step = 1 and offset = o.
     """
 
     q_first: int
@@ -51,7 +51,7 @@ class ScoreTile(NamedTuple):
     kv_start: int
     kv_stop: int
     positions: Positions
-    masked: Cut | None = None  # the part of it of which a mask_mod may hide scores
+    masked: Cut | None = None  # the part in which mask_mod may hide scores; None for the whole tile
 
     @property
     def queries(self) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class ScoreTile(NamedTuple):
         return self.kv_start, self.kv_stop
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
-        """Slice this tile from an array (B or 1, Hq or 1, Sq or 1, Sk or 1); dimensions of size 1 stay 1."""
+        """Return this tile of an array (B or 1, Hq or 1, Sq or 1, Sk or 1); dimensions of size 1 stay 1."""
         batch, head, rows, columns = dense.shape
         plane = dense[self.batch if batch > 1 else 0, self.head if head > 1 else 0]
         return plane[
@@ -77,27 +77,27 @@ class ScoreStep(Protocol):
     """One score modification and its gradient; S and dS are (queries, keys) of the tile."""
 
     bounded: bool  # |score| never exceeds |product|
-    by_sequence: bool  # its gradients of different sequences go to different elements
-    by_head: bool  # likewise of query heads
+    by_sequence: bool  # different sequences add to different elements of its gradients
+    by_head: bool  # different query heads add to different elements of its gradients
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
-        """Modify S in place; with `save`, return what the gradient needs."""
+        """Modify S in place; with `save`, return the values that the gradient needs."""
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
         """Turn dS of the modified scores into dS of the unmodified ones, in place."""
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
-        """Modify S and its tangent tS in place; with `save`, return what the second gradient needs."""
+        """Modify S and its tangent tS in place; with `save`, return the values that the second gradient needs."""
 
     def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
         """Turn dS and dtS of the modified scores and tangents into those of the unmodified ones, in place."""
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """The gradients of its own arrays, by the name of the option."""
+        """Return the gradients of the step's own arrays, by option name."""
 
 
 def steps(problem: Any, operands: Any) -> list[ScoreStep]:
-    """The score modifications of a call, in the order of the formula."""
+    """Return the score modifications of a call, in the order of the formula."""
     applied: list[ScoreStep] = []
     if problem.softcap is not None:
         applied.append(Softcap(problem.softcap))
@@ -126,7 +126,7 @@ class Softcap:
         self.cap = cap
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
-        """S <- c tanh(S / c); the gradient needs 1 - tanh(S / c)^2."""
+        """Set S to c tanh(S / c); the gradient needs 1 - tanh(S / c)^2."""
         S /= self.cap
         np.tanh(S, out=S)
         slope = 1 - S * S if save else None
@@ -134,11 +134,11 @@ class Softcap:
         return slope
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: np.ndarray) -> None:
-        """The dS of the capped scores, times the slope of the cap."""
+        """Multiply dS by the derivative of the cap."""
         dS *= saved
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
-        """tS times the slope 1 - tanh(S / c)^2; the second gradient also needs the change of the slope."""
+        """Cap S, and multiply tS by the derivative 1 - tanh(S / c)^2, whose tangent the second gradient needs too."""
         slope = self.apply(S, tile, save=True)
         assert slope is not None
         change = -2 / self.cap**2 * S * slope * tS if save else None  # S is capped: c tanh
@@ -146,14 +146,14 @@ class Softcap:
         return slope, change
 
     def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
-        """dS f' + dtS f'' tS and dtS f' for the cap f."""
+        """Set dS to dS f' + dtS f'' tS, and dtS to dtS f', for the cap f."""
         slope, change = saved
         dS *= slope
         dS += _times(dtS, change)
         dtS *= slope
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """None: the cap is a number."""
+        """{}: the cap is a number."""
         return {}
 
 
@@ -167,18 +167,18 @@ class Alibi:
         self.slopes = slopes  # (B or 1, Hq)
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
-        """S <- S - slope * distance; the gradient needs nothing."""
+        """Subtract slope * distance from S; the gradient needs no saved values."""
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
         i = np.arange(tile.q_start, tile.q_stop)[:, None]
         j = np.arange(tile.kv_start, tile.kv_stop)[None, :]
         S -= slope * np.abs((i - j) * tile.positions.step + tile.positions.offset)
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
-        """Leave dS as it is: a constant was added to each score."""
+        """Leave dS as it is, because apply adds a constant to each score."""
         pass
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
-        """tS stays: a constant is added to each score."""
+        """Modify S; tS does not change, because apply adds a constant to each score."""
         self.apply(S, tile, save)
 
     def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: None) -> None:
@@ -186,7 +186,7 @@ class Alibi:
         pass
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """None: slopes get no gradient."""
+        """{}: slopes get no gradient."""
         return {}
 
 
@@ -197,16 +197,16 @@ class Bias:
 
     def __init__(self, bias: np.ndarray, dbias: np.ndarray | None = None, tbias: np.ndarray | None = None) -> None:
         self.bias = bias  # broadcasts to (B, Hq, Sq, Sk)
-        self.tbias = tbias  # bias.shape, the direction in which it moves; None: it does not
-        self.dbias = dbias  # bias.shape, in the accumulation dtype; None: no gradient wanted
+        self.tbias = tbias  # tangent, with bias.shape; None is 0
+        self.dbias = dbias  # bias.shape, in the accumulation dtype; None if not requested
         self.by_sequence = dbias is None or dbias.shape[0] > 1
         self.by_head = dbias is None or dbias.shape[1] > 1
 
     def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
-        """S <- S + bias; the gradient needs nothing."""
+        """Add bias to S; the gradient needs no saved values."""
         bias = tile.cut(self.bias).astype(S.dtype, copy=False)
         S += bias
-        if np.isnan(np.vdot(S, S)):  # NaN + -inf is NaN, which hides nothing
+        if np.isnan(np.vdot(S, S)):  # NaN + -inf is NaN, which would not hide the key
             np.copyto(S, -np.inf, where=bias == -np.inf)
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
@@ -217,7 +217,7 @@ class Bias:
             target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
-        """S + bias and tS + tbias."""
+        """Add bias to S and tbias to tS."""
         self.apply(S, tile, save)
         if self.tbias is not None:
             tS += tile.cut(self.tbias)
@@ -227,12 +227,12 @@ class Bias:
         self.gradient(dS, tile, saved)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """The sum over all tiles so far: dbias."""
+        """dbias, the sum over all tiles so far."""
         return {} if self.dbias is None else {"bias": self.dbias}
 
 
 class ModInputs:
-    """The inputs of the generated functions of mods beside the score, for the tiles of one call."""
+    """The inputs of the generated mod functions other than the score, for the tiles of one call."""
 
     def __init__(self, problem: Any, operands: Any) -> None:
         self.arrays = tuple(array.numpy() for array in operands.captured)
@@ -240,7 +240,7 @@ class ModInputs:
         self.first_head, self.first_batch = problem.first_head, problem.first_batch
 
     def of(self, tile: ScoreTile) -> tuple[Any, ...]:
-        """(b, h, q, kv, arrays, numbers, real): q (rows, 1) and kv (1, columns) are positions in the whole sequence."""
+        """Return (b, h, q, kv, arrays, numbers, real) with global positions q (rows, 1) and kv (1, columns)."""
         q_first, kv_first, _, step = tile.positions
         q = np.arange(*tile.queries, dtype=np.int32) * np.int32(step) + np.int32(q_first)
         kv = np.arange(*tile.keys, dtype=np.int32) * np.int32(step) + np.int32(kv_first)
@@ -258,7 +258,7 @@ class Modified:
         self.inputs = ModInputs(problem, operands)
         self.function: Function = score_function(problem.mods)
         self.slope = slope_of(problem.mods, problem.captured_gradient) if problem.backward else None
-        # In float64, as every score may add to one element.
+        # Sums are in float64, because all scores may add to one element.
         self.dcaptured = [
             np.zeros(array.shape) if wanted else None
             for array, wanted in zip(self.inputs.arrays, problem.captured_gradient, strict=True)
@@ -273,7 +273,7 @@ class Modified:
         self.by_head = self.slope is None or self.slope.indexed_by("h")
 
     def apply(self, S: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
-        """Replace S by the modified scores; with `save`, return the slope and the reads of captured arrays."""
+        """Replace S by the modified scores; with `save`, return the derivative and the reads of captured arrays."""
         inputs = self.inputs.of(tile)
         if self.slope is None or not save:
             (S[...],) = self.function(S, *inputs)
@@ -283,7 +283,7 @@ class Modified:
         return slope, reads
 
     def gradient(self, dS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
-        """Multiply dS by the slope, and add the gradients of what was read to those of the captured arrays."""
+        """Multiply dS by the derivative, and add the gradients of the elements read to those of the captured arrays."""
         slope, reads = saved
         for slot, factor, indices in reads:
             total = self.dcaptured[slot]
@@ -292,7 +292,7 @@ class Modified:
         dS[...] = _times(dS, slope)
 
     def tangent(self, S: np.ndarray[Any, Any], tS: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
-        """The modified scores and their tangents; with `save`, return slope, change of the slope, and the reads."""
+        """Modify S and tS; with `save`, return the derivatives of both and the reads of captured arrays."""
         assert self.direction is not None
         inputs = (S.copy(), *self.inputs.of(tile), tS.copy())  # a derivative may be the score itself
         if not save:
@@ -302,7 +302,7 @@ class Modified:
         return saved
 
     def second_gradient(self, dS: np.ndarray[Any, Any], dtS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
-        """dS f' + dtS (f' of the tangent) and dtS f', and the gradients of what was read, likewise."""
+        """Set dS to dS f' + dtS times the tangent of f', dtS to dtS f', and add the gradients of the elements read."""
         slope, change, reads = saved
         for read in reads:
             total = self.dcaptured[read.slot]
@@ -312,12 +312,12 @@ class Modified:
         dtS[...] = _times(dtS, slope)
 
     def gradients(self) -> dict[str, Any]:
-        """The sums over all tiles so far: one for each captured array, None where none is wanted."""
+        """Return the sums over all tiles so far, for each captured array; None if not requested."""
         return {"captured": tuple(self.dcaptured)}
 
 
 class MaskMod:
-    """mask_mod(b, h, q_idx, kv_idx) of the tiles of one call."""
+    """Applies mask_mod(b, h, q_idx, kv_idx) to the tiles of one call."""
 
     def __init__(self, problem: Any, operands: Any) -> None:
         self.inputs = ModInputs(problem, operands)
@@ -330,12 +330,12 @@ class MaskMod:
         self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)
 
     def visible(self, tile: ScoreTile) -> np.ndarray[Any, Any]:
-        """The mask, True = attend, which broadcasts to (queries, keys) of the tile."""
+        """Return the mask, True = attend, which broadcasts to (queries, keys) of the tile."""
         (visible,) = self.function(None, *self.inputs.of(tile))
         return np.asarray(visible)
 
     def hide(self, S: np.ndarray[Any, Any], tile: ScoreTile) -> None:
-        """Set the scores of a tile that the mask hides to -inf; those outside of tile.masked are seen."""
+        """Set the scores of a tile that the mask hides to -inf, which are all inside tile.masked."""
         if tile.masked is None:
             return
         axis, start, stop = tile.masked
@@ -349,7 +349,7 @@ class MaskMod:
 
 
 def _times(dS: np.ndarray[Any, Any], factor: Any) -> np.ndarray[Any, Any]:
-    """dS * factor, and 0 where dS is 0: the factor of a hidden score may be infinite or NaN."""
+    """Return dS * factor, with 0 where dS is 0, because the factor of a hidden score may be infinite or NaN."""
     product: np.ndarray[Any, Any] = dS * factor
     if not np.isfinite(np.vdot(product, product)):
         product[dS == 0] = 0

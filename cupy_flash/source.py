@@ -14,7 +14,7 @@ from pathlib import Path
 
 CONFIG = "config.cuh"
 IDENTIFIER = r"[A-Za-z_]\w*"
-# Compiled by `re` at their first use: an import of the package assembles no kernel.
+# Texts instead of compiled patterns, so that importing the package compiles none.
 CONSTANT = (
     rf"(?P<head>(?P<kind>constexpr (?:int|bool|float)|using) (?P<name>{IDENTIFIER}) = )(?P<value>[^\s;]+)"
     r"(?P<tail>;\s*(?://.*)?)"
@@ -26,7 +26,7 @@ Constant = int | float | bool | str
 
 
 def kernel_folder() -> Path:
-    """The folder of the .cu and .cuh files: inside the package in a wheel, beside it in a checkout or editable install.
+    """Return the folder of the .cu and .cuh files, inside the package in a wheel, otherwise beside it.
 
     Raises FileNotFoundError with both paths if the installation has neither.
     """
@@ -40,14 +40,14 @@ def kernel_folder() -> Path:
 
 
 def assemble(kernel: str, constants: Mapping[str, Constant], headers: Mapping[str, str] | None = None) -> str:
-    """The text of kernels_cu/<kernel>.cu with every header inlined once and the values of config.cuh replaced.
+    """Return the text of kernels_cu/<kernel>.cu with every header inlined once and the values of config.cuh replaced.
 
     `kernel` is like "simt/forward". `constants` replaces defaults of config.cuh by name; the declaration determines the
     value's type: int for `constexpr int`, bool for `constexpr bool` and `#define`, a number for `constexpr float`, a
     type name for `using`. `#if NAME` and `#if !NAME` on a `#define` of config.cuh are resolved here, so that only the
     taken branch and its headers are in the text. #line markers preserve original files and lines in messages.
 
-    `headers` are generated ones, text by name, which the kernels include like files of kernels_cu.
+    `headers` has generated headers, text by name, which kernels include like files of kernels_cu.
 
     Raises ValueError for an unknown constant, a value of the wrong type, an include cycle, or a directive that cannot
     be inlined; FileNotFoundError for a missing kernel or header. The message contains the chain of includes.
@@ -63,7 +63,7 @@ def assemble(kernel: str, constants: Mapping[str, Constant], headers: Mapping[st
 
 
 def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict[str, bool]]:
-    """(config.cuh with `constants` replacing its defaults, the values of its `#define` switches)."""
+    """Return (config.cuh with `constants` instead of its defaults, the values of its `#define` switches)."""
     lines = []
     names = []
     switches = {}
@@ -88,7 +88,7 @@ def configure(config: str, constants: Mapping[str, Constant]) -> tuple[str, dict
 
 
 def literal(kind: str, name: str, value: Constant) -> str:
-    """`value` as a C++ literal or identifier; ValueError if it does not fit the kind of declaration."""
+    """Return `value` as a C++ literal or identifier; ValueError if it does not fit the kind of declaration."""
     if kind == "constexpr int" and type(value) is int and -(2**31) <= value < 2**31:
         return repr(value)
     if kind == "constexpr bool" and type(value) is bool:
@@ -139,7 +139,7 @@ class Text:
                 counted = number + 1
 
     def header(self, operand: str, including: str, location: str) -> str:
-        """The path inside kernels_cu of `#include operand`, relative to the file `including` or to the root."""
+        """Return the path inside kernels_cu of `#include operand`, relative to the file `including` or to the root."""
         if not re.fullmatch(r'"[\w./]+"', operand) or operand.startswith('"/'):
             raise ValueError(f'{location}: an #include names a file of kernels_cu as in "mask.cuh", not {operand}')
         for base in (posixpath.dirname(including), ""):
@@ -154,11 +154,11 @@ class Text:
 
 
 def chosen_lines(text: str, switches: Mapping[str, bool], location: str) -> Iterator[tuple[int, str, bool]]:
-    """(number, line, unconditional) of the lines that remain after resolving `#if` on switches.
+    """Yield (number, line, unconditional) of the lines that remain after resolving `#if` on switches.
 
-    `unconditional` is False inside an #if that is left to the compiler.
+    `unconditional` is False inside an #if that the compiler resolves.
     """
-    branches: list[bool | None] = []  # per open #if: whether this branch is taken; None: left to the compiler
+    branches: list[bool | None] = []  # per open #if: whether this branch is taken; None if the compiler decides
     for number, line in enumerate(text.splitlines(), 1):
         directive = re.fullmatch(DIRECTIVE, line)
         word, operand = (directive["word"], directive["rest"]) if directive else ("", "")

@@ -1,8 +1,8 @@
 """Rows, keys and positions of the sequences of a call on a KV cache, from arrays in host memory.
 
-Sequence b has n_b keys before the call, appends s_b rows and then sees L_b = n_b + s_b keys. Query i of its Sq lies at
-position L_b - Sq + i, an appended key i at n_b + i. Slots put the rows anywhere: cache_seqlens then counts all keys,
-s_b is 0, and the last rows of k are the last keys of their sequence.
+Sequence b has n_b keys before the call, appends s_b rows and then sees L_b = n_b + s_b keys. Query i of Sq has position
+L_b - Sq + i, appended key i position n_b + i. With slots the rows may be stored anywhere: cache_seqlens then counts all
+keys, s_b is 0, and the rows of k are the last keys of their sequence.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Spans(NamedTuple):
 
     @property
     def kv_lengths(self) -> np.ndarray:
-        """L_b: the keys that each sequence has after the append."""
+        """L_b, the number of keys of each sequence after the append."""
         return self.before + self.appended
 
     @property
     def q_starts(self) -> np.ndarray:
-        """The first row of each sequence among all queries, in the order of the batch."""
+        """The index of each sequence's first row among all queries."""
         return np.cumsum(self.q_rows) - self.q_rows
 
 
 def read_spans(problem: Problem, operands: Operands) -> Spans:
-    """The lengths of the sequences of a call."""
+    """Return the lengths of the sequences of a call."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
     every = np.ones(problem.batch, np.int64)
@@ -57,9 +57,9 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
 
 
 def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
-    """The position by which each query is rotated, int64, all sequences in a row.
+    """Return the position by which each query is rotated, int64, for all sequences concatenated.
 
-    A query before the first key of its sequence is rotated by 0; it sees no key if it is causal.
+    A query before the first key of its sequence has position 0; if causal, it sees no key.
     """
     assert operands.cache is not None
     if operands.cache.positions is not None:
@@ -68,7 +68,7 @@ def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> 
 
 
 def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
-    """The position by which each appended key is rotated, int64, all sequences in a row."""
+    """Return the position by which each appended key is rotated, int64, for all sequences concatenated."""
     assert operands.cache is not None
     if operands.cache.positions is not None:
         return operands.cache.positions.numpy().ravel()[: spans.k_rows.sum()].astype(np.int64)
@@ -76,7 +76,7 @@ def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> np.
 
 
 def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """(block, row in it) of each appended row, int64, all sequences in a row; block -1 where a row is dropped.
+    """Return (block, row in the block) of each appended row, int64, sequences concatenated; block -1 drops a row.
 
     A block is a page, or the cache of one sequence.
     """
@@ -96,6 +96,6 @@ def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of each range, one after the other."""
+    """Return the concatenated ranges start, start + 1, ... of these lengths."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

@@ -1,7 +1,7 @@
 """TMA tensor maps (CUtensorMap): 128-byte kernel arguments that describe a tensor's layout to Hopper's TMA.
 
-TensorMap holds the arguments of the driver's cuTensorMapEncodeTiled. For a GPU the driver encodes them; for the
-simulator `encode_for_simulator` does, with the same arguments and errors but an encoding of our own.
+TensorMap has the arguments of the driver's cuTensorMapEncodeTiled. The driver encodes them for a GPU;
+`encode_for_simulator` does for the simulator, with the same arguments and errors but an encoding of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MAGIC = b"cfTM"
 class TensorMap:
     """Arguments of cuTensorMapEncodeTiled, dimensions innermost first; no interleave, out-of-bounds elements read as 0.
 
-    data_type: a CUtensorMapDataType. address: of the first element, in bytes. shape: elements. strides: bytes, of every
-    dimension but the first. box: elements. swizzle: bytes, 0 for none. l2_promotion: bytes, 0 for none.
+    data_type: a CUtensorMapDataType. address: byte address of the first element. shape: elements. strides: bytes, for
+    every dimension but the first. box: elements. swizzle: bytes, 0 for none. l2_promotion: bytes, 0 for none.
     Raises ValueError with every reason for which the driver would refuse them.
     """
 
@@ -92,17 +92,17 @@ class Box(NamedTuple):
     operand: str  # name in params.cuh
     rows: int
     columns: int
-    layout: str | None = None  # None: that of the call
+    layout: str | None = None  # None for the layout of the call
 
 
 @lru_cache(maxsize=1)
 def driver() -> Any:
-    """The CUDA driver library; OSError if there is none."""
+    """Return the CUDA driver library; OSError if there is none."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def encode_for_gpu(tensor_map: TensorMap) -> bytes:
-    """The 128-byte CUtensorMap, encoded by the driver. RuntimeError with the driver's error code if it refuses."""
+    """Return the 128-byte CUtensorMap, encoded by the driver; RuntimeError with the driver's code if it refuses."""
     rank = len(tensor_map.shape)
     buffer = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     start = -ctypes.addressof(buffer) % ALIGNMENT
@@ -127,7 +127,7 @@ def encode_for_gpu(tensor_map: TensorMap) -> bytes:
 
 
 def encode_for_simulator(tensor_map: TensorMap) -> bytes:
-    """The 128-byte encoding that the simulator reads."""
+    """Return the 128-byte encoding that the simulator reads."""
     rank = len(tensor_map.shape)
     numbers = [tensor_map.data_type, rank, SWIZZLES[tensor_map.swizzle], L2_PROMOTIONS[tensor_map.l2_promotion]]
     shape = (*tensor_map.shape, *[1] * (5 - rank))
@@ -139,7 +139,7 @@ def encode_for_simulator(tensor_map: TensorMap) -> bytes:
 
 @lru_cache(maxsize=64)
 def decode(encoded: bytes) -> TensorMap | None:
-    """The TensorMap of bytes from `encode_for_simulator`; None for any other bytes."""
+    """Return the TensorMap of bytes from `encode_for_simulator`; None for other bytes."""
     magic, *fields = _FORMAT.unpack_from(encoded)
     if magic != _MAGIC:
         return None

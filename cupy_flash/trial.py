@@ -1,31 +1,31 @@
-"""One call as a record without arrays: what `check` and `tune` run, and what CUPY_FLASH_RECORD writes.
+"""Trial: a call recorded without its arrays, which `check` and `tune` run and CUPY_FLASH_RECORD writes.
 
-Its JSON, `Trial.record`, is readable and complete: `Trial.of` makes the same call again, with the same random arrays.
-The contents of arrays are not recorded. A call whose work depends on them, or that a Trial cannot state for another
-reason, is recorded as its description and that reason (`recorded_line`).
+`Trial.record` is readable, complete JSON, from which `Trial.of` makes the same call with the same random arrays. The
+contents of arrays are not recorded. A call whose work depends on them, or that has no Trial for another reason, is
+recorded as a description and that reason (`recorded_line`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import named_dtype
-from .cache_trial import SEED, CacheTrial, falling, pack
+from .cache_trial import SEED, CacheTrial, check_fields, falling, pack
 from .features import ARRAY, FEATURES, NUMBER, is_given
 from .pose import PLAIN_OPTIONS
 from .problem import DTYPES, FP8, Operands, Options, Packed, Problem
 from .requirements import Requirements, check_options
 
-# The options that a Trial names by their presence: numbers without a field of their own, and arrays.
+# The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
 NUMBERS = {"softcap": 15.0, "dropout": 0.25}
-NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that cannot be made again
+NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
 
 
 class Call(NamedTuple):
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """A call of attention and, with `backward`, of its gradients. Arrays are random, always the same."""
+    """A call of attention and, with `backward`, of its gradients, on random arrays that are always the same."""
 
     dtype: str = "bfloat16"
     head_dim: int = 64
@@ -60,8 +60,8 @@ class Trial:
     deterministic: bool = False
     backward: bool = True
     mods: str = ""  # score_mod and mask_mod, as Mod.encoded; "" without
-    captured: tuple[tuple[int, ...], ...] = ()  # the shapes of the arrays that they read
-    cache: CacheTrial | None = None  # of a call of attention_with_kv_cache
+    captured: tuple[tuple[int, ...], ...] = ()  # shapes of the arrays that the mods read
+    cache: CacheTrial | None = None  # for a call of attention_with_kv_cache
 
     def __post_init__(self) -> None:
         wrong = (
@@ -111,7 +111,7 @@ class Trial:
         return []
 
     def _wrong_cache(self) -> list[str]:
-        """Return the errors of fields that a call on a KV cache does not take."""
+        """Return an error for each given field that a call on a KV cache does not accept."""
         if self.cache is None:
             return []
         excluded = dict(backward=self.backward, mods=self.mods, deterministic=self.deterministic)
@@ -119,13 +119,8 @@ class Trial:
 
     @classmethod
     def of(cls, record: Any) -> Trial:
-        """The Trial of a JSON record; ValueError or TypeError for another record."""
-        if not isinstance(record, Mapping):
-            raise TypeError(f"a call is a mapping of names to values, not {record!r}")
-        names = [field.name for field in fields(cls)]
-        unknown = [name for name in record if name not in names]
-        if unknown:
-            raise ValueError(f"{', '.join(map(repr, unknown))} are not of {', '.join(names)}")
+        """Make the Trial of a JSON record; ValueError or TypeError for an invalid record."""
+        check_fields("a call", cls, record)
         pairs = {name: _as_tuples(value) for name, value in record.items()}
         if pairs.get("cache") is not None:
             pairs["cache"] = CacheTrial.of(pairs["cache"])
@@ -138,7 +133,7 @@ class Trial:
 
     @classmethod
     def of_call(cls, problem: Problem, operands: Operands) -> Trial:
-        """The Trial of a call, for which there is no `obstacle`."""
+        """Make the Trial of a call that has no `obstacle`."""
         mask = problem.mask
         corner = "top_left" if mask.top_left else "bottom_right"
         layout = problem.layout if problem.cache is None else problem.cache.layout
@@ -158,7 +153,7 @@ class Trial:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields that are not the default's, as JSON."""
+        """The fields that differ from their defaults, as JSON."""
         default = asdict(Trial())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
@@ -177,7 +172,7 @@ class Trial:
         return ", ".join(words)
 
     def call(self, seed: int = SEED) -> Call:
-        """The call with random normal arrays of NumPy."""
+        """Return the call with random normal NumPy arrays."""
         rng = np.random.default_rng(seed)
         dtype = named_dtype(self.dtype)
         out_dtype = named_dtype("bfloat16") if self.dtype == FP8 else dtype
@@ -197,7 +192,7 @@ class Trial:
             options["score_mod"] = self._mod(rng)
         if "dropout" in self.options:
             options["seed"] = SEED
-        if self.packed:  # sequences of falling lengths
+        if self.packed:  # sequences of decreasing lengths
             q_rows, kv_rows = falling(self.q_len, self.batch), falling(self.kv_len, self.batch)
             q, dout, dlse = (pack(x, q_rows) for x in (q, dout, dlse))
             k, v = pack(k, kv_rows), pack(v, kv_rows)
@@ -214,7 +209,7 @@ class Trial:
         return Call(q, k, v, options, dout.astype(out_dtype), dlse, packed)
 
     def option(self, name: str, rng: np.random.Generator, dtype: np.dtype[Any]) -> Any:
-        """The value of an option of OPTIONS; `dtype` is that of floating arrays of any dtype."""
+        """Return a value for a member of OPTIONS; `dtype` is used for floating arrays that may have any dtype."""
         if name in NUMBERS:
             return NUMBERS[name]
         sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
@@ -230,7 +225,7 @@ class Trial:
         return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
 
     def _mod(self, rng: np.random.Generator) -> Any:
-        """The Mod of the call: floating arrays are normal, and whole numbers, which are indices or flags, are small."""
+        """Return the Mod of the call; floating arrays are normal, integer arrays (indices or flags) small."""
         from .mods.ir import parse
         from .mods.trace import decoded
 
@@ -244,12 +239,12 @@ class Trial:
 
 
 def _as_tuples(value: Any) -> Any:
-    """The lists of a JSON value as tuples."""
+    """Return a JSON value with tuples instead of lists."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def obstacle(problem: Problem) -> str:
-    """Why a Trial cannot state a call; "" if it can."""
+    """Return the reason why a call has no Trial; "" if it has one."""
     if problem.derivative:
         return f"tune measures no {problem.derivative}"
     if problem.shard:
@@ -268,13 +263,13 @@ def obstacle(problem: Problem) -> str:
 
 
 def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """The JSON by which a call is recorded: that of its Trial, or its description and why it has none."""
+    """Return the JSON of a call: the record of its Trial, or its description and the reason why it has none."""
     reason = obstacle(problem)
     if not reason:
         try:
             trial = Trial.of_call(problem, operands)
             return trial.record | {"backward": trial.backward}
-        except ValueError as error:  # an option that a Trial lacks must not end the caller's run
+        except ValueError as error:  # an option that a Trial lacks must not fail the caller's run
             reason = str(error)
     return {NOT_REPLAYED: reason, DESCRIPTION: str(problem)}
 

@@ -1,7 +1,7 @@
 """Measures the tiles that a plan may choose and stores the measurements, which later plans prefer to predictions.
 
-On a GPU a tile's amount is the median of its times, with L2 flushed before each. On a simulator it is the number of
-warp instructions, which shows that everything works and says nothing about speed.
+On a GPU the amount of a tile is its median time, with L2 flushed before each sample. On a simulator it is the number of
+warp instructions, which only proves that tuning works.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ Clock = Callable[[], float]
 
 
 class Candidates(NamedTuple):
-    """The bucket of a call, the tiles that may serve it, and those that are left out before any measurement."""
+    """The bucket of a call, the tiles to measure, and the engines that are excluded before any measurement."""
 
     key: dict[str, Any]
-    default: tuple[str, str]  # engine and tile that the plan chooses without measurements
-    tiles: tuple[tuple[str, str], ...]  # the default first, the others by their predicted time
-    left_out: dict[str, str]  # engines with the reason
-    predicted: dict[str, float]  # the smallest predicted seconds of each engine
+    default: tuple[str, str]  # the engine and tile that the plan has without measurements
+    tiles: tuple[tuple[str, str], ...]  # (engine, tile): the default first, then by predicted time
+    left_out: dict[str, str]  # {engine: reason}
+    predicted: dict[str, float]  # {engine: smallest predicted seconds}
 
 
 class Result(NamedTuple):
     """The outcome for one call."""
 
     trial: Trial
-    tune: Tune | None  # None where even the default tile could not be measured
-    left_out: dict[str, str]  # engines and tiles with the reason
-    measured_now: int  # tiles that this run has measured
-    peers: dict[str, float | str]  # the seconds of other implementations, or why one has none
+    tune: Tune | None  # None if even the default tile could not be measured
+    left_out: dict[str, str]  # {engine and tile: reason}
+    measured_now: int  # number of tiles that this run has measured
+    peers: dict[str, float | str]  # {other implementation: seconds, or the reason why it has none}
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the default tile the fastest one is; 1 where nothing was measured."""
+        """The speedup of the fastest tile over the default; 1 if nothing was measured."""
         if self.tune is None:
             return 1.0
         amounts = {each[:2]: each.amount for each in self.tune.measured}
@@ -86,9 +86,9 @@ class Result(NamedTuple):
 
 
 class NotReplayed(NamedTuple):
-    """A recorded call that cannot be made again, so that it is not measured."""
+    """A recorded call that has no Trial, so that it is not measured."""
 
-    call: str  # its description
+    call: str  # description of the call
     reason: str
 
 
@@ -97,17 +97,17 @@ class Results(NamedTuple):
 
     device: Device
     results: tuple[Result, ...]
-    left: int  # calls for which no time was left
-    no_peers: str  # why no other implementation was measured; "" where some may have been
+    left: int  # number of calls for which no time was left
+    no_peers: str  # the reason why no other implementation was measured, or ""
     not_replayed: tuple[NotReplayed, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether every tile of every call is measured, or left out for a reason that a new run would find again."""
+        """Whether every tile of every call is measured, or excluded for a reason that holds in a new run too."""
         return not self.left and all(result.tune is not None and result.tune.complete for result in self.results)
 
     def as_json(self) -> dict[str, Any]:
-        """The result as JSON."""
+        """Return the result as values that JSON can hold."""
         cases = [
             {
                 "call": result.trial.record,
@@ -149,27 +149,27 @@ def tune(
 ) -> Results:
     """Measure every tile that a plan may choose for these calls, and store the measurements, which plans then prefer.
 
-    A measurement holds for its bucket of lengths, heads and options on this kind of card, until the text of a kernel or
-    the driver changes. Candidates run in a worker process, and one that hangs, crashes or gives another result than the
-    plan's default tile is left out. wgmma takes part once `check` has passed it. A tune that was ended resumes.
+    A measurement is valid for its bucket of lengths, heads and options on this kind of card, until the text of a kernel
+    or the driver changes. Candidates run in a worker process; one that hangs, crashes or has a different result than
+    the plan's default tile is excluded. wgmma is a candidate once `check` has passed it. An interrupted tune resumes.
 
     Args:
-        shapes: calls as records with the fields of `cupy_flash.trial.Trial`, as in dict(dtype="bfloat16",
+        shapes: calls as records with the fields of `cupy_flash.trial.Trial`, such as dict(dtype="bfloat16",
             head_dim=128, q_len=4096, kv_len=4096, heads=32, kv_heads=8, causal=True, backward=False).
         like: a file that a run with CUPY_FLASH_RECORD=calls.json has written; its calls are measured too.
-        backend: "cuda", or "simulator:ARCH", where warp instructions stand in place of seconds.
-        minutes: start no further measurement after so many minutes.
+        backend: "cuda", or "simulator:ARCH", which counts warp instructions instead of seconds.
+        minutes: start no further measurement after this many minutes.
         report: called with a line of text for each measurement.
 
     Returns:
-        The measurements of each call and what they gain over the default, and on a GPU the times of torch's SDPA and
-        of flash-attn where they are installed; `print` shows them.
+        The measurements of each call and their speedup over the default, and on a GPU the times of torch's SDPA and
+        flash-attn if they are installed; `print` shows them.
 
     Raises:
         RuntimeError: there is no GPU, or the worker process did not start.
         OSError: `like` cannot be read, or the measurements cannot be stored.
-        TypeError, ValueError: a record states no call, or there is none; an unknown backend; minutes is no number
-            above 0.
+        TypeError, ValueError: a record is not a valid call, or there is none; the backend is unknown; minutes is not a
+            number above 0.
     """
     given: Any = shapes
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
@@ -177,7 +177,7 @@ def tune(
     records: list[Any] = list(given)
     for shape in records:
         if not isinstance(shape, Mapping):
-            raise TypeError(f"a call is a mapping of names to values, not {shape!r}")
+            raise TypeError(f"a call must be a mapping of names to values, not {shape!r}")
     trials, not_replayed = ([], ()) if like is None else recorded(Path(like))
     trials = [Trial.of({"backward": False, **shape}) for shape in records] + trials
     if not trials and not_replayed:
@@ -196,7 +196,7 @@ def run_tune(
     clock: Clock = time.monotonic,
     seconds: float | None = None,
 ) -> Results:
-    """`tune` with the function that the worker process calls, a clock, and the limit of one measurement in seconds."""
+    """Run `tune` with a function for the worker process, a clock, and a time limit of one measurement in seconds."""
     backend = valid_backend(backend)
     if not trials:
         raise ValueError("there is no call to measure: give shapes, or a file of recorded calls")
@@ -244,7 +244,7 @@ class _Run:
         self.measured: list[Measured] = []
 
     def result(self) -> Result:
-        """Measure what is not measured yet, storing after each tile: an interrupted run loses none."""
+        """Measure the tiles that are not measured yet, and store after each, so that an interrupted run loses none."""
         try:
             found: Candidates | dict[str, str] = self.worker(self.task._replace(kind="candidates"), until=math.inf)
         except Lost as lost:
@@ -266,7 +266,7 @@ class _Run:
         return Result(self.trial, tune, self.left_out, len(self.measured) - len(known), {})
 
     def peers(self) -> dict[str, float | str]:
-        """The seconds of other implementations, or why one has none: for comparison alone, no plan reads them."""
+        """Return the seconds of other implementations, or why one has none; they do not influence plans."""
         amounts: dict[str, float | str] = {}
         for name in peers.names(self.trial):
             if self.clock() >= self.until:
@@ -311,7 +311,7 @@ class _Run:
 
 
 def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
-    """The calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
+    """Return the calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
 
     Raises ValueError for a line that states neither.
     """
@@ -351,7 +351,7 @@ def work(task: Task, announce: Announce) -> Any:
 
 
 def find_candidates(task: Task) -> Candidates | dict[str, str]:
-    """The tiles of every engine that may serve a call; {engine: its reasons} where none does."""
+    """Return the tiles of every engine that may serve a call; {engine: its reasons} where none does."""
     assert task.trial is not None
     stated, _ = _stated(task.backend, task.trial, None)
     on = backends.device_of(stated)
@@ -385,7 +385,7 @@ def find_candidates(task: Task) -> Candidates | dict[str, str]:
 
 
 def measure(task: Task, announce: Announce) -> float | str:
-    """The amount of one tile, or why it has none: its results differ from those of the default tile."""
+    """Return the amount of one tile, or why it has none: its results differ from those of the default tile."""
     assert task.trial is not None
     announce("the arrays and the default tile", COMPILE_SECONDS)
     chosen, operands, expected = _default(task.backend, task.trial)
@@ -400,7 +400,7 @@ def measure(task: Task, announce: Announce) -> float | str:
 
 
 def measure_peer(task: Task, announce: Announce) -> float:
-    """The seconds of another implementation."""
+    """Return the seconds of another implementation."""
     assert task.trial is not None
     announce(f"the arrays of {task.tile}", COMPILE_SECONDS)
     call = peers.peer(task.tile, task.trial)
@@ -409,7 +409,7 @@ def measure_peer(task: Task, announce: Announce) -> float:
 
 
 def median_seconds(call: Callable[[], Any]) -> float:
-    """The median time of a call on a GPU, in seconds, with L2 flushed before each sample.
+    """Return the median time of a call on a GPU, in seconds, with L2 flushed before each sample.
 
     It is that of the default stream, which CuPy and torch share.
     """
@@ -430,7 +430,7 @@ def median_seconds(call: Callable[[], Any]) -> float:
 
 
 def warp_instructions(chosen: Plan, operands: Operands) -> float:
-    """The warp instructions of all launches of a plan, by the simulator."""
+    """Return the warp instructions of all launches of a plan, by the simulator."""
     from .backends import kernels
     from .backends.simulator.run import start
 
@@ -452,7 +452,7 @@ METERS: dict[str, Callable[[Plan, Operands], float]] = {
 
 @lru_cache(maxsize=1)
 def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarray[Any, Any]]]:
-    """The plan of a call by prediction, its operands and its results."""
+    """Return the plan of a call without measurements, its operands and its results."""
     forward, operands = _posed(backend, replace(trial, backward=False), None)
     forward = plan.predicted(forward.problem, forward.device)
     calls.compile_plan(forward)
@@ -466,13 +466,13 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
 
 
 def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
-    """The plan and the operands of a call."""
+    """Return the plan and the operands of a call."""
     problem, operands = _stated(backend, trial, saved)
     return backends.plan_for(problem), operands
 
 
 def _stated(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Problem, Operands]:
-    """The problem and the operands of a call; those of a backward need out and lse, or any arrays of these shapes."""
+    """Return a call's problem and operands; for a backward, out and lse may be any arrays of their shapes."""
     if trial.cache is not None:
         q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
         return pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
@@ -496,7 +496,7 @@ def _numbers(results: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
 
 
 def _alike(results: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether two results agree within APART of the largest finite magnitude, and have the same infinities."""
+    """Return whether two results agree within APART of the largest finite magnitude, and have the same infinities."""
     for a, b in zip(results, others, strict=True):
         finite = np.isfinite(b)
         if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):

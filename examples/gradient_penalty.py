@@ -4,8 +4,9 @@
     python examples/gradient_penalty.py
     python examples/gradient_penalty.py --attention math
 
-The critic tells sets of points on a ring from sets of random points, and its gradient by the points is pulled to norm 1
-(Gulrajani et al., Improved Training of Wasserstein GANs, 2017). Both attentions give the same losses up to rounding.
+The critic distinguishes sets of points on a ring from sets of random points, and a penalty pulls the norm of its
+gradient with respect to the points to 1 (Gulrajani et al., Improved Training of Wasserstein GANs, 2017). Both
+attentions have the same losses up to rounding.
 `--memory` prints the peak of one step at growing lengths instead: linear with cupy_flash, quadratic with math.
 """
 
@@ -28,7 +29,7 @@ POINTS, WIDTH, HEADS, BATCH = 32, 32, 4, 32
 
 
 def math_attention(q: Any, k: Any, v: Any) -> Any:
-    """softmax(q k^T / sqrt(D)) v with all scores in memory; q, k and v (B, S, H, D)."""
+    """Return softmax(q k^T / sqrt(D)) v, with all scores in memory; q, k and v are (B, S, H, D)."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
@@ -37,7 +38,7 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {"cupy_flash": cupy_flash.attention,
 
 
 class Critic(nn.Module):
-    """A number for every set of points."""
+    """Maps every set of points to a number."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         super().__init__()
@@ -46,14 +47,14 @@ class Critic(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, 1))
 
     def forward(self, x: Any) -> Any:
-        """x (B, S, 2) to (B,)."""
+        """Map x (B, S, 2) to (B,)."""
         h = torch.tanh(self.points(x))
         q, k, v = self.qkv(h).unflatten(-1, (3, HEADS, -1)).unbind(2)
         return self.mlp(h + self.attention(q, k, v).flatten(2)).mean((1, 2))
 
 
 def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
-    """critic(fake) - critic(real), and the squared distance of the gradient's norm from 1 between the two."""
+    """Return critic(fake) - critic(real), plus the penalty (norm of the gradient at mix - 1)^2."""
     between = (mix * real + (1 - mix) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
@@ -61,14 +62,14 @@ def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
 
 
 def batch(points: int, size: int, generator: torch.Generator) -> tuple[Any, Any, Any]:
-    """(real, fake, mix): sets on a ring, random sets, and where between them the gradient is taken."""
+    """Return (real, fake, mix): sets on a ring, random sets, and random points between them for the gradient."""
     angle = 2 * math.pi * torch.rand(size, points, generator=generator)
     fake = torch.randn(size, points, 2, generator=generator)
     return torch.stack([angle.cos(), angle.sin()], dim=-1), fake, torch.rand(size, 1, 1, generator=generator)
 
 
 def train(attention: str, steps: int, learning_rate: float) -> list[float]:
-    """The losses of a run, the same for every attention up to rounding."""
+    """Return the losses of a run, the same for every attention up to rounding."""
     torch.manual_seed(0)
     critic, generator = Critic(ATTENTIONS[attention]), torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(critic.parameters(), lr=learning_rate)
@@ -85,7 +86,7 @@ def train(attention: str, steps: int, learning_rate: float) -> list[float]:
 
 
 def peak_bytes(attention: str, points: int) -> int:
-    """Peak memory of this process after one step on sets of so many points; 0 points stand for the least."""
+    """Return the peak memory of this process after one step on sets of `points` points; 0 for a minimal step."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     critic = Critic(ATTENTIONS[attention])
@@ -95,7 +96,7 @@ def peak_bytes(attention: str, points: int) -> int:
 
 
 def memory(attention: str, lengths: Sequence[int]) -> dict[int, int]:
-    """{points: bytes that a step takes beside the process}, each measured in a process of its own."""
+    """Return {points: bytes of a step beyond those of the process}, each measured in a process of its own."""
     used = {}
     for points in (0, *lengths):
         with get_context("spawn").Pool(1) as process:

@@ -6,8 +6,8 @@
     python examples/jax_train.py --data 4 --model 1 --steps 200
 
 Without GPUs the mesh is made of devices of the host. Batches are sharded over its first axis, heads and the hidden
-layer of the MLP over its second. Nothing in the model speaks of the mesh: parameters and batches are placed, and jit
-keeps the shards of attention where they are, forward and backward. The text is the source of Python's standard library.
+layer of the MLP over its second. The model does not mention the mesh: parameters and batches are placed on it, and jit
+keeps attention sharded, forward and backward. The text is the source of Python's standard library.
 """
 
 from __future__ import annotations

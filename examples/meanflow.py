@@ -29,7 +29,7 @@ POINTS, WIDTH, HEADS, LAYERS, BATCH = 32, 32, 4, 2, 32
 
 
 def math_attention(q: Any, k: Any, v: Any) -> Any:
-    """softmax(q k^T / sqrt(D)) v with all scores in memory; q, k and v (B, S, H, D)."""
+    """Return softmax(q k^T / sqrt(D)) v, with all scores in memory; q, k and v are (B, S, H, D)."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
@@ -48,14 +48,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Any) -> Any:
-        """x (B, S, WIDTH)."""
+        """Map x (B, S, WIDTH) to the same shape."""
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
         x = x + self.out(self.attention(q, k, v).flatten(2))
         return x + self.mlp(self.norm_2(x))
 
 
 class AverageVelocity(nn.Module):
-    """u(z, r, t): (B, S, 2) points and (B, 1, 1) times to (B, S, 2)."""
+    """u(z, r, t), which maps points (B, S, 2) and times (B, 1, 1) to velocities (B, S, 2)."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class AverageVelocity(nn.Module):
         self.velocity = nn.Linear(WIDTH, 2)
 
     def forward(self, z: Any, r: Any, t: Any) -> Any:
-        """The average velocity of each point between the times r and t."""
+        """Return the average velocity of each point between the times r and t."""
         times = self.times(torch.cat([t, t - r, torch.cos(3 * t), torch.sin(3 * t)], dim=-1))
         return self.velocity(self.blocks(self.points(z) + times))
 
 
 def rings(generator: torch.Generator) -> Any:
-    """Sets of points, (BATCH, POINTS, 2)."""
+    """Return sets of points, (BATCH, POINTS, 2)."""
     angle = 2 * math.pi * torch.rand(BATCH, POINTS, generator=generator)
     center = torch.randn(BATCH, 1, 2, generator=generator) * 0.5
     radius = 0.5 + torch.rand(BATCH, 1, 1, generator=generator)
@@ -78,11 +78,11 @@ def rings(generator: torch.Generator) -> Any:
 
 
 def meanflow_loss(model: nn.Module, generator: torch.Generator) -> Any:
-    """The loss of one batch."""
+    """Return the loss of one batch."""
     x = rings(generator)
     noise = torch.randn(x.shape, generator=generator)
     r, t = torch.rand(2, BATCH, 1, 1, generator=generator).sort(dim=0).values
-    r = torch.where(torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r)  # half of the times are the flow itself
+    r = torch.where(torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r)  # with r = t, u is v
     z, v = (1 - t) * x + t * noise, noise - x
     moving = (v, torch.zeros_like(r), torch.ones_like(t))
     u, derivative = torch.func.jvp(model, (z, r, t), moving)
@@ -91,7 +91,7 @@ def meanflow_loss(model: nn.Module, generator: torch.Generator) -> Any:
 
 
 def train(attention: str, steps: int, learning_rate: float) -> list[float]:
-    """The losses of a run, the same for every attention up to rounding."""
+    """Return the losses of a run, the same for every attention up to rounding."""
     torch.manual_seed(0)
     model, generator = AverageVelocity(ATTENTIONS[attention]), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)

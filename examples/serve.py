@@ -5,8 +5,8 @@
     python examples/serve.py --pages 24                       # too few pages for all: requests are preempted
     python examples/serve.py --split-size 64                  # tokens that do not depend on the other requests
 
-Each step takes one token of every running request that generates, and a part of the prompts of new ones, in one call
-of `attention_with_kv_cache` per layer, which also appends the new keys and values. A request owns whole pages and
+Each step processes one token of every running request that generates, and a part of the prompts of new ones, in one
+call of `attention_with_kv_cache` per layer, which also appends the new keys and values. A request owns whole pages and
 returns them when it ends. At the end each request is generated again alone, by the model's own attention on the whole
 text, and the tokens are compared.
 """
@@ -49,7 +49,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Request:
-    """A prompt and what has been generated after it; `cached` of its tokens have their keys in `pages`."""
+    """A prompt and the tokens generated after it; `cached` of the tokens have their keys in `pages`."""
 
     tokens: list[int]
     length: int  # tokens of prompt and result
@@ -107,7 +107,7 @@ class Server:
         return ended
 
     def has_room(self, request: Request) -> bool:
-        """Return whether there are pages for all tokens of a waiting request, beside those that running ones need."""
+        """Return whether there are pages for all tokens of a waiting request, besides those that running ones need."""
         promised = sum(self.missing_pages(other, len(other.tokens)) for other in self.running)
         return promised + self.missing_pages(request, len(request.tokens)) <= len(self.free)
 
@@ -118,7 +118,7 @@ class Server:
         """Choose (request, number of its next tokens), oldest first, and give each request the pages it needs."""
         batch, budget = [], self.arguments.budget
         for place, request in enumerate(list(self.running)):
-            later = len(self.running) - place - 1  # each keeps a token of the budget
+            later = len(self.running) - place - 1  # each later request is left at least one token of the budget
             count = min(len(request.tokens) - request.cached, budget - later)
             while request in self.running and not self.reserve(request, request.cached + count):
                 self.preempt(self.running[-1])
@@ -129,7 +129,7 @@ class Server:
         return batch
 
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Give a request pages for so many tokens; False if there are too few."""
+        """Allocate pages for `tokens` tokens to a request; return False if there are too few."""
         missing = self.missing_pages(request, tokens)
         if missing > len(self.free):
             return False
@@ -137,7 +137,7 @@ class Server:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take the pages of a request, which starts again later from all tokens that it has."""
+        """Free the pages of a request, which is restarted later with all tokens that it has by then."""
         self.release(request)
         request.cached = 0
         self.waiting.appendleft(request)

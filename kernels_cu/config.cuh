@@ -29,14 +29,15 @@ constexpr int THREADS = 128;    // per thread block
 // Tensor-core engines (mma, wgmma).
 constexpr int COLUMN_WARPS = 1;  // warps that share rows: each computes all scores and accumulates part of the columns
 constexpr int STAGES = 2;        // slots of the shared-memory pipeline; 1: no prefetch
-constexpr bool Q_IN_REGISTERS = false;  // Q fragments stay in registers for the whole mainloop
-constexpr float RESCALE_ABOVE = 8.0f;   // lazy rescaling: O is rescaled when a row max grew by more powers of two
-constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one tile of keys is in registers at a time
-constexpr int LARGEST_LOG2 = 0;         // fp8: probabilities are scaled by 2^LARGEST_LOG2, to use the range of e4m3
-constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale: a pass computes them first
-constexpr bool LSE2 = false;            // delta.cu writes lse * log2(e) beside delta
-constexpr bool FAST_MATH = false;       // a score_mod's functions by ex2.approx and rcp.approx; float only
-constexpr bool ADD_DQ = false;          // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
+constexpr bool Q_IN_REGISTERS = false;   // Q fragments stay in registers for the whole mainloop
+constexpr float RESCALE_ABOVE = 8.0f;    // lazy rescaling: O is rescaled when a row max grew by more powers of two
+constexpr int SUM_COLUMNS = 64;          // fp8: columns of O whose sum over one tile of keys is in registers at a time
+constexpr int LARGEST_LOG2 = 0;          // fp8: probabilities are scaled by 2^LARGEST_LOG2, to use the range of e4m3
+constexpr bool POLYNOMIAL_EXP2 = false;  // fp8: a quarter of the exponentials are polynomials, on the FMA pipe
+constexpr bool MODIFIED = true;          // scores are more than q.k times a positive scale: a pass computes them first
+constexpr bool LSE2 = false;             // delta.cu writes lse * log2(e) beside delta
+constexpr bool FAST_MATH = false;        // a score_mod's functions by ex2.approx and rcp.approx; float only
+constexpr bool ADD_DQ = false;           // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
@@ -49,6 +50,7 @@ constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgm
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
+#define TMA_KV 0        // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define TMA_STORE_O 0   // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
 
 // Options of the call. An option that is absent compiles to nothing.
@@ -68,6 +70,7 @@ constexpr bool DLSE = false;               // lse has a gradient
 constexpr bool SCORE_MOD = false;          // a score_mod changes the scores
 constexpr bool MASK_MOD = false;           // a mask_mod hides some scores
 constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of an array that score_mod reads
+constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read from shared memory; 0: none is staged
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 

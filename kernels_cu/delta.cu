@@ -1,8 +1,9 @@
 // delta = rowsum(dO * O) - dlse of every query, one warp per row. LSE2: also writes lse * log2(e), for engines without
 // a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so that its probabilities are 0. ADD_DQ:
-// also zeroes the dQ workspace. DIRECTION: also writes eps = rowsum(dO * tO). grid (row tiles, heads, sequences)
+// also zeroes the dQ workspace. DIRECTION: also writes eps = rowsum(dO * tO); with LSE2 beside the other numbers of the
+// row, in one record that a thread loads at once. grid (row tiles, heads, sequences)
 #include "dq_sums.cuh"
-#include "number.cuh"
+#include "row_numbers.cuh"
 #include "sequence.cuh"
 
 // The sum of dO * O of a row, in all lanes of its warp.
@@ -40,7 +41,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
       real lse = sequence.queries<real>(p.lse, head)[i * p.lse.row];
       if (lse == -infinity()) sum = 0;
       real lse2 = lse == -infinity() ? infinity() : lse * (real)1.4426950408889634;
+#if DIRECTION
+      RowNumbers numbers = {lse2, 0, 0, 0};
+      if (lse != -infinity()) numbers = {lse2, sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum, eps};
+      if (lane == 0) sequence.queries<RowNumbers>(p.row_numbers, head)[i * p.row_numbers.row] = numbers;
+#else
       if (lane == 0) sequence.queries<real>(p.lse2, head)[i * p.lse2.row] = lse2;
+#endif
     }
     if (lane == 0) sequence.queries<real>(p.delta, head)[i * p.delta.row] = sum;
   }

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
     for (int n = threadIdx.x / WARP; n < BLOCKS * 2; n += THREADS / WARP) {
       int row = q_start + n / 2 / COLUMNS * 16, column = n / 2 % COLUMNS * 16, half = n % 2;
       // Rows past q_len were neither zeroed nor added to.
-      float4 x = row < sequence.q_len ? *(const float4*)sums.fragment(row, column, half) : make_float4(0, 0, 0, 0);
+      float4 x = row < sequence.q_len ? sums.load(row, column, half) : make_float4(0, 0, 0, 0);
       float numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

@@ -1,6 +1,6 @@
 // Accumulation of dQ over the blocks of a backward, each of which adds the part of its keys. The workspace is fp32, in
-// 16 x 16 blocks stored as mma fragments, so that a lane adds four consecutive numbers and a warp 512 consecutive
-// bytes.
+// 16 x 16 blocks stored as mma fragments, so that a warp adds 512 consecutive bytes: a lane four consecutive numbers at
+// once or, where the GPU adds single numbers only, each instruction of a warp 128 consecutive bytes.
 #pragma once
 #include "ptx.cuh"
 #include "sequence.cuh"
@@ -12,6 +12,11 @@ __device__ inline long long first_block(const Sequence& sequence) {
 
 struct DqSums {
   static constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool VECTORS = true;  // one instruction adds four numbers
+#else
+  static constexpr bool VECTORS = false;
+#endif
   float* data;
 
   // The sums of one head of a sequence.
@@ -22,12 +27,23 @@ struct DqSums {
 
   // Address of 16 rows from `row`, whose 16 x 16 blocks are contiguous.
   __device__ float* block_row(int row) const { return data + (long long)row * COLUMNS; }
-  // Elements 0 to 3 of this lane in fragment `half` (0: left 8 columns, 1: right 8) of a 16 x 16 block.
+  // This lane's elements of fragment `half` (0: left 8 columns, 1: right 8) of a 16 x 16 block.
   __device__ float* fragment(int row, int column, int half) const {
-    return block_row(row) + column * 16 + half * 128 + threadIdx.x % 32 * 4;
+    return block_row(row) + column * 16 + half * 128 + threadIdx.x % 32 * (VECTORS ? 4 : 1);
   }
   __device__ void add(int row, int column, int half, const float (&x)[4]) const {
-    red_add_v4(fragment(row, column, half), x);
+    float* to = fragment(row, column, half);
+#if __CUDA_ARCH__ >= 900
+    red_add_v4(to, x);
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) atomicAdd(to + 32 * e, x[e]);
+#endif
+  }
+  __device__ float4 load(int row, int column, int half) const {
+    const float* from = fragment(row, column, half);
+    if constexpr (VECTORS) return *(const float4*)from;
+    return {from[0], from[32], from[64], from[96]};
   }
 
   // Zeroes the i-th COLUMNS numbers, as many as a row has: calls for i below the number of rows zero all of them. All

@@ -1,4 +1,4 @@
-// Dropout as a pure function of (seed, batch, head, query, key): Philox 4x32-10. Twin of dropout.py, bit for bit.
+// Dropout as a pure function of (seed, batch, head, query, key): Philox 4x32-10. The bits equal those of dropout.py.
 #pragma once
 #include "sequence.cuh"
 

@@ -1,5 +1,5 @@
 // dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, deterministic: one block per head.
-// DIRECTION: of the second gradient, eps + delta * (tsink - mu) instead of delta. grid (heads)
+// DIRECTION (double backward): eps + delta * (tsink - mu) instead of delta. grid (heads)
 #include "number.cuh"
 #include "sequence.cuh"
 

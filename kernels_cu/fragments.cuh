@@ -1,6 +1,7 @@
 // Steps of the forward on mma fragments, shared by the mma and the wgmma engine:
 //
 //   modify          q.k -> scores, -inf where a query does not see a key
+//   moved           the same for one score and its tangent, in a direction
 //   update_max      row max and, lazily, the reference of the exponents
 //   exponentiate    scores -> probabilities, and their partial row sums
 //   drop            dropout of probabilities
@@ -54,13 +55,14 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
+          Position key_in_bounds(band.key(j), 0, column_of(n, e));
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
-          if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
+          if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
           float derivative;
           if constexpr (SCORE_MOD) {
             Position query(q_start + row_of(0, 0), row_of(m, e) - row_of(0, 0));
-            Position key(kv_start + column_of(0, 0), column_of(n, e) - column_of(0, 0));
-            if constexpr (MASKED) query = band.query(i), key = band.key(j);
+            Position key(kv_start + column_of(0, 0), column_of(n, e) - column_of(0, 0), column_of(n, e));
+            if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
             float s = score.apply(S[m][n][e], query, key, derivative);
             S[m][n][e] = seen ? s : -infinity();
           } else if constexpr (MODIFIED)
@@ -70,6 +72,21 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
         }
     }
 }
+
+#if DIRECTION
+// The score of query i and key j with its tangent, from those of q.k; -inf if the query does not see the key.
+template <bool MASKED, bool BY_BIAS>
+__device__ Score::Moved moved(const Score& score, const Band& band, float product, float tproduct, int i, int j) {
+  bool seen = !MASKED || band.sees(i, j);
+  if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
+  if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
+  Score::Moved hidden = {-infinity()};
+  if (!seen) return hidden;
+  Score::Moved x = score.moved<BY_BIAS>(product, tproduct, i, j);
+  // The tangent of a score of -inf may be NaN, and so would be its product with P = 0.
+  return (BIAS || SCORE_MOD) && x.score == -infinity() ? hidden : x;
+}
+#endif
 
 // Lazy rescaling (FlashAttention-4): true if any row max in the warp grew by more than RESCALE_ABOVE. Then every row
 // updates its reference, and factors = 2^(old - new) rescale O.
@@ -107,6 +124,7 @@ __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
       for (int e = 0; e < 4; ++e) O[m][n][e] *= factors[m][e / 2];
 }
 
+// POLYNOMIAL_EXP2: one of the four elements of a fragment leaves the special function units to the others.
 template <int M, int N>
 __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], float scale_log2) {
 #pragma unroll
@@ -115,7 +133,7 @@ __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], flo
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
+        S[m][n][e] = softmax[m][e / 2].probability(S[m][n][e], scale_log2, POLYNOMIAL_EXP2 && e == 3);
         softmax[m][e / 2].l += S[m][n][e];
       }
 }

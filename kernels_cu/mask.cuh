@@ -1,5 +1,5 @@
-// Visibility of keys: by position (the band of causal and window masks), by a mask_mod and by the dense mask. Twin of
-// mask.py.
+// Visibility of keys: by position (the band of causal and window masks), by a mask_mod and by the dense mask. mask.py
+// has the same arithmetic.
 #pragma once
 #include "mod.cuh"
 
@@ -51,7 +51,7 @@ struct Band {
   __device__ int key(int j) const { return min(j, kv_len - 1); }
 
   // Whether the mask_mod lets a query of `head` see a key; both exist.
-  __device__ bool mod_sees(int head, int i, int j) const {
+  __device__ bool mod_sees(int head, int i, Position j) const {
 #if MODS
     return mod.sees(mod.query(head, i), mod.key(j));
 #else
@@ -88,7 +88,7 @@ struct DenseMask {
   __device__ static bool sees(const Params& p, const Band& band, int b, int h, int i, int j) {
     const unsigned char* mask = (const unsigned char*)p.mask.data;
 #if KV_CACHE
-    j -= band.kv_len - p.mask_keys;  // with a cache the mask has the last keys alone
+    j -= band.kv_len - p.mask_keys;  // with a cache the mask has only the last keys
     if (j < 0) return true;
 #endif
     return mask[b * p.mask.batch + h * p.mask.head + i * p.mask.row + j * p.mask.column] != 0;

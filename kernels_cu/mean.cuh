@@ -1,4 +1,4 @@
-// The tangent mu of lse, which a JVP needs while it knows the first keys only.
+// The tangent mu of lse over the keys so far, which a JVP updates after each tile of keys.
 #pragma once
 #include "number.cuh"
 
@@ -7,7 +7,7 @@ constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // the di
 // The mean of tS over the keys so far, of which a sink is the first. The double backward subtracts it from each tS,
 // which magnifies its rounding error where one key dominates: the sum has twice the precision, and mu is rounded once.
 struct Mean {
-  real sum;   // of P tS, with the row max of now
+  real sum;   // of P tS, where P is relative to the current row max
   real rest;  // its rounding errors
   real mu;
 

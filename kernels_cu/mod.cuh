@@ -1,43 +1,46 @@
-// The score_mod and the mask_mod of a call. traced.cuh is written by cupy_flash/mods/cuda_code.py.
+// struct Mod: the score_mod and the mask_mod of a call, in traced.cuh, which cupy_flash/mods/cuda_code.py generates.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
 #include "sequence.cuh"
 
-// A gradient with rows of queries and columns of keys; stride 0 where it sums over a dimension.
+// A gradient with a row per query and a column per key; a dimension over which it sums has stride 0.
 struct DenseGradient {
   Dense array;
   int rows;
   int columns;
 };
 
-// Position of a query or key: a base, and what an unrolled loop over the rows or columns of a tile adds to it. A
-// score_mod computes the distance of two bases once, and per score only adds a constant.
+// Position of a query or key: a base, plus the constant offset of a row or column in an unrolled loop over a tile. A
+// score_mod computes the distance of two bases once, and adds a constant per score. `column` is a key's index in its
+// tile, by which staged values are read.
 struct Position {
   int base;
   int offset;
+  int column;
 
-  __device__ Position(int base, int offset = 0) : base(base), offset(offset) {}
+  __device__ Position(int base, int offset = 0, int column = 0) : base(base), offset(offset), column(column) {}
   __device__ operator int() const { return base + offset; }
 };
 
 #if MODS
 #include "mod_functions.cuh"
 
-// The q_idx of the queries of a sequence on a KV cache: where they lie, or the given positions. They are clamped to the
-// capacity, so that no contents of an array make a mod read a captured array out of bounds. Without a cache unused.
+// The q_idx of the queries of a sequence on a KV cache: its last positions, or those given. They are clamped to the
+// capacity, so that wrong contents of `positions` cannot make a mod read a captured array out of bounds. Unused without
+// a cache.
 struct QueryPositions {
 #if KV_CACHE
   const int* given;  // null: consecutive positions
   int first;
-  int last;  // of the capacity
+  int last;  // last position of the capacity
 
   __device__ QueryPositions(const Params& p, const Sequence& sequence)
       : given(p.positions), first(sequence.offset), last(p.cache_capacity - 1) {
     if (given) given += PACKED ? sequence.q_start : sequence.batch * p.positions_row;
   }
   __device__ int operator()(int i) const { return min(max(given ? given[i] : first + i, 0), last); }
-  // The least and the greatest among those of queries.lo to queries.hi.
+  // The least and the greatest q_idx of queries.lo to queries.hi.
   __device__ Interval<int> operator()(Interval<int> queries) const {
     Interval<int> bounds = {(*this)(queries.lo), (*this)(queries.hi)};
 #pragma unroll 1
@@ -58,6 +61,9 @@ struct QueryPositions {
 #else
 struct Mod {
   using Sum = real;
+  struct KeyValues {};
+  const KeyValues* staged_keys;
   __device__ Mod(const Params& p, const Sequence& sequence) {}
+  __device__ KeyValues key_values(Position at) const { return {}; }
 };
 #endif

@@ -1,11 +1,11 @@
-// The score_mod and the mask_mod of a call: struct Mod of traced.cuh, which cupy_flash/mods/cuda_code.py writes, and
-// the functions that it calls. Included under `#if MODS` alone.
+// Device functions that the generated struct Mod of traced.cuh calls (cupy_flash/mods/cuda_code.py). It is included
+// only under `#if MODS`.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
 #include "range.cuh"
 
-// Integers wrap as in NumPy; signed overflow is undefined in C++.
+// Integers wrap as in NumPy. The arithmetic is unsigned because signed overflow is undefined in C++.
 template <typename T>
 struct UnsignedOf;
 template <>
@@ -31,7 +31,7 @@ __device__ T wrapping_mul(T a, T b) {
   using U = typename UnsignedOf<T>::type;
   return (T)((U)a * (U)b);
 }
-// Bits that leave the number are lost.
+// A shift count of at least the width gives 0 (left) or the sign (right), where C++ leaves it undefined.
 template <typename T, typename Count>
 __device__ T mod_shl(T a, Count b) {
   using U = typename UnsignedOf<T>::type;
@@ -42,7 +42,7 @@ __device__ T mod_shr(T a, Count b) {
   return a >> (b < 8 * sizeof(T) ? b : 8 * sizeof(T) - 1);
 }
 
-// Division rounds down as in Python; by zero it gives 0 of integers.
+// Division rounds down as in Python; an integer divided by 0 gives 0.
 template <typename T>
 __device__ T mod_floor_divide(T a, T b) {
   if (b == 0) return 0;
@@ -67,7 +67,7 @@ __device__ inline real mod_floor_divide<real>(real a, real b) {
   return rint((a - mod_remainder(a, b)) / b);
 }
 
-// A NaN stays one, as in NumPy and torch.
+// Minimum, maximum and sign propagate NaN, as in NumPy and torch.
 __device__ inline real mod_min(real x, real y) {
   return x < y || x != x ? x : y;
 }
@@ -84,7 +84,7 @@ __device__ inline long long mod_sign(long long x) {
   return (x > 0) - (x < 0);
 }
 
-// With FAST_MATH, which engines of 16-bit products set, functions are a few units of 2^-23 off, without a branch.
+// With FAST_MATH, which the 16-bit engines set, functions have errors of a few 2^-23 and no branches.
 __device__ inline float rcp_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -108,7 +108,7 @@ __device__ inline real mod_divide(real x, real y) {
   return FAST_MATH ? x * (real)rcp_approx((float)y) : x / y;
 }
 
-// Indices of captured arrays are clamped, as on every backend.
+// Indices of captured arrays are clamped, as on every backend; `below` is for indices that are not negative.
 template <typename T>
 __device__ int clamped(T i, int size) {
   return (int)min(max(i, (T)0), (T)(size - 1));
@@ -121,16 +121,15 @@ __device__ inline Interval<int> narrowed(Interval<long long> x) {
   return {(int)min(max(x.lo, 0ll), 2147483647ll), (int)min(max(x.hi, 0ll), 2147483647ll)};
 }
 
-// Sums of the gradient of a captured array, contiguous: in double unless few scores read an element.
+// Adds to the contiguous sums of a captured array's gradient, which are double unless few scores read an element.
 template <typename Sum>
 __device__ void add_to(Sum* sums, long long place, real x) {
   atomicAdd(sums + place, (Sum)x);
 }
-// Deterministic sums of the gradient of a captured array, in fixed point: integers have one sum in any order of
-// additions. `largest` is the largest sum of magnitudes that a row contributes; all rows together stay below 2^62
-// units.
+// Deterministic sums of a captured array's gradient in fixed point, because integer sums do not depend on the order of
+// additions. `largest` is the largest sum of |contributions| of a row; the unit keeps the sum of all rows below 2^62.
 struct FixedPoint {
-  int exponent;  // a unit is 2^-exponent
+  int exponent;  // the unit is 2^-exponent
   bool is_finite;
   __device__ FixedPoint(const Params& p, const void* largest) {
     int biased = (int)(__double_as_longlong(*(const double*)largest) >> 52);  // largest < 2^(biased - 1022)
@@ -143,12 +142,12 @@ struct FixedPoint {
     long long units = (long long)rint((double)x * power_of_two(exponent));
     atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);
   }
-  // An infinite or NaN contribution leaves no scale: the gradient is NaN.
+  // With an infinite or NaN contribution there is no unit, and the gradient is NaN.
   __device__ real value(long long sum) const {
     return is_finite ? (real)((double)sum * power_of_two(-exponent)) : (real)__int_as_float(0x7FC00000);
   }
 };
-// Numbers that are not negative have the order of their bits, also inf and NaN.
+// Non-negative doubles, inf and NaN are ordered as their bits, so an integer maximum serves.
 __device__ inline void raise_to(double* largest, real x) {
   atomicMax((unsigned long long*)largest, (unsigned long long)__double_as_longlong(abs((double)x)));
 }

@@ -79,7 +79,8 @@ struct Params {
   Operand tv;
   Operand tout;
   Operand tlse;
-  Operand eps;  // workspace, shaped like delta
+  Operand eps;          // workspace, shaped like delta
+  Operand row_numbers;  // workspace: the RowNumbers of every row (row_numbers.cuh); strides in records
   Dense tbias;
   void* tsink;
 #endif

@@ -1,5 +1,5 @@
 // Merges (out, lse) over disjoint sets of keys: result a, and a stack b of equally distant results. Sums run over the
-// stack in its order; a is added last. One warp per row. Twin of partials.py. grid (row tiles, heads, batch entries)
+// stack in its order; a is added last, as in partials.py. One warp per row. grid (row tiles, heads, batch entries)
 #include "params.cuh"
 #include "partials.cuh"
 

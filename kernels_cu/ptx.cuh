@@ -218,13 +218,10 @@ __device__ inline void st_release(unsigned int* to, unsigned int x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
 // Adds x to four numbers in global memory, each atomically; `to` is aligned to 16 bytes.
 __device__ inline void red_add_v4(float* to, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
-#else
-#pragma unroll
-  for (int n = 0; n < 4; ++n) atomicAdd(to + n, x[n]);
-#endif
 }
+#endif

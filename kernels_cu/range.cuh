@@ -1,11 +1,12 @@
-// Bounds of a mask over the queries and keys of a whole tile: interval arithmetic, called by the generated Mod::tile.
-// Twin of mods/tiles.py, function by function. T is int where the generator has proved that no bound leaves 32 bits.
+// Interval arithmetic, with which the generated Mod::tile bounds a mask over all queries and keys of a tile. Functions
+// have the names and results of those in cupy_flash/mods/tiles.py. T is int if the generator has proved that all bounds
+// fit 32 bits.
 #pragma once
 
-constexpr int CHUNK = 64;          // elements of a captured array whose least and greatest are in its table
-constexpr int MOST_CHUNKS = 64;    // more of them are not looked through
-constexpr int MOST_ELEMENTS = 16;  // at most as many are read one by one
-constexpr long long NEAR = 1ll << 40;
+constexpr int CHUNK = 64;              // elements of a captured array per entry of its table of extremes
+constexpr int MOST_CHUNKS = 64;        // maximum number of table entries read for a box
+constexpr int MOST_ELEMENTS = 16;      // maximum number of elements read one by one
+constexpr long long NEAR = 1ll << 40;  // longs with a smaller magnitude are exact in sums
 constexpr int INT_LEAST = -2147483647 - 1;
 constexpr long long LONG_LEAST = -9223372036854775807ll - 1;
 
@@ -21,13 +22,13 @@ struct Interval {
   }
 };
 
-// A bool may be true, and may be false.
+// Whether a bool may be true, and whether it may be false.
 struct Truth {
   bool may;
   bool may_not;
 };
 
-// The bits of an integer: the known ones, 0 elsewhere, and which are unknown.
+// The known bits of an integer, with 0 elsewhere, and a mask of the unknown ones.
 template <typename T>
 struct KnownBits {
   T known;
@@ -67,7 +68,7 @@ template <typename T>
 __device__ Interval<T> scale(Interval<T> x, T factor) {
   return factor < 0 ? Interval<T>{x.hi * factor, x.lo * factor} : Interval<T>{x.lo * factor, x.hi * factor};
 }
-// A sum, if its terms are too small for it to wrap; else anything.
+// The sum if its terms are too small for it to wrap, else the interval of all longs.
 template <typename T>
 __device__ Interval<T> guarded(Interval<T> sum) {
   return sum;
@@ -76,7 +77,7 @@ template <typename T, typename... Terms>
 __device__ Interval<T> guarded(Interval<T> sum, Interval<T> term, Terms... terms) {
   return guarded<T>(term.lo > -NEAR && term.hi < NEAR ? sum : (Interval<T>)any_long(), terms...);
 }
-// An int from its unwrapped value.
+// The interval of an int from that of its unwrapped value.
 template <typename T>
 __device__ Interval<T> wrapped(Interval<T> x) {
   return x.lo >= INT_LEAST && x.hi <= 2147483647 ? x : (Interval<T>)any_int();
@@ -102,7 +103,7 @@ __device__ Interval<T> magnitude(Interval<T> x) {
   T a = abs(x.lo), b = abs(x.hi);
   return {x.lo <= 0 && x.hi >= 0 ? 0 : min(a, b), max(a, b)};
 }
-// Rounded down; b > 0.
+// a / b rounded down, for b > 0.
 template <typename T>
 __device__ T floor_quotient(T a, T b) {
   T q = a / b;
@@ -167,7 +168,7 @@ __device__ Interval<T> choose(Truth condition, Interval<T> x, Interval<T> y) {
   return {min(x.lo, y.lo), max(x.hi, y.hi)};
 }
 
-// Known are the bits above the highest in which the bounds differ.
+// The known bits are those above the highest bit in which the bounds differ.
 template <typename T>
 __device__ KnownBits<T> bits_of_interval(Interval<T> x) {
   T differ = x.lo ^ x.hi;
@@ -175,7 +176,7 @@ __device__ KnownBits<T> bits_of_interval(Interval<T> x) {
   for (int shift = 1; shift < 8 * sizeof(T); shift *= 2) differ |= differ >> shift;
   return {x.lo & ~differ, differ};
 }
-// The sign counts down, the other bits up.
+// An unknown sign bit lowers lo; the other unknown bits raise hi.
 template <typename T>
 __device__ Interval<T> interval_of_bits(KnownBits<T> x) {
   constexpr T sign = (T)1 << (8 * sizeof(T) - 1);
@@ -213,8 +214,9 @@ __device__ Truth agree(Truth equal, KnownBits<T> x, KnownBits<T> y) {
   return {equal.may && ((x.known ^ y.known) & ~(x.unknown | y.unknown)) == 0, equal.may_not};
 }
 
-// Bounds of the elements of a captured array in a box of clamped indices: read one by one if they are few, by the
-// chunks of one row, else `limits` of the dtype. The table `chunks` is [rows][chunks of the last axis].
+// Bounds of the elements of a captured array in a box of clamped indices. Few elements are read one by one; for a range
+// of one row the table `chunks`, [rows][chunks of the last axis], is read; otherwise the bounds are `limits`, those of
+// the dtype.
 template <typename T, typename Element, int RANK>
 __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, const int (&size)[RANK],
                                 const long long (&stride)[RANK], const Interval<int> (&indices)[RANK],
@@ -256,7 +258,7 @@ __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, 
   return found;
 }
 
-// Fills the table of `elements`: warp w of `warps` takes every warps-th chunk. Lane l reads every 32nd element.
+// Fills the table `chunks` of `elements`: warp w computes the chunks w, w + warps, ..., and a lane reads two elements.
 template <typename T, typename Element, int RANK>
 __device__ void fill_chunks(Interval<T>* chunks, const Element* data, const int (&size)[RANK],
                             const long long (&stride)[RANK], int warp, int warps) {
@@ -272,7 +274,7 @@ __device__ void fill_chunks(Interval<T>* chunks, const Element* data, const int 
       row += rest % size[d] * stride[d];
       rest /= size[d];
     }
-    // The last element stands for those past the end.
+    // Elements after the end of the axis are replaced by the last one.
     int first = (int)(n % per_row) * CHUNK, lane = threadIdx.x % 32, last = size[RANK - 1] - 1;
     T x = (T)row[min(first + lane, last) * stride[RANK - 1]],
       y = (T)row[min(first + lane + 32, last) * stride[RANK - 1]];

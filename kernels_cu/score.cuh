@@ -1,5 +1,5 @@
-// Score modifications between q.k and the softmax, with their gradients, tangents and second gradients. Twin of
-// score.py.
+// Score modifications between q.k and the softmax, with their gradients, tangents and second gradients. score.py has
+// the same math.
 //
 //     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 #pragma once
@@ -18,7 +18,7 @@ struct Score {
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
       : Score(params, sequence, h, Mod(params, sequence)) {}
-  // Takes the mod of the sequence, for a kernel with several heads.
+  // For a kernel with several heads, which share the Mod of the sequence.
   __device__ Score(const Params& params, const Sequence& sequence, int h, const Mod& mod)
       : p(params),
         batch(sequence.batch),
@@ -32,8 +32,8 @@ struct Score {
     if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
   }
 
-  // Score of query i and key j from q.k, before the score_mod. Sets `derivative` to its derivative by scale * q.k or,
-  // BY_BIAS, by the bias; and `hidden` if the bias is -inf.
+  // Score of query i and key j from q.k, before the score_mod. Sets `derivative` to d score / d (scale * q.k), or with
+  // BY_BIAS to d score / d bias; and `hidden` if the bias is -inf.
   template <bool BY_BIAS>
   __device__ real unmodified(real product, int i, int j, real& derivative, bool& hidden) const {
     real s = scale * product;
@@ -120,7 +120,7 @@ struct Score {
   }
 
   // Turns the gradients of the score and of its tangent into those of scale * q.k and of its tangent, in place; or into
-  // those of the bias and its tangent. Both are 0 for a hidden score, of which the slope may be NaN.
+  // those of the bias and its tangent. Both are 0 for a hidden score, whose slope may be NaN.
   __device__ static void second_gradient(real& ds, real& dts, const Moved& x) {
     if (ds == 0 && dts == 0) return;
     if constexpr (SOFTCAP || SCORE_MOD) {

@@ -1,4 +1,4 @@
-// Online-softmax state of one row: row max m and row sum l, including the sink. Twin of partials.py.
+// Online-softmax state of one row: row max m and row sum l, including the sink.
 #pragma once
 #include "number.cuh"
 

@@ -7,6 +7,17 @@
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
+// 2^x for x below 2^7 on the FMA pipe, for elements of P that need not occupy the special function units. 2^(fraction
+// of x) is a polynomial with a relative error of 2^-13.5, below the rounding of P to fp16; -inf gives 0, NaN stays.
+__device__ inline float exp2_polynomial(float x) {
+  constexpr float BIASED_INTEGER = 0x1.8p23f + 127;  // the sum's low bits are the biased exponent of 2^floor(x)
+  x = x < -127 ? -127 : x;                           // max() would lose NaN
+  float integer = __fadd_rd(x, BIASED_INTEGER);
+  float f = x - (integer - BIASED_INTEGER);
+  float power = fmaf(fmaf(fmaf(0x1.3baadcp-4f, f, 0x1.d23788p-3f), f, 0x1.63e654p-1f), f, 1.0f);
+  return power * __int_as_float(__float_as_int(integer) << 23);
+}
+
 // State of one row, replicated in the four lanes that share it, except for l.
 struct Softmax2 {
   float m;          // row max at the last update; -inf: no key seen yet
@@ -36,7 +47,10 @@ struct Softmax2 {
     return factor;
   }
 
-  __device__ float probability(float s, float scale_log2) const { return ex2_approx(s * scale_log2 - reference); }
+  __device__ float probability(float s, float scale_log2, bool polynomial = false) const {
+    float exponent = s * scale_log2 - reference;
+    return polynomial ? exp2_polynomial(exponent) : ex2_approx(exponent);
+  }
 
   // Result of a row; end() computes it once l is the sum over the row's four lanes. `scale` is scale_log2 / log2(e).
   struct Ending {

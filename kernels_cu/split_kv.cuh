@@ -1,5 +1,5 @@
-// Split-KV in the manner of stream-K: divides the KV tiles of all sequences between the blocks. Lengths are read on the
-// device alone.
+// Split-KV in the manner of stream-K: divides the KV tiles of all sequences among the blocks. Only the device reads
+// lengths.
 //
 // A row is a pair of a query and a head of its GQA group, row = query * group + head. A unit is (sequence, key/value
 // head, tile of BLOCK_Q rows). A Line concatenates the KV tiles of all units, and a place is the index of one tile on
@@ -9,7 +9,7 @@
 //   equal runs   block c computes the places [c * run, (c + 1) * run). A unit may begin and end inside a run, so every
 //                block writes at most two partial results: those of its first and of its last unit
 //   SPLIT_SIZE   a place is a piece of SPLIT_SIZE keys, which ends at a multiple of SPLIT_SIZE and has a partial result
-//                of its own. The pieces of a row and their order depend on its own sequence alone
+//                of its own. The pieces of a row and their order depend only on its own sequence
 #pragma once
 #include "mask.cuh"
 #include "ptx.cuh"

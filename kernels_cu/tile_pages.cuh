@@ -10,7 +10,7 @@ struct TilePages {
   const Sequence& sequence;
   int (&smem)[2][BLOCK_KV];
   int looked_up[EACH];
-  int slot = 0;  // of the tile that is looked up
+  int slot = 0;  // slot of the tile whose pages are looked up
 
   // Looks up the pages of the tile at `start`; -1, without a look-up, if no key of a page is in `keys`.
   __device__ void look_up(int start, Range keys) {

@@ -1,5 +1,5 @@
 // The tiles that a block visits, in order, and whether each of them is masked. The kernels of all engines iterate over
-// tiles with these structs alone, so that a mask which is not a band is a change of this file:
+// tiles with these structs, so that only this file depends on the form of the mask:
 //
 //   for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next())
 //
@@ -9,9 +9,9 @@
 
 enum class Order { FIRST_TO_LAST, LAST_TO_FIRST };
 
-// Iterator over the visited tiles of SIZE positions of one axis. Under a mask_mod, classify(start) says whether the
-// mask may be true, and whether it may be false, for a pair of the tile. A warp classifies 32 candidates at a time, one
-// per lane, and skips those without a visible pair, so all lanes of a warp must call next() together.
+// Iterator over the visited tiles of SIZE positions of one axis. Under a mask_mod, classify(range) says whether the
+// mask may be true, and whether it may be false, for a pair of the range. A warp classifies 32 candidates at a time,
+// one per lane, and skips those without a visible pair, so all lanes of a warp must call next() together.
 template <int SIZE, Order ORDER, typename Classify>
 struct Walk {
   static constexpr int STEP = ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE;
@@ -42,22 +42,34 @@ struct Walk {
     start += n * STEP;
     if constexpr (MASK_MOD) may_see >>= n, may_hide >>= n, candidates -= n;
   }
-  // Moves to the first tile, from the current one on, in which the mask_mod may see a pair.
+  // Moves to the first tile, from the current one on, in which the mask_mod may see a pair. After 32 hidden tiles a
+  // lane classifies 32 at once, so that a narrow mask of a long sequence takes few rounds.
   __device__ void skip_hidden() {
     if constexpr (MASK_MOD) {
+      int tiles = 1;  // per lane
       while (inside(start)) {
         if (candidates == 0) {
-          int mine = start + (int)(threadIdx.x % 32) * STEP;
-          auto seen = classify(inside(mine) ? mine : start);
+          int mine = start + (int)(threadIdx.x % 32) * tiles * STEP;
+          auto seen = classify(range_of(inside(mine) ? mine : start, tiles));
           may_see = __ballot_sync(0xFFFFFFFF, seen.may && inside(mine));
           may_hide = __ballot_sync(0xFFFFFFFF, seen.may_not);
+          if (tiles > 1) {
+            start += (may_see ? __ffs(may_see) - 1 : 32) * tiles * STEP;
+            if (may_see) tiles = 1;
+            continue;
+          }
           candidates = 32;
         }
         if (may_see) return advance(__ffs(may_see) - 1);
         start += candidates * STEP;
-        candidates = 0;
+        candidates = 0, tiles = 32;
       }
     }
+  }
+  // The visible positions of `tiles` tiles in the order of the walk, the first of them at `start`.
+  __device__ Range range_of(int start, int tiles) const {
+    int last = start + (tiles - 1) * STEP;
+    return {max(min(start, last), first), min(max(start, last) + SIZE, visible.end)};
   }
   // Restricts the walk to positions within `limits`, the first of which starts a tile.
   __device__ void clip(Range limits) {
@@ -73,17 +85,16 @@ struct Walk {
   }
 };
 
-// Bounds of the mask_mod over the heads and queries of a block and the tile of keys at `start`; ClassifyQueries: over
-// the keys of a block and the tile of queries at `start`.
+// Bounds of the mask_mod over the heads and queries of a block and a range of keys; ClassifyQueries: over the keys of a
+// block and a range of queries.
 struct ClassifyKeys {
   const Band& band;
   Range heads;
   Range queries;
 
 #if MODS
-  __device__ Truth operator()(int start) const {
-    return band.mod.tile({heads.begin, heads.end - 1}, {queries.begin, queries.end - 1},
-                         {start, min(start + BLOCK_KV, band.kv_len) - 1});
+  __device__ Truth operator()(Range keys) const {
+    return band.mod.tile({heads.begin, heads.end - 1}, {queries.begin, queries.end - 1}, {keys.begin, keys.end - 1});
   }
 #endif
 };
@@ -93,8 +104,8 @@ struct ClassifyQueries {
   Range keys;
 
 #if MODS
-  __device__ Truth operator()(int start) const {
-    return band.mod.tile(point(head), {start, min(start + BLOCK_Q, band.q_len) - 1}, {keys.begin, keys.end - 1});
+  __device__ Truth operator()(Range queries) const {
+    return band.mod.tile(point(head), {queries.begin, queries.end - 1}, {keys.begin, keys.end - 1});
   }
 #endif
 };

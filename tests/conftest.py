@@ -138,8 +138,8 @@ class Watch:
     counters: dict[str, Counters] = field(default_factory=dict)
 
     def start(self, work):
-        of_launches = start(work, **self.options)
-        for launch, counters in zip(work.launches, of_launches, strict=True):
+        launch_counters = start(work, **self.options)
+        for launch, counters in zip(work.launches, launch_counters, strict=True):
             self.counters[launch.function] = counters
 
 

@@ -92,7 +92,7 @@ def check_model(model_class: type) -> None:
 
 
 def _is_table_of_attention(value: Any) -> bool:
-    """Whether a module global is a table of attention classes, such as {"eager": FalconAttention, "sdpa": ...}."""
+    """Return whether a value is a table of attention classes, such as {"eager": FalconAttention, "sdpa": ...}."""
     return isinstance(value, dict) and NAME not in value and isinstance(value.get("eager"), type)
 
 
@@ -142,6 +142,18 @@ class Padding:
         return self._packing
 
 
+class StaticKeys(NamedTuple):
+    """The keys that exist in a cache of fixed size, of which the last Sq are the queries; all on the device.
+
+    A causal mask has it as `static_keys`: a LazyMask, or under torch.compile the tensor of elements. A tensor that a
+    model computes from such a mask does not.
+    """
+
+    lengths: Any  # int32 (B,)
+    window: tuple[int, int] | None  # as in `cupy_flash.attention`
+    valid: Any  # bool (B, 1, 1, Sk), False for padding; None without
+
+
 class LazyMask(torch.Tensor):
     """A transformers mask, bool (B, 1, Sq, Sk), True = attend, that stores its pattern instead of its elements.
 
@@ -150,12 +162,13 @@ class LazyMask(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
 
-    dense: functools._lru_cache_wrapper[Any]
+    make_elements: Callable[[], Any]
+    elements: Any  # the boolean tensor, once an operator has read it; else None
     mod: Mod | None  # the whole pattern; if given, the fields below are ignored
     causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
-    lengths: Any  # int32 (B,): the keys that exist in a static cache, of which the last Sq are the queries; or None
+    static_keys: StaticKeys | None  # of a static cache; if given, the fields above are ignored
 
     @staticmethod
     def of(
@@ -166,19 +179,26 @@ class LazyMask(torch.Tensor):
         window: tuple[int, int] | None,
         padding: Padding | None,
         mod: Mod | None = None,
-        lengths: Any = None,
+        static_keys: StaticKeys | None = None,
     ) -> LazyMask:
         """Return a mask with this shape and pattern; `dense` computes its elements for operators that read them."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=torch.bool, device=device)
-        mask.dense = functools.cache(dense)
+        mask.make_elements, mask.elements = dense, None
         mask.causal, mask.window, mask.padding, mask.mod = causal, window, padding, mod
-        mask.lengths = lengths
+        mask.static_keys = static_keys
         return mask
 
     @property
     def is_pattern(self) -> bool:
-        """False once the elements have been materialised, because the model may have changed them in place."""
-        return self.mod is None or not self.dense.cache_info().currsize
+        """False once a model that asked for elements has read them, because it may have changed them in place."""
+        gives_elements = self.mod is not None or self.static_keys is not None
+        return not gives_elements or self.elements is None
+
+    def dense(self) -> Any:
+        """Return the mask's elements, which are made once."""
+        if self.elements is None:
+            self.elements = self.make_elements()
+        return self.elements
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,8 +215,8 @@ def attention_mask(
 ) -> Any:
     """Return the mask of a model: None if module.is_causal suffices, a LazyMask if the pattern fits, else a tensor.
 
-    sdpa_mask builds the tensor for windows of static caches, for one query, under torch.compile, and for mask functions
-    that cannot be traced to a Mod. Models in `ADDITIVE` get an additive mask.
+    sdpa_mask builds the tensor for one query, under torch.compile, and for mask functions that cannot be traced to a
+    Mod; attention on a static cache does not read it. Models in `ADDITIVE` get an additive mask.
     """
     sizes = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset
@@ -204,7 +224,10 @@ def attention_mask(
     config = arguments.get("config")
     if getattr(config, "model_type", None) in ADDITIVE:
         return eager_mask(**sizes, **arguments)
+    is_tensor_offset = isinstance(q_offset, torch.Tensor)  # of a cache of fixed size
     pattern = _pattern(**arguments)
+    if is_tensor_offset and q_length == 1 and _is_causal(**arguments):
+        pattern = True, None  # transformers asks for elements in every step on such a cache, and reads none
     tokens = arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)
@@ -215,12 +238,12 @@ def attention_mask(
     is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
-    is_static = isinstance(q_offset, torch.Tensor) and is_padding and not is_tracing(q_offset) and not is_sliced
-    if is_static and pattern == (True, None) and kv_offset == 0:
-        return _mask_of_static_cache(sizes, arguments)
+    causal, window = pattern or (False, None)
+    has_room = kv_offset == 0 and (is_tensor_offset or q_offset + q_length < kv_length)
+    if causal and has_room and is_padding and not is_sliced:
+        return _mask_of_static_cache(sizes, arguments, window)
     if not is_known:
         return sdpa_mask(**sizes, **arguments)
-    causal, window = pattern or (False, None)
     is_aligned = q_offset + q_length == kv_offset + kv_length  # the last query is at the last key
     if pattern is None or ((causal or window) and not is_aligned):
         return _mask_by_function(sizes, arguments)
@@ -241,23 +264,31 @@ def attention_mask(
     )
 
 
-def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any]) -> LazyMask:
-    """Return the causal LazyMask of a cache of fixed size, whose length is on the device."""
+def _mask_of_static_cache(sizes: dict[str, Any], arguments: dict[str, Any], window: tuple[int, int] | None) -> Any:
+    """Return the mask of a cache of fixed size with its `static_keys`: a LazyMask, or a tensor under torch.compile."""
     batch_size, q_length, kv_length, q_offset, _ = sizes.values()
     tokens, device = arguments.get("attention_mask"), arguments.get("device", "cpu")
-    padding = None
+    valid = None
     if tokens is not None:
         # Padding is among the keys that exist; the lengths hide those that do not exist yet.
-        padding = _padding_of(F.pad(tokens.to(device), (0, kv_length - tokens.shape[1]), value=True))
-    arguments = arguments | dict(allow_is_causal_skip=False)  # `dense` needs a tensor, not None
+        valid = F.pad(tokens.to(device), (0, kv_length - tokens.shape[1]), value=True)[:, None, None, :]
+    elements = functools.partial(sdpa_mask, **sizes, **arguments | dict(allow_is_causal_skip=False))
+    lengths = torch.zeros(batch_size, dtype=torch.int32, device=device) + (q_offset + q_length)
+    static_keys = StaticKeys(lengths.to(torch.int32), window, valid)
+    if is_tracing(lengths):
+        mask = elements()
+        mask.static_keys = static_keys
+        return mask
+    if valid is not None and bool(valid.all()):
+        static_keys = static_keys._replace(valid=None)
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
         device=device,
-        dense=functools.partial(sdpa_mask, **sizes, **arguments),
+        dense=elements,
         causal=True,
         window=None,
-        padding=padding,
-        lengths=(q_offset.reshape(-1) + q_length).to(torch.int32).expand(batch_size).contiguous(),
+        padding=None,
+        static_keys=static_keys,
     )
 
 
@@ -302,6 +333,11 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
     )
 
 
+def _is_causal(mask_function: Any = causal_mask_function, **_: Any) -> bool:
+    """Return whether a mask is causal and no more, padding aside."""
+    return mask_function is causal_mask_function
+
+
 def _pattern(
     mask_function: Any = causal_mask_function,
     allow_is_causal_skip: bool = True,
@@ -313,8 +349,8 @@ def _pattern(
     """Return (causal, window) of a mask; None for any other pattern, or if the caller needs a materialised mask."""
     if not allow_is_causal_skip and not allow_is_bidirectional_skip:
         return None
-    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
-        return mask_function is causal_mask_function, None
+    if _is_causal(mask_function) or mask_function is bidirectional_mask_function:
+        return _is_causal(mask_function), None
     # Any other mask function is opaque; the skip flags imply that it is the model's plain window or chunks.
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if local_size is None or local_size != window or local_size == chunk:
@@ -378,10 +414,13 @@ def attention_forward(
             attention_mask = attention_mask & selected
         else:
             attention_mask = attention_mask.masked_fill(~selected, -torch.inf)
-    if isinstance(attention_mask, LazyMask) and attention_mask.is_pattern:
-        return _attend(attention_mask, q, k, v, options), None
-    if isinstance(attention_mask, LazyMask):
+    if isinstance(attention_mask, LazyMask) and not attention_mask.is_pattern:
         attention_mask = attention_mask.dense()
+    static_keys = getattr(attention_mask, "static_keys", None)
+    if static_keys is not None:
+        return _attend_on_static_cache(static_keys, q, k, v, options), None
+    if isinstance(attention_mask, LazyMask):
+        return _attend(attention_mask, q, k, v, options), None
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # A single query is the newest token and sees all keys; several are the first ones, as in a static cache.
@@ -419,7 +458,7 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
 
 
 def _is_argument_of_eager(module_class: type, name: str) -> bool:
-    """Whether the model's eager_attention_forward has an argument `name`; True if there is no such function."""
+    """Return whether the model's eager_attention_forward has an argument `name`; True if there is no such function."""
     for base in module_class.__mro__:
         eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
         if eager is not None:
@@ -432,8 +471,6 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
         return attention(q, k, v, mask_mod=mask.mod, **options)
     options |= dict(causal=mask.causal, window=mask.window)
     padding = mask.padding
-    if mask.lengths is not None:
-        return _attend_on_static_cache(mask, q, k, v, options)
     if padding is None:
         return attention(q, k, v, **options)
     is_relative = mask.causal or mask.window is not None
@@ -454,14 +491,14 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
     return attention(q, k, v, mask=padding.valid[:, None, None, :], **options)
 
 
-def _attend_on_static_cache(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+def _attend_on_static_cache(keys: StaticKeys, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
     """Return attention on the keys that exist in a static cache; as a KV cache if options and gradients allow it."""
+    options |= dict(causal=True, window=keys.window)
     records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if records or mask.padding is not None or options["dropout"] or options["bias"] is not None:
-        valid = None if mask.padding is None else mask.padding.valid[:, None, None, :]
-        return attention(q, k, v, mask=valid, kv_lengths=mask.lengths, **options)
-    names = ("scale", "softcap", "sink", "causal")
-    return attend(q, k, v, CacheOptions(cache_seqlens=mask.lengths, **{name: options[name] for name in names}))
+    if records or keys.valid is not None or options["dropout"] or options["bias"] is not None:
+        return attention(q, k, v, mask=keys.valid, kv_lengths=keys.lengths, **options)
+    names = ("scale", "softcap", "sink", "causal", "window")
+    return attend(q, k, v, CacheOptions(cache_seqlens=keys.lengths, **{name: options[name] for name in names}))
 
 
 def _attend_on_pages(module: Any, query: Any, key: Any, value: Any, options: dict[str, Any], words: Any) -> Any:

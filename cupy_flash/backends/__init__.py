@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
-SIMULATED = "sm_80"  # architecture of backend="simulator"; "simulator:sm_90a" names another
+SIMULATED = "sm_80"  # architecture of backend="simulator"; "simulator:sm_90a" selects another
 
 
 def device_of(problem: Problem) -> Device:
-    """The device of the requested backend, by default the one where the problem's arrays are.
+    """Return the device of the requested backend, by default the device of the problem's arrays.
 
     Raises UnsupportedError for a GPU that CuPy cannot use.
     """
@@ -37,7 +37,7 @@ def device_of(problem: Problem) -> Device:
 
 
 def _gpu(name: str) -> Device:
-    """The GPU called "cuda:<index>"; UnsupportedError if CuPy cannot use it."""
+    """Return the GPU with the name "cuda:<index>"; UnsupportedError if CuPy cannot use it."""
     try:
         return device.gpu(int(name.partition(":")[2]))
     except (ImportError, OSError, RuntimeError) as error:  # no CuPy; no folder for its cache; no driver or no such GPU
@@ -48,7 +48,7 @@ def _gpu(name: str) -> Device:
 
 
 def plan_for(problem: Problem) -> Plan:
-    """The plan of a problem on its device."""
+    """Return the plan of a problem on its device."""
     return plan(problem, device_of(problem))
 
 
@@ -66,14 +66,14 @@ def backward(problem: Problem, operands: Operands) -> Gradients:
     return run_backward(_fitted(plan_for(problem), operands), operands)
 
 
-_RECORD = environment.record_file()  # read once: calls of a process that records nothing do not look again
+_RECORD = environment.record_file()  # read once, so that calls of a process that records nothing skip the check
 _recorded: set[Problem] = set()
 
 
 def _record(problem: Problem, operands: Operands, file: str) -> None:
     """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
 
-    A file that cannot be written ends the recording with a warning: the call itself goes on.
+    If the file cannot be written, it warns and stops recording, and the call itself continues.
     """
     global _RECORD
     from ..trial import append_line, recorded_line
@@ -82,7 +82,7 @@ def _record(problem: Problem, operands: Operands, file: str) -> None:
     if bucket not in _recorded:
         _recorded.add(bucket)
         try:
-            _RECORD = os.path.abspath(file)  # a later change of the current folder does not count
+            _RECORD = os.path.abspath(file)  # absolute, so that a later chdir has no effect
             append_line(recorded_line(problem, operands), _RECORD)
         except OSError as error:
             _RECORD = None
@@ -116,13 +116,13 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
 
 
 def along_cotangents(problem: Problem) -> Problem:
-    """The JVP that a double backward takes first, in the direction of its cotangents."""
+    """Return the JVP with which a double backward begins, in the direction of its cotangents."""
     captured_gradient = (False,) * len(problem.captured_gradient)
     return problem._replace(backward=False, derivative=JVP, bias_gradient=False, captured_gradient=captured_gradient)
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
-    """On the CPU, the plan with a tile for the pairs that a mask_mod leaves: these depend on captured arrays."""
+    """Return the plan, on the CPU with a tile for the pairs that mask_mod leaves, which depend on captured arrays."""
     if chosen.engine != "cpu" or not chosen.problem.mask_mod:
         return chosen
     from . import cpu
@@ -131,9 +131,9 @@ def _fitted(chosen: Plan, operands: Operands) -> Plan:
 
 
 def tile_counts(problem: Problem, operands: Operands) -> tuple[Plan, TileCounts | None]:
-    """The plan as it runs, and how many of its tiles are empty, full and cut under the mask_mod.
+    """Return the plan as it runs, and how many of its tiles are empty, full and cut under the mask_mod.
 
-    None where the arrays that say so are on a GPU, or the tiles are too many to count.
+    The counts are None if lengths or captured arrays are on a GPU, or if there are too many tiles to count.
     """
     from . import cpu
 
@@ -165,6 +165,14 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
     return cuda.merge(parts, layout, card.arch)
 
 
+def block_classes(problem: Problem, operands: Operands, block: int) -> Array:
+    """Return the exact classes of a mask_mod's blocks, uint8 (B, query blocks, H, key blocks), computed on a GPU."""
+    card = _gpu(problem.device)
+    from . import cuda
+
+    return cuda.block_classes(problem, operands, block, card.arch)
+
+
 def load(launches: Iterable[Launch], on: Device) -> None:
     """Compile and load the kernels of these launches on the current GPU."""
     from . import cuda
@@ -179,19 +187,19 @@ def append(problem: Problem, operands: Operands) -> None:
     _module(chosen).append(chosen, operands)
 
 
-# The modules by backend, or by engine, which takes precedence.
+# {backend or engine: module}; engines take precedence.
 MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
 
 
-# The modules of JVP and double backward.
+# {backend: module of JVP and double backward}
 DERIVATIVES = {"cpu": ".cpu_derivatives", "cuda": ".cuda", "simulator": ".simulator.run"}
 
 
 def _derivatives(chosen: Plan) -> Any:
-    """The backend's module of derivatives, imported by the first call that needs it."""
+    """Return the backend's module of derivatives, imported by the first call that needs it."""
     return importlib.import_module(DERIVATIVES[chosen.device.backend], __package__)
 
 
 def _module(chosen: Plan) -> Any:
-    """The backend's module, imported lazily: its dependencies may be slow to import or not installed."""
+    """Return the backend's module, imported lazily: its dependencies may be slow to import or not installed."""
     return importlib.import_module(MODULES.get(chosen.engine, MODULES[chosen.device.backend]), __package__)

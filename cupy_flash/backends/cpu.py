@@ -4,7 +4,7 @@ The forward runs an online softmax over the key tiles that each query tile sees.
 for each, over the query tiles that see it; it recomputes P from (q, k, lse). Both hold one tile of scores per thread,
 so memory is linear in the sequence length.
 
-A thread takes whole tasks (a head, some query tiles of one, or in a backward with few heads some key tiles) and calls
+A thread runs whole tasks (a head, some query tiles of one, or in a backward with few heads some key tiles) and calls
 single-threaded BLAS. Neither the tiles nor the order of any sum depends on the number of threads, so the result is
 bitwise independent of it.
 
@@ -58,7 +58,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     call = Call(plan, operands)
-    if problem.has_lengths:  # no task covers the rows outside the sequences
+    if problem.has_lengths:  # no task writes the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
@@ -67,7 +67,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         kv_head = head // problem.group
         K = load_rows(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
         V = load_rows(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        # The bound costs a pass over K and one over V, which does not pay for a single query.
+        # The bound costs a pass over K and one over V, which is not worth it for a single query.
         boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
         K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, head, sequence.queries]
@@ -201,7 +201,7 @@ def _pieces_of(sequence: Sequence, plan: Plan, pieces: int) -> int:
 
 
 def rounded(total: Any, operand: Any, like: Array) -> Any:
-    """A sum rounded to the shape and dtype of its operand, None without a sum; for a tuple, each of its elements."""
+    """Return a sum reduced to the shape and rounded to the dtype of its operand; None for None; a tuple elementwise."""
     if isinstance(operand, tuple):
         return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
     if total is None:
@@ -212,7 +212,7 @@ def rounded(total: Any, operand: Any, like: Array) -> Any:
 
 
 def fitted(plan: Plan, operands: Operands) -> Plan:
-    """The plan with the best tile for the pairs of the longest sequence that mask_mod does not hide in head 0."""
+    """Return the plan with the best tile for the pairs that mask_mod leaves in the longest sequence, head 0."""
     problem = plan.problem
     sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
     if sequence is None:
@@ -238,7 +238,7 @@ def _best_positional_tile(
 
 
 def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Place) -> tuple[engine.Tile, float]:
-    """The tile whose visits cost least, with the predicted core seconds."""
+    """Return the tile with the cheapest visits, and its predicted core seconds."""
     estimate = VisitEstimate(classes, *place)
     unbounded = problem._replace(mask=Mask())  # the count of pairs includes the mask's edges
     of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
@@ -261,7 +261,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
 
 
 def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
-    """The classes of a plan's tiles under its mask_mod, over all heads and sequences; None if they are too many.
+    """Count the classes of a plan's tiles under its mask_mod, over all heads and sequences; None if they are too many.
 
     The arrays that the mask reads and the lengths must be in host memory.
     """
@@ -389,23 +389,23 @@ class Call:
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
 
     def sink_of(self, head: int) -> np.floating | None:
-        """The sink of a head; None without one."""
+        """Return the sink of a head, or None."""
         return None if self.sink is None else self.sink[head]
 
     def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
-        """The key tiles that a query tile visits, last first."""
+        """Return the key tiles that a query tile visits, last first."""
         if self.visits is None:
             return [Visit(*tile, None) for tile in sequence.band.kv_tiles(q_start, q_stop, self.block_kv)]
         place = self._place(sequence, head)
         return self.visits.kv_tiles(*place, q_start)
 
     def _place(self, sequence: Sequence, head: int) -> Place:
-        """The place of a sequence's head in the whole call, if this one is a part of it."""
+        """Return the place of a sequence's head, in the whole call if this one is a part of it."""
         problem = self.problem
         return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 
     def q_tiles(self, sequence: Sequence, head: int, kv_start: int, kv_stop: int) -> list[Visit]:
-        """The query tiles that visit a key tile, first to last."""
+        """Return the query tiles that visit a key tile, first to last."""
         if self.visits is None:
             return [Visit(*tile, None) for tile in sequence.band.q_tiles(kv_start, kv_stop, self.block_q)]
         place = self._place(sequence, head)
@@ -426,7 +426,7 @@ class Call:
         return given or tile.masked is not None or not band.sees_all(*tile.queries, *tile.keys)
 
     def keep(self, tile: ScoreTile) -> np.ndarray:
-        """Dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
+        """Return the dropout factors (rows, columns) of the tile: 0 where dropped, else keep_scale."""
         problem, (q_first, kv_first, _, step) = self.problem, tile.positions
         head_index = (problem.first_batch + tile.batch) * problem.whole_heads + problem.first_head + tile.head
         if step == 1:
@@ -440,7 +440,7 @@ class Call:
         return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
     def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
-        """One task per sequence and key/value head, calling differentiate(sequence, kv_head).
+        """Return one task per sequence and key/value head, which calls differentiate(sequence, kv_head).
 
         Heads that add to the same elements of a gradient, of the bias or of an array that score_mod captures, run one
         after another in one task, which fixes the summation order.
@@ -459,9 +459,9 @@ class Call:
 class _QueryRows:
     """Query-side operands of the backward for one head: Q (scaled), dO, lse, delta, and buffers for S and dP.
 
-    Q and dO have an extra column, -lse and -delta, against a column of ones in K and V: the matmul then yields
-    S - lse and dP - delta without another pass over the tile. With a softcap, ALiBi, a bias or dropout between the
-    product and the subtraction, the column is 0 and the subtraction a separate pass. So it is for scores beyond BOUND:
+    Q and dO have an extra column, -lse and -delta, and K and V a column of ones: the matmul then returns S - lse and
+    dP - delta without another pass over the tile. If a softcap, ALiBi, a bias or dropout comes between the product and
+    the subtraction, the column is 0 and the subtraction is a separate pass. The same is done for scores beyond BOUND:
     S rounded exactly as in the forward has the rounding error that lse contains, and the two cancel.
     """
 
@@ -518,12 +518,12 @@ class _QueryRows:
         return P, dS
 
     def dsink(self, sink: np.floating) -> np.floating:
-        """The head's sink gradient: -sum(exp(sink - lse) * delta) over its rows; delta already includes -dlse."""
+        """Return the head's sink gradient, -sum(exp(sink - lse) * delta) over its rows; delta includes -dlse."""
         return -(np.exp(sink - self.lse) @ self.delta)
 
 
 def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
-    """The sequences of the batch: slices by q_lengths and kv_lengths of a padded one, by cu_seqlens of a packed one."""
+    """Return the sequences of the batch, slices by q_lengths and kv_lengths, or by cu_seqlens of a packed batch."""
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
         q_bounds, k_bounds = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
         q_starts, q_stops, k_starts, k_stops = q_bounds[:-1], q_bounds[1:], k_bounds[:-1], k_bounds[1:]
@@ -573,7 +573,7 @@ def tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
 
 
 def _largest_norm(rows: np.ndarray) -> float:
-    """The largest Euclidean norm of a row, NaN rows ignored: their scores are NaN with any m."""
+    """Return the largest Euclidean norm of a row, ignoring NaN rows, whose scores are NaN with any m."""
     return float(np.sqrt(np.fmax.reduce(np.vecdot(rows, rows), initial=0)))
 
 

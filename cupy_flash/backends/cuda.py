@@ -13,7 +13,7 @@ from typing import Any
 from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
 from ..launch import Launch
 from ..plan import Plan
-from ..problem import Gradients, Operands
+from ..problem import Gradients, Operands, Problem
 from ..tensor_map import encode_for_gpu
 from . import kernels
 from .kernels import compile_launch
@@ -49,6 +49,12 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
         return kernels.backward(plan, operands, _start)
 
 
+def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:
+    """Launch the classification of a mask_mod's blocks on the current stream; returns their classes."""
+    with _explained():
+        return kernels.block_classes(problem, operands, block, arch, _start)
+
+
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
     """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
     with _explained():
@@ -60,7 +66,7 @@ CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say what to do if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
+    """Raise an error with advice if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
     try:
         yield
     except RuntimeError as error:  # CuPy's errors of the runtime are a subclass with a status
@@ -114,7 +120,7 @@ _loading = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child: the thread that held it does not exist there."""
+    """Replace the lock in a forked child, where the thread that may have held it does not exist."""
     global _loading
     _loading = threading.Lock()
 
@@ -134,7 +140,7 @@ def _require_no_capture(launch: Launch, stream: int) -> None:
 
 
 def load(launch: Launch, arch: str) -> Any:
-    """The kernel of a launch, loaded on the current device; compiled if no cache has it.
+    """Return the kernel of a launch, loaded on the current device, and compiled if no cache has it.
 
     Threads load one at a time, so that each kernel is compiled once.
     """

@@ -13,14 +13,14 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..cache import compiled
-from ..engines.shared import ELEMENTS, fixed_slots
+from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..features import ARRAYS
 from ..launch import Launch
 from ..nvrtc import Compiled
 from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
 from ..pose import has_boxes
-from ..problem import Gradients, Operands
+from ..problem import Gradients, Operands, Problem
 from ..source import assemble
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class Work(NamedTuple):
     layout: str
     params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
     captured: Captured | None = None  # the arrays that mods read, and their gradients
-    written: tuple[str, ...] = ()  # the inputs that are also written: the caches of an append
+    written: tuple[str, ...] = ()  # inputs that are also outputs: the caches of an append
 
     def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
-        """The arguments of one launch: params, and its tensor maps if it uses TMA."""
+        """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
             # The kernel does not know `captured`, the last member of the struct.
             constants = dict(launch.constants)
@@ -65,7 +65,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
 
 
 def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
-    """(out, lse) of the call."""
+    """Run the forward and return (out, lse)."""
     problem, q = plan.problem, operands.q
     out = None if operands.cache is None else operands.cache.out
     if out is None:
@@ -76,7 +76,7 @@ def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]
 
 
 def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Array, Array]:
-    """(out, lse, tout, tlse) of the call, the latter two the tangents of the former."""
+    """Run the JVP and return (out, lse, tout, tlse)."""
     problem, q = plan.problem, operands.q
     out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
     lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
@@ -91,7 +91,7 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
 
 
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
-    """Gradients of the call, from out, lse and their gradients; in a direction, second gradients."""
+    """Run the backward, or with tangents the double backward, and return the gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     work = _work(plan, operands, gradients)
@@ -99,8 +99,28 @@ def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
 
+def block_classes(problem: Problem, operands: Operands, block: int, arch: str, start: Start) -> Array:
+    """Return the exact classes of a mask_mod's blocks, uint8 (B, query blocks, H, key blocks).
+
+    The elements of q, k and v are not read.
+    """
+    from ..mods.captured import Captured
+
+    rows, columns = (-(-length // block) for length in (problem.q_len, problem.kv_len))
+    classes = empty((problem.batch, rows, problem.heads, columns), np.dtype(np.uint8), operands.q)
+    operands = operands._replace(q=classes, k=classes, v=classes)
+    constants = shared_constants(problem) | {"THREADS": 128, "BLOCK_Q": block, "BLOCK_KV": block}
+    kernel, grid = "block_classes", (columns, rows, problem.batch * problem.heads)
+    launches = tuple(with_mods(problem, [Launch(kernel, known_constants(kernel, constants), grid, 128)]))
+    captured = Captured(problem, operands, ())
+    results = {"out": classes} | captured.workspaces
+    params = partial(pack, problem, operands, results, (), captured=captured)
+    start(Work(launches, arch, captured.arrays, results, problem.layout, params, captured))
+    return classes
+
+
 def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
-    """(out, lse) of partial results out_a, lse_a, out_b, lse_b, of which b may be a stack (see partials.merge)."""
+    """Merge partial results out_a, lse_a, out_b, lse_b into (out, lse); b may be a stack (see partials.merge)."""
     inputs = {
         name: part if _has_contiguous_row(part) else contiguous(part)
         for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
@@ -114,7 +134,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
-    """The launch that merges partial results with this lse, (B, H, S) or (H, T), one warp a row."""
+    """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row."""
     batch, heads, rows = (1, *lse.shape)[-3:]
     constants = (
         ("element", ELEMENTS[dtype.name]),
@@ -134,10 +154,9 @@ def _by_any_stride() -> frozenset[str]:
 
 
 def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:
-    """The launches of a plan with these outputs, and with workspaces from the caller's framework.
+    """Return the launches of a plan with these outputs, and with workspaces from the caller's framework.
 
-    Operands whose rows are not contiguous are copied by their own framework, and so is a gradient of out that TMA
-    cannot load.
+    Operands whose rows are not contiguous, and a gradient of out that TMA cannot load, are copied by their framework.
     """
     by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
@@ -166,17 +185,17 @@ def _work(plan: Plan, operands: Operands, results: Results, *, without_workspace
 
 
 def given(operands: Operands) -> dict[str, Array]:
-    """The arrays among the operands, by name."""
+    """Return the arrays among the operands, by name."""
     arrays = operands.arrays()
     if operands.cache is None:
         return arrays
-    from ..cache_params import cache_arrays  # which calls without a cache never need
+    from ..cache_params import cache_arrays  # lazily: most calls have no cache
 
     return arrays | cache_arrays(operands)
 
 
 def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
-    """The operands with these arrays, by the names of `given`."""
+    """Return the operands with these arrays, by the names of `given`."""
     if operands.cache is None:
         return operands._replace(**arrays)
     from ..cache_params import with_arrays
@@ -185,5 +204,5 @@ def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
 
 
 def _has_contiguous_row(array: Array) -> bool:
-    """Whether the last dimension is contiguous, as kernels read it."""
+    """Return whether the last dimension is contiguous, as kernels read it."""
     return array.strides[-1] == 1 or array.shape[-1] <= 1

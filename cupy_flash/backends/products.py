@@ -6,9 +6,9 @@ import numpy as np
 
 
 def product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
-    """W @ X with 0 * NaN = 0 * inf = 0: NaN and infinities of X reach only the rows whose weight for them is not 0.
+    """Return W @ X with 0 * NaN = 0 * inf = 0, so that NaN and infinities of X reach only rows with a nonzero weight.
 
-    W (..., rows, n) and X (..., n, columns). No infinity has a negative weight: W is P, or dS, which is 0 or NaN for
+    W is (..., rows, n) and X (..., n, columns). No infinity has a negative weight: W is P, or dS, which is 0 or NaN for
     infinite K and Q.
     """
     result: np.ndarray = W @ X
@@ -29,5 +29,5 @@ def product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
 
 
 def square_sum(tile: np.ndarray) -> float:
-    """The sum of squares: finite only if every number is. One BLAS dot, the fastest such test."""
+    """Return the sum of squares, which is finite only if every number is, by one BLAS dot, the fastest such test."""
     return float(np.vdot(tile, tile))

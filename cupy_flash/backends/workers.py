@@ -17,7 +17,7 @@ from ..device import blas_controller
 
 
 class Stopped(Exception):
-    """Ends a task early: another task of the call has failed, or the caller was interrupted."""
+    """Raised to end a task early, because another task of the call has failed or the caller was interrupted."""
 
 
 class Stop:
@@ -26,7 +26,7 @@ class Stop:
     requested = False
 
     def poll(self) -> None:
-        """Raise Stopped where the call is to end."""
+        """Raise Stopped if the call must end."""
         if self.requested:
             raise Stopped
 
@@ -38,7 +38,7 @@ def run_tasks(threads: int, tasks: list[Callable[[], None]], stop: Stop | None =
     within one tile if the tasks poll `stop`.
     """
     stop = Stop() if stop is None else stop
-    queue = iter(tasks)  # shared: a free thread takes the next task
+    queue = iter(tasks)  # shared: a free thread runs the next task
     errors: list[BaseException] = []
 
     def work() -> None:

@@ -111,7 +111,7 @@ def find_device(task: Task, announce: Announce) -> Device:
         return device.named(arch)
     try:
         return ahead.device_for(None)
-    except RuntimeError as error:  # its text advises what helps compile(), not a check
+    except RuntimeError as error:  # its advice is for compile(), not for a check
         raise RuntimeError(f"there is no GPU that CuPy can use ({error.__cause__})") from None
 
 

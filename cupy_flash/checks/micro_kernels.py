@@ -72,7 +72,7 @@ class Kernel:
         return self.name.replace(".", "_")
 
     def runs_on(self, capability: int) -> bool:
-        """Whether a GPU of this compute capability (90 for 9.0) supports the kernel."""
+        """Return whether a GPU of this compute capability (90 for 9.0) supports the kernel."""
         target = self.text.split(".target sm_")[1].split()[0]
         return capability == int(target[:-1]) if target.endswith("a") else capability >= int(target)
 

@@ -1,4 +1,4 @@
-"""Context parallelism by torch.distributed: attention over a sequence sharded across ranks (NCCL, or gloo on CPUs)."""
+"""Context parallelism with torch.distributed: attention over a sequence sharded across ranks (NCCL; gloo on CPUs)."""
 
 from .ring import ring_attention, ring_attention_varlen
 from .shards import packed_rows, positions

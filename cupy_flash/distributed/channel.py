@@ -26,7 +26,7 @@ class Arrival(NamedTuple):
         """Wait for the sends and receives, within the group's timeout; returns the received tensors."""
         for work in self.works:
             work.wait()
-        self.works.clear()  # a work keeps the tensor that it sent alive
+        self.works.clear()  # a work holds a reference to the tensor that it sent
         return self.tensors
 
 
@@ -39,7 +39,7 @@ class Channel(NamedTuple):
 
     @classmethod
     def of(cls, function: str, group: Any) -> Channel:
-        """The channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+        """Return the channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
 
         Raises RuntimeError before init_process_group, ValueError for another mesh or a group without this process.
         """
@@ -58,9 +58,9 @@ class Channel(NamedTuple):
 
     @contextmanager
     def agreement(self, function: str, check_ranks: bool) -> Iterator[dict[str, Any]]:
-        """Context of a rank's checks of its call, which fill in the request: everything that all ranks must have alike.
+        """Context for a rank's checks of its call, which fill in the request: the arguments that ranks must agree on.
 
-        On exit raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
+        On exit it raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
         other communication, in which ranks that expect different sizes would deadlock. It sends one int64 per rank
         while they agree, and nothing without check_ranks. Raises TypeError if check_ranks is not a bool.
         """
@@ -81,12 +81,12 @@ class Channel(NamedTuple):
 
     @property
     def _device(self) -> Any:
-        """A device on which the group can gather: the CPU if a backend supports it, for NCCL the current device."""
+        """Return a device on which the group can gather: the CPU if a backend supports it, else the current device."""
         kinds = [pair.split(":")[0] for pair in distributed.get_backend_config(self.group).split(",")]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def _digest(self, function: str, request: dict[str, Any]) -> Any:
-        """Hash of a request, int64 (1,). The seed is XORed in last, so that the host need not read a device seed."""
+        """Return the hash of a request, int64 (1,); the seed is XORed on its device, so the host does not read it."""
         text = repr((function, *(item for item in request.items() if item[0] != "seed")))
         bits = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         digest = torch.tensor([bits], device=self._device)
@@ -98,19 +98,19 @@ class Channel(NamedTuple):
         return digest ^ seed.reshape(1).to(self._device)
 
     def _all_equal(self, digest: Any) -> bool:
-        """Whether the digests of all ranks are equal. Synchronises the host."""
+        """Return whether the digests of all ranks are equal. Synchronises the host."""
         digests = digest.new_empty(self.ranks)
         distributed.all_gather(list(digests.split(1)), digest, group=self.group)
         return len(set(digests.tolist())) == 1
 
     def _gather_requests(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The requests of all ranks; a slow collective, for the error message only."""
+        """Return the requests of all ranks by a slow collective, for the error message only."""
         requests: list[Any] = [None] * self.ranks
         distributed.all_gather_object(requests, request, group=self.group)
         return requests
 
     def _differences(self, function: str, request: dict[str, Any]) -> str:
-        """Error message with the entries that differ between ranks, or the errors of the ranks that refused."""
+        """Return an error message with the entries that differ, or the errors of the ranks that refused."""
         seed = request["seed"]
         seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
         requests = self._gather_requests(request | {"function": function, "seed": seed})
@@ -145,7 +145,7 @@ class Channel(NamedTuple):
         return Arrival(received, distributed.batch_isend_irecv(operations) if operations else [])
 
     def sum(self, x: Any) -> Any:
-        """The sum of the ranks' tensors, in the memory of x."""
+        """Sum x over the ranks in place, and return it."""
         distributed.all_reduce(x, group=self.group)
         return x
 

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values of a sharded sequence circulate among the ranks.
+"""Ring attention: the K and V shards of a sequence circulate among the ranks.
 
 At step s a rank holds the K and V shards of rank - s, computes attention of its queries over them and merges the
 partial result, while it receives the next shards. In the backward dK and dV circulate with K and V, in float32
@@ -82,7 +82,7 @@ def ring_attention(
     check_ranks: bool = True,
     **options: Unpack[RanksOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group.
+    """Compute `cupy_flash.attention` of a sequence that is sharded over the ranks of a group.
 
     Every rank calls it with its own shards and the same options. Autograd saves the shards of q, k, v, out and lse.
 
@@ -163,7 +163,7 @@ def ring_attention_varlen(
     check_ranks: bool = True,
     **options: Unpack[PackedRanksOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`ring_attention` of a packed batch, each sequence of which is sharded over the ranks.
+    """Compute `ring_attention` of a packed batch, each sequence of which is sharded over the ranks.
 
     Args:
         q: (Tq_r, Hq, D), rows `packed_rows(cu_seqlens_q, rank, ranks, sharding)` of the whole packed q.
@@ -186,7 +186,7 @@ def ring_attention_varlen(
         bounds = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
         lengths = [_host_lengths(function, name, given) for name, given in bounds]
         local = [chunks(lengths_of_batch, channel.rank, channel.ranks, sharding) for lengths_of_batch in lengths]
-        # Checks the call on its first chunk: an invalid option fails on any of them.
+        # Check the call on its first chunk, because an invalid option fails on every chunk.
         problem, _ = pose(function, (q, k, v), settings, _packed(local[0][0], local[1][0], q.device))
         longest = (max(lengths[0], default=0), max(lengths[1], default=0))
         schedule = ring_schedule(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
@@ -196,7 +196,7 @@ def ring_attention_varlen(
 
 
 def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, object]) -> Options:
-    """Options of a call over several ranks; raises TypeError or ValueError listing what such calls do not support."""
+    """Return the options of a call over several ranks; TypeError or ValueError lists unsupported ones."""
     settings = Options.of(function, options)
     for x in arrays:
         if not isinstance(x, torch.Tensor):
@@ -215,7 +215,7 @@ def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, o
 
 
 def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict[str, Any]:
-    """The entries of a request: dtypes, shapes except the sharded dimension `axis`, requires_grad, and options."""
+    """Return the entries of a request: dtypes, shapes except the sharded dimension `axis`, requires_grad, options."""
     request: dict[str, Any] = {"requires_grad": _requires_grad(arrays, settings)}
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
@@ -235,13 +235,13 @@ def _described(captured: Any) -> str:
 
 
 def _requires_grad(arrays: tuple[Any, Any, Any], settings: Options) -> bool:
-    """Whether autograd records the call, so that its backward communicates: on all ranks or on none."""
+    """Return whether autograd records the call; all ranks or none must, because the backward communicates."""
     inputs = (*arrays, *tensors_of(settings), *captured_of(settings))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int) -> tuple[int, int]:
-    """(Sq, Sk) of the whole sequence; without seqlen, `ranks` times the local lengths."""
+    """Return (Sq, Sk) of the whole sequence; without seqlen, `ranks` times the local lengths."""
     if seqlen is None:
         return local[0] * ranks, local[1] * ranks
     try:
@@ -252,7 +252,7 @@ def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int
 
 
 def _host_lengths(function: str, name: str, given: Any) -> tuple[int, ...]:
-    """Sequence lengths from cumulative lengths in host memory."""
+    """Return the sequence lengths from cumulative lengths in host memory."""
     if isinstance(given, torch.Tensor) and given.device.type != "cpu":
         raise TypeError(
             f"{function}: {name} must be in host memory, not on {given.device}: the host computes the shards from it"
@@ -279,18 +279,18 @@ def require_rows(
 
 
 def tensors_of(settings: Options) -> list[Any]:
-    """sink, alibi_slopes and seed if they are tensors, for autograd to save; None otherwise."""
+    """Return the options in TENSORS for autograd to save; None for those that are not tensors."""
     values = (getattr(settings, name) for name in TENSORS)
     return [value if isinstance(value, torch.Tensor) else None for value in values]
 
 
 def captured_of(settings: Options) -> tuple[Any, ...]:
-    """The tensors that the mods capture."""
+    """Return the tensors that the mods capture."""
     return settings.score_mod.arrays if isinstance(settings.score_mod, Mod) else ()
 
 
 def without_tensors(settings: Options) -> Options:
-    """The options with tensors replaced by None, and the Mod by its text: ctx must not hold tensors."""
+    """Return the options with tensors replaced by None and the Mod by its text, because ctx must not hold tensors."""
     given = {name for name in TENSORS if isinstance(getattr(settings, name), torch.Tensor)}
     mod = settings.score_mod
     text = mod.encoded if isinstance(mod, Mod) else None
@@ -298,14 +298,14 @@ def without_tensors(settings: Options) -> Options:
 
 
 def with_mods(settings: Options, captured: tuple[Any, ...]) -> Options:
-    """The options of `without_tensors` with the Mod over what it captures."""
+    """Return the options of `without_tensors`, with the Mod rebuilt from its text and its captured tensors."""
     return (
         settings if settings.score_mod is None else replace(settings, score_mod=decoded(settings.score_mod, captured))
     )
 
 
 class CapturedGradients:
-    """The gradients of the tensors that mods capture: the sums over the calls of a rank, and then over the ranks."""
+    """The gradients of captured tensors, summed over the calls of a rank and then over the ranks."""
 
     def __init__(self, captured: tuple[Any, ...], wanted: tuple[bool, ...], dtype: Any) -> None:
         pairs = zip(captured, wanted, strict=True)
@@ -315,19 +315,19 @@ class CapturedGradients:
         ]
 
     def add(self, gradients: Any) -> None:
-        """Add those of one backward."""
+        """Add the gradients of one backward."""
         for total, part in zip(self.totals, gradients.dcaptured or (None,) * len(self.totals), strict=True):
             if total is not None and part is not None:
                 total += part.result()
 
     def of_all_ranks(self, channel: Channel) -> list[Any]:
-        """The gradients in the dtypes of the tensors: a collective for each."""
+        """Sum each gradient over the ranks by a collective, and return them in the dtypes of the tensors."""
         totals = zip(self.totals, self.captured, strict=True)
         return [None if total is None else channel.sum(total).to(x.dtype) for total, x in totals]
 
 
 def refuse_second_derivative() -> None:
-    """Raise RuntimeError in a backward under create_graph=True, whose result would silently count as constant."""
+    """Raise RuntimeError in a backward under create_graph=True, whose result autograd would treat as constant."""
     if torch.is_grad_enabled():
         raise RuntimeError("cupy_flash has no second derivative of attention over several ranks (create_graph=True)")
 
@@ -356,7 +356,7 @@ class _Call(NamedTuple):
     def request(
         self, arrays: tuple[Any, Any, Any], settings: Options, lengths: tuple[Any, ...], sharding: str
     ) -> dict[str, Any]:
-        """The arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
+        """Return the arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
         rows = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
         q_rows, kv_rows = (
             sum(chunk.rows for chunk in shard) for shard in (self.schedule.queries, self.schedule.keys[0])
@@ -369,7 +369,7 @@ class _Call(NamedTuple):
         return x.narrow(self.axis, chunk.first_row, chunk.rows)
 
     def with_rows(self, x: Any, shard: tuple[Chunk, ...]) -> tuple[int, ...]:
-        """The shape of x for a shard of these chunks."""
+        """Return the shape of x for a shard of these chunks."""
         shape = list(x.shape)
         shape[self.axis] = sum(chunk.rows for chunk in shard)
         return tuple(shape)
@@ -377,9 +377,9 @@ class _Call(NamedTuple):
     def pose(
         self, pair: Pair, arrays: tuple[Any, Any, Any], tensors: tuple[Any, ...], saved: Saved | None = None
     ) -> Any:
-        """(problem, operands) of a pair of chunks; only the local pair includes the sink, which must count once.
+        """Return (problem, operands) of a pair of chunks; only the local pair has the sink, which must count once.
 
-        `tensors` are those of TENSORS, and those that the mods capture.
+        `tensors` are the options in TENSORS, then the captured tensors.
         """
         q, k, v = arrays
         (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
@@ -396,7 +396,7 @@ class _Call(NamedTuple):
         return pose(self.function, arrays, options, packed, saved, shard)
 
     def saved(self, queries: Chunk, dout: Any, out: Any, lse: Any, dlse: Any) -> Saved:
-        """The rows of dout, out, lse and dlse that the backward of a query chunk needs."""
+        """Return the rows of dout, out, lse and dlse that the backward of a query chunk needs."""
         lse, dlse = (None if x is None else x.narrow(-1, queries.first_row, queries.rows) for x in (lse, dlse))
         return Saved(self.rows(dout, queries), self.rows(out, queries), lse, dlse)
 
@@ -409,7 +409,7 @@ class _Call(NamedTuple):
     def pass_gradients(self, step: int, dkv: list[Any]) -> Arrival:
         """Start passing [dK, dV] on with their keys, after the last step back to the rank that owns them."""
         last = step + 1 == len(self.schedule.keys)
-        if last and step == 0:  # no rank sees another rank's keys
+        if last and step == 0:  # no rank needs another rank's keys
             return Arrival(dkv, [])
         shift, shard = (-step, self.schedule.keys[0]) if last else (1, self.schedule.keys[step + 1])
         return self.channel.exchange(dkv, shift, [self.with_rows(x, shard) for x in dkv])
@@ -447,7 +447,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of this rank's shards, and the gradients of TENSORS and of what the mods capture."""
+    """Return (dq, dk, dv) of this rank's shards, and the gradients of TENSORS and of captured tensors."""
     q, k, v, out, lse, *rest = saved
     tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])
     of_captured = CapturedGradients(captured, wanted, lse.dtype)
@@ -469,7 +469,7 @@ def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *sav
             of_captured.add(gradients)
             dk, dv = (call.rows(x, pair.keys) for x in dkv)
             for name, total in {"dq": call.rows(dq, pair.queries), "dk": dk, "dv": dv, **named}.items():
-                part = getattr(gradients, name, None)  # alibi_slopes have none
+                part = getattr(gradients, name, None)  # alibi_slopes have no gradient
                 if total is not None and part is not None:
                     total += part.result()
         if partial_dkv is not None:
@@ -491,5 +491,5 @@ def _packed(queries: Chunk, keys: Chunk, device: Any) -> Packed:
 
 @lru_cache(maxsize=1024)
 def _on_device(numbers: tuple[Any, ...], device: Any) -> Any:
-    """An int32 tensor, cached: every layer needs the same few numbers at each step of the ring."""
+    """Return an int32 tensor, cached because every layer needs the same few numbers at each step of the ring."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)

@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A chunk of queries and a chunk of keys that some of them see: one call of the engine."""
+    """A chunk of queries and a chunk of keys that some of these queries see, for one call of an engine."""
 
     queries: Chunk
     keys: Chunk
@@ -58,10 +58,10 @@ class Pair(NamedTuple):
 
 
 def positions(length: int, rank: int, ranks: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
-    """The positions of a sequence that a rank holds, int64, in the order of its rows.
+    """Return the positions of a sequence that a rank holds, int64, in the order of its rows.
 
     Args:
-        length: of the whole sequence.
+        length: length of the whole sequence.
         rank: 0 to ranks - 1.
         ranks: number of ranks.
         sharding: "zigzag", "contiguous" or "striped": on 4 ranks, 16 positions belong to the ranks 0011 2233 3322 1100,
@@ -77,12 +77,12 @@ def positions(length: int, rank: int, ranks: int, sharding: Sharding = "zigzag")
 def packed_rows(
     cu_seqlens: Sequence[int], rank: int, ranks: int, sharding: Sharding = "zigzag"
 ) -> npt.NDArray[np.int64]:
-    """The rows of a packed batch that a rank holds, int64: every sequence is sharded by `positions`.
+    """Return the rows of a packed batch that a rank holds, int64; every sequence is sharded by `positions`.
 
     With zigzag, the front pieces of all sequences precede the back pieces.
 
     Args:
-        cu_seqlens: (B + 1,), of the whole batch.
+        cu_seqlens: (B + 1,), the boundaries of the whole batch.
         rank: 0 to ranks - 1.
         ranks: number of ranks.
         sharding: as in `positions`.
@@ -98,7 +98,7 @@ def packed_rows(
 
 
 def runs(length: int, rank: int, ranks: int, sharding: str) -> list[range]:
-    """A rank's positions as ranges: one, or two for zigzag."""
+    """Return a rank's positions as ranges: one, or two for zigzag."""
     if sharding == "striped":
         return [range(rank, max(length, rank), ranks)]
     if sharding == "contiguous":
@@ -115,7 +115,7 @@ def _piece(length: int, index: int, count: int) -> range:
 
 
 def chunks(lengths: tuple[int, ...], rank: int, ranks: int, sharding: str) -> tuple[Chunk, ...]:
-    """The chunks of a rank's shards of sequences of these lengths, in the order of its rows."""
+    """Return the chunks of a rank's shards of sequences of these lengths, in the order of its rows."""
     shards = [runs(length, rank, ranks, sharding) for length in lengths]
     chunks: list[Chunk] = []
     for slot in range(len(runs(0, rank, ranks, sharding))):
@@ -129,7 +129,7 @@ class Schedule(NamedTuple):
     """One rank's part in a ring: at step s it has the keys of rank (rank - s) mod ranks."""
 
     queries: tuple[Chunk, ...]  # chunks of this rank
-    keys: tuple[tuple[Chunk, ...], ...]  # present at each step
+    keys: tuple[tuple[Chunk, ...], ...]  # chunks that are present at each step
     pairs: tuple[tuple[Pair, ...], ...]  # pairs to compute at each step
     stride: int  # positions between neighbouring rows of a shard
 
@@ -138,10 +138,10 @@ class Schedule(NamedTuple):
 def ring_schedule(
     q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], mask: Mask, rank: int, ranks: int, sharding: str
 ) -> Schedule:
-    """The schedule of a rank, with as many steps as any rank needs: a window can end the ring early.
+    """Return the schedule of a rank, with as many steps as any rank needs: a window can make the ring shorter.
 
-    Step 0 pairs each query chunk with the key chunk of its slot even if it sees none of those keys: every row then has
-    a result, and the sink exactly one partial result to join.
+    Step 0 pairs each query chunk with the key chunk of its slot even if it sees none of those keys, so that every row
+    has a result, and exactly one partial result includes the sink.
     """
     stride = ranks if sharding == "striped" else 1
     queries, keys = (
@@ -169,7 +169,7 @@ def ring_schedule(
 
 
 def _sees(queries: Chunk, keys: Chunk, starts: Starts, mask: Mask, stride: int) -> bool:
-    """Whether any query of a chunk sees any key of the other."""
+    """Return whether any query of a chunk sees any key of the other."""
     for q_len, kv_len, (_, _, offset) in zip(queries.lengths, keys.lengths, starts, strict=True):
         band = mask.band(q_len, kv_len, offset, stride)
         first, last = band.kv_range(0, q_len)

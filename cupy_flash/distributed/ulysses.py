@@ -79,7 +79,7 @@ def ulysses_attention(
     check_ranks: bool = True,
     **options: Unpack[RanksOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`cupy_flash.attention` of a sequence that is sharded over the ranks of a group, by all-to-all.
+    """Compute `cupy_flash.attention` of a sequence that is sharded over the ranks of a group, by all-to-all.
 
     Args:
         q: (B, S_r, Hq, D), rows `positions(S, rank, ranks, "contiguous")` of the whole q.
@@ -143,7 +143,7 @@ def ulysses_attention_varlen(
     check_ranks: bool = True,
     **options: Unpack[PackedRanksOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`ulysses_attention` of a packed batch.
+    """Compute `ulysses_attention` of a packed batch.
 
     Unlike in `ring_attention_varlen`, the packed rows are sharded as a whole: rank r has rows
     `positions(T, r, ranks, "contiguous")` of q, k and v, regardless of sequence boundaries.
@@ -180,7 +180,7 @@ def _attend(
     channel = Channel.of(function, group)
     with channel.agreement(function, check_ranks) as request:
         settings = read_options(function, arrays, options)
-        # Checks the call on the local shards; for a packed batch with empty sequences, as boundaries are global.
+        # Check the call on the local shards; for a packed batch with empty sequences, because boundaries are global.
         pose(function, arrays, settings, None if packed is None else _empty_sequences(packed))
         axes = Axes(1, 2) if settings.layout == "bshd" else Axes(2, 1)
         axes = axes if packed is None else Axes(0, 1)
@@ -207,14 +207,14 @@ def _attend(
 
 
 def _empty_sequences(packed: Packed) -> Packed:
-    """The same number of sequences, all of length 0."""
+    """Return the same number of sequences, all with length 0."""
     names = ("cu_seqlens_q", "cu_seqlens_k")
     given = {name: bounds for name in names if isinstance(bounds := getattr(packed, name), torch.Tensor)}
     return packed._replace(**{name: torch.zeros_like(bounds) for name, bounds in given.items()})
 
 
 def _describe_sequences(packed: Packed) -> dict[str, str]:
-    """A packed batch's entries of the request; of boundaries on a GPU, which are not read, only the shape."""
+    """Return a packed batch's entries of the request; only the shape for boundaries on a GPU, which are not read."""
 
     def described(x: Any) -> str:
         if not isinstance(x, torch.Tensor):
@@ -239,7 +239,7 @@ class _Call(NamedTuple):
 
     function: str
     channel: Channel
-    axes: Axes  # of q, k, v and out
+    axes: Axes  # axes of q, k, v and out
     q_sizes: list[int]  # query rows of each rank
     kv_sizes: list[int]
     longest: tuple[Any, Any] | None  # (max_seqlen_q, max_seqlen_k) of a packed batch
@@ -272,7 +272,7 @@ class _Call(NamedTuple):
         bounds: tuple[Any, Any],
         saved: Saved | None = None,
     ) -> Any:
-        """(problem, operands) of the whole sequence and this rank's heads; dropout and mods use global head indices."""
+        """Return (problem, operands) of the whole sequence and this rank's heads, with global head indices."""
         (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
         given = {feature.name: self.heads_of(x) for feature, x in zip(SERVED, features, strict=True)}
         options = with_mods(self.options, captured)
@@ -304,9 +304,9 @@ class _Ulysses(torch.autograd.Function):
 
 
 def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) of this rank's rows, and the gradients of TENSORS, 0 except for this rank's heads.
+    """Return (dq, dk, dv) of this rank's rows, the gradients of TENSORS, and those of captured tensors.
 
-    The gradients of the tensors that mods capture follow; they are summed over the ranks.
+    The gradients of TENSORS are 0 except for this rank's heads; those of captured tensors are summed over the ranks.
     """
     q, k, v, out, lse, *rest, cu_seqlens_q, cu_seqlens_k = saved
     tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])

@@ -21,12 +21,12 @@ KEEPS_SCORE = tuple(feature for feature in FEATURES if feature.keeps_score)
 
 
 def is_modified(problem: Problem) -> bool:
-    """Whether anything but a scale is applied between q.k and the softmax."""
+    """Return whether anything but a scale is applied between q.k and the softmax."""
     return any(is_given(problem, feature) for feature in CHANGES_SCORE)
 
 
 def keeps_scores(problem: Problem) -> bool:
-    """Whether the backward must keep a second value per score, besides P, for the gradient of a feature."""
+    """Return whether the backward must keep a second value per score, besides P, for the gradient of a feature."""
     return any(is_given(problem, feature) for feature in KEEPS_SCORE)
 
 
@@ -35,6 +35,8 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
     low, high = SCALES
     return shared_constants(problem) | {
         "LARGEST_LOG2": 0,
+        "KEY_BYTES": 0,
+        "POLYNOMIAL_EXP2": False,
         # A JVP needs P <= 1, because it also multiplies V by P (tS - mu) in 16 bits.
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,
@@ -72,7 +74,14 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, and with `in_order` dq_turns."""
+    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, and with `in_order` dq_turns.
+
+    Those of a double backward are delta, eps, and row_numbers, the records of both with lse2 and mu.
+    """
+    if problem.derivative:
+        shape, strides = rows_of_heads(problem, q_rows)
+        records = Workspace("row_numbers", (*shape, 4), problem.accumulation, (*strides, 1))
+        return (*row_workspaces(problem, q_rows, "delta", "eps"), records)
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces

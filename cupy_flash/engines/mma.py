@@ -27,24 +27,34 @@ MEASURED: str | None = None
 LARGEST = 512  # maximum head dimension
 # Maximum registers per thread for accumulators and fragments that are live across a mainloop step; the rest of the 255
 # are for operands and addresses. bench/results/static.json shows no spills up to these limits.
-LIVE = {"forward": 164, "jvp": 150, "backward_q": 168, "backward_kv": 168, "backward_bias": 112}
+LIVE = {
+    "forward": 164, "jvp": 168, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
+    "second_q": 167, "second_kv": 168, "second_bias": 112,
+}  # fmt: skip
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores, dropout, or a mask_mod in the forward
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
+LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
-# Architectures with the 16-byte red.global.add.v4.f32, on which the dK/dV kernel may also accumulate dQ.
+# Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
-MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # mma.sync
+MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # of mma.sync
 MULTIPLY_ADDS_OF_SERVERS = 1024  # sm_80; also sm_90 and sm_100, where mma.sync reaches at most half of the peak
 SHARED_BYTES = 128  # shared-memory bandwidth
 CACHE_BYTES = 32  # L2 bandwidth
-ADDED_BYTES = 16  # bandwidth of red to global memory
+# Bandwidth of red to global memory, of vectors and of single numbers. FlashAttention-2 adds 4 bytes a clock on an A100
+# at its published rate, so more is possible.
+ADDED_BYTES, ADDED_BYTES_OF_SINGLES = 16, 8
 INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
 # and mainloop step.
-INSTRUCTIONS_OF_SCORE = {"forward": 4.6, "jvp": 11, "backward_q": 4.5, "backward_kv": 5}
-INSTRUCTIONS_OF_STEP = {"forward": 80, "jvp": 200, "backward_q": 120, "backward_kv": 200}
+INSTRUCTIONS_OF_SCORE = {
+    "forward": 4.6, "jvp": 9, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12
+}  # fmt: skip
+INSTRUCTIONS_OF_STEP = {
+    "forward": 80, "jvp": 330, "backward_q": 120, "backward_kv": 200, "second_q": 200, "second_kv": 230
+}  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -82,7 +92,7 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against a JVP in fp16, dtypes other than fp16 and bf16 (sm_75: fp16), and D or Dv > LARGEST."""
+    """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, fp16 in a direction, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
@@ -91,7 +101,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
     elif dtype == "float16" and problem.derivative:
         reasons.append(
-            "P (tS - mu), of which a JVP multiplies V, may exceed the range of float16; bfloat16 has that of S"
+            "P (tS - mu), a factor of the products, may exceed the range of float16; bfloat16 has that of the scores"
         )
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
@@ -106,15 +116,15 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
     if not problem.backward:
         kernel = _row_kernel(problem)
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
-    bias = bias_tile(problem, device)
+    bias, step = bias_tile(problem, device), _backward(problem)
     if _needs_bias_tile(problem) and bias is None:
         return []
     legal = [
         Tiles(q.rows, kv.rows, q, kv, bias)
-        for q in _legal_tiles("backward_q", problem, device)
-        for kv in _legal_tiles("backward_kv", problem, device)
+        for q in _legal_tiles(f"{step}_q", problem, device)
+        for kv in _legal_tiles(f"{step}_kv", problem, device)
     ]
-    if device.arch in VECTOR_ADDITION and not problem.deterministic:
+    if not problem.deterministic and not problem.derivative:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
@@ -122,12 +132,19 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
 
 def _row_kernel(problem: Problem) -> str:
     """Return the kernel whose blocks own query tiles."""
-    return "backward_q" if problem.backward else "jvp" if problem.derivative else "forward"
+    if problem.backward:
+        return f"{_backward(problem)}_q"
+    return "jvp" if problem.derivative else "forward"
+
+
+def _backward(problem: Problem) -> str:
+    """Return the prefix of the tile kernels of a backward, or of a double backward."""
+    return "second" if problem.derivative else "backward"
 
 
 def bias_tile(problem: Problem, device: Device) -> Tile | None:
     """Return the tile of the dbias kernel; None if the problem does not need it or no tile is legal."""
-    legal = _legal_tiles("backward_bias", problem, device) if _needs_bias_tile(problem) else []
+    legal = _legal_tiles(f"{_backward(problem)}_bias", problem, device) if _needs_bias_tile(problem) else []
     return legal[0] if legal else None
 
 
@@ -148,7 +165,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
         total += _seconds(_row_kernel(problem), problem, device, tile.q_tile, heads, problem.q_len, pairs)
     if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
-        total += _seconds("backward_kv", problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
+        kernel = f"{_backward(problem)}_kv"
+        total += _seconds(kernel, problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
     return total
 
 
@@ -160,7 +178,7 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return delta, lse2 and dq_sums for a backward, and the rotated rows of q for a KV cache."""
+    """Return those of `backward_workspaces` for a backward, and the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
@@ -179,9 +197,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
         steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
         return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch("mma/backward_kv", problem, kv_tile, kv_grid)]
+    backward = [_launch(f"mma/{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
-        backward.append(_launch("mma/backward_q", problem, q_tile, q_grid(q_tile)))
+        backward.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
     return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
@@ -192,8 +210,8 @@ def array_launches(problem: Problem, device: Device, tile: Tile | None) -> list[
     if not _needs_bias_tile(problem):
         return launches
     assert tile is not None
-    shape = tile.rows, tile.step
-    return launches + owned_launches(problem, shape, lambda grid: _launch("mma/backward_bias", problem, tile, grid))
+    shape, kernel = (tile.rows, tile.step), f"mma/{_backward(problem)}_bias"
+    return launches + owned_launches(problem, shape, lambda grid: _launch(kernel, problem, tile, grid))
 
 
 def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
@@ -202,11 +220,11 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
     assert tile is not None
     batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
     blocks = -(-rows // tile.rows) * -(-columns // tile.step)
-    return [_launch("mma/backward_bias", problem, tile, (blocks, heads, batch))]
+    return [_launch(f"mma/{_backward(problem)}_bias", problem, tile, (blocks, heads, batch))]
 
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
-    by_key = kernel == "mma/backward_kv"
+    by_key = kernel.endswith("_kv")
     constants: dict[str, Constant] = fragment_constants(problem)
     constants |= {
         "THREADS": tile.threads,
@@ -254,13 +272,14 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     walks = problem.mask_mod and kernel == "forward"  # the loads classify tiles themselves, ahead of the mainloop
     limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
+    limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
     if _live(kernel, problem, shape) > limit:
         return None
     # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
-    single = device.arch == "sm_75" or kernel == "backward_bias"
+    single = device.arch == "sm_75" or kernel.endswith("_bias")
     stage_counts = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
     legal = [
         tile
@@ -287,9 +306,14 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     k, v = _padded(problem, tile.column_warps)
     scores = m * tile.step // 2
     # fp32 score tiles live at once: S; S + dP + their packed halves; plus the dbias accumulator.
-    # JVP: S and tS, and their packed halves.
-    copies = {"forward": 1, "jvp": 3, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25}[kernel]
-    columns = {"forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "backward_bias": 0}[kernel]
+    # JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
+    copies = {
+        "forward": 1, "jvp": 3, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
+        "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25,
+    }[kernel]  # fmt: skip
+    columns = {
+        "forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "second_q": k, "second_kv": k + v,
+    }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
     return int(copies * scores) + m * columns // (2 * tile.column_warps) + q
 
@@ -301,9 +325,15 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
     if kernel == "forward":
         q = 2 * tile.rows * k
         return max(tile.stages * stage + (0 if tile.q_in_registers else q), q, 2 * tile.rows * v)
+    tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
     if kernel == "jvp":
-        tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
         return max(2 * tile.stages * tile.step * (tk * k + tv * v) + 2 * tile.rows * tq * k, 2 * tile.rows * v)
+    if problem.derivative:
+        query, key = 2 * (tq * k + v) + 16, 2 * (tk * k + tv * v)
+        if kernel == "second_kv":
+            return tile.rows * key + tile.stages * tile.step * query
+        operands = tile.rows * query + tile.stages * tile.step * key
+        return max(operands, 4 * tile.rows * (tile.step + 8)) if kernel == "second_bias" else operands
     operands = 2 * tile.rows * (k + v)
     if kernel == "backward_kv":
         dS = 2 * tile.rows * -(-tile.step // (16 * tile.column_warps)) * 16 * tile.column_warps
@@ -324,26 +354,29 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
     """Return predicted seconds of one kernel: resident blocks share an SM's throughput; a single warp overlaps none."""
     k, v = _padded(problem, tile.column_warps)
-    scores, sums = {"forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v)}[
-        kernel
-    ]
+    scores, sums = {
+        "forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v),
+        "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
+    }[kernel]  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps
-    loaded = 2 * tile.step * (k + v)
+    loaded = 2 * tile.step * (k + v) * (2 if problem.derivative else 1)
     read = 2 * tile.step * row_warps * (scores * tile.column_warps + sums) + (
         0 if tile.q_in_registers else 2 * tile.rows * scores * tile.column_warps
     )
     elements = tile.rows * tile.step
+    vectors = device.arch in VECTOR_ADDITION
+    added = 4 * tile.step * k if tile.add_dq else 0
     if tile.add_dq:  # dQ += dS K also loads dS and K from shared memory
         sums += k
         read += 2 * elements + 2 * elements * k // 32 * 2
     dims = scores * tile.column_warps + sums  # multiply-adds per score, over all column warps
     issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
-    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel]
+    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel] + added / (512 if vectors else 128)
     clocks = (  # clocks of one mainloop step of one block, for each resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
         issued / INSTRUCTIONS,
-        loaded / CACHE_BYTES + (4 * tile.step * k / ADDED_BYTES if tile.add_dq else 0),
+        loaded / CACHE_BYTES + added / (ADDED_BYTES if vectors else ADDED_BYTES_OF_SINGLES),
     )
     blocks = max(heads * -(-length // tile.rows), 1)
     resident = min(_resident(kernel, problem, device, tile), -(-blocks // device.units))

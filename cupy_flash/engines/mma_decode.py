@@ -15,6 +15,7 @@ from ..device import Device
 from ..launch import Launch
 from ..params import Workspace
 from ..problem import Problem
+from ..tensor_map import Box
 from .cached import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
 from .mma import (
@@ -38,15 +39,21 @@ ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
+WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
+STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the slots that a producer warp fills
+PANEL_BYTES = 128  # of a row of a TMA box, at most
+LEAST_PAGE = 8  # keys of a page: smaller boxes would load fewer bytes than a swizzle atom
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
 MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
 MEMORY_BYTES_OF_OTHERS = 12
 PART_TILES = 2  # prologue and epilogue of a split, in units of the time of a key tile
+PART_TILES_OF_PRODUCER = 1  # the same with a producer warp, which loads the next split during the epilogue
 LAUNCHES = 6e-6  # seconds for two launches in a stream
 
 
@@ -59,6 +66,7 @@ class Tile(NamedTuple):
     rows: int  # (query, head) pairs
     stages: int
     q_in_registers: bool
+    tma: bool  # a producer warp beside `threads` loads K and V with TMA
     blocks: int  # maximum blocks of the grid: as many as are resident on the device
 
 
@@ -98,23 +106,38 @@ def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
-    """Return every legal tile, as candidates of a tune."""
-    return [tile for rows in ROWS for tile in _tiles_of_rows(problem, device, rows)]
+    """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp.
+
+    A producer warp changes no bit of a piece; without split_size the grid may cut the keys elsewhere.
+    """
+    by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
+    return [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
 
 
-def _tiles_of_rows(problem: Problem, device: Device, rows: int) -> list[Tile]:
+def _has_tma(problem: Problem, device: Device) -> bool:
+    """Return whether TMA can load tiles of the caches: from pages of 8 keys on, in swizzled panels of whole rows."""
+    cache = problem.cache
+    assert cache is not None
+    loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
+    panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
+    return loads and panels and (cache.page is None or cache.page >= LEAST_PAGE)
+
+
+def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = False) -> list[Tile]:
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
     has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
     if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return []
+    if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:
+        return []
     in_registers = accumulators + scores + q <= LIVE
     return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
-        for keys in KEYS
-        for stages in ((1,) if device.arch == "sm_75" else (2, 3, 4))  # sm_75 has no cp.async
-        for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, 0),)
+        for keys in (KEYS[:1] if tma else KEYS)
+        for stages in (STAGES_OF_PRODUCER if tma else (1,) if device.arch == "sm_75" else (2, 3, 4))
+        for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, tma, 0),)
         if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
     ]
 
@@ -146,13 +169,13 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     )
     latency = LATENCY if tile.stages == 1 else 0
     assert problem.cache is not None
-    split = problem.cache.split_size
+    split, part = problem.cache.split_size, PART_TILES_OF_PRODUCER if tile.tma else PART_TILES
     places = most_places(problem, tile.rows, split or keys)
     resident = -(-min(tile.blocks, max(places, 1)) // device.units)
     if split is None:
-        steps = max(-(-places // tile.blocks), min(places, SHORTEST_RUN)) + PART_TILES
+        steps = max(-(-places // tile.blocks), min(places, SHORTEST_RUN)) + part
     else:
-        steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // keys + 1 + PART_TILES)
+        steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // keys + 1 + part)
     return LAUNCHES + steps * (resident * clocks + latency) / CLOCK
 
 
@@ -186,16 +209,34 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "STAGES": tile.stages,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "SPLIT_SIZE": cache.split_size or 0,
+        "TMA_KV": tile.tma,
     }
     of_rows = constants | {"THREADS": ROW_THREADS}
     steps = append_launches(problem, of_rows)
     grid = _grid(problem, tile)
-    shared = _shared_bytes(problem, tile)
-    steps.append(Launch("mma/decode", known_constants("mma/decode", constants), (grid, 1, 1), tile.threads, shared))
+    steps.append(
+        Launch(
+            "mma/decode",
+            known_constants("mma/decode", constants),
+            (grid, 1, 1),
+            tile.threads + 32 * tile.tma,
+            _shared_bytes(problem, tile),
+            _boxes(problem, tile) if tile.tma else (),
+        )
+    )
     if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
         units = _row_tiles(problem, tile.rows) * problem.kv_heads
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
     return nonempty(with_mods(problem, steps))
+
+
+def _boxes(problem: Problem, tile: Tile) -> tuple[Box, ...]:
+    """Return the boxes of K and V: a panel of the keys of a tile that are on one page."""
+    cache = problem.cache
+    assert cache is not None
+    keys = tile.block_kv if cache.page is None else min(cache.page, tile.block_kv)
+    panels = (min(row, PANEL_BYTES) // cache.dtype.itemsize for row in _row_bytes(problem))
+    return tuple(Box(name, keys, columns, cache.layout) for name, columns in zip("kv", panels, strict=True))
 
 
 def most_places(problem: Problem, rows: int, keys: int) -> int:
@@ -232,10 +273,14 @@ def _padded(problem: Problem) -> tuple[int, int]:
     return -(-problem.head_dim // 16) * 16, -(-problem.head_dim_v // 16) * 16
 
 
+def _is_16_bit(problem: Problem) -> bool:
+    """Return whether the caches have the dtype of q; else they are fp8."""
+    return problem.cache is not None and problem.cache.dtype == problem.dtype
+
+
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of e4m3 fragments."""
-    assert problem.cache is not None
-    if problem.cache.dtype.itemsize == 2:
+    if _is_16_bit(problem):
         k, v = _padded(problem)
         return 2 * k, 2 * v
     return -(-problem.head_dim // 32) * 32, _columns(problem)
@@ -243,8 +288,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 def _columns(problem: Problem) -> int:
     """Return the columns of O in registers."""
-    assert problem.cache is not None
-    each = 16 if problem.cache.dtype.itemsize == 2 else 32
+    each = 16 if _is_16_bit(problem) else 32
     return -(-problem.head_dim_v // each) * each
 
 
@@ -255,12 +299,16 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of dynamic shared memory: Q and the stages, reused for O, row max and row sum of each warp."""
+    """Return the bytes of dynamic shared memory: Q and the stages, and O, row max and row sum of each warp.
+
+    The latter reuse the memory of the former, unless a producer warp fills the stages; its mbarriers come last.
+    """
     k, _ = _padded(problem)
     warps = tile.threads // 32
-    o_row = _columns(problem) + (8 if problem.cache is not None and problem.cache.dtype.itemsize == 2 else 16)
+    o_row = _columns(problem) + (8 if _is_16_bit(problem) else 16)
     stages = tile.stages * tile.block_kv * sum(_row_bytes(problem))
-    return max(2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2))
+    q_and_stages, o = 2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2)
+    return q_and_stages + o + 16 * tile.stages if tile.tma else max(q_and_stages, o)
 
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:

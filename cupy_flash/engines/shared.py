@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
@@ -162,18 +162,26 @@ def fixed_slots(problem: Problem) -> tuple[int, ...]:
 
 
 def is_part(problem: Problem) -> bool:
-    """Whether a call is a part (rows, heads or sequences) of a larger one, whose captured arrays it reads."""
+    """Return whether a call is a part (rows, heads or sequences) of a larger one, whose captured arrays it reads."""
     return problem.shard or problem.whole_heads != problem.heads or problem.first_batch > 0
 
 
 def loads_by_key(problem: Problem) -> bool:
-    """Whether mods load elements of captured arrays per key or score, rather than once per row."""
-    if not problem.mods:
-        return False
-    from ..mods.ir import order, parse
+    """Return whether mods load elements of captured arrays per key or score, rather than once per row."""
+    return any(inputs & {"kv", "score"} for inputs in _loaded_by(problem))
 
-    loads = (node for node in order(parse(problem.mods).roots) if node.op == "load")
-    return any(node.inputs & {"kv", "score"} for node in loads)
+
+def loads_by_score(problem: Problem) -> bool:
+    """Return whether mods load elements of captured arrays for every score, not once per row or key."""
+    return any("score" in inputs or ("kv" in inputs and inputs & {"q", "h"}) for inputs in _loaded_by(problem))
+
+
+def _loaded_by(problem: Problem) -> Iterator[frozenset[str]]:
+    """Return the inputs of each element that mods load."""
+    if problem.mods:
+        from ..mods.ir import order, parse
+
+        yield from (node.inputs for node in order(parse(problem.mods).roots) if node.op == "load")
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
@@ -203,16 +211,32 @@ def added_launches(problem: Problem, one: Launch) -> list[Launch]:
     return [one._replace(headers=_mod_headers(problem, measure=True)), one] if problem.deterministic else [one]
 
 
+def key_bytes(problem: Problem) -> int:
+    """Return the bytes per key of values that mods compute from a key alone and a wgmma forward stages; 0 without."""
+    if not problem.mods:
+        return 0
+    from ..mods import cuda_code
+
+    return cuda_code.staged_bytes(problem.mods, _longest(problem), is_part(problem))
+
+
+def _longest(problem: Problem) -> int:
+    """Return a bound of positions, heads and sequences in the code of mods."""
+    from ..mods import cuda_code
+
+    if is_part(problem):
+        return cuda_code.LARGE
+    return max(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+
+
 def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
     from ..mods import cuda_code
 
-    counts = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    longest = cuda_code.LARGE if is_part(problem) else max(counts)
     moved = None
     if problem.derivative:
         moved = tuple(f"array{slot}" in problem.tangents for slot in range(len(problem.captured_gradient)))
     return cuda_code.headers(
-        problem.mods, problem.backward, longest, is_part(problem), problem.captured_gradient,
+        problem.mods, problem.backward, _longest(problem), is_part(problem), problem.captured_gradient,
         fixed_slots(problem), moved=moved, **part
     )  # fmt: skip
 

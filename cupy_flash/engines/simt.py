@@ -32,6 +32,9 @@ LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.
 # spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
 FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
+# A mainloop step loads two tiles one after the other and waits for each. Blocks of the same SM hide these waits from
+# each other: they are counted once, whatever the number of blocks, for steps of the largest tile.
+LOAD_SECONDS, LARGEST_STEP = 2 * 600 / 1.5e9, 64
 
 
 class Tile(NamedTuple):
@@ -71,7 +74,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Return predicted seconds: waves of blocks x time of one block, for FMAs and operand loads."""
+    """Return predicted seconds: waves of blocks x time of one block, and once the latency of a block's loads.
+
+    A block's time is that of its FMAs and of its operand loads, amortised over the scores of a tile.
+    """
     dims = problem.head_dim + problem.head_dim_v
     if problem.derivative:
         products = dims * (15 / 2 if problem.backward else 3)
@@ -82,7 +88,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     waves = -(-blocks // device.units)
     # Count at least one pair, so that tiles are ranked in the usual order for a problem without any.
     scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
-    return waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
+    computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
+    kernels = 2 if problem.backward else 1  # dK and dV; dQ
+    return computing + kernels * -(-scores // (tile.block_q * LARGEST_STEP)) * LOAD_SECONDS
 
 
 def alike(tile: Tile) -> object:

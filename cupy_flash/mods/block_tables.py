@@ -14,7 +14,7 @@ NONE, PARTIAL, ALL = 0, 1, 2  # classes of a block: none, some or all of its pai
 
 
 def is_block_mask(x: Any) -> bool:
-    """Whether x is torch's BlockMask, without importing torch."""
+    """Return whether x is torch's BlockMask, without importing torch."""
     return type(x).__name__ == "BlockMask" and type(x).__module__.startswith("torch.nn.attention")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..arrays import as_array
+from ..arrays import as_array, empty
+from ..problem import Operands, Options, Problem
 from .block_tables import ALL, NONE, PARTIAL, MaskMod, converted, is_block_mask, masked_by
-from .ir import Untraceable
 from .numpy_code import mask_function
 from .tiles import CUT, FULL, TileClasses
 from .trace import Mod, traced
@@ -27,13 +28,13 @@ def block_mask(
     """Return the mask_mod with a table that classifies its blocks as empty (skipped), full (unmasked) or cut.
 
     No mask needs the table, because attention skips the tiles that interval arithmetic proves to be hidden. It helps
-    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once on the host,
-    for the blocks that are not proved, so reuse the result in many calls. The table has B H q_len kv_len / block^2
-    bytes.
+    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once, on the device
+    of its arrays, for the blocks that are not proved, so reuse the result in many calls. The table has
+    B H q_len kv_len / block^2 bytes.
 
     Args:
-        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend, over arrays in host memory; or a BlockMask
-            of torch, on any device, which is converted and takes no other argument.
+        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True = attend; or a BlockMask of torch, which is converted
+            and takes no other argument.
         B: the number of sequences; None for one table for all sequences.
         H: the number of query heads; None for one table for all heads.
         q_len: the maximum number of queries of a call.
@@ -47,7 +48,8 @@ def block_mask(
 
     Raises:
         TypeError: mask_mod is not such a function, or cannot be traced; q_len or kv_len is missing.
-        ValueError: B, H, q_len, kv_len or block is not positive.
+        ValueError: B, H, q_len, kv_len or block is not positive; on a GPU an array is too short for them.
+        UnsupportedError: the arrays are on a GPU that CuPy cannot use.
 
     >>> import numpy as np, cupy_flash
     >>> segments = np.random.default_rng(0).integers(0, 4, 512)
@@ -68,27 +70,21 @@ def block_mask(
         raise ValueError(f"block_mask: {', '.join(wrong)}")
     if not callable(mask_mod):
         raise TypeError(f"block_mask: mask_mod must be a function (b, h, q_idx, kv_idx), not {type(mask_mod).__name__}")
-    mod = traced(None, mask_mod)
-    table = _classes(mod, (B or 1, H or 1), (q_len, kv_len), block)
+    mod, heads, lengths = traced(None, mask_mod), (B or 1, H or 1), (q_len, kv_len)
+    devices = {as_array(x, f"array{slot}").device for slot, x in enumerate(mod.arrays)}
+    on_host = devices <= {"cpu"} or mod.program.mask is None
+    table = host_classes(mod, heads, lengths, block) if on_host else gpu_classes(mod, heads, lengths, block)
     like = next(iter(mod.arrays), None) if like is None else like
     rows, columns = (np.arange(length, dtype=np.int32) // block for length in (q_len, kv_len))
-    return masked_by(mask_mod, *(_like(x, like) for x in (table, rows, columns)))
+    return masked_by(mask_mod, _like(table, like) if on_host else table, _like(rows, like), _like(columns, like))
 
 
-def _classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray[Any, Any]:
+def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray[Any, Any]:
     """Return the exact classes of blocks, uint8 (B, H, query blocks, key blocks)."""
     counts = tuple(-(-length // block) for length in lengths)
     if mod.program.mask is None:
         return np.full((*heads, *counts), ALL, np.uint8)
-    arrays = []
-    for slot, x in enumerate(mod.arrays):
-        array = as_array(x, f"array{slot}")
-        if array.device != "cpu":
-            raise Untraceable(
-                f"block_mask: array{slot} is on {array.device}, and elements are computed on the host: for "
-                "tensors on a GPU pass create_block_mask(...) of torch"
-            )
-        arrays.append(array.numpy())
+    arrays = [as_array(x, f"array{slot}").numpy() for slot, x in enumerate(mod.arrays)]
     function, of_tiles = mask_function(mod.text), TileClasses(mod.program.mask, arrays, mod.numbers)
     starts = [np.arange(0, length, block) for length in lengths]
     (queries, keys) = ((first, np.minimum(first + block, n) - 1) for first, n in zip(starts, lengths, strict=True))
@@ -103,6 +99,29 @@ def _classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: 
                 (seen,) = function(None, np.int32(b), np.int32(h), i, j, arrays, mod.numbers, np.float32)
             table[b, h, row, column] = ALL if np.all(seen) else PARTIAL if np.any(seen) else NONE
     return table
+
+
+def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> Any:
+    """Return the same, computed by a kernel on the GPU of the captured arrays."""
+    from ..backends import block_classes
+
+    problem, operands = posed(mod, heads, lengths)
+    classes = block_classes(problem, operands, block)
+    return classes.owner.swapaxes(1, 2)
+
+
+def posed(
+    mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], backend: str | None = None
+) -> tuple[Problem, Operands]:
+    """Return the (Problem, Operands) of calls with so many (sequences, heads) and (queries, keys).
+
+    The elements of q, k and v are one number each, as no kernel of masks reads them.
+    """
+    from ..pose import pose
+
+    row = empty((8,), np.dtype(np.float16), as_array(mod.arrays[0], "array0"))
+    q, k = (replace(row, shape=(heads[0], length, heads[1], 8), strides=(0, 0, 0, 1)) for length in lengths)
+    return pose("block_mask", (q, k, k), Options(mask_mod=mod, backend=backend))
 
 
 def _like(x: np.ndarray[Any, Any], like: Any) -> Any:

@@ -2,7 +2,7 @@
 
     Mod mod(p, sequence);                      once per sequence
     Mod::Query q = mod.query(head, i);         once per query and head
-    Mod::Key k = mod.key(j);                   once per key
+    Mod::Key k = mod.key(j);                   once per key; its values (`KeyValues`) may be staged in shared memory
     s = mod.score(s, q, k, slope);             once per score; slope is d(result)/ds
     s = mod.moved(s, ts, q, k, tangent, slope, curve);    the same in a JVP; ts is the tangent of s, curve d(tangent)/ds
     seen = mod.sees(q, k);                     once per score of a cut tile
@@ -28,6 +28,7 @@ from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
 
 TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
+NUMPY_TYPES = {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}
 NUMBER_TYPES = {INT: "int", LONG: "long long", REAL: "double"}
 STORED = {
     "bool": "unsigned char", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
@@ -196,6 +197,13 @@ def _headers(
     return ("captured.cuh", captured_struct(program, wanted, fixed)), ("traced.cuh", text)
 
 
+@lru_cache(maxsize=256)
+def staged_bytes(mods: str, longest: int, part: bool) -> int:
+    """Return the bytes of a key that a forward in float32 stages in shared memory; 0 if they are not worth it."""
+    writer = _Writer(parse(mods), None, SMALL if longest <= SMALL else LARGE, (), (), None, (), False, part, None)
+    return writer.staged_bytes
+
+
 def mod_struct(
     program: Program,
     by: Derivative | None = None,
@@ -217,6 +225,8 @@ def mod_struct(
     return "\n".join([*writer.struct(), ""])
 
 
+POSITION = "    int position = SHARD ? {first} + at * p.step : (int)at;"
+OFFSET = "SHARD ? 0 : at.offset"
 ADD_GRADIENTS = "  __device__ void add_gradients({scores}, const Query& q, const Key& k, RowSums& sums) const {{"
 ADD_ROW = (
     "  template <typename Total>",
@@ -305,9 +315,13 @@ class _Writer:
             "  QueryPositions positions;",
         ]
         lines += [f"  {member};" for member in self._members(BATCH)]
-        for name, head in ((QUERY, " int head;"), (KEY, "")):
-            members = "".join(f" {member};" for member in self._members(name))
-            lines.append(f"  struct {name.title()} {{{head} int position; int offset;{members} }};")
+        of_query, of_key = ("".join(f" {member};" for member in self._members(name)) for name in (QUERY, KEY))
+        lines += [
+            f"  struct Query {{ int head; int position; int offset;{of_query} }};",
+            f"  struct KeyValues {{{of_key} }};",
+            "  struct Key { int position; int offset; KeyValues x; };",
+            "  const KeyValues* staged_keys;  // KEY_BYTES: values of the keys of a tile, in shared memory",
+        ]
         lines.append("  __device__ Mod(const Params& params, const Sequence& sequence)")
         lines.append("      : p(params), batch(sequence.batch), positions(params, sequence) {")
         # Rows after the last sequence of a packed batch see no key, and captured arrays have no elements for them.
@@ -317,23 +331,10 @@ class _Writer:
             lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
         lines.append("  }")
-        for name, arguments, start in (
-            (QUERY, "int head, Position at", "head, position, offset"),
-            (KEY, "Position at", "position, offset"),
-        ):
-            lines.append(f"  __device__ {name.title()} {name}({arguments}) const {{")
-            if self.part and name == QUERY and self._reads("h"):
-                lines.append("    head += p.first_head % p.whole_heads;")
-            lines.append("    int position = at, offset = at.offset;")
-            first = "q_first" if name == QUERY else "kv_first"
-            lines.append(f"    if constexpr (SHARD) position = {first} + position * p.step, offset = 0;")
-            if name == QUERY:
-                lines.append("    if constexpr (KV_CACHE) position = positions(position), offset = 0;")
-            lines += self._body(name, self.roots)
-            values = "".join(f", v{self.number[node]}" for node in self._kept(name))
-            lines += [f"    return {{{start}{values}}};", "  }"]
         return [
             *lines,
+            *self._query(),
+            *self._key(),
             *self._score(),
             *self._moved(),
             *self._sees(),
@@ -341,6 +342,33 @@ class _Writer:
             *self._fill_tables(),
             *self._gradients(),
             "};",
+        ]
+
+    def _query(self) -> list[str]:
+        lines = [
+            "  __device__ Query query(int head, Position at) const {",
+            POSITION.format(first="q_first"),
+            "    if constexpr (KV_CACHE) position = positions(position);",
+        ]
+        if self.part and self._reads("h"):
+            lines.append("    head += p.first_head % p.whole_heads;")
+        lines += self._body(QUERY, self.roots)
+        values = "".join(f", v{self.number[node]}" for node in self._kept(QUERY))
+        return [*lines, f"    return {{head, position, KV_CACHE || {OFFSET}{values}}};", "  }"]
+
+    def _key(self) -> list[str]:
+        """Return the functions of a key: its values, and these with its position."""
+        position, values = POSITION.format(first="kv_first"), self._kept(KEY)
+        return [
+            "  __device__ KeyValues key_values(Position at) const {",
+            *([position] if values else []),
+            *self._body(KEY, self.roots),
+            f"    return {{{', '.join(f'v{self.number[node]}' for node in values)}}};",
+            "  }",
+            "  __device__ Key key(Position at) const {",
+            position,
+            f"    return {{position, {OFFSET}, KEY_BYTES > 0 ? staged_keys[at.column] : key_values(at)}};",
+            "  }",
         ]
 
     def _score(self) -> list[str]:
@@ -513,7 +541,7 @@ class _Writer:
         return x.graph.node(x.op, REAL, tuple(self._real_sum(arg) for arg in x.args))
 
     def _is_exact(self, x: Node) -> bool:
-        """Whether reals hold every value of an int."""
+        """Return whether reals hold every value of an int."""
         lo, hi = self.bounds.interval(x)
         return bool(lo >= -MOST_EXACT and hi <= MOST_EXACT)
 
@@ -523,6 +551,15 @@ class _Writer:
         for node in self.nodes:
             later |= {arg for arg in node.args if stage(arg) != stage(node)}
         return [node for node in self.nodes if stage(node) == name and node in later]
+
+    @property
+    def staged_bytes(self) -> int:
+        """sizeof(KeyValues); 0 if cheap arithmetic is all that its values take, which is not worth staging."""
+        kept = self._kept(KEY)
+        if not any(node.op in ("load", "floordiv", "mod") for node in order(kept)):
+            return 0
+        members = [(f"v{n}", NUMPY_TYPES[node.kind]) for n, node in enumerate(kept)]
+        return np.dtype(members, align=True).itemsize
 
     def _members(self, name: str) -> list[str]:
         return [f"{TYPES[node.kind]} v{self.number[node]}" for node in self._kept(name)]
@@ -552,7 +589,7 @@ class _Writer:
             return f"{prefix}head"
         if node.op in ("q", "kv"):
             return f"{prefix}position"
-        return f"{prefix}v{self.number[node]}"
+        return f"{prefix}{'x.' * (prefix == 'k.')}v{self.number[node]}"
 
     def _expression(self, node: Node) -> str:
         op, kind = node.op, node.kind
@@ -613,11 +650,11 @@ class _Writer:
         return int(self.bounds.interval(node).lo)
 
     def _is_natural(self, x: Node, y: Node) -> bool:
-        """Whether x is never negative and y is positive."""
+        """Return whether x is never negative and y is positive."""
         return self._lowest(x) >= 0 and self._lowest(y) > 0
 
     def _may_wrap(self, node: Node) -> bool:
-        """Whether an integer operation may overflow its kind, which is undefined in C++."""
+        """Return whether an integer operation may overflow its kind, which is undefined in C++."""
         operands = [self.bounds.interval(arg) for arg in node.args]
         if not all(self.bounds.domain.fits(operand, node.kind) for operand in operands):
             return True

@@ -70,7 +70,7 @@ def _axes(load: Node) -> tuple[str, ...] | None:
 
 
 def may_be_infinite(node: Node) -> bool:
-    """Whether the expression may be infinite or NaN for finite inputs."""
+    """Return whether the expression may be infinite or NaN for finite inputs."""
     return any(one.op in UNBOUNDED for one in order((node,)))
 
 

@@ -10,7 +10,7 @@ from .visits import TileCounts
 
 
 def explain(mod: Mod, *, gradients: bool = True) -> str:
-    """Return lines with the expressions of a mod and what it captures; with gradients, also the slope of score_mod."""
+    """Return lines with the expressions and captured values of a mod; with gradients, also score_mod's derivative."""
     score, mask = mod.program.score, mod.program.mask
     lines = [f"mods       {' and '.join(mod.names)}"]
     if score is not None:

@@ -44,7 +44,7 @@ class Domain(Protocol):
         """Return the result of a function of tiles.py or range.cuh; numbers in `operands` are constants of a rule."""
 
     def fits(self, interval: Any, kind: str) -> bool:
-        """Whether an interval certainly holds only values of an integer kind that are exact in sums."""
+        """Return whether an interval certainly holds only values of an integer kind that are exact in sums."""
 
 
 class Form(NamedTuple):
@@ -192,7 +192,7 @@ class Abstraction:
         return self._forms[node]
 
     def _is_term(self, node: Node) -> bool:
-        """Whether an integer is a single term, not a sum."""
+        """Return whether an integer is a single term, not a sum."""
         return self._form(node).terms == {node: 1}
 
     def _expand(self, node: Node) -> Form | None:
@@ -216,7 +216,7 @@ class Abstraction:
         return None
 
     def _stays(self, node: Node, form: Form) -> bool:
-        """Whether the linear form of a node equals its value, because the sum fits the kind and does not wrap."""
+        """Return whether a node's linear form equals its value, because the sum fits the kind and does not wrap."""
         return node.op == "const" or self._is_term(node) or self.domain.fits(self._sum(form, node.kind), node.kind)
 
     def _sum(self, form: Form, kind: str) -> Any:
@@ -255,10 +255,10 @@ class Abstraction:
 
 
 def _is_bitwise(node: Node) -> bool:
-    """Whether the known bits of a value say more than its interval."""
+    """Return whether the known bits of a value say more than its interval."""
     return node.op in (*BITWISE, "shr", "shl", "mod") or (node.op == LONG and _is_bitwise(node.args[0]))
 
 
 def _is_shift(count: Node, kind: str) -> bool:
-    """Whether a shift count is a constant for which all backends shift in the same way."""
+    """Return whether a shift count is a constant for which all backends shift in the same way."""
     return count.op == "const" and 0 <= count.value < (31 if kind == INT else 63)

@@ -113,7 +113,7 @@ class Slope:
         self._function = function_of(tuple(roots))
 
     def indexed_by(self, name: str) -> bool:
-        """Whether every element with a gradient belongs to one sequence (name "b") or to one head ("h")."""
+        """Return whether every element with a gradient belongs to one sequence (name "b") or to one head ("h")."""
         return all(any(index.op == name for index in load.args) for load in self._loads)
 
     def evaluate(self, *inputs: Any) -> tuple[Any, Any, list[tuple[int, Any, tuple[Any, ...]]]]:

@@ -65,7 +65,7 @@ class Held(Delegate):
         return function(owner)
 
     def _defines(self, name: str) -> bool:
-        """Whether the object's class defines the special method, rather than inheriting it from `object`."""
+        """Return whether the object's class defines the special method, rather than inheriting it from `object`."""
         return getattr(type(original(self)), name, None) is not getattr(object, name, None)
 
     def _require(self, name: str) -> None:

@@ -51,7 +51,7 @@ class KnownBits(NamedTuple):
     unknown: Numbers
 
 
-# ------------------------------------------------------------------------------------------------ twins of range.cuh
+# ------------------------------------------------------------------------------ functions that range.cuh has as well
 
 
 def always() -> Truth:
@@ -386,6 +386,6 @@ class TileDomain:
         return FUNCTIONS[function](*operands)
 
     def fits(self, interval: Interval, kind: str) -> bool:
-        """Whether all bounds are exact in sums of the kind."""
+        """Return whether all bounds are exact in sums of the kind."""
         lo, hi = (INT_MIN, INT_MAX) if kind == INT else (1 - NEAR, NEAR - 1)
         return bool(np.all(interval.lo >= lo) and np.all(interval.hi <= hi))

@@ -365,7 +365,7 @@ class _Rebuilder:
         return repr(key) if type(key) is str else self.sources.constant(key)
 
     def _is_opaque(self, x: Any) -> bool:
-        """Whether x is a library's and has no state of the user's, so that a later call only needs the same object."""
+        """Return whether x is a library's, without the user's state: a later call only needs the same object."""
         if isinstance(x, types.ModuleType):
             library = _library(x.__name__)
             return library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names

@@ -115,7 +115,7 @@ def element_of(array: Any) -> Element:
 
 
 def is_array(x: Any) -> bool:
-    """Whether x is an array of some library."""
+    """Return whether x is an array of some library."""
     return (
         not isinstance(x, (Traced, np.generic, type))
         and hasattr(x, "shape")
@@ -388,7 +388,7 @@ _arithmetic_of_numbers()
 
 
 def is_number(x: Any) -> bool:
-    """Whether x is a Python number, or the stand-in of a captured one."""
+    """Return whether x is a Python number, or the stand-in of a captured one."""
     return type(x) is Number or (
         not isinstance(x, Traced) and isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating))
     )

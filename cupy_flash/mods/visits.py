@@ -120,7 +120,7 @@ class VisitEstimate:
         self.seen, self.hidden = (found != EMPTY) & in_band, (found != FULL) & in_band
 
     def count(self, block_q: int, block_kv: int, by_query: bool) -> VisitCounts:
-        """The visits by query tiles of ranges of keys (by_query), or by key tiles of ranges of queries."""
+        """Count the visits of query tiles to ranges of keys (by_query), or of key tiles to ranges of queries."""
         seen, hidden = (self.seen, self.hidden) if by_query else (self.seen.T, self.hidden.T)
         if not seen.size:
             return VisitCounts(0, 0, 0)
@@ -155,7 +155,7 @@ def runs(classes: np.ndarray, grain: int, block: int) -> list[list[Run]]:
 
 
 def _run_columns(classes: np.ndarray, per_block: int) -> tuple[np.ndarray, ...]:
-    """(row, start, stop, cut start, cut stop) of all runs, in columns of classes, split at multiples of per_block."""
+    """Return (row, start, stop, cut start, cut stop) of all runs, in columns, split at multiples of per_block."""
     seen = np.pad(classes != EMPTY, ((0, 0), (1, 1)))
     column = np.arange(classes.shape[1])
     rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))

@@ -1,8 +1,8 @@
 // Backward, dbias: one block per tile of the bias, over all dimensions that it broadcasts over, deterministic. The
 // scores are recomputed a third time, and only if the bias has a gradient: the alternatives are atomic additions, or a
-// gradient of the broadcast shape. CAPTURED_GRADIENT: the same for an array that score_mod reads, whose part of the
-// gradient is dS times a derivative. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension
-// counts as one tile, head or entry.
+// gradient of the broadcast shape. CAPTURED_GRADIENT: the same for an array that score_mod reads, whose gradient is a
+// sum of dS times a derivative. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension counts as
+// one tile, head or entry.
 #include "../dbias.cuh"
 #include "steps.cuh"
 
@@ -11,7 +11,6 @@ constexpr int N = BLOCK_KV / 8;              // and by columns
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
 constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
 constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
@@ -45,9 +44,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
             int kv_start = kv_tiles.start;
             __syncthreads();
             load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
-            load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
-            load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
-            load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
+            load_dO(dO_smem, dO_loader, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head,
+                    queries);
+            load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head) + q_start, q_start, queries);
+            load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head) + q_start, q_start,
                                   queries);
             load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start),
                                           kv_tiles.visible);
@@ -73,16 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
     }
 
     __syncthreads();
-    if (column_warp() == 0) {
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; e += 2)
-            *(float2*)&dS_smem[(row + row_of(m, e)) * dS_ROW + column_of(n, e)] =
-                make_float2(dS_rmem[m][n][e], dS_rmem[m][n][e + 1]);
-    }
+    store_dS(dS_smem, dS_rmem, row);
     __syncthreads();
     bias.store(dS_smem, dS_ROW);
   }

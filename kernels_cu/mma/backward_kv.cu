@@ -25,35 +25,83 @@ __device__ void share(unsigned char* dS_smem, const unsigned int (&dS)[M][N / 2]
             dS[m][n / 2][n % 2 * 2 + half];
 }
 
-// dQ += dS K over all keys of the block, in blocks of 16 queries x 16 columns distributed over the warps.
+// dQ += dS K over all keys of the block, in blocks of 16 queries x 16 columns distributed over the warps. All counts
+// are powers of two, except for COLUMNS.
 __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_smem, int q_start, int q_len) {
   constexpr int ROWS = BLOCK_Q / 16, COLUMNS = DqSums::COLUMNS / 16, WARPS = THREADS / WARP;
   constexpr int SIDE_BY_SIDE = WARPS > ROWS ? WARPS / ROWS : 1, EACH = (COLUMNS + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
-  auto dS_lane = Tile<BLOCK_Q>::lane_of_B();  // dS^T, transposed by ldmatrix
-  auto K_lane = Tile<HEAD_DIM>::lane_of_A(0);
-  int warp = threadIdx.x / WARP, column = warp % SIDE_BY_SIDE;
-  for (int row = warp / SIDE_BY_SIDE; row < ROWS; row += WARPS / SIDE_BY_SIDE) {
-    if (q_start + 16 * row >= q_len) break;
+  int warp = threadIdx.x / WARP, row = warp / SIDE_BY_SIDE, column = warp % SIDE_BY_SIDE;
+  // dS^T is transposed by ldmatrix. The lanes' chunks include the warp's row and column.
+  typename Tile<BLOCK_Q>::Lane dS_lane(lane_id() % 8 + lane_id() / 16 * 8, 2 * row + lane_id() / 8 % 2);
+  typename Tile<HEAD_DIM>::Lane K_lane(lane_id() % 16, 2 * column + lane_id() / 16);
+  auto exists = [&](int n) { return COLUMNS % SIDE_BY_SIDE == 0 || column + n * SIDE_BY_SIDE < COLUMNS; };
+#pragma unroll
+  for (int next = 0; next < ROWS; next += WARPS / SIDE_BY_SIDE) {
+    int q = q_start + 16 * (row + next);
+    if (q >= q_len) break;
     float dQ[EACH][2][4] = {};
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; ++k) {
       unsigned int a[4], b[4];
-      ldmatrix_x4_trans(a, dS_smem + dS_lane.at(16 * k, 2 * row));
+      ldmatrix_x4_trans(a, dS_smem + dS_lane.at(16 * k, 2 * next));
 #pragma unroll
       for (int n = 0; n < EACH; ++n) {
-        ldmatrix_x4_trans(b, K_smem + K_lane.at(16 * k, 2 * min(column + n * SIDE_BY_SIDE, COLUMNS - 1)));
+        if (!exists(n)) continue;
+        ldmatrix_x4_trans(b, K_smem + K_lane.at(16 * k, 2 * n * SIDE_BY_SIDE));
         mma_m16n8k16<element>(dQ[n][0], a, b[0], b[1], dQ[n][0]);
         mma_m16n8k16<element>(dQ[n][1], a, b[2], b[3], dQ[n][1]);
       }
     }
 #pragma unroll
     for (int n = 0; n < EACH; ++n)
-      if (column + n * SIDE_BY_SIDE < COLUMNS)
+      if (exists(n))
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          sums.add(q_start + 16 * row, 16 * (column + n * SIDE_BY_SIDE), half, dQ[n][half]);
+        for (int half = 0; half < 2; ++half) sums.add(q, 16 * (column + n * SIDE_BY_SIDE), half, dQ[n][half]);
   }
 }
+
+// Loads the tiles of queries in their order: Q, dO, lse2 and delta. Addresses are computed anew where the head changes;
+// otherwise they advance by a tile, or under a mask_mod by all tiles that it hides.
+struct QueryLoads {
+  const Params& p;
+  const Sequence& sequence;
+  Loader<BLOCK_Q, HEAD_DIM> Q_loader;
+  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader;
+  int head;  // that of the addresses
+  AdvancingRows Q;
+  AdvancingRows dO;
+  const float* lse2;
+  const float* delta;
+
+  __device__ QueryLoads(const Params& p, const Sequence& sequence)
+      : p(p),
+        sequence(sequence),
+        Q_loader(Loader<BLOCK_Q, HEAD_DIM>(p.q.row).kept()),
+        dO_loader(Loader<BLOCK_Q, HEAD_DIM_V>(p.dout.row).kept()),
+        head(-1) {}
+
+  __device__ void move_to(const QTiles& tile) {
+    if (tile.head != head) {
+      head = tile.head;
+      Q.seek(sequence.query_rows<element>(p.q, head), tile.start);
+      dO.seek(sequence.query_rows<element>(p.dout, head), tile.start);
+      lse2 = sequence.queries<float>(p.lse2, head) + tile.start;
+      delta = sequence.queries<float>(p.delta, head) + tile.start;
+    } else {
+      int rows = MASK_MOD ? tile.start - Q.first : BLOCK_Q;
+      Q.advance(rows), dO.advance(rows);
+      lse2 += rows, delta += rows;
+    }
+  }
+  __device__ void load(unsigned int Q_smem, const QTiles& tile) {
+    unsigned int dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
+    move_to(tile);
+    Q_loader.load(Q_smem, Q, tile.visible);
+    load_dO(dO_smem, dO_loader, dO, p, sequence, head, tile.visible);
+    load_numbers<BLOCK_Q>(lse2_smem, lse2, tile.start, tile.visible);
+    load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, delta, tile.start, tile.visible);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
@@ -70,8 +118,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
   Band band(p, sequence);
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
-  auto Q_loader = Loader<BLOCK_Q, HEAD_DIM>(p.q.row).kept();
-  auto dO_loader = Loader<BLOCK_Q, HEAD_DIM_V>(p.dout.row).kept();
   auto K_lane = Tile<HEAD_DIM>::lane_of_A(row), Q_lane = Tile<HEAD_DIM>::lane_of_B(),
        QT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_A(row), dO_lane = Tile<HEAD_DIM_V>::lane_of_B(),
@@ -79,18 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     QTiles q_tiles(p, band, kv_head, kv_start), loaded = q_tiles;  // `loaded`: the tile to load next
-    Range queries = q_tiles.visible, existing = {0, sequence.kv_len};
+    Range existing = {0, sequence.kv_len};
+    QueryLoads loads(p, sequence);
     Pipeline<STAGES, STAGE_BYTES> stages(stages_smem);
 
     auto load = [&] {
       if (loaded.valid()) {
-        int head = loaded.head, q_start = loaded.start;
-        unsigned int Q_smem = stages.next(), dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
-        Q_loader.load(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
-        load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
-        load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
-        load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start,
-                              queries);
+        loads.load(stages.next(), loaded);
         loaded.next();
       }
       stages.commit();
@@ -108,7 +149,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
         load();
       }
       unsigned int Q_smem = stages.wait(), dO_smem = Q_smem + Q_BYTES;
-      if constexpr (STAGES > 1) load();
 
       int q_start = q_tiles.start;
       Score score(p, sequence, q_tiles.head);
@@ -117,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       Rows rows = {lse2, lse2 + BLOCK_Q};
       float S_rmem[M][N][4], dP_rmem[M][N][4];
       scores<M, N, HEAD_DIM>(S_rmem, K_smem, K_lane, Q_smem, Q_lane);
+      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, V_lane, dO_smem, dO_lane);
       differentiate<true, false>(S_rmem, dP_rmem, q_tiles.masked(), score, band, dropout, scale_log2, rows, q_start,
                                  kv_start + row);

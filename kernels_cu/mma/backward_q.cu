@@ -55,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
 
     __syncthreads();
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
-    load_dO(dO_smem, dO_loader, p, sequence, head, q_start, queries);
-    load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head), p.lse2, q_start, queries);
-    load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head), p.delta, q_start, queries);
+    load_dO(dO_smem, dO_loader, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head, queries);
+    load_numbers<BLOCK_Q>(lse2_smem, sequence.queries<float>(p.lse2, head) + q_start, q_start, queries);
+    load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head) + q_start, q_start, queries);
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dQ_rmem[M][fragments_of(HEAD_DIM)][4] = {};
 
@@ -67,10 +67,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
         load();
       }
       unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
-      if constexpr (STAGES > 1) load();
 
       float S_rmem[M][N][4], dP_rmem[M][N][4];
       scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, dO_lane, V_smem, V_lane);
       differentiate<false, false>(S_rmem, dP_rmem, kv_tiles.masked(), score, band, dropout, scale_log2, rows,
                                   q_start + row, kv_tiles.start);

@@ -2,12 +2,33 @@
 // 16-bit numbers and CacheGemm<e4m3>. A warp has 16 keys and all columns.
 #pragma once
 #include "gemm.cuh"
+#if TMA_KV
+#include "../slot_ring.cuh"
+#endif
+
+// The layout of tiles of K and V: as threads copy them, or as TMA does.
+#if TMA_KV
+template <int DIM, typename T>
+using KvTile = PanelTile<BLOCK_KV, 8 * TileOf<DIM, T>::CHUNKS>;
+#else
+template <int DIM, typename T>
+using KvTile = TileOf<DIM, T>;
+#endif
+
+// Barrier of the warps that compute.
+__device__ inline void sync_consumers() {
+#if TMA_KV
+  named_barrier_sync(1, CONSUMERS);
+#else
+  __syncthreads();
+#endif
+}
 
 template <typename T>
 struct CacheGemm {
-  using K = Tile<HEAD_DIM>;
-  using V = Tile<HEAD_DIM_V>;
-  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O
+  using K = KvTile<HEAD_DIM, T>;
+  using V = KvTile<HEAD_DIM_V, T>;
+  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O, by columns
   static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats: the rows of two fragments lie in different banks
 
   // After a barrier: orders the columns of Q as the products expect them.
@@ -16,18 +37,18 @@ struct CacheGemm {
   // S = Q K^T
   template <int M>
   __device__ static void scores(float (&S)[M][2][4], const unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4],
-                                unsigned int K_smem, const K::Lane& lane) {
+                                unsigned int K_smem, const typename K::Lane& lane) {
     ::scores<M, 2, HEAD_DIM>(S, Q, K_smem, lane);
   }
   template <int M>
   __device__ static void scores(float (&S)[M][2][4], unsigned int Q_smem, const Tile<HEAD_DIM>::Lane& Q_lane,
-                                unsigned int K_smem, const K::Lane& lane) {
+                                unsigned int K_smem, const typename K::Lane& lane) {
     ::scores<M, 2, HEAD_DIM>(S, Q_smem, Q_lane, K_smem, lane);
   }
   // O += P V
   template <int M>
   __device__ static void accumulate(float (&O)[M][FRAGMENTS][4], const unsigned int (&P)[M][1][4], unsigned int V_smem,
-                                    const V::Lane& lane) {
+                                    const typename V::Lane& lane) {
     ::accumulate<M, 1, HEAD_DIM_V>(O, P, V_smem, lane);
   }
   // Stores half of the rows of O: this lane's row at `row`, of O_ROW floats.
@@ -37,13 +58,13 @@ struct CacheGemm {
   }
 };
 
-// ldmatrix moves pairs of bytes. Of K, a lane t gets columns 4t .. 4t + 3 of 16: as the fragment of B is symmetric in
-// the summed columns, those of Q are permuted alike (arrange_Q). Of V, transposed, it gets two columns of two keys: the
-// even and the odd columns of 16 are fragments of their own, so that a lane accumulates columns 4t .. 4t + 3 of O.
+// ldmatrix moves pairs of bytes. Lane t gets columns 4t .. 4t + 3 of 16 of K. The order of the summed columns does not
+// matter, so arrange_Q permutes those of Q in the same way. With .trans the lane gets two columns of two keys of V: the
+// even and the odd columns of 16 are separate fragments, so that a lane accumulates columns 4t .. 4t + 3 of O.
 template <>
 struct CacheGemm<e4m3> {
-  using K = TileOf<HEAD_DIM, e4m3>;
-  using V = TileOf<HEAD_DIM_V, e4m3>;
+  using K = KvTile<HEAD_DIM, e4m3>;
+  using V = KvTile<HEAD_DIM_V, e4m3>;
   static constexpr int FRAGMENTS = round_up(HEAD_DIM_V, 32) / 8;
   static constexpr int O_ROW = 8 * FRAGMENTS + 16;  // floats: two rows of 16 columns lie in different banks
 
@@ -56,7 +77,7 @@ struct CacheGemm<e4m3> {
       st_shared_v4(left, {a.x, a.z, b.x, b.z});
       st_shared_v4(right, {a.y, a.w, b.y, b.w});
     }
-    __syncthreads();
+    sync_consumers();
   }
 
   template <int M>

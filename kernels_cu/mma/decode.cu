@@ -2,52 +2,12 @@
 // split_kv.cuh). Rows are (query, head of the GQA group) pairs, so that each key is read once for all heads that share
 // it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
 // the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. grid (blocks)
-#include "../split_kv.cuh"
-#include "../descales.cuh"
-#include "../walk.cuh"
-#include "cache_gemm.cuh"
-#include "load.cuh"
+#include "kv_stages.cuh"
 
-using Gemm = CacheGemm<kv_element>;
 constexpr int WARPS = THREADS / WARP;
 constexpr int M = BLOCK_Q / 16;
 constexpr int N = BLOCK_KV / WARPS / 8;
-constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
-constexpr int K_BYTES = BLOCK_KV * Gemm::K::ROW;
-constexpr int V_BYTES = BLOCK_KV * Gemm::V::ROW;
 static_assert(N == 2, "16 keys of a warp are one fragment of P");
-
-// The part of a unit that one block computes in one mainloop: a range of keys for the rows of one tile.
-struct Part {
-  Sequence sequence;
-  Band band;
-  int kv_head;
-  int first_row;
-  Range keys;
-  bool whole;     // the part has all keys of the unit: nothing to merge
-  int place;      // index of the partial result in the workspace; unused if `whole`
-  float scale;    // of the bare q.k
-  float O_scale;  // of V
-
-  __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
-  __device__ Range queries(const Params& p) const {
-    return {query(p, 0), min(query(p, BLOCK_Q - 1) + 1, sequence.q_len)};
-  }
-  __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
-};
-
-// The key tiles of a part, first to last. Hidden tiles add zeros, so skipping them changes no bit.
-struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
-  __device__ PartTiles(const Params& p, const Part& part)
-      : Walk(unmasked_keys(p, part), part.keys,
-             {part.band, {part.kv_head * p.group, (part.kv_head + 1) * p.group}, part.queries(p)}) {
-    skip_hidden();
-  }
-  __device__ static Range unmasked_keys(const Params& p, const Part& part) {
-    Range queries = part.queries(p), keys = part.band.sees_all(queries.begin, queries.end);
-    return {keys.begin, min(keys.end, part.keys.end)};
-  }
-};
 
 // Addresses of the rows of a tile of Q under GQA packing.
 struct PackedRows {
@@ -66,14 +26,14 @@ struct PackedRows {
 
 // Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED>
-__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, int kv_start) {
+__device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, float scale, int kv_start) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
       Score score(p, part.sequence, head, part.band.mod);
-      score.scale = part.scale;
+      score.scale = scale;
       Range keys = part.band.keys(i);
       int query = part.band.query(i);
 #pragma unroll
@@ -92,8 +52,8 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
     }
 }
 
-// Lazy rescaling per row, not per warp: a row's reference depends on its own scores alone, so that the other rows of
-// the tile change no bit of its result.
+// Lazy rescaling per row, not per warp: a row's reference depends only on its own scores, so that the other rows of the
+// tile do not change the bits of its result.
 __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
                             float scale_log2) {
   float factors[M][2];
@@ -118,7 +78,8 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 // Merges the results of the warps, in the order of the warps, and stores the result of the part.
 __device__ void store_part(const Params& p, const Part& part, const float* O_smem,
                            const float (*softmax_smem)[BLOCK_Q][2]) {
-  float scale_log2 = log2_scale_of(part.scale);
+  Descales descales = part.descales(p);
+  float scale = descales.scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   constexpr int CHUNKS = PART_COLUMNS / 4;
   for (int n = threadIdx.x; n < BLOCK_Q * CHUNKS; n += THREADS) {
     int row = n / CHUNKS, column = 4 * (n % CHUNKS), i = part.query(p, row), head = part.head(p, row);
@@ -140,9 +101,9 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
       float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW + column);
       O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;
     }
-    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? part.scale : 1.0f);
+    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * part.O_scale;
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;
     if (!part.whole) {
       long long at = (long long)part.place * BLOCK_Q + row;
       if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
@@ -175,39 +136,23 @@ __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Sof
     }
 }
 
-__device__ void attend(const Params& p, const Part& part, unsigned char* smem, int (&pages_smem)[2][BLOCK_KV]) {
-  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]); at the end
-  // O [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
-  unsigned int Q_smem = smem_address(smem);
+__device__ void attend(const Params& p, const Part& part, unsigned char* smem, KvStages::Shared& shared) {
+  unsigned int Q_smem = smem_address(smem + KvStages::Q_START);
   int warp = threadIdx.x / WARP;
-  float scale_log2 = log2_scale_of(part.scale);
+  float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
   auto K_lane = Gemm::K::lane_of_B();
   auto V_lane = Gemm::V::lane_of_X();
-  KvLoads loads(p, part.sequence, part.kv_head, pages_smem);
-  Pipeline<STAGES, K_BYTES + V_BYTES> slots(Q_smem + Q_BYTES);
   PartTiles tiles(p, part);
-  auto loaded = tiles;  // the tile to load next
-  auto load = [&] {
-    if (loaded.valid()) loads.load(slots.next(), loaded.start, part.keys);
-    loaded.next();
-    slots.commit();
-  };
+  KvStages stages(p, part, tiles, smem_address(smem), shared);
 
-  __syncthreads();  // all warps have finished with the shared memory of the previous part
+  stages.reuse_memory();
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    loads.pages.look_up(loaded.start, part.keys);
-    loads.pages.store();
-    if constexpr (PAGED) __syncthreads();
-    load();
-  }
-  loads.pages.look_up(loaded.start, part.keys);
-  loads.pages.store();
-  cp_async_wait_group<STAGES - 1>();  // Q has arrived
-  __syncthreads();
+  stages.begin();
+  stages.wait_for_Q();
+  sync_consumers();
   Gemm::arrange_Q(Q_smem);
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
   if constexpr (Q_IN_REGISTERS) load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, 0);
@@ -217,13 +162,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
   for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
   float O_rmem[M][Gemm::FRAGMENTS][4] = {};
   for (; tiles.valid(); tiles.next()) {
-    if constexpr (STAGES == 1) {
-      __syncthreads();
-      load();
-    }
-    unsigned int tile = slots.wait();
-    if constexpr (STAGES > 1) load();
-    loads.pages.look_up(loaded.start, part.keys);
+    unsigned int tile = stages.next(tiles.start);
     unsigned int K_smem = tile + 16 * warp * Gemm::K::ROW;
     unsigned int V_smem = tile + K_BYTES + 16 * warp * Gemm::V::ROW;
     float S_rmem[M][N][4];
@@ -232,77 +171,45 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, i
     else
       Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
     if (tiles.masked())
-      modify_rows<true>(S_rmem, p, part, tiles.start + 16 * warp);
+      modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
-      modify_rows<false>(S_rmem, p, part, tiles.start + 16 * warp);
+      modify_rows<false>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     update_rows(O_rmem, softmax, S_rmem, scale_log2);
     exponentiate(S_rmem, softmax, scale_log2);
     unsigned int P_rmem[M][N / 2][4];
     round_fragments(P_rmem, S_rmem);
     Gemm::accumulate(O_rmem, P_rmem, V_smem, V_lane);
-    loads.pages.store();
+    stages.release();
   }
 
-  cp_async_wait_group<0>();
-  __syncthreads();
-  float* O_smem = (float*)smem;
+  stages.end();
+  float* O_smem = (float*)(smem + KvStages::O_START);
   auto softmax_smem = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * Gemm::O_ROW);
   store_warp(O_smem, softmax_smem, softmax, O_rmem);
-  __syncthreads();
+  sync_consumers();
   store_part(p, part, O_smem, softmax_smem);
 }
 
+#if TMA_KV
+extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1)
+    decode(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  constexpr int MBARRIERS = KvStages::O_START + 4 * WARPS * BLOCK_Q * (Gemm::O_ROW + 2);
+  KvRing ring(smem_address(smem), smem_address(smem + MBARRIERS));
+  if (threadIdx.x == 0) {
+    ring.init();
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < CONSUMERS)
+    for_each_part(p, [&](const Part& part) { attend(p, part, smem, ring); });
+  else
+    for_each_part(p, [&](const Part& part) { load_tiles(p, part, maps, ring); });
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
-
-  // Two passes over the sequences: the first sums the line, which determines the run of this block; the second finds
-  // the sequence in which the run begins.
-  int run, place, b = 0, start = 0;
-  {
-    Line line(p, [](int, int, int) {});
-    run = line.run(line_blocks(p, gridDim.x));
-    place = blockIdx.x * run;
-    if (place >= line.total) return;
-    int found = -1, found_start = 0;
-    Line(p, [&](int sequence, int at, int count) {
-      if (at <= place && place < at + count) found = sequence, found_start = at;
-    });
-    int lane = __ffs(__ballot_sync(0xFFFFFFFF, found >= 0)) - 1;
-    b = __shfl_sync(0xFFFFFFFF, found, lane), start = __shfl_sync(0xFFFFFFFF, found_start, lane);
-    run = min(run, line.total - place);
-  }
-  for (int end = place + run; place < end; ++b) {
-    Sequence sequence(p, b);
-    Band band(p, sequence);
-    Places places(p, sequence, band);
-    int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
-    int next = start + places.count();
-    while (place < min(next, end)) {
-      int unit = (place - start) / places.each, begin = place - start - unit * places.each;
-      int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
-      Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
-                 min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
-      int kv_head = unit / row_tiles;
-      Descales descales(p, b, kv_head);
-      Part part{sequence,
-                band,
-                kv_head,
-                unit % row_tiles * BLOCK_Q,
-                keys,
-                count == places.each,
-                part_of(place, blockIdx.x, begin == 0),
-                descales.scale(p, SCALE_IN_EXPONENT),
-                descales.v};
-      // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
-      // add zeros, so this changes no bit.
-      Range queries = part.queries(p);
-      part.keys.begin = max(keys.begin, band.kv_begin(queries.begin));
-      part.keys.end = min(keys.end, band.kv_end(queries.end));
-      if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
-      attend(p, part, (unsigned char*)shared, pages_smem);
-      place += count;
-    }
-    start = next;
-  }
+  for_each_part(p, [&](const Part& part) { attend(p, part, (unsigned char*)shared, pages_smem); });
 }
+#endif

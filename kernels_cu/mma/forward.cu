@@ -88,13 +88,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         load();
       }
       unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
-      if constexpr (STAGES > 1) load();
 
       float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)
         scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
              kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4];

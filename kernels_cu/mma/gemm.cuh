@@ -7,10 +7,10 @@
 #pragma once
 #include "tile.cuh"
 
-// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum, unless it CONTINUES one.
-template <int M, int N, int DIM, bool CONTINUES = false>
-__device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem,
-                            const typename Tile<DIM>::Lane& b_lane, int k) {
+// C += A B^T for columns [16 k, 16 k + 16) of A and B; k = 0 starts the sum.
+template <int M, int N, int DIM, typename Lane>
+__device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], unsigned int B_smem, const Lane& b_lane,
+                            int k) {
   unsigned int b[4];
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
@@ -21,7 +21,7 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
       for (int right = 0; right < 2; ++right) {
         // Constant zeros cost neither a register nor an instruction.
         const float zeros[4] = {};
-        if (!CONTINUES && k == 0)
+        if (k == 0)
           mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], zeros);
         else
           mma_m16n8k16<element>(C[m][n + right], A[m], b[2 * right], b[2 * right + 1], C[m][n + right]);
@@ -29,16 +29,16 @@ __device__ void add_product(float (&C)[M][N][4], const unsigned int (&A)[M][4], 
   }
 }
 
-// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses; C += A B^T if it CONTINUES a sum.
-template <int M, int N, int DIM, bool CONTINUES = false>
+// C = A B^T for 16 M rows of tile A and 8 N rows of tile B, at this lane's addresses.
+template <int M, int N, int DIM, typename Lane>
 __device__ void scores(float (&C)[M][N][4], unsigned int A_smem, const typename Tile<DIM>::Lane& a_lane,
-                       unsigned int B_smem, const typename Tile<DIM>::Lane& b_lane) {
+                       unsigned int B_smem, const Lane& b_lane) {
   unsigned int a[M][4];
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k) {
 #pragma unroll
     for (int m = 0; m < M; ++m) ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
-    add_product<M, N, DIM, CONTINUES>(C, a, B_smem, b_lane, k);
+    add_product<M, N, DIM>(C, a, B_smem, b_lane, k);
   }
 }
 
@@ -51,17 +51,17 @@ __device__ void load_fragments(unsigned int (&A)[padded(DIM) / 16][M][4], unsign
 #pragma unroll
     for (int m = 0; m < M; ++m) ldmatrix_x4(A[k][m], A_smem + a_lane.at(16 * m, 2 * k));
 }
-template <int M, int N, int DIM>
+template <int M, int N, int DIM, typename Lane>
 __device__ void scores(float (&C)[M][N][4], const unsigned int (&A)[padded(DIM) / 16][M][4], unsigned int B_smem,
-                       const typename Tile<DIM>::Lane& b_lane) {
+                       const Lane& b_lane) {
 #pragma unroll
   for (int k = 0; k < padded(DIM) / 16; ++k) add_product<M, N, DIM>(C, A[k], B_smem, b_lane, k);
 }
 
 // C += P X for P (16 M rows, 16 K columns) and the 16 K rows of tile X: this warp's columns.
-template <int M, int K, int DIM>
+template <int M, int K, int DIM, typename Lane>
 __device__ void accumulate(float (&C)[M][fragments_of(DIM)][4], const unsigned int (&P)[M][K][4], unsigned int X_smem,
-                           const typename Tile<DIM>::Lane& x_lane) {
+                           const Lane& x_lane) {
   unsigned int b[4];
 #pragma unroll
   for (int k = 0; k < K; ++k)

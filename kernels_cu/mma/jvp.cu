@@ -1,18 +1,13 @@
 // Forward and its derivative in one direction (JVP), as in simt/jvp.cu: one block per tile of BLOCK_Q queries of one
 // head. grid (query tiles, heads, sequences)
 #include "../mean.cuh"
-#include "gemm.cuh"
-#include "load.cuh"
+#include "direction.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int SUMS = fragments_of(HEAD_DIM_V);
-constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
-constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
-constexpr int STAGE_BYTES = (1 + TK) * K_BYTES + (1 + TV) * V_BYTES;
 
-// Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
+// Turns q.k and its tangent into scores and their tangents; keys that a query does not see get -inf.
 template <bool MASKED>
 __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& score, const Band& band, int q_start,
                        int kv_start) {
@@ -23,11 +18,7 @@ __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& s
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int i = q_start + row_of(m, e), j = kv_start + column_of(n, e);
-        bool seen = !MASKED || band.sees(i, j);
-        if constexpr (MASKED && MASK_MOD) seen = seen && band.mod_sees(score.head, i, j);
-        if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
-        Score::Moved x = {-infinity()};
-        if (seen) x = score.moved(S[m][n][e], tS[m][n][e], i, j);
+        Score::Moved x = moved<MASKED, false>(score, band, S[m][n][e], tS[m][n][e], i, j);
         S[m][n][e] = x.score, tS[m][n][e] = x.tangent;
       }
 }
@@ -44,8 +35,7 @@ __device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e)
-          if (P[m][n][e] != 0) moving += P[m][n][e] * tS[m][n][e];  // the tangent of a hidden score may be NaN
+        for (int e = 2 * half; e < 2 * half + 2; ++e) moving += P[m][n][e] * tS[m][n][e];
       float change = mean[m][half].update(rescaling[m][half], row_sum(moving), row_sum(softmax[m][half].l));
 #pragma unroll
       for (int n = 0; n < SUMS; ++n)
@@ -78,7 +68,7 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] == 0 ? 0 : S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu);
+      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu);
 }
 
 // Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last
@@ -119,8 +109,8 @@ __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const flo
 extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   unsigned char* smem = (unsigned char*)shared;
-  // Shared memory: Q, tQ [BLOCK_Q][HEAD_DIM], then STAGES x (K, tK [BLOCK_KV][HEAD_DIM], V, tV [BLOCK_KV][HEAD_DIM_V]).
-  // The epilogue stages O and then tO in the same memory.
+  // Shared memory: Q, tQ [BLOCK_Q][HEAD_DIM], then STAGES x one tile of keys. The epilogue stages O and then tO in the
+  // same memory.
   unsigned int Q_smem = smem_address(smem), tQ_smem = Q_smem + Q_BYTES, KV_smem = tQ_smem + TQ * Q_BYTES;
 
   int head = blockIdx.y, kv_head = head / p.group;
@@ -131,22 +121,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
   int row = row_warp() * M * 16;
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B();
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
+  auto key_loads = KeyLoads(p, sequence).kept();
 
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
     KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
     auto loaded = kv_tiles;  // the tile to load next
-    Pipeline<STAGES, STAGE_BYTES> stages(KV_smem);
+    Pipeline<STAGES, KeyTile::BYTES> stages(KV_smem);
     auto load = [&] {
-      if (loaded.valid()) {
-        auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(loaded.start); };
-        unsigned int K_smem = stages.next(), V_smem = K_smem + (1 + TK) * K_BYTES;
-        load_tile<BLOCK_KV, HEAD_DIM>(K_smem, rows(p.k), loaded.visible);
-        if constexpr (TK) load_tile<BLOCK_KV, HEAD_DIM>(K_smem + K_BYTES, rows(p.tk), loaded.visible);
-        load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem, rows(p.v), loaded.visible);
-        if constexpr (TV) load_tile<BLOCK_KV, HEAD_DIM_V>(V_smem + V_BYTES, rows(p.tv), loaded.visible);
-      }
+      if (loaded.valid()) key_loads.load(KeyTile(stages.next()), kv_head, loaded.start, loaded.visible);
       loaded.next();
       stages.commit();
     };
@@ -167,20 +151,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
         __syncthreads();
         load();
       }
-      unsigned int K_smem = stages.wait(), V_smem = K_smem + (1 + TK) * K_BYTES;
+      KeyTile keys(stages.wait());
       if constexpr (STAGES > 1) load();
-      float S_rmem[M][N][4], tS_rmem[M][N][4] = {};
-      scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-      if constexpr (TQ) scores<M, N, HEAD_DIM, true>(tS_rmem, tQ_smem, Q_lane, K_smem, K_lane);
-      if constexpr (TK) scores<M, N, HEAD_DIM, true>(tS_rmem, Q_smem, Q_lane, K_smem + K_BYTES, K_lane);
+      float S_rmem[M][N][4] = {}, tS_rmem[M][N][4] = {};
+      scores_moved<M, N, HEAD_DIM, TQ, TK>(S_rmem, tS_rmem, Q_smem, tQ_smem, Q_lane, keys.K, keys.tK, K_lane);
       attend(S_rmem, tS_rmem, O_rmem, T_rmem, softmax, mean, kv_tiles.masked(), score, band, dropout, q_start + row,
              kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4], tP_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       round_fragments(tP_rmem, tS_rmem);
-      accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
-      if constexpr (SCORES_MOVE) accumulate<M, N / 2, HEAD_DIM_V>(T_rmem, tP_rmem, V_smem, V_lane);
-      if constexpr (TV) accumulate<M, N / 2, HEAD_DIM_V>(T_rmem, P_rmem, V_smem + V_BYTES, V_lane);
+      accumulate_moved<M, N / 2, HEAD_DIM_V, SCORES_MOVE, TV>(O_rmem, T_rmem, P_rmem, tP_rmem, keys.V, keys.tV, V_lane);
     }
 
     float factors[M][2];

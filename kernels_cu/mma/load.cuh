@@ -9,7 +9,7 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Loads a chunk of an unaligned row number by number, synchronously.
+// Loads a chunk of an unaligned row element by element, synchronously.
 template <int DIM, typename T>
 __device__ void load_numbers_of_chunk(unsigned int to, const T* row, int chunk, bool valid) {
   constexpr int COUNT = 16 / sizeof(T), EACH = COUNT / 4;  // numbers of a chunk and of a word
@@ -21,21 +21,28 @@ __device__ void load_numbers_of_chunk(unsigned int to, const T* row, int chunk, 
   st_shared_v4(to, words);
 }
 
+__device__ constexpr int power_of_two_from(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
 // Loads tiles of ROWS rows of a tensor into shared memory. If every thread has the same share of every tile (REGULAR),
-// its addresses are computed once.
+// its addresses are computed once; then LANES threads share a row, some of which are idle if a row has fewer chunks.
 template <int ROWS, int DIM, typename Number = element>
 struct Loader {
   using T = TileOf<DIM, Number>;
   static constexpr int COUNT = 16 / sizeof(Number);  // numbers of a chunk
-  static constexpr int STEP = THREADS / T::CHUNKS;   // rows that all threads load at once
-  static constexpr bool REGULAR = THREADS % T::CHUNKS == 0 && STEP % 8 == 0 && ROWS % STEP == 0;
+  static constexpr int LANES = power_of_two_from(T::CHUNKS);
+  static constexpr int STEP = THREADS / LANES;  // rows that all threads load at once
+  static constexpr bool REGULAR = STEP > 0 && STEP % 8 == 0 && ROWS % STEP == 0;
 
   // REGULAR: offsets of this thread's chunk in the tile's first rows: in the tensor, and in shared memory.
   long long from;
   unsigned int to;
 
   __device__ Loader(long long stride) {
-    int row = threadIdx.x / T::CHUNKS;
+    int row = threadIdx.x / LANES;
     from = row * stride + (bytes(chunk()) ? COUNT * chunk() : 0);
     to = T::at(row, chunk());
   }
@@ -44,7 +51,8 @@ struct Loader {
     loader.from = keep(from), loader.to = keep(to);
     return loader;
   }
-  __device__ static int chunk() { return threadIdx.x % T::CHUNKS; }
+  __device__ static int chunk() { return threadIdx.x % LANES; }
+  __device__ static bool idle() { return LANES > T::CHUNKS && chunk() >= T::CHUNKS; }
   // Valid bytes of a chunk: 16 except at the end of a row.
   __device__ static int bytes(int chunk) {
     constexpr int ROW = DIM * sizeof(Number);
@@ -62,6 +70,7 @@ struct Loader {
         load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows(row), chunk, read(rows.first + row));
       }
     } else if constexpr (REGULAR && Rows::EQUIDISTANT) {
+      if (idle()) return;
       const Number* next = rows(0) + from;
       if (whole) {
 #pragma unroll
@@ -70,11 +79,12 @@ struct Loader {
       } else {
 #pragma unroll 1
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride) {
-          bool valid = read(rows.first + threadIdx.x / T::CHUNKS + n * STEP);
+          bool valid = read(rows.first + threadIdx.x / LANES + n * STEP);
           cp_async<16>(tile + to + n * STEP * T::ROW, valid ? next : rows.data, valid ? bytes(chunk()) : 0);
         }
       }
     } else {
+#pragma unroll 2
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(rows.first + row) ? bytes(chunk) : 0;
@@ -87,6 +97,17 @@ struct Loader {
     load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end,
          [&](int position) { return range(position) && rows.has(position); });
   }
+};
+
+// Rows of tiles that are loaded one after the other. The address of a tile is that of the previous one plus a constant,
+// while TileRows multiplies 64-bit numbers for each.
+struct AdvancingRows : TileRows<element> {  // `data` is the row of the tile's first position
+  __device__ const element* operator()(int row) const { return data + (long long)row * stride; }
+  __device__ void seek(const HeadRows<element>& rows, int start) {
+    data = rows.data + (long long)start * rows.stride;
+    stride = rows.stride, aligned = rows.aligned, first = start;
+  }
+  __device__ void advance(int rows) { data += rows * stride, first += rows; }
 };
 
 template <int ROWS, int DIM, typename Rows>
@@ -122,14 +143,16 @@ struct Pipeline {
   }
 };
 
-// Loads numbers [first, first + COUNT) of a per-row array such as lse; zeros where read(row) is false.
-template <int COUNT, typename Read>
-__device__ void load_numbers(unsigned int to, const float* numbers, const Operand& x, int first, Read read) {
+// Loads COUNT numbers or records of an array with one per row, such as lse2; `numbers` is that of row `first`. Rows for
+// which read(row) is false become zeros.
+template <int COUNT, typename Number, typename Read>
+__device__ void load_numbers(unsigned int to, const Number* numbers, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");
   int n = threadIdx.x;
   if (n >= COUNT) return;
   bool valid = read(first + n);
-  cp_async<4>(to + 4 * n, numbers + (valid ? (first + n) * x.row : 0), valid ? 4 : 0);
+  constexpr int SIZE = sizeof(Number);
+  cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
 // Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].

@@ -43,10 +43,11 @@ struct Tile {
   struct Lane {
     unsigned int offset[GROUP / 2];  // swizzled offsets of chunks 0, 2 .. of the first group
 
+    // A row is a multiple of a group, so these offsets differ in the bits of the chunk alone.
     __device__ Lane(int row, int chunk) {
+      unsigned int first = row * ROW + (((chunk % GROUP ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
 #pragma unroll
-      for (int n = 0; n < GROUP / 2; ++n)
-        offset[n] = row * ROW + (((chunk % GROUP ^ 2 * n ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
+      for (int n = 0; n < GROUP / 2; ++n) offset[n] = first ^ 2 * n << 4;
     }
     __device__ Lane kept() const {
       Lane lane = *this;
@@ -66,8 +67,25 @@ struct Tile {
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }
 };
 
-// The tile of rows of DIM numbers. A row of e4m3 has the bytes of half as many 16-bit numbers, in whole pairs of
-// chunks.
+// Swizzled layout of a tile of ROWS rows of DIM numbers as TMA writes it: panels of 64 columns, each a Tile.
+template <int ROWS, int DIM>
+struct PanelTile {
+  using Panel = Tile<(DIM < 64 ? DIM : 64)>;
+  static constexpr int PANELS = DIM / (8 * Panel::CHUNKS), ROW = Panel::ROW;  // bytes of a row of a panel
+
+  struct Lane {
+    typename Panel::Lane lane;
+
+    __device__ unsigned int at(int row, int chunk) const {
+      return lane.at(row, chunk % Panel::CHUNKS) + chunk / Panel::CHUNKS * ROWS * ROW;
+    }
+  };
+  __device__ static Lane lane_of_B() { return {Panel::lane_of_B()}; }
+  __device__ static Lane lane_of_X() { return {Panel::lane_of_X()}; }
+};
+
+// Type of a tile with rows of DIM elements. An e4m3 row has as many bytes as DIM / 2 16-bit elements, rounded up to
+// pairs of chunks.
 template <int DIM, typename Number>
 using TileOf = Tile<sizeof(Number) == 1 ? round_up(DIM, 32) / 2 : DIM>;
 

@@ -1,8 +1,8 @@
 // Backward, dbias: one block per tile of the bias, over all dimensions that it broadcasts over, deterministic. The
 // scores are recomputed a third time, and only if the bias has a gradient: the alternatives are atomic additions, or a
-// gradient of the broadcast shape. CAPTURED_GRADIENT: the same for an array that score_mod reads, whose part of the
-// gradient is dS times a derivative. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension
-// counts as one tile, head or entry.
+// gradient of the broadcast shape. CAPTURED_GRADIENT: the same for an array that score_mod reads, whose gradient is a
+// sum of dS times a derivative. grid (tiles of the bias, its heads, its batch entries); a broadcast dimension counts as
+// one tile, head or entry.
 #include "../dbias.cuh"
 #include "steps.cuh"
 

@@ -9,7 +9,7 @@
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 
-// Adds the gradients of what the scores of a tile read, from Q K^T and dO V^T.
+// Adds the gradients of the elements that the scores of a tile read, from Q K^T and dO V^T.
 __device__ void add_gradients(Mod::RowSums (&sums)[ROWS], const real (&S)[ROWS][COLS], const real (&dP)[ROWS][COLS],
                               bool masked, const Score& score, const Band& band, const Dropout& dropout,
                               const real* lse_smem, const real* delta_smem, int2 start) {

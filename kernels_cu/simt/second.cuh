@@ -1,17 +1,7 @@
-// Operands and steps that the double backward kernels of the simt engine share. In a direction (tQ, tK, tV, ...) with
-// score tangents tS, m the factors of dropout and mu the tangent of lse:
-//
-//     g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
-//     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c, of which dV = W^T dO
+// Operands and steps that the double backward kernels of the simt engine share.
 #pragma once
-#include "../mean.cuh"
+#include "../second_gradients.cuh"
 #include "steps.cuh"
-
-struct PairGradients {
-  real dS;
-  real dtS;
-  real W;
-};
 
 // Q, tQ and dO of a tile of queries in shared memory, and the numbers of its rows.
 struct QueryTile {
@@ -49,9 +39,7 @@ struct QueryTile {
     // A hidden score has P = 0 also where lse is NaN; its tangent and slopes may be NaN.
     real probability = x.score == -infinity() ? 0 : exp(x.score - lse[query]);
     if (probability == 0) return {};
-    real moving = x.tangent - mu[query], excess = dP * factor - delta[query];
-    return {probability * (moving * excess + (dtP * factor - eps[query])), probability * excess,
-            probability * factor * moving};
+    return pair_gradients(probability, x.tangent, dP, dtP, factor, mu[query], delta[query], eps[query]);
   }
 };
 
@@ -80,12 +68,12 @@ struct KeyTile {
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
+// QK_GRADIENT: gradients of scale * q.k, else of the bias or of the elements that score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct SecondGradients {
-  real dS[ROWS][COLS] = {};   // Q K^T before
-  real dtS[ROWS][COLS] = {};  // its tangent before
-  real W[ROWS][COLS] = {};    // dO V^T before
+  real dS[ROWS][COLS] = {};   // Q K^T, then dS
+  real dtS[ROWS][COLS] = {};  // the tangent of Q K^T, then dtS
+  real W[ROWS][COLS] = {};    // dO V^T, then W
   real dtP[ROWS][COLS] = {};  // dO tV^T
 
   template <int DIM>

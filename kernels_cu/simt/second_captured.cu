@@ -6,7 +6,7 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 using Products = SecondGradients<ROWS, COLS, false, false>;
 
-// Adds the gradients of what the scores of a tile read.
+// Adds the gradients of the elements that the scores of a tile read.
 __device__ void add_gradients(Mod::RowSums (&sums)[ROWS], const Products& tile, bool masked, const Score& score,
                               const Band& band, const Dropout& dropout, const QueryTile& queries, int2 start) {
 #pragma unroll

@@ -74,7 +74,8 @@ struct FromRegisters : RoundedTile {
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     accumulate<0, N / 2>(C, rmem, X_smem);
   }
-  // The same in two steps, before and after the barrier at which consumers exchange tiles. The first is enough here.
+  // FromShared needs a barrier between its store and its issue: issue_or_store runs before that barrier,
+  // issue_stored after it. This operand is in registers, so the first issues and the second does nothing.
   template <int COLUMNS>
   __device__ void issue_or_store(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     issue(C, X_smem);

@@ -2,8 +2,8 @@
 // heads, sequences), or (number of SMs) if PERSISTENT
 //
 // Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V; its warp classifies
-// the tiles by a mask_mod. Each consumer warpgroup computes 64 queries and overlaps the PV wgmma of one tile with the
-// softmax of the next.
+// the tiles by a mask_mod, and stages the values that mods compute per key. Each consumer warpgroup computes 64 queries
+// and overlaps the PV wgmma of one tile with the softmax of the next.
 #include "forward.cuh"
 #include "tile_scheduler.cuh"
 
@@ -27,7 +27,7 @@ using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
 // Shared memory: Q (reused to stage O for the TMA store, unless O_BUFFER), STAGES x K, STAGES x V, O_BUFFER: O,
-// mbarriers, the records of tiles of keys, and the tile record.
+// mbarriers, the records of key tiles, the values that mods compute per key, and the tile record.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
   static constexpr int Q_BYTES = O_BUFFER || Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
@@ -35,18 +35,21 @@ struct Rings {
   static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES + (O_BUFFER ? O_BYTES : 0);
   static constexpr int KV_RECORDS =
       MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
-  static constexpr int TILE_RECORD = KV_RECORDS + RECORD_BYTES;
+  static constexpr int KEY_VALUES = KV_RECORDS + RECORD_BYTES;
+  static constexpr int TILE_RECORD = KEY_VALUES + KEY_VALUES_BYTES;
 
   Q_Ring Q;
   K_Ring K;
   V_Ring V;
   unsigned int kv_records;
+  Mod::KeyValues* staged_keys;
 
-  __device__ Rings(unsigned int smem)
+  __device__ Rings(unsigned char* generic, unsigned int smem)
       : Q(smem, smem + MBARRIERS),
         K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
         V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
-        kv_records(smem + KV_RECORDS) {}
+        kv_records(smem + KV_RECORDS),
+        staged_keys((Mod::KeyValues*)(generic + KEY_VALUES)) {}
 };
 
 // Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
@@ -60,6 +63,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
     Band band(p, sequence);
     BlockKvTiles kv_tiles(band, scheduler.head, q_start);
     auto load_next = [&] {
+      stage_keys(rings.K, rings.staged_keys, band, kv_tiles.start);
       if (issues_loads()) {
         Box keys = sequence.key_box(kv_tiles.start);
         write_record(rings.K, rings.kv_records, kv_tiles);
@@ -137,6 +141,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 
     // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
     auto update = [&] {
+      read_staged_keys(rings.K, rings.staged_keys, band, score);
       if (ALWAYS_MASKED || kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       else if constexpr (SCORE_MODIFIED)
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
         forward(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  Rings rings(smem_address(smem));
+  Rings rings(smem, smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.V.init();
     fence_mbarrier_init();
@@ -217,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   TileScheduler& tile_smem = *(TileScheduler*)(smem + Rings::TILE_RECORD);
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x < WARP && (MASK_MOD || elect_one())) load_tiles(p, maps, rings, tile_smem);
+    if (threadIdx.x < WARP && (PRODUCER_WARP || elect_one())) load_tiles(p, maps, rings, tile_smem);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     compute(p, maps, rings, smem, tile_smem);

@@ -9,9 +9,9 @@
 
 constexpr int N = BLOCK_KV / 8;                // score fragments, by columns
 constexpr int N_V = fragments_of(HEAD_DIM_V);  // fragments of O, by columns
-// Registers per thread: the producer gives registers to two or three consumer warpgroups. It keeps more to classify
-// tiles by a mask_mod.
-constexpr int TWO = THREADS == 384, CLASSIFYING = MASK_MOD ? (TWO ? 32 : 24) : 0;
+// Registers per thread: the producer gives registers to two or three consumer warpgroups. It keeps more if its warp
+// evaluates mods.
+constexpr int TWO = THREADS == 384, CLASSIFYING = PRODUCER_WARP ? (TWO ? 32 : 24) : 0;
 constexpr int PRODUCER_REGISTERS = (TWO ? 24 : 32) + CLASSIFYING,
               CONSUMER_REGISTERS = (TWO ? 240 : 160) - CLASSIFYING / (TWO ? 2 : 3);
 
@@ -44,6 +44,31 @@ __device__ void publish_end(K_Ring& K, unsigned int records) {
     mbarrier_arrive(K.full());
     ++K.index;
   }
+}
+
+// Values that mods compute from a key alone, for the keys of a tile. The producer warp writes them before it loads K,
+// whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so the ring has
+// one slot more than that of K.
+constexpr int KEY_SLOTS = STAGES + 1, KEY_VALUES_BYTES = KEY_SLOTS * BLOCK_KV * KEY_BYTES;
+static_assert(KEY_BYTES == 0 || KEY_BYTES == sizeof(Mod::KeyValues), "the plan's shared memory has another size");
+
+// Producer, all lanes: writes the values of the tile to load next.
+template <typename K_Ring>
+__device__ void stage_keys(const K_Ring& K, Mod::KeyValues* staged, const Band& band, int kv_start) {
+  if constexpr (KEY_BYTES > 0) {
+    unsigned int index = __shfl_sync(0xFFFFFFFF, K.index, 0);
+    if (issues_loads()) K.acquire();
+    __syncwarp();
+    for (int n = lane_id(); n < BLOCK_KV; n += WARP)
+      staged[index % KEY_SLOTS * BLOCK_KV + n] = band.mod.key_values(band.key(kv_start + n));
+    __syncwarp();
+  }
+}
+// Consumer: lets mods read the values of the tile of which K was released last.
+template <typename K_Ring>
+__device__ void read_staged_keys(const K_Ring& K, const Mod::KeyValues* staged, Band& band, Score& score) {
+  if constexpr (KEY_BYTES > 0)
+    band.mod.staged_keys = score.mod.staged_keys = staged + (K.index - 1) % KEY_SLOTS * BLOCK_KV;
 }
 
 // Consumer: iterator over the published tiles. `unmasked` are the keys that only the mask_mod may mask.

@@ -1,8 +1,8 @@
 // Forward of fp8 (e4m3): one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 //
 // Warp-specialised: one thread of warpgroup 0, the producer, issues the TMA loads of Q, K and V^T; its warp classifies
-// the tiles by a mask_mod. Each consumer warpgroup computes 64 queries; the softmax of one overlaps the wgmmas of the
-// others.
+// the tiles by a mask_mod, and stages the values that mods compute per key. Each consumer warpgroup computes 64
+// queries; the softmax of one overlaps the wgmmas of the others.
 #include "forward.cuh"
 #include "fp8.cuh"
 
@@ -20,25 +20,28 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
 using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, and the records of tiles
-// of keys.
+// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, the records of key
+// tiles, and the values that mods compute per key.
 struct Rings {
   static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
   static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
   static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + VT_Ring::BYTES;
   static constexpr int KV_RECORDS =
       MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + VT_Ring::MBARRIER_BYTES;
+  static constexpr int KEY_VALUES = KV_RECORDS + RECORD_BYTES;
 
   Q_Ring Q;
   K_Ring K;
   VT_Ring VT;
   unsigned int kv_records;
+  Mod::KeyValues* staged_keys;
 
-  __device__ Rings(unsigned int smem)
+  __device__ Rings(unsigned char* generic, unsigned int smem)
       : Q(smem, smem + MBARRIERS),
         K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
         VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
-        kv_records(smem + KV_RECORDS) {}
+        kv_records(smem + KV_RECORDS),
+        staged_keys((Mod::KeyValues*)(generic + KEY_VALUES)) {}
 };
 
 __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
@@ -48,6 +51,7 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
     int q_start = tile * BLOCK_Q;
     if (issues_loads()) rings.Q.load(maps.q, sequence.q_start + q_start, head, batch, EVICT_FIRST);
     for (BlockKvTiles kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
+      stage_keys(rings.K, rings.staged_keys, band, kv_tiles.start);
       if (!issues_loads()) continue;
       Box keys = sequence.key_box(kv_tiles.start);
       write_record(rings.K, rings.kv_records, kv_tiles);
@@ -59,7 +63,7 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
 }
 
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
-                        const Band& band, int head, int tiles) {
+                        Band band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   Descales descales(p, sequence.batch, head / p.group);
@@ -88,6 +92,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       fence_operand(S_rmem);
       rings.K.release();
 
+      read_staged_keys(rings.K, rings.staged_keys, band, score);
       if (ALWAYS_MASKED || kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
       else if constexpr (SCORE_MODIFIED)
@@ -113,7 +118,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward_fp8(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  Rings rings(smem_address(smem));
+  Rings rings(smem, smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.VT.init();
     fence_mbarrier_init();
@@ -127,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x < WARP && (MASK_MOD || elect_one()))
+    if (threadIdx.x < WARP && (PRODUCER_WARP || elect_one()))
       load_tiles(maps, rings, sequence, band, head, head / p.group, tiles);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();

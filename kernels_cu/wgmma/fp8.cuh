@@ -23,8 +23,8 @@ __device__ void scores_fp8(float (&C)[1][N][4], unsigned int A_smem, unsigned in
   wgmma_commit_group();
 }
 
-// Rounds C to A fragments. A lane has two adjacent columns of a C fragment but needs four of an A fragment: it takes
-// those of two C fragments, which permutes the keys. vt.cu permutes V^T in the same way.
+// Rounds C to A fragments. A lane has two adjacent columns of a C fragment but needs four of an A fragment, so it
+// combines two C fragments, which permutes the keys. vt.cu permutes V^T in the same way.
 template <int N>
 __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1][N][4]) {
 #pragma unroll
@@ -40,7 +40,7 @@ __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1]
 // C += P X^T for P in fragments of 32 K columns and tile X of V^T, with as many rows as C has columns.
 //
 // wgmma accumulates e4m3 products with 14 bits of precision, which a sum over many tiles would lose: the sum over one
-// tile is computed apart, for as many columns at a time as registers allow, and added to C in fp32.
+// tile is computed separately, for as many columns at a time as registers allow, and added to C in fp32.
 template <int N, int K>
 __device__ void accumulate_fp8(float (&C)[1][N][4], unsigned int (&P)[1][K][4], unsigned int X_smem) {
   constexpr int PART = SUM_COLUMNS / 8, ROW = VT_PANEL >> 4;

@@ -1,7 +1,6 @@
 // Tiles of the wgmma engine: 16-bit numbers in shared memory, in 128-byte swizzled panels of 64 columns as TMA writes
 // them.
 //
-//   SlotRing       ring of shared-memory slots with full and empty mbarriers
 //   TileRing       a SlotRing that TMA fills with tiles
 //   scores         C = A B^T     64 rows of tile A by the rows of tile B
 //   accumulate     C += P X      P in fragments, X the rows of a tile
@@ -10,21 +9,20 @@
 //   store_rows     fragments -> rows of a tensor
 #pragma once
 #include "../fragments.cuh"
-#include "../hopper.cuh"
+#include "../slot_ring.cuh"
 
-constexpr int WARPGROUP = 128;                  // threads
-constexpr int CONSUMERS = THREADS - WARPGROUP;  // threads of the consumer warpgroups, each of which has 64 rows
-constexpr int PANEL = 64;                       // columns
-constexpr int PANEL_ROW = 2 * PANEL;            // bytes
-constexpr int COMMON_BARRIER = 1;               // named barrier of all consumers
-constexpr int PINGPONG_BARRIER = 2;             // named barrier of the first consumer; the others follow
+constexpr int PANEL = 64;             // columns
+constexpr int PANEL_ROW = 2 * PANEL;  // bytes
+constexpr int COMMON_BARRIER = 1;     // named barrier of all consumers
+constexpr int PINGPONG_BARRIER = 2;   // named barrier of the first consumer; the others follow
 
 // Under a mask_mod the producer alone classifies tiles, and passes each to the consumers in a record: its start, which
-// is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. Classification needs all
-// lanes of the producer's warp; one of them issues the loads.
+// is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. One lane issues the loads.
 constexpr int END = -1, CUT = 1;
+// True if all lanes of the producer warp work: they classify tiles, or stage the values that mods compute per key.
+constexpr bool PRODUCER_WARP = MASK_MOD || KEY_BYTES > 0;
 __device__ inline bool issues_loads() {
-  return !MASK_MOD || lane_id() == 0;
+  return !PRODUCER_WARP || lane_id() == 0;
 }
 
 __device__ constexpr int panels_of(int dim) {
@@ -34,44 +32,6 @@ __device__ constexpr int panels_of(int dim) {
 __device__ constexpr int fragments_of(int dim) {
   return (dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256) / 8;
 }
-
-// Ring of SLOTS shared-memory slots, each with a full and an empty mbarrier; producer and consumers each keep their own
-// index, from which the parity follows. A full phase completes after PRODUCERS arrivals, an empty phase after one
-// arrival per consumer warp of all blocks of the cluster. All slots start empty.
-template <int SLOTS, int SLOT_BYTES, int PRODUCERS, int CLUSTER_SIZE = 1>
-struct SlotRing {
-  static constexpr int BYTES = SLOTS * SLOT_BYTES, MBARRIER_BYTES = 2 * 8 * SLOTS;
-
-  unsigned int start;
-  unsigned int mbarriers;
-  unsigned int index = 0;
-
-  __device__ SlotRing(unsigned int start, unsigned int mbarriers) : start(start), mbarriers(mbarriers) {}
-  __device__ void init() const {
-#pragma unroll
-    for (int n = 0; n < SLOTS; ++n) {
-      mbarrier_init(mbarriers + 8 * n, PRODUCERS);
-      mbarrier_init(mbarriers + 8 * (SLOTS + n), CLUSTER_SIZE * CONSUMERS / WARP);
-    }
-  }
-  __device__ unsigned int parity() const { return index / SLOTS % 2; }
-  __device__ unsigned int slot() const { return start + index % SLOTS * SLOT_BYTES; }
-  __device__ unsigned int full() const { return mbarriers + 8 * (index % SLOTS); }
-  __device__ unsigned int empty() const { return mbarriers + 8 * (SLOTS + index % SLOTS); }
-
-  // Producer: waits until the slot is empty.
-  __device__ void acquire() const { mbarrier_wait(empty(), parity() ^ 1); }
-  // Consumer: waits until the slot is full.
-  __device__ void wait() const { mbarrier_wait(full(), parity()); }
-  // Consumer: signals that this warp has finished reading the slot.
-  __device__ void release() {
-    if (CLUSTER_SIZE > 1 && lane_id() < CLUSTER_SIZE)
-      mbarrier_arrive_cluster(empty(), lane_id());
-    else if (lane_id() == 0)
-      mbarrier_arrive(empty());
-    ++index;
-  }
-};
 
 // A SlotRing of ROWS x DIM tiles, in panels of COLUMNS with rows of ROW bytes. With CLUSTER_SIZE 2 each block loads
 // half of the rows and multicasts them to both.

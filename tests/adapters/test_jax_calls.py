@@ -1,4 +1,4 @@
-"""How calls of the jax adapter meet its surroundings: disable_jit, Ctrl-C, devices, array-likes and option values."""
+"""The jax adapter under disable_jit, Ctrl-C and several devices, and with array-likes and unusual option values."""
 
 from fractions import Fraction
 
@@ -39,7 +39,7 @@ def test_ctrl_c_in_a_compiled_call_is_a_keyboard_interrupt(function, monkeypatch
         context.setattr(Call, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             jax.block_until_ready(compiled(Q))
-    np.testing.assert_allclose(compiled(Q), function(Q), rtol=1e-6)  # the handler serves further calls
+    np.testing.assert_allclose(compiled(Q), function(Q), rtol=1e-6)  # the handler serves later calls
 
 
 LIKE = {
@@ -60,13 +60,13 @@ PLAIN = {
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", LIKE)
-def test_what_is_like_an_option_is_taken_as_it(case, transform):
+def test_array_likes_are_accepted_as_options(case, transform):
     actual = transform(lambda q: attention(q, K, V, **LIKE[case]))(Q)
     np.testing.assert_array_equal(actual, attention(Q, K, V, **PLAIN.get(case, dict(window=(2, 1)))))
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_no_array_is_an_error_that_names_the_option(transform):
+def test_an_option_that_is_no_array_is_named(transform):
     with pytest.raises(TypeError, match=r"attention: bias \(str\) is no array"):
         transform(lambda q: attention(q, K, V, bias="x"))(Q)
 
@@ -79,7 +79,7 @@ def test_arrays_on_different_devices_are_refused():
     np.testing.assert_array_equal(attention(q, np.asarray(K), np.asarray(V)), attention(Q, K, V))
 
 
-def test_lengths_of_a_cache_are_not_compiled_anew():
+def test_other_lengths_of_a_cache_compile_nothing():
     k, v = K[:, :1], V[:, :1]
     before = step._program.cache_info().misses
     caches = K + 0, V + 0
@@ -91,7 +91,7 @@ def test_lengths_of_a_cache_are_not_compiled_anew():
 
 
 @pytest.mark.parametrize("function", [lambda q: attention(q, K, V), gradient], ids=["forward", "grad"])
-def test_vmap_over_nothing_is_empty(function):
+def test_vmap_over_an_empty_axis(function):
     assert jax.vmap(function)(Q[None][:0]).shape == (0, *Q.shape)
 
 
@@ -102,7 +102,7 @@ def test_traced_numbers_are_checked_while_jax_traces(name, value):
         jax.eval_shape(lambda x: attention(Q, K, V, **{name: x}), jnp.asarray(value))
 
 
-def test_a_key_as_seed_is_an_error_with_advice():
+def test_a_key_as_seed_is_refused_with_advice():
     with pytest.raises(TypeError, match=r"one integer, not key<fry> \(\): of a key, pass jax.random.bits"):
         attention(Q, K, V, dropout=0.5, seed=jax.random.key(0))
 
@@ -112,4 +112,4 @@ def test_debug_nans_names_attention():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"attention: invalid value \(nan\) in out"):
         attention(q, K, V)
     with jax.debug_nans(True):
-        assert attention(Q, K, V, kv_lengths=np.zeros(1, np.int32)).sum() == 0  # lse is -inf
+        assert attention(Q, K, V, kv_lengths=np.zeros(1, np.int32)).sum() == 0  # rows without keys have lse = -inf

@@ -1,4 +1,4 @@
-"""Derivatives of jax attention, first and second, in float64 against those of attention written in jax."""
+"""First and second derivatives of jax attention in float64, against those of attention written in jax."""
 
 import functools
 
@@ -57,7 +57,7 @@ def loss(function, operands):
 
 
 def steps(function, operands):
-    """The loss of three steps of a scan that is rematerialised."""
+    """The loss of a scan with three rematerialised steps."""
 
     @jax.checkpoint
     def step(total, factor):
@@ -67,19 +67,19 @@ def steps(function, operands):
 
 
 def penalty(function, operands, loss=loss):
-    """A sum over the gradient: its own gradient is a Hessian-vector product, of a vector that moves, too."""
+    """A weighted sum of gradients; its own gradient is a Hessian-vector product."""
     gradients = jax.grad(functools.partial(loss, function))(operands)
     return sum((jnp.sin(x) * TANGENTS[name]).sum() for name, x in gradients.items())
 
 
 def mean_flow(function, operands):
-    """The loss of a model that is trained through the tangent of its output, of which it takes no gradient."""
+    """The loss of a model trained through the tangent of its output, with stop_gradient around the tangent."""
     (out, _), (tout, _) = jax.jvp(function, (operands,), (TANGENTS,))
     return ((out + jax.lax.stop_gradient(tout)) ** 2).sum()
 
 
 def mapped(function):
-    """The sum over instances that share k and the sink."""
+    """The function over a vmap axis that k and the sink do not have."""
     axes = dict(q=0, k=None, v=0, bias=0, sink=None)
     return lambda operands: jax.vmap(function, (axes,))(operands | {"k": X["k"], "sink": X["sink"]})
 
@@ -114,7 +114,7 @@ CASES = {f"{case}-{transform}": (case, transform) for case in DERIVATIVES for tr
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, ("jvp-eager", "scan-grad-of-grad-jit")))
-def test_derivatives_are_those_of_attention_in_jax(case):
+def test_derivatives_equal_those_of_attention_in_jax(case):
     derivative, transform = DERIVATIVES[case[0]], TRANSFORMS[case[1]]
     actual, expected = transform(lambda: derivative(ours))(), derivative(in_jax)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), actual, expected)
@@ -122,7 +122,7 @@ def test_derivatives_are_those_of_attention_in_jax(case):
 
 @pytest.mark.exhaustive
 def test_tangents_of_a_bias_without_sink_are_folded():
-    """The batch takes vmap's axis: a bias that all instances share gets it with its tangent."""
+    """vmap's axis is folded into the batch; a bias without that axis gets it together with its tangent."""
     plain = {name: X[name] for name in "qkv"}
 
     def tangent(bias, direction):
@@ -140,7 +140,7 @@ def test_tangents_of_a_bias_without_sink_are_folded():
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_attention_jvp_is_that_of_numpy(transform):
+def test_attention_jvp_equals_numpy(transform):
     table, ttable = jnp.asarray(normal(40, H, S)), jnp.asarray(normal(41, H, S))
 
     def score(s, b, h, i, j):
@@ -203,7 +203,7 @@ def test_derivatives_stay_sharded(case, kind):
 
 @pytest.mark.exhaustive
 def test_second_derivatives_under_shard_map():
-    """The sink, which the devices of the axis data share, gets the sum of their gradients."""
+    """The sink is replicated over the axis data, so its gradient is the sum over the devices."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     heads = PartitionSpec("data", None, "model")
     specs = (heads, heads, heads, PartitionSpec("model"))
@@ -249,7 +249,7 @@ def test_refused():
 
 
 @pytest.mark.exhaustive
-def test_a_ring_has_one_derivative():
+def test_a_ring_has_first_derivatives_only():
     mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec(None, "ring")
     ring = functools.partial(ring_attention, axis_name="ring", causal=True)

@@ -1,4 +1,4 @@
-"""The handler that XLA calls: its structs against jaxlib's header, and its GPU path on frames made here."""
+"""The handler that XLA calls: its structs against jaxlib's header, and its GPU path on call frames built here."""
 
 import ctypes
 import re
@@ -17,7 +17,7 @@ from cupy_flash.problem import Options
 
 # ---------------------------------------------------------------------------------------------------------- the header
 
-# C's names of types for those of ctypes; all pointers are one.
+# ctypes types of C's type names; every pointer has 8 bytes.
 TYPES = {
     "size_t": ctypes.c_size_t, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
     "XLA_FFI_Handler_Traits": ctypes.c_uint32, "XLA_FFI_TypeId": ctypes.c_int64,
@@ -26,7 +26,7 @@ ENUMS = ("XLA_FFI_Extension_Type", "XLA_FFI_DataType", "XLA_FFI_ExecutionStage",
 
 
 def members_of_header(name):
-    """(name, size) of the members of a struct of the header; a struct within has the size of ours."""
+    """(name, size) of the members of a struct in the header; a nested struct has the size of ours."""
     body = re.search(rf"struct {name} \{{(.*?)\n\}}", frame.header(), re.DOTALL)[1]
     body = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"\1* \1", re.sub(r"//[^\n]*", "", body))
     ours = {struct.NAME: ctypes.sizeof(struct) for struct in frame.STRUCTS}
@@ -40,7 +40,7 @@ def members_of_header(name):
 
 
 @pytest.mark.parametrize("struct", frame.STRUCTS, ids=lambda struct: struct.NAME)
-def test_structs_are_those_of_the_header(struct):
+def test_structs_equal_the_header(struct):
     expected = members_of_header(struct.NAME)
     actual = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
     assert actual == expected[: len(actual)]
@@ -48,7 +48,7 @@ def test_structs_are_those_of_the_header(struct):
     assert {name for name, _ in expected[len(actual) :]} == unread
 
 
-def test_numbers_are_those_of_the_header():
+def test_constants_equal_the_header():
     enumerated = {name: int(value) for name, value in re.findall(r"(XLA_FFI_\w+) = (\d+)", frame.header())}
     for code, dtype in frame.DATA_TYPES.items():
         name = {"bool": "PRED", "float8_e5m2": "F8E5M2", "float8_e4m3fn": "F8E4M3FN", "bfloat16": "BF16"}.get(dtype)
@@ -116,11 +116,13 @@ def test_no_exception_crosses_into_xla(monkeypatch):
         jax.jit(attention)(Q, Q, Q).block_until_ready()
 
 
-# ------------------------------------------------------------------------------------------- frames, as a GPU gets them
+# ---------------------------------------------------------------------------------------- frames as on a GPU
 
 
 class Xla:
-    """The part of XLA that calls a handler: a frame with buffers in host memory, and the functions of its interface."""
+    """Stands for XLA: builds a call frame with buffers in host memory, and provides the functions of XLA's
+    interface.
+    """
 
     def __init__(self, ordinal=0):
         self.errors, self.keep, self.ordinal = [], [], ordinal
@@ -142,7 +144,7 @@ class Xla:
         frame.DeviceOrdinalGetArgs.from_address(address).device_ordinal = self.ordinal
 
     def call(self, operands, results, attributes, stage=frame.EXECUTE, platform="cuda"):
-        """Call the handler; (code, message) of its error, None without."""
+        """Call the handler; return (code, message) of its error, or None."""
         call = frame.CallFrame(api=ctypes.pointer(self.api), stage=stage)
         call.args = frame.Args(size=len(operands), args=self.buffers(operands))
         call.rets = frame.Rets(size=len(results), rets=self.buffers(results))
@@ -153,7 +155,7 @@ class Xla:
         return self.errors.pop() if error else None
 
     def array(self, structs):
-        """An array of the addresses of structs, which stay alive."""
+        """An array of the addresses of structs, which this object keeps alive."""
         structs = list(structs)
         array = (ctypes.c_void_p * len(structs))(*map(ctypes.addressof, structs))
         self.keep += [*structs, array]
@@ -180,7 +182,7 @@ def static(**options):
 
 
 def run_frame(call, operands, ordinal=0):
-    """The results of a call by the handler of the platform "cuda": all buffers are poisoned before it."""
+    """The results of a call through the handler of the platform "cuda", whose buffers start as NaN or -1."""
     recorder = primitive.Recorder("cpu")
     described = {
         name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder)
@@ -237,7 +239,7 @@ def test_handler_runs_a_hopper_plan_from_a_frame(options):
 
 @pytest.mark.exhaustive
 def test_handler_runs_derivatives_from_frames():
-    """A JVP and a double backward in the simulator: the second is a JVP and a further pass, with workspaces of both."""
+    """A JVP, and a double backward, which is a JVP followed by further kernels and has the workspaces of both."""
     shapes = {"q": (1, 20, 2, 16), "k": (1, 20, 1, 16), "v": (1, 20, 1, 16)}
     x = {name: normal(n, *shape).astype(np.float32) for n, (name, shape) in enumerate(shapes.items())}
     tangents = {f"t{name}": normal(10 + n, *shape).astype(np.float32) for n, (name, shape) in enumerate(shapes.items())}
@@ -262,7 +264,7 @@ def test_handler_runs_derivatives_from_frames():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ordinal", range(4))
 def test_each_device_computes_its_shard_of_dropout_and_mods(ordinal):
-    """2 sequences and 4 heads are sharded over 2 x 2 devices, and a device finds its place by its ordinal alone."""
+    """2 sequences and 4 heads are sharded over 2 x 2 devices; a device knows its shard by its ordinal."""
     q, k, v = normal(1, 2, 24, 4, 64), normal(2, 2, 24, 2, 64), normal(3, 2, 24, 2, 64)
     table = np.random.default_rng(4).normal(size=(2, 4)).astype(np.float32)
     options = dict(dropout=0.3, seed=5, backend="simulator")
@@ -309,14 +311,14 @@ def test_errors_of_a_frame_and_its_metadata():
     results = [np.zeros_like(q), np.zeros((1, 2, 4), np.float32)]
     code, message = Xla().call([q, q[:, :3], q], results, attributes, platform="cpu")
     assert code == frame.INVALID_ARGUMENT and "k and v must have one length, not 3 and 4" in message
-    code, message = Xla().call([q, q, q], results, attributes)  # no GPU here
+    code, message = Xla().call([q, q, q], results, attributes)  # there is no GPU here
     assert code in (frame.UNIMPLEMENTED, frame.INTERNAL) or message is None
     metadata = frame.Metadata()
     base = frame.Extension(type=frame.METADATA)
     extension = frame.MetadataExtension(base, ctypes.pointer(metadata))
     xla = Xla()
-    asked = frame.CallFrame(extension_start=ctypes.addressof(extension), api=ctypes.pointer(xla.api))
-    assert not handler.HANDLERS["cuda"](ctypes.addressof(asked))
+    metadata_call = frame.CallFrame(extension_start=ctypes.addressof(extension), api=ctypes.pointer(xla.api))
+    assert not handler.HANDLERS["cuda"](ctypes.addressof(metadata_call))
     assert (metadata.api_version.major_version, metadata.api_version.minor_version) == (0, 3)
     assert metadata.traits == frame.COMMAND_BUFFER_COMPATIBLE
 
@@ -335,7 +337,7 @@ def test_workspaces_of_a_gpu_are_results_of_the_call():
     assert [written[index] for index in outputs] == list(zip(shapes, dtypes, strict=True))[:3]
 
 
-def test_a_call_survives_its_text():
+def test_a_call_is_parsed_from_its_text():
     settings = static(window=(3, None), scale=np.float32(0.3), softcap=2.5, causal="top_left", seed=2**64 - 1)
     call = calls.Call("forward", settings, ("q", "k", "v"))
     parsed = calls.parse(call.text)

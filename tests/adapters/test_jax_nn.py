@@ -1,4 +1,4 @@
-"""adapters.jax.dot_product_attention against jax.nn's: one import changes, and nothing else."""
+"""adapters.jax.dot_product_attention replaces jax.nn's by changing one import."""
 
 import functools
 import inspect
@@ -19,7 +19,8 @@ def normal(seed, *shape):
 
 
 Q, KEY, V = normal(0, B, T, N, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
-MASK = (normal(3, B, 1, T, S) > -0.5).at[..., 0].set(True)  # every query sees a key: jax averages where it sees none
+# every query sees a key, because without any jax averages all values
+MASK = (normal(3, B, 1, T, S) > -0.5).at[..., 0].set(True)
 CASES = {
     "plain": (Q, {}),
     "causal": (Q, dict(is_causal=True)),
@@ -42,14 +43,14 @@ CASES = {
 
 
 def test_signatures_are_equal():
-    ours, of_jax = (
+    ours, expected = (
         inspect.signature(f).parameters.values() for f in (dot_product_attention, jax.nn.dot_product_attention)
     )
-    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in of_jax]
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in expected]
 
 
 @pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("window", "lengths")))
-def test_output_residual_and_gradients_are_those_of_jax(case):
+def test_output_lse_and_gradients_equal_jax(case):
     q, options = CASES[case]
     k, v = (KEY[0], V[0]) if q.ndim == 3 else (KEY, V)
     floating = {name: x for name, x in options.items() if name == "bias"}
@@ -59,7 +60,7 @@ def test_output_residual_and_gradients_are_those_of_jax(case):
         def loss(q, k, v, floating):
             out, residual = function(q, k, v, **options | floating, return_residual=True)
             valid = jnp.ones(out.shape[:-1], bool)
-            if "query_seq_lengths" in options:  # jax computes the padded rows' residuals, of masked keys
+            if "query_seq_lengths" in options:  # jax computes the lse of padded rows from masked keys
                 valid = jnp.arange(T)[:, None] < options["query_seq_lengths"][:, None, None]
             residual = jnp.where(valid, residual, 0)
             return jnp.sin(out).sum() + jnp.sin(residual).sum(), (out, residual)
@@ -85,7 +86,7 @@ def test_an_unknown_implementation_is_refused():
 @pytest.mark.parametrize("queries", [T, S], ids=["rectangle", "square"])
 @pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
 @pytest.mark.parametrize("window", [(-1, 2), (3, -1), -1], ids=str)
-def test_a_negative_side_of_a_window_is_a_band_as_of_jax(window, causal, queries):
+def test_a_negative_side_of_a_window_equals_jax(window, causal, queries):
     q = normal(5, B, queries, N, D)
     left, right = window if isinstance(window, tuple) else (window, window)
     distance = jnp.arange(S) - jnp.arange(queries)[:, None]
@@ -98,12 +99,12 @@ def test_a_negative_side_of_a_window_is_a_band_as_of_jax(window, causal, queries
 
 @pytest.mark.parametrize("window", [(None, 3), (1, 2, 3), 2.5], ids=str)
 @pytest.mark.parametrize("queries", [T, S], ids=["rectangle", "square"])
-def test_a_window_of_other_than_whole_numbers_is_refused(window, queries):
+def test_a_window_that_is_not_of_whole_numbers_is_refused(window, queries):
     with pytest.raises(TypeError, match="local_window_size must be None, a whole number or"):
         dot_product_attention(normal(5, B, queries, N, D), KEY, V, local_window_size=window)
 
 
-def test_a_bias_of_integers_is_added_as_by_jax():
+def test_a_bias_of_integers_equals_jax():
     bias = jnp.arange(T * S).reshape(T, S) % 3
     results = [f(Q, KEY, V, bias=bias[None, None]) for f in (dot_product_attention, jax.nn.dot_product_attention)]
     np.testing.assert_allclose(*results, rtol=2e-5, atol=2e-5)

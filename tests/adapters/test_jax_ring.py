@@ -1,4 +1,4 @@
-"""Ring attention for jax on four host devices, equal to one device."""
+"""Ring attention for jax on four host devices equals attention on one."""
 
 import functools
 
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("causal-zigzag", "window")))
 @pytest.mark.parametrize("lengths", in_tiers({"equal": (S, S), "more-keys": (S, 2 * S)}, ("equal",)))
-def test_results_and_gradients_are_those_of_one_device(case, lengths):
+def test_results_and_gradients_equal_one_device(case, lengths):
     sharding, options = CASES[case]
     q, k, v = (
         normal(n, B, length, heads, D) for n, (length, heads) in enumerate(((lengths[0], H), *[(lengths[1], HK)] * 2))
@@ -67,13 +67,13 @@ def test_results_and_gradients_are_those_of_one_device(case, lengths):
     whole = functools.partial(attention, return_lse=True, **options)
     (_, (out, lse)), gradients = jax.value_and_grad(functools.partial(loss, whole), has_aux=True)(operands)
 
-    spec, of_lse = PartitionSpec(*[None] * axis, "ring"), PartitionSpec(None, None, "ring")
+    spec, lse_spec = PartitionSpec(*[None] * axis, "ring"), PartitionSpec(None, None, "ring")
     specs = {name: PartitionSpec() if name == "sink" else spec for name in operands}
 
     def ring(operands):
         return ring_attention(**operands, axis_name="ring", sharding=sharding, return_lse=True, **options)
 
-    mapped = jax.shard_map(ring, mesh=mesh_of(), in_specs=(specs,), out_specs=(spec, of_lse))
+    mapped = jax.shard_map(ring, mesh=mesh_of(), in_specs=(specs,), out_specs=(spec, lse_spec))
     orders = {name: ring_positions(x.shape[axis], DEVICES, sharding) for name, x in operands.items() if name != "sink"}
 
     def on_ring(**operands):

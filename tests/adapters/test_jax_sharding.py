@@ -1,4 +1,6 @@
-"""jax attention on four host devices: jit keeps the shards of batch and heads, and results are those of one device."""
+"""jax attention on four host devices: jit keeps the shards of batch and heads, and results equal those of one
+device.
+"""
 
 import functools
 
@@ -65,7 +67,7 @@ def sharded(mesh, operands, spec):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("case", in_tiers({name: name for name in CASES}, ("sink-bias", "mod-dropout")))
-def test_shards_stay_and_results_are_those_of_one_device(case, kind):
+def test_shards_are_kept_and_results_equal_one_device(case, kind):
     function, further, options = CASES[case]
     operands = QKV | further
     step = step_of(function, options)
@@ -75,7 +77,7 @@ def test_shards_stay_and_results_are_those_of_one_device(case, kind):
         program = jax.jit(step).lower(given).compile()
         (_, actual), actual_gradients = program(given)
     text = program.as_text()
-    # With explicit axes the gradient of a replicated sink or bias is replicated, too, and has to be gathered.
+    # With explicit axes the gradient of a replicated sink or bias is replicated, which needs an all-gather.
     assert kind is AxisType.Explicit or ("all-gather" not in text and "all-to-all" not in text)
     assert actual.sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
     np.testing.assert_array_equal(actual, out)
@@ -83,7 +85,7 @@ def test_shards_stay_and_results_are_those_of_one_device(case, kind):
         if name in QKV:
             assert actual_gradients[name].sharding.is_equivalent_to(NamedSharding(mesh, HEADS), 4)
             np.testing.assert_array_equal(actual_gradients[name], gradient)
-        else:  # sums over devices
+        else:  # these are sums over devices
             np.testing.assert_allclose(actual_gradients[name], gradient, rtol=1e-5, atol=1e-5)
 
 
@@ -121,7 +123,7 @@ def test_eager_call_and_gradient_of_sharded_arrays(kind):
 
 
 def test_more_devices_than_key_value_heads():
-    """A device gets the keys of its query heads' groups, however the heads were sharded before."""
+    """A device gets the keys of its query heads' GQA groups, however the key/value heads were sharded."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     q = jax.device_put(QKV["q"], NamedSharding(mesh, PartitionSpec(None, None, "x")))
     k, v = (jax.device_put(QKV[name], NamedSharding(mesh, WHOLE)) for name in "kv")
@@ -138,8 +140,8 @@ def test_a_sharded_sequence_is_an_error_that_names_ring_attention(kind):
             jax.jit(attention)(**operands)
 
 
-def test_places_of_devices_are_those_of_their_shards():
-    """The table that a GPU's handler reads, against the shards of arrays that hold their own numbers."""
+def test_the_table_of_shards():
+    """The table of shards that a GPU's handler reads, compared with shards of arrays that hold their own indices."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     operands = sharded(mesh, QKV, PartitionSpec("data", None, "model"))
     call = calls.parse(

@@ -1,4 +1,4 @@
-"""jax attention under jax's transformations: vmap in one call, export, donation, and the debugging modes."""
+"""jax attention under transformations: vmap as one call, export, donation, and the debugging modes."""
 
 import functools
 
@@ -21,7 +21,7 @@ def normal(seed, *shape):
 SHAPES = dict(q=(B, S, H, D), k=(B, S, HK, D), v=(B, S, HK, D), bias=(1, H, S, S), sink=(H,), alibi_slopes=(H,))
 LENGTHS = jnp.asarray([[9, 4], [0, 1], [5, 5]], jnp.int32)
 
-# (operands with an instance axis and where it is, operands that instances share, options, calls of the handler)
+# (vmap axes of the operands, operands that all instances share, options, number of calls of the handler)
 VMAPS = {
     "qkv": (dict(q=0, k=0, v=0), {}, dict(causal=True), 1),
     "other-axes": (dict(q=2, k=4, v=-1), {}, {}, 1),
@@ -38,7 +38,7 @@ VMAPS = {
 
 
 @pytest.mark.parametrize("case", in_tiers(VMAPS, ("other-axes", "keys-shared", "bias-shared", "sink")))
-def test_vmap_is_one_call_with_the_results_of_a_loop(case, monkeypatch):
+def test_vmap_is_one_call_and_equals_a_loop(case, monkeypatch):
     axes, shared, options, count = case
     layout = options.get("layout", "bshd")
     shapes = {name: (s[0], s[2], s[1], s[3]) if layout == "bhsd" and name in "qkv" else s for name, s in SHAPES.items()}
@@ -70,7 +70,7 @@ def test_vmap_is_one_call_with_the_results_of_a_loop(case, monkeypatch):
 
 
 def modified(sink, q, k, v, table, documents):
-    """A loss through mods that read their place and two captured arrays."""
+    """A loss through mods that read positions and two captured arrays."""
     out, lse = attention(
         q, k, v, sink=sink, return_lse=True,
         score_mod=lambda s, b, h, i, j: s * table[b, h] + 0.1 * b - 0.05 * h * (j - i),

@@ -1,4 +1,4 @@
-"""Every derivative that torch has: gradcheck and gradgradcheck over the options, torch.func against math attention."""
+"""Every derivative of torch: gradcheck and gradgradcheck for the options, torch.func against math attention."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap  # noqa: E4
 
 from cupy_flash.adapters import torch as adapter  # noqa: E402
 
-# torch's own forward mode compiles decompositions with torch.jit.script, which it has deprecated.
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
@@ -31,7 +31,7 @@ def with_table(table):
     return lambda s, b, h, q, kv: s * table[h, kv] + torch.tanh(s) * table[h, 4]
 
 
-# {name: (options, what moves beside q, k and v, by the name of the option)}
+# {name: (options, tensors that are differentiated besides q, k and v, by option)}
 OPTIONS = {
     "plain": ({}, {}),
     "causal-softcap-alibi": (dict(causal=True, softcap=1.5, alibi_slopes=torch.tensor([0.5, 0.25])), {}),
@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 def call_of(name):
-    """(a function of tensors that returns out and lse, those tensors)."""
+    """(function from tensors to out and lse, those tensors)."""
     options, moving = OPTIONS[name]
     arrays = [x.transpose(1, 2) if options.get("layout") == "bhsd" else x for x in (Q, K, V)]
 
@@ -62,15 +62,16 @@ def call_of(name):
 
 @pytest.mark.parametrize("name", in_tiers({name: name for name in OPTIONS}, ["plain", "bias-of-keys", "score-mod"]))
 def test_gradcheck(name):
-    """First derivatives in both modes."""
+    """Checks first derivatives, reverse mode and forward mode."""
     call, inputs = call_of(name)
-    finite = lambda *x: [torch.where(y.isinf(), 0, y) for y in call(*x)]  # noqa: E731  # lse of rows outside lengths
+    # lse of rows past the lengths is -inf
+    finite = lambda *x: [torch.where(y.isinf(), 0, y) for y in call(*x)]  # noqa: E731
     assert torch.autograd.gradcheck(finite, inputs, check_forward_ad=True)
 
 
 @pytest.mark.parametrize("name", in_tiers({name: name for name in OPTIONS}, ["causal-softcap-alibi", "bias"]))
 def test_gradgradcheck(name):
-    """Second derivatives, reverse over reverse and forward over reverse."""
+    """Checks second derivatives, reverse over reverse and forward over reverse."""
     call, inputs = call_of(name)
     finite = lambda *x: [torch.where(y.isinf(), 0, y) for y in call(*x)]  # noqa: E731
     assert torch.autograd.gradgradcheck(finite, inputs, check_fwd_over_rev=True, fast_mode=True)
@@ -110,7 +111,7 @@ def cubed(f):
     return lambda *x: (f(*x) ** 3).sum()
 
 
-def of_one(f):
+def first_sequence(f):
     return lambda x: cubed(f)(x[None], X[1][:1], X[2][:1])
 
 
@@ -128,7 +129,7 @@ def differentiated_twice(f):
 
 
 def reverse_over_forward(f):
-    """As MeanFlow without its stop-gradient."""
+    """The loss of the example mean_flow.py, without its stop-gradient."""
     inputs = [x.clone().requires_grad_() for x in (*X, *MOVED)]
     out, tout = jvp(f, tuple(inputs[:3]), tuple(inputs[3:]))
     return torch.autograd.grad((out + tout).square().sum(), inputs)
@@ -141,9 +142,9 @@ TRANSFORMS = {
     "vjp": lambda f: vjp(f, *X)[1](MOVED[0]),
     "jacrev": lambda f: jacrev(lambda q: f(q, *X[1:]))(X[0]),
     "jacfwd": lambda f: jacfwd(lambda k: f(X[0], k, X[2]))(X[1]),
-    "hessian": lambda f: hessian(of_one(f))(X[0][0]),
-    "jacrev-of-jacrev": lambda f: jacrev(jacrev(of_one(f)))(X[0][0]),
-    "jacrev-of-jacfwd": lambda f: jacrev(jacfwd(of_one(f)))(X[0][0]),
+    "hessian": lambda f: hessian(first_sequence(f))(X[0][0]),
+    "jacrev-of-jacrev": lambda f: jacrev(jacrev(first_sequence(f)))(X[0][0]),
+    "jacrev-of-jacfwd": lambda f: jacrev(jacfwd(first_sequence(f)))(X[0][0]),
     "forward-over-reverse": lambda f: jvp(grad(cubed(f), (0, 1, 2)), tuple(X), tuple(MOVED)),
     "vmap": lambda f: vmap(f, in_dims=(1, None, 3))(
         torch.stack([X[0], MOVED[0]], 1), X[1], torch.stack([X[2], MOVED[2]], 3)
@@ -209,14 +210,14 @@ def test_forward_over_forward_is_refused():
         jvp(lambda q: jvp(lambda q: ours(q, *X[1:]), (q,), (MOVED[0],))[1], (X[0],), (MOVED[1],))
 
 
-def test_tangents_of_what_has_no_gradient_are_refused():
+def test_tangents_of_inputs_without_gradient_are_refused():
     slopes = torch.tensor([0.5, 0.25])
     with pytest.raises(RuntimeError, match="by no alibi_slopes, which has a tangent"):
         jvp(lambda s: cupy_flash.attention(*X, alibi_slopes=s), (slopes,), (slopes,))
 
 
 @pytest.mark.exhaustive
-def test_engines_say_that_they_do_not_serve_it():
+def test_engines_without_derivatives_refuse_with_a_reason():
     q, k, v = torch.zeros(3, 1, 5, 2, 8).half().unbind()
     with pytest.raises(UnsupportedError, match="it computes no JVP in this version"):
         jvp(lambda q: cupy_flash.attention(q, k, v, backend="simulator:sm_90a", engine="wgmma"), (q,), (q,))
@@ -224,7 +225,7 @@ def test_engines_say_that_they_do_not_serve_it():
 
 @pytest.mark.exhaustive
 def test_kernels():
-    """Forward mode, create_graph and forward over reverse by the kernels of the simulator."""
+    """Forward mode, create_graph and forward over reverse run the kernels of the simulator."""
 
     def on(backend):
         def call(q, k, v):

@@ -1,4 +1,4 @@
-"""Drop-in functions: the exact signatures of the peers, and the results of torch's functions."""
+"""Drop-in functions have the exact signatures of the functions that they replace, and the results of torch's."""
 
 import inspect
 from itertools import permutations, product
@@ -29,11 +29,11 @@ def parameters(function):
 
 def test_signature_of_torch():
     schema = torch.ops.aten.scaled_dot_product_attention.default._schema
-    theirs = [
+    expected = [
         (x.name, x.default_value if x.has_default_value() else inspect.Parameter.empty, not x.kwarg_only)
         for x in schema.arguments
     ]
-    assert parameters(adapter.scaled_dot_product_attention) == theirs
+    assert parameters(adapter.scaled_dot_product_attention) == expected
 
 
 # flash-attn 2.8, flash_attn/flash_attn_interface.py
@@ -43,7 +43,7 @@ FLASH_ATTN = {
         "alibi_slopes=None, deterministic=False, return_attn_probs=False)"
     ),
     "flash_attn_varlen_func": (
-        # vLLM's version passes the first by name and omits cu_seqlens_k: all after it need defaults.
+        # vLLM passes the first arguments by name and omits cu_seqlens_k, so all parameters after it need defaults.
         "(q, k, v, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, "
         "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
         "deterministic=False, return_attn_probs=False, block_table=None, *, seqused_k=None, out=None, "
@@ -121,7 +121,7 @@ SDPA = {
 
 
 def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options):
-    """torch's formula, which refuses a mask with is_causal: the causal mask is merged into the mask."""
+    """torch's formula; it refuses a mask with is_causal, so the causal mask is merged into the mask."""
     if attn_mask is not None and is_causal:
         hidden = torch.ones(attn_mask.shape[-2:], dtype=torch.bool).triu(1)
         value_of_hidden = False if attn_mask.dtype == torch.bool else -torch.inf
@@ -130,8 +130,10 @@ def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options)
 
 
 def results(function, shapes, options, dtype, seed=None):
-    """out and the gradients of query, key, value and a floating-point mask; a seed permutes the head dimensions, and so
-    the order of sums."""
+    """out and the gradients of query, key, value and a floating-point mask.
+
+    A seed permutes the head dimensions, which changes the order of the sums.
+    """
     inner, outer = (
         torch.arange(n) if seed is None else torch.randperm(n, generator=torch.Generator().manual_seed(seed))
         for n in (shapes[0][-1], shapes[2][-1])
@@ -148,12 +150,12 @@ def results(function, shapes, options, dtype, seed=None):
         tensors.append(mask)
     out = function(*tensors[:3], **options)
     gradients = torch.autograd.grad(out, tensors, normal(*out.shape, seed=9)[..., outer].to(dtype))
-    found = zip((out.detach(), *gradients), (outer, *orders), strict=False)
-    return [x[..., order.argsort()] for x, order in found] + list(gradients[3:])
+    in_order = zip((out.detach(), *gradients), (outer, *orders), strict=False)
+    return [x[..., order.argsort()] for x, order in in_order] + list(gradients[3:])
 
 
 def furthest(exact, runs):
-    """Element by element, the one of several results that is furthest from the exact one."""
+    """For each element, the one of several results that is furthest from the exact one."""
     return [
         torch.stack(each).gather(0, (torch.stack(each) - x).abs().argmax(0, keepdim=True))[0]
         for x, *each in zip(exact, *runs, strict=True)
@@ -161,12 +163,12 @@ def furthest(exact, runs):
 
 
 @pytest.mark.parametrize("case", SDPA)
-def test_sdpa_is_that_of_torch(case):
+def test_sdpa_equals_torch(case):
     shapes, options = SDPA[case]
     actual = results(adapter.scaled_dot_product_attention, shapes, options, torch.float32)
     with torch.nn.attention.sdpa_kernel(
         torch.nn.attention.SDPBackend.MATH
-    ):  # the formula, with gradients for every mask
+    ):  # the formula, which has gradients for every mask
         exact = results(sdpa_of_torch, shapes, options, torch.float64)
         runs = [results(sdpa_of_torch, shapes, options, torch.float32, seed) for seed in range(8)]
     independent = furthest(exact, runs)
@@ -179,7 +181,7 @@ def test_sdpa_is_that_of_torch(case):
 @pytest.mark.parametrize("dim", [EV, E], ids=["value-of-another-dim", "value-of-the-same-dim"])
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_sdpa_result_is_laid_out_as_query(order, dim):
-    """The result has the dimension order of query in memory, as torch's has."""
+    """The result has the order of dimensions in memory that query has, as torch's result has."""
     q, k, v = normal(2, 4, L, E), normal(2, 4, S, E, seed=1), normal(2, 4, S, dim, seed=2)
     expected = adapter.scaled_dot_product_attention(q, k, v)
     inverse = [*map(order.index, range(3)), 3]
@@ -201,7 +203,7 @@ def test_sdpa_result_can_be_viewed_as_tokens():
 
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_sdpa_result_is_laid_out_as_an_expanded_query(order):
-    """As torch's own on the CPU, whichever dimensions of query, in whatever order, are repeated in memory."""
+    """Strides equal torch's on the CPU, for any repeated dimensions of query in any order in memory."""
     k, inverse = normal(2, 4, S, E), [*map(order.index, range(3)), 3]
     for repeated in product([False, True], repeat=3):
         sizes = [1 if repeated[dim] else (2, 4, L)[dim] for dim in order]
@@ -213,8 +215,8 @@ def test_sdpa_result_is_laid_out_as_an_expanded_query(order):
         assert out.stride() == expected.stride(), repeated
 
 
-def test_sdpa_result_of_a_query_that_it_broadcasts_is_contiguous():
-    """torch computes the result by a matmul then, which returns a contiguous tensor."""
+def test_sdpa_result_of_a_broadcast_query_is_contiguous():
+    """torch then computes the result by a matmul, which returns a contiguous tensor."""
     q, k = normal(1, L, 4, E).transpose(1, 2), normal(2, 4, S, E)
     assert F.scaled_dot_product_attention(q, k, k).is_contiguous()
     assert adapter.scaled_dot_product_attention(q, k, k).is_contiguous()
@@ -245,7 +247,7 @@ def test_sdpa_result_of_other_ranks_is_laid_out_as_query():
     assert adapter.scaled_dot_product_attention(q, q, q).is_contiguous()
 
 
-def test_sdpa_of_any_length_is_one_graph_per_layout():
+def test_sdpa_of_any_length_compiles_to_one_graph_per_layout():
     graphs = []
 
     def backend(graph, _):
@@ -269,18 +271,18 @@ def test_sdpa_takes_the_causal_biases_of_torch(bias):
     actual = adapter.scaled_dot_product_attention(q, k, k, bias(L, S))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), k.double(), bias(L, S))
     assert_matches_reference(actual, exact, F.scaled_dot_product_attention(q, k, k, bias(L, S)), "float32", "out")
-    for x, y in ((q, k), (k, q)):  # with is_causal the smaller of two diagonals
+    for x, y in ((q, k), (k, q)):  # with is_causal the smaller of the two diagonals counts
         seen = torch.ones(x.shape[-2], y.shape[-2], dtype=torch.bool)
         both = seen.tril() & seen.tril(0 if bias is causal_upper_left else y.shape[-2] - x.shape[-2])
         actual = adapter.scaled_dot_product_attention(x, y, y, bias(*both.shape), is_causal=True)
         torch.testing.assert_close(actual, adapter.scaled_dot_product_attention(x, y, y, both))
     with pytest.raises(ValueError, match="causal for 7 queries and 7 keys, and there are 5 and 7"):
         adapter.scaled_dot_product_attention(q, k, k, bias(S, S))
-    with pytest.raises(TypeError, match="contents of their own"):  # they have only uninitialised ones
+    with pytest.raises(TypeError, match="contents of their own"):  # their own contents are uninitialised
         adapter.attention(q, k, k, layout="bhsd", bias=bias(L, S))
 
 
-def test_sdpa_drops_out_whatever_the_mode():
+def test_sdpa_applies_dropout_in_every_mode():
     q, k, v = normal(2, 4, L, E), normal(2, 4, S, E, seed=1), normal(2, 4, S, EV, seed=2)
     torch.manual_seed(0)
     out = adapter.scaled_dot_product_attention(q, k, v, None, 0.5)
@@ -317,12 +319,12 @@ X = torch.zeros(2, 4, L, E)
 def test_sdpa_refuses(arguments, options, error, message):
     with pytest.raises(error, match=message) as caught:
         adapter.scaled_dot_product_attention(*arguments, **options)
-    # Callers of torch's function catch RuntimeError.
+    # Users of torch's function catch RuntimeError.
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
 
 
 def is_ours(tensor):
-    """True if the tensor's graph has a node of cupy_flash."""
+    """Return whether the tensor's graph has a node of cupy_flash."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -366,9 +368,9 @@ def test_sdpa_context_serves_the_layers_of_torch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_sdpa_context_leaves_the_fast_path_of_encoders():
-    """Padded rows are 0 only on torch's fast path; elsewhere, and here, they are the output of the layers.
+    """torch does not use the fast path of encoders inside any mode, so neither inside `sdpa()`.
 
-    Any mode makes torch leave the fast path.
+    Only the fast path sets padded rows to 0; otherwise they are outputs of the layers.
     """
     torch.manual_seed(0)
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
@@ -390,11 +392,12 @@ JAGGED = {
     "gqa": ((4, 2, 2), dict(enable_gqa=True)),
     "dropout-of-one": ((4, 4, 4), dict(dropout_p=1.0)),
 }
-OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])  # of queries, of keys; some are none
+# offsets of queries and of keys; some sequences are empty
+OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])
 
 
 def jagged(values, offsets):
-    """(B, H, S, E) of values (T, H, E), ragged in S."""
+    """A nested tensor (B, H, S, E) with ragged S, from values (T, H, E)."""
     return nested_tensor_from_jagged(values, offsets).transpose(1, 2)
 
 
@@ -521,7 +524,7 @@ Q, K, V = normal(2, L, 4, E), normal(2, S, 2, E, seed=1), normal(2, S, 2, E, see
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.1])
 BOUNDARIES = torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 4, 6, 14], dtype=torch.int32)
 
-# Positional arguments after the arrays of flash-attn, and the same call of attention.
+# (positional arguments of flash-attn after the arrays, the same call of attention)
 FLASH_ATTN_CALLS = {
     "plain": ((), {}),
     "scale": ((0.0, 0.3), dict(scale=0.3)),
@@ -543,7 +546,7 @@ def test_flash_attn_calls(case):
     packed = (Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1), *BOUNDARIES, 7, 8)
     packed_kv = (packed[0], kv.flatten(0, 1), *packed[3:])
     whole = (*qkv.flatten(0, 1).unbind(1), *[BOUNDARIES[0]] * 2, 7, 7)
-    wide = [x.long() for x in BOUNDARIES]  # int64, which the library itself refuses
+    wide = [x.long() for x in BOUNDARIES]  # int64, which attention itself refuses
     for ours, arrays, function, same in (
         (adapter.flash_attn_func, (Q, K, V), adapter.attention, (Q, K, V)),
         (adapter.flash_attn_qkvpacked_func, (qkv,), adapter.attention, qkv.unbind(2)),
@@ -582,7 +585,8 @@ def test_flash_attn_refuses():
         adapter.flash_attn_qkvpacked_func(Q)
     with pytest.raises(ValueError, match=r"kv must be \(Tk, 2, Hk, D\), not \(10, 3, 2, 8\)"):
         adapter.flash_attn_varlen_kvpacked_func(packed[0], normal(10, 3, 2, 8), *packed[3:])
-    with pytest.raises(ValueError, match="cu_seqlens_k ends at 2147483647, past"):  # not 14, its lower 32 bits
+    # if only the lower 32 bits counted, it would end at 14
+    with pytest.raises(ValueError, match="cu_seqlens_k ends at 2147483647, past"):
         adapter.flash_attn_varlen_func(*packed[:3], BOUNDARIES[0], torch.tensor([0, 4, 6, 2**32 + 14]), 7, 2**33)
     with pytest.raises(TypeError, match=r"int32, not int64: pass cu_seqlens_q.to\(torch.int32\)"):
         adapter.attention_varlen(*packed[:3], BOUNDARIES[0].long(), *packed[4:])
@@ -624,7 +628,7 @@ def test_flash_attn_refuses_tensors_as_options(value):
 
 
 def attend_with_sdpa(layer, x):
-    """CausalSelfAttention with torch's own functions."""
+    """CausalSelfAttention by torch's own functions."""
     heads, kv_heads, _ = layer.heads
     q, k, v = layer.qkv(x).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(layer.heads, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -647,7 +651,7 @@ def test_causal_self_attention(num_kv_heads):
     }
 
 
-def test_causal_self_attention_drops_out_in_training_alone():
+def test_causal_self_attention_applies_dropout_in_training_only():
     layer = adapter.CausalSelfAttention(32, 4, dropout=0.5, bias=False, dtype=torch.float64)
     x = normal(2, L, 32).double()
     assert not torch.equal(layer(x), layer(x))

@@ -1,5 +1,6 @@
-"""fp8=True of the torch adapter, on the simulator: the rounding, a backward on the unrounded arrays, and no fp8 tensor
-that outlives the forward."""
+"""fp8=True of the torch adapter, on the simulator: quantisation, a backward on the unrounded arrays, and no fp8 tensor
+that outlives the forward.
+"""
 
 from functools import partial
 
@@ -22,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def inputs(dtype=torch.bfloat16):
-    """q, k and v with a different magnitude per sequence and key/value head."""
+    """q, k and v with a different magnitude for each sequence and key/value head."""
     generator = torch.Generator().manual_seed(0)
     arrays = []
     for heads in (HEADS, KV_HEADS, KV_HEADS):
@@ -33,20 +34,20 @@ def inputs(dtype=torch.bfloat16):
 
 
 def rounded(x, lengths=None):
-    """(x in e4m3 as fp64, descale) by NumPy, one sequence and head at a time."""
+    """(x rounded to e4m3, as fp64, and its descale), computed with NumPy for each sequence and head."""
     x = x.detach().float().numpy().astype(np.float64)
     result, descale = np.zeros_like(x), np.zeros((len(x), KV_HEADS))
     group = x.shape[2] // KV_HEADS
     for b, length in enumerate(lengths or [x.shape[1]] * len(x)):
         for h in range(KV_HEADS):
-            mine = np.s_[b, :length, h * group : (h + 1) * group]
-            descale[b, h] = np.float32(np.abs(x[mine]).max() / 448)
-            result[mine] = (x[mine] / descale[b, h]).astype("float8_e4m3fn").astype(np.float64)
+            block = np.s_[b, :length, h * group : (h + 1) * group]
+            descale[b, h] = np.float32(np.abs(x[block]).max() / 448)
+            result[block] = (x[block] / descale[b, h]).astype("float8_e4m3fn").astype(np.float64)
     return result, descale
 
 
 def check(arrays, out, lse, lengths=None, **options):
-    """Compare with the formula on q, k and v rounded by NumPy."""
+    """Compare with the formula on q, k and v quantised with NumPy."""
     (q, q_descale), (k, k_descale), (v, v_descale) = (rounded(x, lengths) for x in arrays)
     options |= dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     exact, low = (
@@ -54,10 +55,10 @@ def check(arrays, out, lse, lengths=None, **options):
         for dtype in (None, "float8_e4m3fn")
     )
     actual = (out.detach().float().numpy(), lse.detach().numpy())
-    for name, found, expected, other, dtype in zip(
+    for name, computed, expected, other, dtype in zip(
         ("out", "lse"), actual, exact, low, ("bfloat16", "float32"), strict=True
     ):
-        assert_matches_reference(found, expected, other, np.dtype(dtype), name)
+        assert_matches_reference(computed, expected, other, np.dtype(dtype), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -68,20 +69,20 @@ def test_forward(dtype):
     check(arrays, out, lse, causal=True)
 
 
-def test_backward_is_that_of_the_arrays_as_given():
+def test_backward_uses_the_unrounded_arrays():
     arrays = inputs()
     options = dict(causal=True)
     out, lse = adapter.attention(*arrays, return_lse=True, fp8=True, **options, **SIMULATOR)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    found = torch.autograd.grad(out, arrays, dout)
+    computed = torch.autograd.grad(out, arrays, dout)
     arrays = [x.detach() for x in arrays]
     expected = cupy_flash.attention_backward(dout, *arrays, out.detach(), lse.detach(), **options, **SIMULATOR)
-    for gradient, wanted in zip(found, expected, strict=False):
+    for gradient, wanted in zip(computed, expected, strict=False):
         assert torch.equal(gradient, wanted)
 
 
-def test_padding_does_not_count():
-    """Rows past a length may be NaN or larger than all others."""
+def test_padding_does_not_change_the_descales():
+    """Rows past a length may be NaN or larger than all others without changing the descales."""
     lengths = (20, 7)
     arrays = [x.detach() for x in inputs()]
     for x in arrays:
@@ -114,8 +115,10 @@ def test_zeros():
     assert not out.any() and torch.allclose(lse, torch.tensor(float(LENGTH)).log())
 
 
-def test_saved_is_what_was_given():
-    """q, k, v, out and lse; nothing in fp8 is saved, held by Python or by the graph, before or after the backward."""
+def test_no_fp8_tensor_is_saved():
+    """q, k, v, out and lse are saved; no fp8 tensor is saved or held by Python or the graph, before or after the
+    backward.
+    """
     arrays = inputs()
     with Kept() as kept:
         with SavedTensors() as saved:
@@ -135,9 +138,9 @@ def test_checkpointed():
     expected = torch.autograd.grad(adapter.attention(*arrays, **options).float().sum(), arrays)
     with Kept() as kept:
         loss = checkpoint(partial(adapter.attention, **options), *arrays, use_reentrant=False).float().sum()
-        found = torch.autograd.grad(loss, arrays)
-        assert all(map(torch.equal, found, expected))
-        assert not find_retained(loss) and not kept.beyond(loss, *arrays, *found, *expected)
+        computed = torch.autograd.grad(loss, arrays)
+        assert all(map(torch.equal, computed, expected))
+        assert not find_retained(loss) and not kept.beyond(loss, *arrays, *computed, *expected)
 
 
 def test_detector_catches_a_tensor_in_fp8(monkeypatch):
@@ -164,7 +167,7 @@ def test_compiled_and_autocast():
 
 
 def test_tensors_in_fp8():
-    """Tensors in fp8 with descales, also compiled; forward only."""
+    """Tensors that are fp8 already, with descales, eager and compiled; there is no backward."""
     q, k, v = (x.detach().to(FP8) for x in inputs())
     options = dict(k_descale=torch.tensor([[0.5, 2.0], [1.0, 3.0]]), return_lse=True, **SIMULATOR)
     out, lse = cupy_flash.attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""Bytes that a call saves for its backward, and that nothing of them outlives the backward."""
+"""The bytes that a call saves for its backward, and the absence of tensors that outlive the backward."""
 
 import pytest
 import ranks
@@ -49,7 +49,7 @@ LSE = 4 * BATCH * HEADS * LENGTH
     ],
 )
 def test_saved_bytes(options, extra):
-    """Saved are q, k, v, the caller's tensor options, out, lse and the seed; nothing else, and no copies."""
+    """q, k, v, the caller's tensor options, out, lse and the seed are saved, without copies; nothing else is."""
     arrays, options = inputs(), options()
     tensors = [x for x in options.values() if isinstance(x, torch.Tensor)]
     with SavedTensors() as saved:
@@ -76,7 +76,7 @@ def test_nothing_is_saved_without_gradients():
 
 
 @pytest.mark.parametrize("function", ["attention", "attention_varlen"])
-def test_nothing_hangs_on_the_node(function):
+def test_the_node_keeps_no_tensors(function):
     q, k, v = inputs()
     options = dict(
         bias=torch.randn(LENGTH, LENGTH, requires_grad=True), sink=torch.randn(HEADS, requires_grad=True), dropout=0.1
@@ -110,7 +110,9 @@ class Block(torch.nn.Module):
 
 
 def step(reentrant):
-    """A step of a small transformer, every block checkpointed unless None: (model, x, loss, SavedTensors)."""
+    """(model, x, loss, SavedTensors) of a step of a small transformer; blocks are checkpointed unless `reentrant` is
+    None.
+    """
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Block(HEADS * HEAD_DIM) for _ in range(LAYERS))
     x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
@@ -124,15 +126,16 @@ def step(reentrant):
 
 
 def findings(reentrant):
-    """Tensors beyond parameters and gradients while the loss is alive: (saved, retained by the graph, held by Python).
+    """(number saved, tensors retained by the graph, number held by Python) while the loss is alive.
 
-    torch's reentrant checkpoint keeps the generator's state, as bytes, on each of its nodes.
+    Parameters and gradients do not count. torch's reentrant checkpoint keeps the state of the generator, as bytes, on
+    each of its nodes.
     """
     with Kept() as kept:
         model, x, loss, saved = step(reentrant)
         own = [x, loss, *model.parameters()]
         own += [tensor.grad for tensor in own if tensor.is_leaf]
-        retained = [it for it in find_retained(loss) if it.path != "CheckpointFunctionBackward.fwd_cpu_state"]
+        retained = [item for item in find_retained(loss) if item.path != "CheckpointFunctionBackward.fwd_cpu_state"]
         held = [tensor for tensor in kept.beyond(*own) if tensor.dtype != torch.uint8]
         return saved.alive, retained, len(held)
 
@@ -149,20 +152,20 @@ def test_transformer_keeps_nothing(reentrant):
     assert findings(reentrant) == (0, [], 0)
 
 
-class Shell:
-    """An object with a tensor that save_for_backward has taken."""
+class Holder:
+    """Holds a tensor that save_for_backward has returned."""
 
     tensor = None
 
 
 class LeakyAttention(torch.autograd.Function):
-    """The leak of a public library: the backward restores the saved tensors into objects that ctx still holds."""
+    """The leak of a public library: its backward stores the saved tensors in objects that ctx still holds."""
 
     @staticmethod
     def forward(ctx, *arrays):
         out, lse = cupy_flash.attention(*arrays, causal=True, return_lse=True)
         ctx.save_for_backward(*arrays, out, lse)
-        ctx.shells = [Shell() for _ in range(5)]
+        ctx.shells = [Holder() for _ in range(5)]
         return out
 
     @staticmethod
@@ -177,7 +180,7 @@ class LeakyAttention(torch.autograd.Function):
 def test_detector_catches_a_planted_leak(reentrant, monkeypatch):
     monkeypatch.setattr(module, "attention", lambda q, k, v, **_: LeakyAttention.apply(q, k, v))
     _, retained, kept = findings(reentrant)
-    assert sorted((it.module, it.path) for it in retained) == [
+    assert sorted((item.module, item.path) for item in retained) == [
         (f"{layer}.attention.qkv", f"LeakyAttentionBackward.shells[{index}].tensor")
         for layer in range(LAYERS)
         for index in range(5)
@@ -194,7 +197,7 @@ def test_detector_catches_a_tensor_kept_elsewhere(monkeypatch):
     assert held == LAYERS
 
 
-def test_retained_says_what_it_is(monkeypatch):
+def test_retained_tensors_are_described(monkeypatch):
     monkeypatch.setattr(module, "attention", lambda q, k, v, **_: LeakyAttention.apply(q, k, v))
     layer = module.CausalSelfAttention(HEADS * HEAD_DIM, HEADS)
     loss = layer(torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM)).sum()
@@ -210,9 +213,9 @@ def test_retained_before_the_backward_is_what_autograd_saved():
     loss = (adapter.attention(q, k, v) @ weights).exp().sum()
     lse = "cupy_flash_attention_forwardBackward.saved_tensors"
     retained = find_retained(loss)
-    assert {it.bytes for it in retained if it.path.startswith(lse)} == {OUT, LSE}  # q, k, v are leaves
-    assert any(it.path == "ExpBackward0._saved_result" for it in retained)
-    assert not any(it.shape == tuple(weights.shape) for it in retained)
+    assert {item.bytes for item in retained if item.path.startswith(lse)} == {OUT, LSE}  # q, k and v are leaves
+    assert any(item.path == "ExpBackward0._saved_result" for item in retained)
+    assert not any(item.shape == tuple(weights.shape) for item in retained)
     loss.backward(retain_graph=True)
     assert find_retained(loss) == retained
     loss.backward()
@@ -220,7 +223,7 @@ def test_retained_before_the_backward_is_what_autograd_saved():
 
 
 class LeakyScale(torch.autograd.Function):
-    """Leaks a tensor in a closure in a list in a dict."""
+    """Leaks a tensor through a closure in a list in a dict."""
 
     @staticmethod
     def forward(ctx, x):
@@ -237,7 +240,7 @@ def test_retained_needs_no_module_and_no_graph():
     x = torch.randn(3, requires_grad=True)
     y = LeakyScale.apply(x)
     y.sum().backward()
-    assert [(it.module, it.path, it.shape) for it in find_retained(y)] == [
+    assert [(item.module, item.path, item.shape) for item in find_retained(y)] == [
         ("", "LeakyScaleBackward.table['closure'][0].scaled", (3,))
     ]
     assert find_retained(torch.zeros(2)) == []
@@ -249,8 +252,11 @@ WORLD, STEPS = 2, 4
 
 
 def train_sharded():
-    """Steps of an FSDP2 model in bfloat16, every block checkpointed: after each, while the loss is alive, the bytes
-    allocated and what the graph retains."""
+    """(bytes allocated, tensors retained by the graph) after each step of an FSDP2 model in bfloat16, while the loss is
+    alive.
+
+    Every block is checkpointed.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -274,12 +280,12 @@ def train_sharded():
             optimizer.step()
             optimizer.zero_grad()
             allocated.append(memory.bytes)
-            retained.append([(it.module, it.path) for it in find_retained(loss)])
+            retained.append([(item.module, item.path) for item in find_retained(loss)])
     return allocated, retained
 
 
 def one_process(rank, rendezvous, reports):
-    """Train with our attention, then with the leaky one."""
+    """Train with cupy_flash, then with the leaky attention."""
     from torch import distributed
 
     torch.set_num_threads(1)
@@ -294,7 +300,7 @@ def one_process(rank, rendezvous, reports):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """(results with our attention, with the leaky one) of each process."""
+    """(results with cupy_flash, results with the leaky attention) of each process."""
     context = torch.multiprocessing.get_context("spawn")
     reports = context.SimpleQueue()
     rendezvous = f"file://{tmp_path_factory.mktemp('sharded') / 'rendezvous'}"
@@ -303,14 +309,16 @@ def sharded(tmp_path_factory):
 
 
 def test_sharded_training_keeps_nothing(sharded):
-    """A public report had 20 GB of leaks with fused attention, FSDP and checkpointed blocks. Ours keeps no byte."""
+    """A public report had leaks of 20 GB with fused attention, FSDP and checkpointed blocks; cupy_flash leaks no
+    byte.
+    """
     for (allocated, retained), _ in sharded:
         assert allocated == [allocated[0]] * STEPS
         assert retained == [[]] * STEPS
 
 
 def test_detector_catches_the_leak_of_sharded_training(sharded):
-    """With tensors restored into objects on ctx, the loss keeps every layer's q, k, v, out and lse alive."""
+    """The leaky attention keeps every layer's q, k, v, out and lse alive as long as the loss."""
     leak = LAYERS * (2 * BATCH * LENGTH * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS) + LSE)
     names = [
         (f"{layer}.attention.qkv", f"LeakyAttentionBackward.shells[{index}].tensor")
@@ -319,4 +327,4 @@ def test_detector_catches_the_leak_of_sharded_training(sharded):
     ]
     for (allocated, _), (leaky, retained) in sharded:
         assert leaky[0] - allocated[0] == leak
-        assert [sorted(found) for found in retained] == [names] * STEPS
+        assert [sorted(names_of_step) for names_of_step in retained] == [names] * STEPS

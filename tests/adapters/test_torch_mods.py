@@ -21,7 +21,7 @@ def inputs(dtype=torch.float64, length=LENGTH):
 
 
 class Bias(torch.nn.Module):
-    """A learned bias of positions, and a temperature."""
+    """A score_mod with a learned bias of the distance and a learned temperature."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
@@ -60,7 +60,7 @@ def assert_equal(actual, expected):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_results_and_gradients_are_those_of_autograd_on_all_scores():
+def test_results_and_gradients_equal_autograd_on_all_scores():
     q, k, v = inputs()
     bias, mask = Bias(), document(IDS)
     sources = (q, k, v, bias.table, bias.temperature)
@@ -81,7 +81,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, (q, k, v, table))
 
 
-def test_only_what_asks_for_a_gradient_gets_one():
+def test_gradients_are_computed_only_if_required():
     q, k, v = (x.detach() for x in inputs())
     bias = Bias().requires_grad_(False)
     assert not cupy_flash.attention(q, k, v, score_mod=bias).requires_grad
@@ -90,7 +90,7 @@ def test_only_what_asks_for_a_gradient_gets_one():
     assert bias.table.grad is not None and bias.temperature.grad is None
 
 
-def test_what_a_mask_alone_reads_has_no_gradient():
+def test_arrays_read_only_by_a_mask_have_no_gradient():
     q, k, v = inputs()
     bias, threshold = Bias(), torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
     out = cupy_flash.attention(q, k, v, score_mod=bias, mask_mod=lambda b, h, i, j: (i >= j) & (threshold[h] < 1))
@@ -98,7 +98,7 @@ def test_what_a_mask_alone_reads_has_no_gradient():
     assert threshold.grad is None and bias.table.grad is not None
 
 
-def test_a_backward_keeps_the_captured_tensors_alone():
+def test_the_backward_saves_the_captured_tensors_only():
     q, k, v = inputs(torch.float32)
     bias = Bias(torch.float32)
     saved = []
@@ -106,7 +106,7 @@ def test_a_backward_keeps_the_captured_tensors_alone():
         out = cupy_flash.attention(q, k, v, score_mod=bias)
     others = [x for x in saved if not any(x is y or x.data_ptr() == y.data_ptr() for y in (q, k, v, out))]
     captured = {x.data_ptr() for x in (bias.table, bias.temperature, bias.scale)}
-    assert {x.data_ptr() for x in others} - captured == {others[-1].data_ptr()}  # lse
+    assert {x.data_ptr() for x in others} - captured == {others[-1].data_ptr()}  # the other tensor is lse
     assert others[-1].shape == (BATCH, HEADS, LENGTH)
 
 
@@ -125,13 +125,13 @@ def test_packed_sequences_and_checkpoint():
 
 
 def functions_of(table):
-    """A learned bias and a mask, as a Mod."""
+    """A Mod with a learned bias and a mask."""
     return cupy_flash.Mod(lambda s, b, h, i, j: s + table[h, i - j + LENGTH - 1], document(IDS))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_mod_is_an_argument_of_checkpoint(use_reentrant):
-    """torch takes a Mod for one object: autograd reaches its tensors through the operator, not as a pytree."""
+    """A Mod is a single object to torch: autograd reaches its tensors through the operator, not as a pytree."""
     q, k, v = inputs()
     table = torch.randn(HEADS, 2 * LENGTH - 1, dtype=torch.float64, requires_grad=True)
     attend = lambda q, mod: cupy_flash.attention(q, k, v, score_mod=mod)  # noqa: E731
@@ -143,9 +143,10 @@ def test_a_mod_is_an_argument_of_checkpoint(use_reentrant):
         assert_equal(again, gradients(attend(q, mod), (q, table)))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode
+# torch's forward mode uses torch.jit.script
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_mod_is_an_argument_of_transforms():
-    """torch.func transforms calls with a Mod; one made inside the function has gradients and tangents of its arrays."""
+    """torch.func transforms calls with a Mod; a Mod that is made inside the function has gradients and tangents."""
     q, k, v = (x.detach() for x in inputs())
     table = torch.randn(HEADS, 2 * LENGTH - 1, dtype=torch.float64)
 
@@ -197,7 +198,8 @@ def test_a_mod_compiles_into_one_graph():
     torch.testing.assert_close(step(q, k, v, mod), dense(q * 2, k, v, bias, mask) + 1)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, after a break
+# raised by Dynamo after a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_plain_functions_break_the_graph_once_with_a_hint():
     q, k, v = (x.detach() for x in inputs())
     bias, mask = Bias(), document(IDS)
@@ -209,7 +211,7 @@ def test_plain_functions_break_the_graph_once_with_a_hint():
     backend = lambda graph, example: graphs.append(graph) or graph.forward  # noqa: E731
     out = torch.compile(step, backend=backend)(q, k, v)
     torch.testing.assert_close(out, dense(q * 2, k, v, bias, mask) + 1)
-    assert len(graphs) == 2  # q * 2, and + 1
+    assert len(graphs) == 2  # one with q * 2, and one with + 1
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"pass a cupy_flash\.Mod"):
         torch.compile(step, backend="eager", fullgraph=True)(q, k, v)
 
@@ -231,7 +233,7 @@ def test_export_keeps_a_mod():
     torch.testing.assert_close(exported.module()(q, k, v), layer(q, k, v))
 
 
-def test_flops_are_those_of_attention():
+def test_flops_equal_those_of_attention():
     q, k, v = inputs(torch.float32)
     counts = []
     for mods in ({}, dict(score_mod=Bias(torch.float32))):
@@ -241,7 +243,7 @@ def test_flops_are_those_of_attention():
     assert counts[0] == counts[1] > 0
 
 
-def test_errors_are_those_of_other_arrays():
+def test_errors_equal_those_of_numpy_arrays():
     q, k, v = inputs()
     with pytest.raises(TypeError, match=r"(?s)softmax.*k and v must have one length"):
         cupy_flash.attention(q, k, v[:, 1:], score_mod=lambda s, b, h, i, j: torch.softmax(s, -1))

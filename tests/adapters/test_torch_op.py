@@ -1,4 +1,4 @@
-"""The torch operators: NumPy's results, torch's own operator checks, and the same error texts."""
+"""The torch operators: NumPy's results, torch's own checks of operators, and the same error messages."""
 
 import numpy as np
 import pytest
@@ -36,19 +36,21 @@ def inputs(dtype=torch.float32, requires_grad=True, layout="bshd"):
 
 
 def padded(options):
-    """Positional arguments and options of `attention`."""
+    """Positional arguments and options of a call of `attention`."""
     return inputs(layout=options.get("layout", "bshd")), options
 
 
 def packed(options):
-    """A call of `attention_varlen`: four sequences, one without queries, one without keys; rows past the last."""
+    """A call of `attention_varlen` with four sequences, one of them without queries and one without keys, and extra
+    rows.
+    """
     q, k, v = normal(8, HEADS, HEAD_DIM), normal(9, KV_HEADS, HEAD_DIM, seed=1), normal(9, KV_HEADS, HEAD_DIM_V, seed=2)
     arrays = tuple(x.requires_grad_() for x in (q, k, v))
     return (*arrays, ints(0, 3, 3, 5, 7), ints(0, 4, 6, 6, 8), 3, 4), options
 
 
 def strided():
-    """q with heads before the sequence, k with every second row, v with a broadcast head."""
+    """q with heads before the sequence, k as every second row, v with a broadcast head."""
     q = normal(BATCH, HEADS, Q_LEN, HEAD_DIM).transpose(1, 2)
     k = normal(BATCH, 2 * KV_LEN, KV_HEADS, HEAD_DIM + 3)[:, ::2, :, :HEAD_DIM]
     v = normal(BATCH, KV_LEN, 1, HEAD_DIM_V).expand(-1, -1, KV_HEADS, -1)
@@ -92,7 +94,7 @@ def as_numpy(value):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls of cupy_flash's operators as (operator, arguments)."""
+    """Mode that records the calls of cupy_flash's operators as (operator, arguments)."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +107,7 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", SETS)
-def test_numbers_are_those_of_numpy(case):
+def test_results_equal_numpy(case):
     arguments, options = SETS[case]
     out, lse = attend(arguments, options, return_lse=True)
     assert out.is_contiguous() and lse.is_contiguous()
@@ -123,9 +125,9 @@ def test_numbers_are_those_of_numpy(case):
     expected = [x for x, source in zip(expected, sources, strict=True) if source.requires_grad]
     np.testing.assert_array_equal(out.detach(), expected_out)
     np.testing.assert_array_equal(lse.detach(), expected_lse)
-    for gradient, source, theirs in zip(gradients, wanted, expected, strict=True):
+    for gradient, source, expected_gradient in zip(gradients, wanted, expected, strict=True):
         assert gradient.is_contiguous() and gradient.dtype == source.dtype
-        np.testing.assert_array_equal(gradient, theirs)
+        np.testing.assert_array_equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -145,7 +147,7 @@ def test_opcheck(case):
     (forward, forward_arguments), (backward, backward_arguments) = recorder.calls
     assert (forward.name(), backward.name()) == ("cupy_flash::attention_forward", "cupy_flash::attention_backward")
     torch.library.opcheck(forward, forward_arguments)
-    # The gradient's own gradient is refused: its arguments must not ask for one.
+    # The gradient has no gradient of its own here, so its arguments must not require one.
     torch.library.opcheck(backward, tree_map_only(torch.Tensor, torch.Tensor.detach, backward_arguments))
 
 
@@ -188,8 +190,8 @@ def test_gradient_only_through_lse():
     lse.backward(dlse)
     saved = [x.detach().numpy() for x in (torch.zeros_like(out), q, k, v, out, lse)]
     expected = cupy_flash.attention_backward(*saved, dlse=dlse.numpy())
-    for x, theirs in zip((q, k, v), expected[:3], strict=True):
-        np.testing.assert_array_equal(x.grad, theirs)
+    for x, expected_gradient in zip((q, k, v), expected[:3], strict=True):
+        np.testing.assert_array_equal(x.grad, expected_gradient)
     assert q.grad.any() and k.grad.any() and not v.grad.any()
 
 
@@ -201,7 +203,7 @@ def test_gradient_of_stride_0():
     out.register_hook(lambda dout: strides.append(dout.stride()))
     out.sum().backward()
     assert strides == [(0, 0, 0, 0)]
-    assert all(torch.equal(x.grad, theirs) for x, theirs in zip((q, k, v), expected, strict=True))
+    assert all(torch.equal(x.grad, expected_gradient) for x, expected_gradient in zip((q, k, v), expected, strict=True))
 
 
 def test_seed_is_drawn_from_the_generator_of_torch():
@@ -259,13 +261,13 @@ def test_flops_follow_the_convention_of_torch(layout):
     q, k, v = inputs(layout=layout)
     with FlopCounterMode(display=False) as counter:
         adapter.attention(q, k, v, causal=True, layout=layout).sum().backward()
-    theirs = [x.detach() if layout == "bhsd" else x.detach().transpose(1, 2) for x in (q, k, v)]
-    theirs[1:] = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in theirs[1:]]
+    sdpa_arrays = [x.detach() if layout == "bhsd" else x.detach().transpose(1, 2) for x in (q, k, v)]
+    sdpa_arrays[1:] = [x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in sdpa_arrays[1:]]
     aten = torch.ops.aten
     expected = {
-        "attention_forward": flop_registry[aten._scaled_dot_product_flash_attention](*theirs),
+        "attention_forward": flop_registry[aten._scaled_dot_product_flash_attention](*sdpa_arrays),
         "attention_backward": flop_registry[aten._scaled_dot_product_flash_attention_backward](
-            theirs[0].new_empty((BATCH, HEADS, Q_LEN, HEAD_DIM_V)), *theirs
+            sdpa_arrays[0].new_empty((BATCH, HEADS, Q_LEN, HEAD_DIM_V)), *sdpa_arrays
         ),
     }
     counts = counter.get_flop_counts()["Global"]
@@ -280,7 +282,7 @@ def test_flops_of_packed_sequences():
     assert counter.get_total_flops() == 2 * HEADS * pairs * (HEAD_DIM + HEAD_DIM_V)
 
 
-# Wrong arguments or options, which replace those of a correct call.
+# Invalid arguments or options, which replace those of a valid call.
 BAD_CALLS = {
     "causal": dict(causal=3),
     "window-of-three": dict(window=(1, 2, 3)),
@@ -343,7 +345,7 @@ def test_bad_call_gets_the_error_of_numpy(case):
         pytest.param(dict(caual=True), "unknown option 'caual'", id="unknown-option"),
     ],
 )  # fmt: skip
-def test_bad_call_of_torch_alone(replaced, message):
+def test_bad_calls_that_only_torch_can_make(replaced, message):
     q, k, v = inputs()
     with pytest.raises(TypeError, match=message):
         adapter.attention(**(dict(q=q, k=k, v=v) | replaced))
@@ -377,7 +379,7 @@ def test_unsupported_engine_is_never_replaced():
         adapter.attention(*inputs(), engine="wgmma")
 
 
-def test_meta_tensors_have_shapes_alone():
+def test_meta_tensors_give_shapes():
     q, k, v = (x.detach().to("meta") for x in inputs())
     out, lse = adapter.attention(q, k, v, return_lse=True)
     assert (out.device.type, out.shape, lse.shape) == ("meta", (BATCH, Q_LEN, HEADS, HEAD_DIM_V), (BATCH, HEADS, Q_LEN))
@@ -387,7 +389,7 @@ def test_meta_tensors_have_shapes_alone():
     "name", ["q", "k", "v", "alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths", "seed", "all but mask"]
 )
 def test_meta_beside_other_tensors_is_refused(name):
-    """torch runs the fake kernel if any tensor is meta: its result on a CPU would be uninitialised memory."""
+    """torch runs the fake kernel if any tensor is meta; on a CPU its result would be uninitialised memory."""
     q, k, v = inputs(requires_grad=False)
     call = dict(
         q=q, k=k, v=v, alibi_slopes=torch.ones(HEADS), bias=torch.zeros(Q_LEN, KV_LEN), mask=torch.ones(KV_LEN) > 0,
@@ -408,7 +410,7 @@ def test_meta_beside_other_packed_tensors_is_refused(position):
         adapter.attention_varlen(*moved, **options)
 
 
-def test_one_device_is_required_where_nothing_runs():
+def test_fake_tensors_must_be_on_one_device():
     q, k, v = inputs(requires_grad=False)
     with FakeTensorMode() as mode:
         q, k, v = (mode.from_tensor(x) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""cupy_flash as torch's flash attention implementation: torch's own operators, forward and backward, run it."""
+"""cupy_flash as torch's flash attention implementation: torch's own operators run it, forward and backward."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -95,7 +95,7 @@ def test_active_until_restored(steps):
 
 
 def test_active_in_every_thread_and_recomputation(active, steps):
-    """Unlike `sdpa`, the activation holds in every thread; the documentation of `sdpa` refers to it."""
+    """Unlike `sdpa`, the activation holds in every thread, as the documentation of `sdpa` says."""
     arrays = [normal(2, 4, L, E, seed=seed).requires_grad_() for seed in range(3)]
 
     def recompute(grad_out):
@@ -111,14 +111,14 @@ def test_active_in_every_thread_and_recomputation(active, steps):
     assert steps == ["forward", "forward", "backward", "backward"] * 2
 
 
-def test_a_handle_that_is_kept_removes_all_the_same():
+def test_remove_works_if_the_handle_is_kept():
     handle = Activation()
     handle.remove()
     with pytest.raises(NotImplementedError):
         aten._scaled_dot_product_flash_attention(*[normal(2, 4, L, E)] * 3)
 
 
-def test_other_implementations_stay_torch_s(active, steps):
+def test_other_implementations_are_not_replaced(active, steps):
     x = normal(2, 4, L, E)
     with sdpa_kernel(SDPBackend.MATH):
         F.scaled_dot_product_attention(x, x, x)
@@ -126,12 +126,12 @@ def test_other_implementations_stay_torch_s(active, steps):
     assert not steps
 
 
-# Operators that torch has only for GPUs, run on a CPU: the same functions through the same dispatch.
+# Operators that torch has only for GPUs, dispatched on a CPU to the same functions.
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 def test_flash_operator_of_gpus(is_causal, active):
-    """The causal mask is aligned bottom-right in these operators."""
+    """The causal mask of these operators is aligned bottom-right."""
     shapes = [(2, 4, L, E), (2, 2, S, E), (2, 2, S, E)]
 
     def ours(q, k, v):
@@ -145,7 +145,7 @@ def test_flash_operator_of_gpus(is_causal, active):
     assert_all_match(results(ours, shapes), results(formula, shapes, torch.float64), results(formula, shapes))
 
 
-def test_dropout_of_the_backward_is_that_of_the_forward(active):
+def test_backward_uses_the_dropout_mask_of_the_forward(active):
     q, k, v = (normal(2, 4, L, E, seed=seed).requires_grad_() for seed in range(3))
     out, _, _, _, _, _, rng_state, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, True)
     seed = rng_state[:1].view(torch.int64)
@@ -161,20 +161,20 @@ def test_varlen(window, active, steps):
     bounds = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
     shapes = [(10, 4, E)] * 3
 
-    def theirs(q, k, v):
+    def torch_varlen(q, k, v):
         return varlen_attn(q, k, v, bounds, bounds, 7, 7, window_size=window)
 
     def ours(q, k, v):
         return adapter.attention_varlen(q, k, v, bounds, bounds, 7, 7, window=window)
 
-    actual = results(theirs, shapes)
+    actual = results(torch_varlen, shapes)
     assert steps == ["forward", "backward"]
     for a, b in zip(actual, results(ours, shapes), strict=True):
         assert torch.equal(a, b)
 
 
 def test_varlen_on_pages(active):
-    """torch's varlen_attn with a block table is attention on a paged KV cache."""
+    """torch's varlen_attn with a block table equals attention on a paged KV cache."""
     q, pages = normal(4, 4, E), normal(5, 2, 2, 2, E, seed=1)  # 5 pages of 2 keys
     bounds, used = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
     table = torch.tensor([[4, 1, -1], [3, 0, 2]], dtype=torch.int32)
@@ -216,7 +216,7 @@ def test_an_unsupported_problem_is_refused(options, reason, active):
 
 
 def laid_out(layout):
-    """query, key, value (2, 4, L, E), contiguous, views of (2, L, 4, E), or slices of one projection."""
+    """query, key and value (2, 4, L, E): contiguous, views of (2, L, 4, E), or slices of one projection."""
     if layout == "bhsd":
         return [normal(2, 4, L, E, seed=seed) for seed in range(3)]
     if layout == "bshd":
@@ -226,8 +226,8 @@ def laid_out(layout):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "qkv"])
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_results_are_laid_out_as_torch_promises(name, layout, active):
-    """torch.compile plans memory from the strides that fake kernels return."""
+def test_results_have_the_strides_of_fake_kernels(name, layout, active):
+    """torch.compile plans memory by the strides that fake kernels return, so the real strides must equal them."""
 
     def forward(q, k, v):
         if name == "cpu":

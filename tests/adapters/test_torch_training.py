@@ -1,4 +1,4 @@
-"""The operators in training: compile, export, checkpointing, offloading, FSDP2."""
+"""The operators in training: compile, export, checkpoints, offloading, FSDP2."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ def inputs(length=LENGTH):
 
 
 def value_and_gradients(function, *arrays):
-    """Results of `function` and the gradients of the first one, from a fixed generator state."""
+    """Results of `function` and the gradients of the first one; the generator starts from a fixed state."""
     torch.manual_seed(0)
     results = function(*arrays)
     results = results if isinstance(results, tuple) else (results,)
@@ -42,7 +42,7 @@ def plain(q, k, v):
 
 
 def everything(q, k, v):
-    """A call with every kind of option, a drawn seed, and both results."""
+    """A call with every kind of option, a seed that is drawn, and both results."""
     bias = k.sum(dim=(1, 3))[:, :, None, None].repeat(1, HEADS // KV_HEADS, 1, LENGTH)
     slopes = torch.full((HEADS,), 0.5)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(2)
@@ -82,7 +82,7 @@ def test_compile(function):
         "aot_eager",
         pytest.param(
             "inductor",
-            # From torch's import of its mkldnn module.
+            # raised by torch's import of its mkldnn module
             marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
         ),
     ],
@@ -120,7 +120,7 @@ def test_compile_once_for_many_lengths_and_seeds():
     for length, seed in ((5, 2), (7, 2**63), (9, 2**40)):
         arrays = inputs(length)
         assert torch.equal(compiled(*arrays, seed), adapter.attention(*arrays, dropout=0.2, seed=seed))
-    # Seeds from 2**63 on become other int64 values; all smaller ones share one graph.
+    # Seeds from 2**63 on become negative int64 values and get a graph of their own; all smaller ones share one.
     assert len(frames) == 2
 
 
@@ -136,7 +136,7 @@ def test_compile_once_for_many_lengths_and_seeds():
         pytest.param(dict(engine="wgmma"), "no engine of this version serves", id="engine"),
     ],
 )
-def test_compile_does_not_accept_what_is_wrong(options, message):
+def test_compile_refuses_invalid_calls(options, message):
     compiled = torch.compile(lambda *arrays: adapter.attention(*arrays, **options), fullgraph=True, backend="aot_eager")
     with pytest.raises((TypeError, ValueError, torch._dynamo.exc.Unsupported), match=message):
         compiled(*inputs())
@@ -165,7 +165,7 @@ class Layer(torch.nn.Module):
 
 
 def gradients_of(run):
-    """Gradients of one step through two layers, each as `run(layer, x)`, from a fixed generator state."""
+    """Gradients of one step through two layers, each as `run(layer, x)`; the generator starts from a fixed state."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList([Layer(), Layer()])
     x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
@@ -178,7 +178,7 @@ def gradients_of(run):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """A list with an entry per run of the forward."""
+    """A list with one entry per run of the forward."""
     runs = []
     original = backends.forward
     monkeypatch.setattr(backends, "forward", lambda *arguments: runs.append(None) or original(*arguments))
@@ -198,7 +198,7 @@ def test_checkpoint_with_dropout(reentrant, forwards):
 
 
 class Encoder(torch.nn.Module):
-    """Calls torch's attention by both its names, with dropout."""
+    """Calls torch's attention in both ways, by a layer and by the function, with dropout."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class Encoder(torch.nn.Module):
 
 
 def encoded(run, backward):
-    """Gradients of one step of an Encoder, `run(encoder, x)` inside `sdpa` and `backward(loss)` outside."""
+    """Gradients of one step of an Encoder, with `run(encoder, x)` inside `sdpa` and `backward(loss)` outside."""
     torch.manual_seed(0)
     encoder, x = Encoder(), torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
     with adapter.sdpa():
@@ -227,7 +227,7 @@ def in_another_thread(loss):
 @pytest.mark.parametrize("backward", [torch.Tensor.backward, in_another_thread], ids=["this-thread", "another-thread"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint_inside_sdpa(reentrant, backward, forwards):
-    """Layers recorded inside `sdpa` are recomputed inside it, nested or not, although modes are off in the backward."""
+    """Layers that ran inside `sdpa` are recomputed inside it, although torch disables modes in the backward."""
 
     def run(encoder, x):
         def inner(x):
@@ -317,7 +317,9 @@ WORLD = 2
 
 
 def train_sharded(rank, rendezvous, failures):
-    """Compare a step of an FSDP2 model on this rank's half of a batch with the same step without sharding."""
+    """Compare one step of an FSDP2 model, in which each rank has half of the batch, with the same step without
+    sharding.
+    """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -336,7 +338,7 @@ def train_sharded(rank, rendezvous, failures):
                 y = checkpoint(layer, y, use_reentrant=False)
             y.float().square().sum().backward()
 
-        # Gradients in bfloat16, averaged over ranks in float32.
+        # Gradients are in bfloat16 and averaged over the ranks in float32.
         alone = [copy.deepcopy(model).bfloat16() for _ in range(WORLD)]
         for index, copied in enumerate(alone):
             step(copied, index)
@@ -349,8 +351,8 @@ def train_sharded(rank, rendezvous, failures):
         for layer in model:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         step(model, rank)
-        for (name, parameter), theirs in zip(model.named_parameters(), expected, strict=True):
-            if not torch.equal(parameter.grad.full_tensor(), theirs):
+        for (name, parameter), expected_gradient in zip(model.named_parameters(), expected, strict=True):
+            if not torch.equal(parameter.grad.full_tensor(), expected_gradient):
                 failures.put(f"rank {rank}: {name}")
     finally:
         distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""A vision transformer in timm's form, through `sdpa` and torch's registry, against torch's attention."""
+"""A vision transformer written like timm's, with cupy_flash through `sdpa` and torch's registry, against torch's
+attention.
+"""
 
 import contextlib
 

@@ -1,4 +1,6 @@
-"""attn_implementation="cupy_fa" against sdpa, or the formula where sdpa refuses, in tiny models of transformers."""
+"""attn_implementation="cupy_fa" in tiny models of transformers, against sdpa, or the formula if a model refuses
+sdpa.
+"""
 
 import contextlib
 import copy
@@ -118,7 +120,7 @@ def test_greedy_generation_with_cache(case, padding):
 
 @pytest.mark.parametrize("case", ["llama", "mistral-window"])
 def test_generation_with_a_cache_of_fixed_size(case, monkeypatch):
-    # generate would compile the step, which is not tested here.
+    # generate() would compile the step, which is not tested here.
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model = model_of(case)
     said = []
@@ -151,7 +153,7 @@ def test_chunked_prefill(case):
         assert_matches_reference(actual, three_runs(model_of(case), case, whole)[1], low, "float32", "logits")
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # until version 6
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")  # deprecated until version 6
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("case", ["llama", "mistral-window", "gpt2", "gpt-oss-sinks-window"])
 def test_gradients_with_checkpointing(case, padding):
@@ -224,7 +226,7 @@ def test_vision_transformer():
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_encoder_and_decoder_with_position_bias(padding):
-    # As many decoder as encoder tokens: the key padding belongs to another sequence than the queries.
+    # There are as many decoder tokens as encoder tokens, so that a padding mask of the wrong sequence would fit.
     config = T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -299,7 +301,7 @@ CALLS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that reach cupy_flash: (function, names of the options given)."""
+    """The calls that reach cupy_flash, as (function, shapes and names of the options given)."""
     seen = []
 
     def recorded(name, function):
@@ -320,7 +322,7 @@ def refuse(**_):
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_no_mask_is_written_out(case, calls, monkeypatch):
+def test_masks_stay_lazy(case, calls, monkeypatch):
     name, padding, expected = CALLS[case]
     monkeypatch.setattr(adapter, "sdpa_mask", refuse)
     with torch.no_grad():
@@ -329,12 +331,12 @@ def test_no_mask_is_written_out(case, calls, monkeypatch):
         (function, frozenset(options)) for function, *options in expected
     }
     kv_heads = 4 if name == "gpt2" else 2
-    assert {shape[-2] for _, shape, _, _ in calls} == {kv_heads}  # not repeated
+    assert {shape[-2] for _, shape, _, _ in calls} == {kv_heads}  # keys are not repeated for the query heads
     masks = [options["mask"] for _, _, options, _ in calls if options.get("mask") is not None]
     assert all(mask.shape == (BATCH, 1, 1, LENGTH) for mask in masks)
 
 
-def test_little_padding_is_not_packed(calls):
+def test_batches_with_little_padding_are_not_packed(calls):
     valid = torch.ones(BATCH, LENGTH, dtype=torch.long)
     valid[0, :2] = 0
     with torch.no_grad():
@@ -342,7 +344,7 @@ def test_little_padding_is_not_packed(calls):
     assert {given for _, _, _, given in calls} == {frozenset({"causal", "mask"})}
 
 
-def test_padded_encoder_says_lengths(calls):
+def test_padded_encoders_pass_lengths(calls):
     model = AutoModel.from_config(ENCODERS["bert"]).eval()
     with torch.no_grad():
         run(model, "cupy_fa", input_ids=tokens(), attention_mask=token_mask("right"))
@@ -377,7 +379,6 @@ BY_FUNCTION = {
         attention_mask=token_mask("left").bool(),
     ),
     "without-config": dict(mask_function=sliding_window_causal_mask_function(4), local_size=4),
-    "keys-past-the-queries": dict(q_length=4, q_offset=2),
     "window-of-a-cache": WINDOW
     | dict(mask_function=sliding_window_causal_mask_function(4), q_length=3, kv_length=6, q_offset=9, kv_offset=4),
     "prefix": dict(mask_function=PREFIX, allow_is_causal_skip=False),
@@ -434,7 +435,7 @@ def test_lazy_mask_attends_as_its_elements(case):
     assert mask.shape == dense.shape and mask.dtype == dense.dtype and mask.device == dense.device
     assert torch.equal(mask[:, 0], dense[:, 0])
 
-    mask = adapter.attention_mask(**arguments)  # another, whose elements nothing has read
+    mask = adapter.attention_mask(**arguments)  # a second mask, whose elements have not been read
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, 4, mask.shape[2], 8, generator=generator)
     k, v = torch.randn(2, BATCH, 2, mask.shape[3], 8, generator=generator)
@@ -449,19 +450,19 @@ def test_lazy_mask_attends_as_its_elements(case):
     assert_matches_reference(out[is_token], exact[is_token], low[is_token], "float32", "out")
 
 
-def of_elements(b, h, i, j):
+def elementwise(b, h, i, j):
     return (j <= i) & (torch.cumsum(j >= 0, -1) > 0)
 
 
 WRITTEN_OUT = {
     "integers": dict(attention_mask=token_mask("left")),
     "one-query": dict(allow_is_causal_skip=False, q_length=1, q_offset=3),
-    "no-elementwise-function": dict(mask_function=of_elements, allow_is_causal_skip=False),
+    "no-elementwise-function": dict(mask_function=elementwise, allow_is_causal_skip=False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRITTEN_OUT)
-def test_masks_that_are_written_out(case):
+def test_masks_that_are_computed_in_full(case):
     arguments = mask_arguments(**WRITTEN_OUT[case])
     mask = adapter.attention_mask(**arguments)
     assert type(mask) is torch.Tensor
@@ -490,7 +491,7 @@ def test_elements_that_a_model_writes_are_the_mask():
     torch.testing.assert_close(out, expected)
 
 
-def test_masks_that_hide_nothing_else_are_none():
+def test_masks_without_hidden_keys_are_none():
     full = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     assert adapter.attention_mask(**mask_arguments()) is None
     assert adapter.attention_mask(**mask_arguments(attention_mask=full)) is None
@@ -501,7 +502,7 @@ def test_masks_that_hide_nothing_else_are_none():
     assert adapter.attention_mask(**mask_arguments(**encoder, allow_is_bidirectional_skip=True)) is None
 
 
-def test_sequences_in_one_row_stay_apart():
+def test_packed_sequences_do_not_see_each_other():
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     ids = tokens()[:1]
 
@@ -567,7 +568,7 @@ REFUSED = {
         ),
         False,
     ),
-    # These two declare sdpa, but choose an attention class by the name of the implementation.
+    # These two models declare sdpa but choose an attention class by the name of the implementation.
     "falcon": (
         AutoModelForCausalLM,
         FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
@@ -613,7 +614,7 @@ def test_a_submodel_without_the_attention_interface_is_refused():
 def test_other_implementations_are_checked_as_before():
     before = PreTrainedModel.get_correct_attn_implementation
     adapter.register()
-    assert PreTrainedModel.get_correct_attn_implementation is before  # hooked once
+    assert PreTrainedModel.get_correct_attn_implementation is before  # the hook is installed once
     auto, config, _ = REFUSED["bloom"]
     with torch.device("meta"):
         assert auto.from_config(copy.deepcopy(config)).config._attn_implementation == "eager"
@@ -624,7 +625,7 @@ def test_other_implementations_are_checked_as_before():
 
 
 SPARSE = {
-    # Only for eager and sdpa does the mask contain the key indices that a query may see.
+    # Only for eager and sdpa does the model write the key indices that a query may see into the mask.
     "deepseek-v3.2": (
         "sdpa",
         DeepseekV32Config(
@@ -633,7 +634,7 @@ SPARSE = {
             num_experts_per_tok=1, n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
         ),
     ),
-    # The keys of compressed tokens are appended to the mask, hidden by -inf.
+    # The keys of compressed tokens are appended, and the mask hides some of them with -inf.
     "deepseek-v4": (
         "eager",
         DeepseekV4Config(
@@ -664,7 +665,7 @@ def test_sparse_attention(case, padding):
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_that_are_given_the_last_queries_alone():
+def test_layers_that_get_only_the_last_queries():
     torch.manual_seed(0)
     config = Gemma4TextConfig(
         **GROUPED | dict(num_hidden_layers=4), head_dim=8, global_head_dim=8, sliding_window=64, num_kv_shared_layers=2,
@@ -679,7 +680,7 @@ def test_layers_that_are_given_the_last_queries_alone():
 
 
 @pytest.mark.parametrize(("k_heads", "v_heads"), [(2, 4), (4, 1)])
-def test_keys_and_values_of_other_numbers_of_heads(k_heads, v_heads):
+def test_keys_and_values_with_different_numbers_of_heads(k_heads, v_heads):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(BATCH, heads, LENGTH, 8, generator=generator) for heads in (4, k_heads, v_heads))
     out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=False)
@@ -730,7 +731,7 @@ def eager_with_sinks(module, query, key, value, attention_mask, scaling, sinks=N
 
 @pytest.mark.parametrize(("word", "is_served"), [("sinks", False), ("block_indices", False), ("image_sizes", True)])
 def test_an_argument_is_refused_if_the_models_own_attention_takes_it(word, is_served, monkeypatch):
-    # A model passes on all arguments of its caller, also inputs of its other parts.
+    # A model passes on all arguments of its caller, also those meant for other parts of the model.
     monkeypatch.setitem(sys.modules, "made_up", SimpleNamespace(eager_attention_forward=eager_with_sinks))
     attention = type("Attention", (torch.nn.Module,), {"__module__": "made_up"})()
     q = torch.zeros(1, 2, 3, 8)
@@ -739,7 +740,7 @@ def test_an_argument_is_refused_if_the_models_own_attention_takes_it(word, is_se
         adapter.attention_forward(attention, q, q, q, None, is_causal=True, **{word: torch.zeros(1, 2, 3, 1)})
 
 
-def test_arguments_that_change_nothing_are_accepted():
+def test_arguments_without_effect_are_accepted():
     q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
     sequences = dict(cu_seq_lens_q=torch.tensor([0, 1, 3]), cu_seq_lens_k=torch.tensor([0, 1, 3]))

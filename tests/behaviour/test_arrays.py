@@ -375,7 +375,7 @@ def test_jax_on_several_devices():
 def test_requests_version_1_and_no_stream_on_the_cpu():
     producer = Producer(np.ones(3))
     as_array(producer, "q")
-    assert producer.asked == {"stream": None, "max_version": (1, 0)}
+    assert producer.requested == {"stream": None, "max_version": (1, 0)}
 
 
 def set_fields(**fields):
@@ -448,7 +448,9 @@ def test_dlpack_on_cuda(device_type):
     producer = Producer(x, device=(device_type, 1))
     array = as_array(producer, "q")
     assert (array.pointer, array.device, array.framework) == (x.ctypes.data, "cuda:1", "dlpack")
-    assert producer.asked["stream"] == made_on(array) == 1  # stream 1 is the legacy default stream; DLPack forbids 0
+    assert (
+        producer.requested["stream"] == made_on(array) == 1
+    )  # stream 1 is the legacy default stream; DLPack forbids 0
     with pytest.raises(TypeError, match="cuda:1 has no view in host memory"):
         array.numpy()
 

@@ -135,7 +135,7 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend):
     check(case, result._replace(dsink=None))
 
 
-def test_nan_reaches_only_what_it_must(backend):
+def test_nan_reaches_only_its_row_and_column(backend):
     """NaN in a query makes its row of out NaN, NaN in a value its column; other heads do not change."""
     q, k, v = normal(1, 6, 2, 8), normal(1, 7, 2, 8), normal(1, 7, 2, 8)
     q[0, 3, 1, 2] = np.nan
@@ -245,7 +245,7 @@ def test_bitwise_equal_over_ten_runs():
 
 
 def test_tiles_and_threads_draw_the_same_dropout():
-    """If v is the identity, out is P, and is 0 exactly where the dropout mask is."""
+    """If v is the identity, out is P, which is 0 exactly where dropout.py drops a probability."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, kv_heads=4, dropout=0.5, batch=2)
     q, k, v, options, *_ = case.call()
     v[...] = np.eye(40)[:, None]

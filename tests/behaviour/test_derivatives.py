@@ -2,6 +2,7 @@
 errors.
 """
 
+import runpy
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from derivatives import ALL, check, direction_of, run, run_planned
 from tiers import in_tiers
 
 import cupy_flash
+from bench.memory import growth_exponent
+from bench.results import ROOT
 from cupy_flash import score
 from cupy_flash.backends import cpu_derivatives
 from cupy_flash.problem import UnsupportedError
@@ -134,6 +137,21 @@ def test_memory_is_linear_in_the_length():
     short, long = peak(768), peak(1536)
     assert long < 2.5 * short
     assert long < 1536**2 * 4 / 4
+
+
+@pytest.mark.exhaustive
+def test_the_picture_of_the_guide_is_of_linear_memory():
+    pytest.importorskip("matplotlib")
+    script = runpy.run_path(str(ROOT / "docs" / "derivatives.py"))
+    lengths = (2048, 8192)
+    peaks = {
+        name: {n: script["peak"](call, n) for n in lengths} for name, (call, _) in list(script["CALLS"].items())[:2]
+    }
+    for by_length in peaks.values():
+        assert growth_exponent(lengths, list(by_length.values())) <= 1.1
+    (axes,) = script["figure"](peaks).axes
+    assert [line.get_label() for line in axes.lines] == ["attention_jvp", "attention_double_backward"]
+    assert (ROOT / "docs" / "derivatives.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_varlen_equals_the_sequences_alone():

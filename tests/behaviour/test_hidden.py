@@ -50,7 +50,7 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
     """A window and lengths hide keys; mask and bias also hide them from some rows of the second batch entry, and from
     all rows of the third. Heads differ only in the poisoned array.
     """
-    of_forward = FP8 if dtype == "float8_e4m3fn" else FORWARD
+    forward_tile = FP8 if dtype == "float8_e4m3fn" else FORWARD
     rng = np.random.default_rng(0)
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
 
@@ -59,7 +59,7 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
 
     arrays = dict(zip(("q", "k", "v", "dout"), map(same_in_all_heads, (q_len, kv_len, kv_len, q_len)), strict=True))
     query, keys = q_len - 10, [kv_len - 12, kv_len - 9]
-    poisoned_keys = np.zeros((HEADS, 1, kv_len), bool)  # the poisoned keys
+    poisoned_keys = np.zeros((HEADS, 1, kv_len), bool)
     for head, (name, value) in enumerate(POISONS):
         if dtype.itemsize > 1 or np.isnan(value):  # e4m3 has no infinity
             arrays[name][:, head, keys if name in "kv" else query, 3] = value
@@ -88,7 +88,7 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
     def posed(saved=None):
         problem, operands = pose("hidden", tuple(arrays[name] for name in "qkv"), options, None, saved)
         if engine == "wgmma":
-            tile = of_forward if saved is None else BACKWARD
+            tile = forward_tile if saved is None else BACKWARD
             chosen = plan(problem, backends.device_of(problem), tile)
         else:
             chosen = in_small_tiles(problem)
@@ -100,16 +100,16 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
     reached, lse_reached = differs(out.astype(np.float32)), differs(lse)
     seeing = sees[..., keys].any(-1)
     assert seeing[:2].any() and not seeing[:2].all() and not seeing[2].any()
-    (of_tile,) = (tile[..., keys].any(-1) for tile in tiles.values())
-    assert of_tile.any() and not of_tile.all()
-    expected, of_rows = np.zeros(reached.shape, bool), np.zeros(lse_reached.shape, bool)
-    expected[:, 0], of_rows[:, 0] = seeing[:, 0, :, None], seeing[:, 0]
+    (in_tile,) = (tile[..., keys].any(-1) for tile in tiles.values())
+    assert in_tile.any() and not in_tile.all()
+    expected, expected_lse = np.zeros(reached.shape, bool), np.zeros(lse_reached.shape, bool)
+    expected[:, 0], expected_lse[:, 0] = seeing[:, 0, :, None], seeing[:, 0]
     # the sign of q decides whether inf becomes NaN
-    expected[:, 1], of_rows[:, 1] = reached[:, 1] & seeing[:, 0, :, None], lse_reached[:, 1] & seeing[:, 0]
-    expected[:, 2, :, 3] = of_tile[:, 0]
-    expected[:, 3, query] = of_rows[:, 3, query] = True
+    expected[:, 1], expected_lse[:, 1] = reached[:, 1] & seeing[:, 0, :, None], lse_reached[:, 1] & seeing[:, 0]
+    expected[:, 2, :, 3] = in_tile[:, 0]
+    expected[:, 3, query] = expected_lse[:, 3, query] = True
     np.testing.assert_array_equal(reached, expected)
-    np.testing.assert_array_equal(lse_reached, of_rows)
+    np.testing.assert_array_equal(lse_reached, expected_lse)
     if dtype.itemsize == 1:  # fp8 has no backward
         return
 
@@ -118,11 +118,11 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
     *chosen, tiles = posed(Saved(arrays["dout"], out, lse, None))
     gradients = backends.run_backward(*chosen)
     dq, dk, dv = (differs(getattr(gradients, name).numpy().astype(np.float32)).any(-1) for name in ("dq", "dk", "dv"))
-    of_kv = tiles["backward" if "backward" in tiles else "backward_kv"]
-    of_q = tiles.get("backward_q", of_kv)  # without a dQ kernel, the key blocks add to dQ
-    assert not (dq & ~rows & ~(of_q & poisoned_keys).any(-1)).any()
-    beside = (rows[..., None] & of_kv).any(2)
-    assert not (dv & ~beside).any()
+    kv_tiles = tiles["backward" if "backward" in tiles else "backward_kv"]
+    q_tiles = tiles.get("backward_q", kv_tiles)  # without a dQ kernel, the key blocks add to dQ
+    assert not (dq & ~rows & ~(q_tiles & poisoned_keys).any(-1)).any()
+    reached_keys = (rows[..., None] & kv_tiles).any(2)
+    assert not (dv & ~reached_keys).any()
     assert not (differs(gradients.dbias.numpy()) & ~(tiles["backward_bias"] & (rows[..., None] | poisoned_keys))).any()
     poisoned_keys[:2] = False  # in K of keys that no row sees, NaN and infinity must not reach dK
-    assert not (dk & ~beside & ~poisoned_keys[:, 0]).any()
+    assert not (dk & ~reached_keys & ~poisoned_keys[:, 0]).any()

@@ -231,7 +231,7 @@ def stacked(backend, outs, lses, layout="bshd"):
 @pytest.mark.parametrize("backend", ["cpu", "simulator"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_any_number_of_parts(count, backend):
-    """Some rows have no key in one part or in any, and one part may have no key at all."""
+    """One row of each part has no key there, another row has none in any part, and a whole part may have none."""
     rng = np.random.default_rng(count)
     outs = rng.normal(size=(count, 2, 9, 3, 40)).astype(np.float32)
     lses = (rng.normal(size=(count, 2, 3, 9)) * 5).astype(np.float32)

@@ -119,7 +119,7 @@ def test_result_says_what_ran_where(result: Any, folder: Path) -> None:
 )
 def test_every_sample_of_every_case_is_kept(result: Any, section: str, stages: set[str]) -> None:
     records = result[section]["cases"]
-    assert [(it["causal"], it["seqlen"]) for it in records] == [(False, 32), (False, 64), (True, 32), (True, 64)]
+    assert [(each["causal"], each["seqlen"]) for each in records] == [(False, 32), (False, 64), (True, 32), (True, 64)]
     for record in records:
         assert {"cupy_flash", "standard", "SDPA flash", "SDPA math"} <= record["seconds"].keys()
         assert record["roofline_seconds"] > 0
@@ -211,11 +211,11 @@ def test_forward_and_backward_on_a_gpu(
     words = ["backward", "--gpu", "--dtype", "bfloat16", "--head-dim", "128", "--seqlens", "512,1024"]
     assert main([*words, "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-    asked = []
-    monkeypatch.setattr("bench.gpu.run", lambda *arguments: asked.append(arguments) or 0)
+    calls = []
+    monkeypatch.setattr("bench.gpu.run", lambda *arguments: calls.append(arguments) or 0)
     assert main([*words, "--causal", "--out", str(tmp_path)]) == 0
-    (regimes, measured_by, _, out, command) = asked[0]
-    assert [it.name for it in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
+    (regimes, measured_by, _, out, command) = calls[0]
+    assert [regime.name for regime in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
     assert measured_by is bench.gpu.measure_peers
     assert out == tmp_path / "gpu-backward.json" and command[:2] == ["python -m bench", "backward"]
 
@@ -284,9 +284,9 @@ def test_readme_is_up_to_date() -> None:
 
 def test_default_sizes_are_those_of_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    monkeypatch.setattr("bench.__main__._measure", lambda asked, arguments: measured.append(asked) or 0)
+    monkeypatch.setattr("bench.__main__._measure", lambda case, arguments: measured.append(case) or 0)
     assert main([]) == 0
-    (asked,) = measured
-    assert (asked.batch, asked.heads, asked.head_dim, asked.dtype) == (1, 8, 64, "float32")
+    (case,) = measured
+    assert (case.batch, case.heads, case.head_dim, case.dtype) == (1, 8, 64, "float32")
     assert bench.__main__.SEQLENS["forward"] == bench.__main__.SEQLENS["backward"] == (512, 1024, 2048, 4096)
     assert max(bench.__main__.SEQLENS["memory"]) == 16384

@@ -13,15 +13,23 @@ from cupy_flash.engines.wgmma import forward
 HOPPER = device.named("sm_90a", "cuda")
 
 
-def predicted(its):
+def predicted(measured):
     """A sweep in which every wgmma tile takes the time that the cost model predicts."""
-    words = dict(dtype=its.dtype, head_dim=its.head_dim, causal=its.causal, layout="bhsd", engine="wgmma")
-    sizes = dict(batch=its.batch, heads=its.heads, kv_heads=its.heads, q_len=its.seqlen, kv_len=its.seqlen)
+    words = dict(
+        dtype=measured.dtype, head_dim=measured.head_dim, causal=measured.causal, layout="bhsd", engine="wgmma"
+    )
+    sizes = dict(
+        batch=measured.batch,
+        heads=measured.heads,
+        kv_heads=measured.heads,
+        q_len=measured.seqlen,
+        kv_len=measured.seqlen,
+    )
     problem = ahead.problems(**words, backward=False)[-1]._replace(**sizes)
     plans = plan.candidates(plan.plan(problem, HOPPER), "wgmma")
-    pairs = problem.mask.band(its.seqlen, its.seqlen).pairs
+    pairs = problem.mask.band(measured.seqlen, measured.seqlen).pairs
     seconds = {f"wgmma {tile}": forward.seconds(problem, pairs, HOPPER, tile) for tile, _ in plans}
-    return case(its, {name: its.flops / time / 1e12 for name, time in seconds.items()})
+    return case(measured, {name: measured.flops / time / 1e12 for name, time in seconds.items()})
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def reached(*cases):
 
 
 @pytest.mark.parametrize(
-    "its, ratios",
+    "measured, ratios",
     [
         ([case(FULL, {"wgmma 1": 736.0, "mma 1": 300.0}, peers={"SDPA cuDNN": 700.0})], dict(mm=0.92, best=736 / 700)),
         ([case(FP8, {"wgmma 1": 1200.0})], dict(mm=1.5)),
@@ -32,9 +32,9 @@ def reached(*cases):
     ],
     ids=["peers", "fp8", "fp32", "in-order", "in-order-alone", "none-of-ours"],
 )
-def test_ratios_by_hand(its, ratios):
-    cases = {each["regime"]: each for each in its}
-    where = next(it for it in (FULL, FP8, FP32, IN_ORDER) if it.name == its[0]["regime"])
+def test_ratios_by_hand(measured, ratios):
+    cases = {each["regime"]: each for each in measured}
+    where = next(candidate for candidate in (FULL, FP8, FP32, IN_ORDER) if candidate.name == measured[0]["regime"])
     assert marks.ratios(where, cases, result()["device"]) == pytest.approx(ratios)
 
 

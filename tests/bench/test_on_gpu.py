@@ -388,7 +388,7 @@ def test_sanitized_calls_start_every_kernel():
     }
     assert of_caches == {"rotary_append", "mma/decode", "merge"}
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
-    assert {"simt/jvp", "mma/jvp", "simt/second_captured"} <= of_derivatives
+    assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
     assert kernels == every - of_caches - (of_derivatives - kernels) - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")

@@ -1,4 +1,6 @@
-"""`bench overhead`: whole calls on NumPy and torch arrays, with and without autograd, that launch nothing."""
+"""`bench overhead` measures whole calls on NumPy and torch arrays, with and without autograd, without launching
+kernels.
+"""
 
 import pytest
 
@@ -6,8 +8,8 @@ from bench import overhead
 from cupy_flash import backends
 
 
-def test_calls_end_before_their_launches(monkeypatch):
-    """Every call reaches the tensor maps of its launches, and the backends are themselves again afterwards."""
+def test_calls_do_everything_but_launch(monkeypatch):
+    """Every call encodes the tensor maps of its launches, and the backends are restored afterwards."""
     maps = []
     encode = overhead.tensor_map.encode_for_simulator
     monkeypatch.setattr(overhead.tensor_map, "encode_for_simulator", lambda box: maps.append(box) or encode(box))
@@ -19,7 +21,8 @@ def test_calls_end_before_their_launches(monkeypatch):
     assert before == backends.MODULES
     assert list(section["calls"]) == ["numpy", "torch", "torch, autograd"]
     assert all(seconds > 0 for rows in section.values() for row in rows.values() for seconds in row.values())
-    assert len({(box.address, box.shape) for box in maps}) >= 3 * 3 * 4  # q, k and v of new pointers, of three rows
+    # q, k and v at new addresses, with three numbers of rows
+    assert len({(box.address, box.shape) for box in maps}) >= 3 * 3 * 4
     calls, steps = overhead.tables(section)
     assert [row[0] for row in calls.rows] == list(section["calls"]) and len(steps.rows) == 2
 

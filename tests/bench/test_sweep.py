@@ -79,12 +79,12 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
     """One tile ignores the mask, another one returns NaN."""
 
     def with_one_wrong(chosen, engine):
-        first, (tile, its) = candidates(chosen, engine)[:2]
+        first, (tile, second) = candidates(chosen, engine)[:2]
         if wrong == "full":
-            its = plan(its.problem._replace(mask=its.problem.mask._replace(right=None)), its.device)
+            second = plan(second.problem._replace(mask=second.problem.mask._replace(right=None)), second.device)
         else:
-            its = its._replace(problem=its.problem._replace(scale=float("nan")))
-        return [first, (tile, its)]
+            second = second._replace(problem=second.problem._replace(scale=float("nan")))
+        return [first, (tile, second)]
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_one_wrong)
@@ -99,8 +99,8 @@ def test_results_of_tiles_are_compared_with_those_of_a_peer(simulated, monkeypat
     """If the first tile gives wrong results, it is the only tile left out."""
 
     def with_first_wrong(chosen, engine):
-        (tile, its), *others = candidates(chosen, engine)[:2]
-        return [(tile, its._replace(problem=its.problem._replace(scale=2.0))), *others]
+        (tile, wrong), *others = candidates(chosen, engine)[:2]
+        return [(tile, wrong._replace(problem=wrong.problem._replace(scale=2.0))), *others]
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_first_wrong)
@@ -147,10 +147,12 @@ def test_regimes_with_a_mark_come_first():
     assert every[: len(marked)] == marked and names[0] == "forward bfloat16, D 128, full, 16384"
     assert "forward float8_e4m3fn, D 128, causal, 16384" in names
     assert "forward bfloat16, D 192, Dv 128, causal, 512" in names
-    assert "backward bfloat16, D 128, full, 16384, deterministic" in [it.name for it in sweep.regimes(backward=True)]
+    assert "backward bfloat16, D 128, full, 16384, deterministic" in [
+        each.name for each in sweep.regimes(backward=True)
+    ]
     (one,) = sweep.regimes(True, "float16", [64], [2048], True)
     assert one == gpu.Regime("float16", 64, 2048, True, True)
-    assert [it.name for it in sweep.regimes(False, "float32", [64], [1024], False)] == [
+    assert [each.name for each in sweep.regimes(False, "float32", [64], [1024], False)] == [
         "forward float32, D 64, full, 1024"
     ]
     assert sweep.engines("float16") == sweep.engines("bfloat16") == ("mma", "wgmma")
@@ -210,10 +212,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert main(["backward", "--sweep", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
     monkeypatch.setattr("bench.__main__.plot_sweep", lambda result, path: False)
-    asked = []
+    runs = []
 
     def run(*arguments):
-        asked.append(arguments)
+        runs.append(arguments)
         cases = [stored(False, {"mma 64x64/128": 300.0})]
         Path(arguments[3]).write_text(json.dumps(dict(command="python -m bench", device=dict(gpu="H"), cases=cases)))
         return 3
@@ -221,7 +223,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run", run)
     words = ["forward", "--sweep", "--head-dim", "192", "--seqlens", "8192", "--causal", "--seconds", "60"]
     assert main([*words, "--out", str(tmp_path)]) == 3
-    regimes, measured_by, seconds, out, command = asked[0]
+    regimes, measured_by, seconds, out, command = runs[0]
     assert [regime.name for regime in regimes] == ["forward bfloat16, D 192, Dv 128, causal, 8192"]
     assert (measured_by, seconds, out) == (sweep.measure_tiles, 60, tmp_path / "sweep-forward.json")
     assert command[:3] == ["python -m bench", "forward", "--sweep"]

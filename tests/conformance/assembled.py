@@ -12,21 +12,21 @@ from cupy_flash.checks.micro_kernels import Kernel
 
 def in_cuda(kernel: Kernel, name: str) -> str:
     """CUDA source of a kernel with the parameters, directives and body of the PTX text."""
-    found = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
-    assert found is not None
-    parameters, directives, body = found.groups()
+    match = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
+    assert match is not None
+    parameters, directives, body = match.groups()
     operands, declared = [], []
     body = body.replace("%", "%%")  # in an asm statement % starts an operand
     for i, parameter in enumerate(parameters.split(",")):
-        kind, its = parameter.removesuffix("[128]").split()[-2:]
+        kind, parameter_name = parameter.removesuffix("[128]").split()[-2:]
         if kind == ".b8":
-            declared.append(f"const __grid_constant__ Map {its}")
-            operands.append(f'"l"(&{its})')
-            body = re.sub(rf"{its}; cvta.param.u64 [^;]*;", f"%{i};", body)
+            declared.append(f"const __grid_constant__ Map {parameter_name}")
+            operands.append(f'"l"(&{parameter_name})')
+            body = re.sub(rf"{parameter_name}; cvta.param.u64 [^;]*;", f"%{i};", body)
         else:
-            declared.append(f"unsigned long long {its}")
-            operands.append(f'"l"({its})')
-            body = re.sub(rf"ld\.param\.u64 (%%\w+), \[{its}\];", rf"mov.b64 \1, %{i};", body)
+            declared.append(f"unsigned long long {parameter_name}")
+            operands.append(f'"l"({parameter_name})')
+            body = re.sub(rf"ld\.param\.u64 (%%\w+), \[{parameter_name}\];", rf"mov.b64 \1, %{i};", body)
     text = "\\n".join(line.strip() for line in body.splitlines() if line.strip())
     threads = re.search(r"\.maxntid (\d+)", directives)
     attributes = f"__launch_bounds__({threads[1]}, 1) " if threads else ""

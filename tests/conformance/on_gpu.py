@@ -39,13 +39,13 @@ def main(folder: Path, work: Any = work) -> int:
                     continue
                 try:
                     out = worker(number, until=math.inf)
-                    found = difference(out, simulate(kernel), kernel.relative)
+                    problem = difference(out, simulate(kernel), kernel.relative)
                     results[kernel.key] = out
                 except Lost as lost:
-                    found = lost.reason
-                if found is not None:
+                    problem = lost.reason
+                if problem is not None:
                     complaints += 1
-                    print(f"{kernel.name}: {found}", flush=True)
+                    print(f"{kernel.name}: {problem}", flush=True)
         finally:
             np.savez_compressed(path, **results)
     print(f"{len(results)} micro-kernels ran: {path}; {complaints} failed or differ from the simulator")

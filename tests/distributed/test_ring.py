@@ -151,19 +151,19 @@ def compare(case, world, group=None, scheme="ring"):
     """Compare this rank's rows of every result with those of one process; dsink is summed over the ranks."""
     arrays = case.whole()
     out, lse, dlse, gradients = on_one(case, arrays)
-    mine, (q_rows, kv_rows) = on_ranks(case, arrays, dlse, world, group, scheme)
+    shard_results, (q_rows, kv_rows) = on_ranks(case, arrays, dlse, world, group, scheme)
     axis = case.row_axis
     wanted = [(out, q_rows, axis), (lse, q_rows, -1), (gradients.dq, q_rows, axis), (gradients.dk, kv_rows, axis)]
     wanted += [(gradients.dv, kv_rows, axis)]
-    for name, x, (whole, rows, dimension) in zip(("out", "lse", "dq", "dk", "dv"), mine, wanted, strict=False):
+    for name, x, (whole, rows, dimension) in zip(("out", "lse", "dq", "dk", "dv"), shard_results, wanted, strict=False):
         expected = whole.take(rows.numpy(), dimension)
         assert x.dtype == getattr(torch, str(whole.dtype)) and x.shape == expected.shape, name
         np.testing.assert_allclose(x.detach().numpy(), expected, rtol=0, atol=1e-12, err_msg=name)
     if case.sink:
-        distributed.all_reduce(mine[5], group=group)
-        np.testing.assert_allclose(mine[5].numpy(), gradients.dsink, rtol=0, atol=1e-12, err_msg="dsink")
+        distributed.all_reduce(shard_results[5], group=group)
+        np.testing.assert_allclose(shard_results[5].numpy(), gradients.dsink, rtol=0, atol=1e-12, err_msg="dsink")
     if case.mods:
-        for x, expected in zip(mine[-2:], gradients.dcaptured, strict=False):
+        for x, expected in zip(shard_results[-2:], gradients.dcaptured, strict=False):
             np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-12, err_msg="gradient of a captured array")
 
 
@@ -228,8 +228,8 @@ def low_precision(world):
 
         exact = results(cupy_flash.attention, [x.double() for x in arrays])
         alone = results(cupy_flash.attention, [x.clone() for x in arrays])
-        mine = results(ring_attention, [x[:, rows] for x in arrays])
-        for name, x, whole, low in zip(("out", "dq", "dk", "dv"), mine, exact, alone, strict=True):
+        shard_results = results(ring_attention, [x[:, rows] for x in arrays])
+        for name, x, whole, low in zip(("out", "dq", "dk", "dv"), shard_results, exact, alone, strict=True):
             assert x.dtype == arrays[0].dtype
             actual = low.index_copy(1, rows, x)
             assert_matches_reference(*(y.double() for y in (actual, whole, low)), dtype, f"{dtype} {name}")
@@ -509,9 +509,9 @@ def inside_fsdp2_with_checkpointing(world):
     for layer in model:
         y = checkpoint(layer, y, use_reentrant=False)
     y.square().sum().backward()
-    for (name, parameter), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+    for (name, parameter), (_, expected) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
         summed = parameter.grad.full_tensor() * world.size  # FSDP2 averages over ranks
-        torch.testing.assert_close(summed, theirs.grad, rtol=0, atol=1e-11, msg=name)
+        torch.testing.assert_close(summed, expected.grad, rtol=0, atol=1e-11, msg=name)
 
 
 ON_4 = {}
@@ -576,9 +576,9 @@ def complaints(tmp_path_factory):
     "size, name", [pytest.param(size, name, id=f"{size}-{name}") for size, checks in SIZES.items() for name in checks]
 )
 def test_on_ranks(complaints, size, name):
-    found = complaints(size)[name]
-    assert set(found) == set(range(size)) - ({2} if "dies" in name else set()), "ranks that reported a result"
-    assert not any(found.values()), "\n".join(f"rank {rank}: {text}" for rank, text in found.items() if text)
+    errors = complaints(size)[name]
+    assert set(errors) == set(range(size)) - ({2} if "dies" in name else set()), "ranks that reported a result"
+    assert not any(errors.values()), "\n".join(f"rank {rank}: {text}" for rank, text in errors.items() if text)
 
 
 def test_needs_a_process_group():

@@ -23,7 +23,7 @@ def test_every_position_belongs_to_one_rank(sharding):
 
 
 def test_the_drawing():
-    """The drawing in the docstring of shards.py is true."""
+    """The drawing in the docstring of shards.py shows the positions that `positions` returns."""
     drawn = {line.split()[0]: line.split()[1:5] for line in shards.__doc__.splitlines() if line.startswith("    ")}
     assert set(drawn) == set(shards.SHARDINGS)
     for sharding, groups in drawn.items():
@@ -48,8 +48,8 @@ def test_packed_rows_are_the_positions_of_every_sequence(sharding):
         assert sorted(np.concatenate(held).tolist()) == list(range(51))
         for rank, rows in enumerate(held):
             for start, stop in zip(bounds, bounds[1:], strict=False):
-                of_sequence = rows[(rows >= start) & (rows < stop)] - start
-                assert of_sequence.tolist() == positions(stop - start, rank, ranks, sharding).tolist()
+                sequence_rows = rows[(rows >= start) & (rows < stop)] - start
+                assert sequence_rows.tolist() == positions(stop - start, rank, ranks, sharding).tolist()
 
 
 MASKS = {

@@ -60,7 +60,7 @@ VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
 
 
 class Exporter:
-    """Device memory of an unknown library that has only one of the two protocols."""
+    """Device memory of an unknown library: it has either __cuda_array_interface__ or, as DlpackExporter, DLPack."""
 
     def __init__(self, array: cupy.ndarray, protocol: str) -> None:
         self.array = array
@@ -72,8 +72,8 @@ class DlpackExporter(Exporter):
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.array.__dlpack_device__()
 
-    def __dlpack__(self, **words: Any) -> Any:
-        return self.array.__dlpack__(**words)
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.array.__dlpack__(**keywords)
 
 
 EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
@@ -82,7 +82,7 @@ EXPORTERS = {"interface": Exporter, "dlpack": DlpackExporter}
 @pytest.mark.orders
 @pytest.mark.parametrize("protocol", EXPORTERS)
 def test_exporters_of_device_memory(protocol: str) -> None:
-    """Also views whose last dimension is not contiguous, which are copied. Results are CuPy arrays."""
+    """Views whose last dimension is not contiguous are copied. Results are CuPy arrays."""
     q, k, v, dout = inputs("cupy", "simt")
     q = VIEWS["fortran"](q)
     given = [EXPORTERS[protocol](x, protocol) for x in (q, k, v, dout)]
@@ -191,6 +191,19 @@ def test_mods_with_captured_arrays_one_after_the_other() -> None:
         for name, *three in zip(("out", "dq", "dk", "dv", "dtable", "ddocuments"), actual, exact, low, strict=False):
             if three[0] is not None:
                 assert_matches_reference(cupy.asnumpy(three[0]), *three[1:], np.dtype(np.float32), name)
+
+
+def test_a_block_mask_is_computed_where_its_arrays_are() -> None:
+    q, k, v, _ = inputs("cupy", "simt")
+    segments = cupy.asarray(np.arange(LENGTH) * 5 // LENGTH * 3 % 5 % 3)
+    mask_mod = cupy_flash.block_mask(
+        lambda b, h, q_idx, kv_idx: segments[q_idx] == segments[kv_idx], q_len=LENGTH, kv_len=LENGTH, block=16
+    )
+    assert all(isinstance(array, cupy.ndarray) for array in cupy_flash.Mod(mask_mod=mask_mod).arrays)
+    expected = cupy_flash.attention(q, k, v, mask=segments[:, None] == segments)
+    np.testing.assert_array_equal(
+        cupy.asnumpy(cupy_flash.attention(q, k, v, mask_mod=mask_mod)), cupy.asnumpy(expected)
+    )
 
 
 def test_explain_names_the_card_and_runs_nothing() -> None:

@@ -41,7 +41,7 @@ def test_mma_on_cuda(case: Case, deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
 def test_wgmma_on_cuda(case: Case, deterministic: bool) -> None:
-    """A result matches the formula; a refusal has a reason other than the architecture."""
+    """Every option matches the formula, or is refused for a reason other than the architecture."""
     call = case.call()
     call.options.update(engine="wgmma", deterministic=deterministic)
     if device.gpu(0).arch != "sm_90a":

@@ -33,5 +33,5 @@ def test_block_is_measured_as_modelled(family, function, monkeypatch) -> None:
     with torch.device("cuda"):
         measured = transformer_blocks.measure_block(family, "flash", "mixed", 2, 64)
     sizes = transformer_blocks.BLOCKS[family][1]
-    modelled = sum(it.bytes for it in memory.saved_by_block(sizes, memory.Training(2, 64)))
+    modelled = sum(tensor.bytes for tensor in memory.saved_by_block(sizes, memory.Training(2, 64)))
     assert measured == pytest.approx(modelled, rel=transformer_blocks.WITHIN)

@@ -1,6 +1,9 @@
-"""python -m gpu_in_numpy [--archs sm_80,sm_80] [--seeds 5] [pytest's arguments]: run tests on devices made of NumPy.
+"""Runs tests on devices made of NumPy.
 
-In tests/gpu all tests of CuPy arrays run; those of torch need a card. Compiled kernels are kept in the folder KERNELS.
+python -m gpu_in_numpy [--archs sm_80,sm_80] [--seeds 5] [arguments of pytest]
+
+Of tests/gpu it runs the tests of CuPy arrays; those of torch need a card. Compiled kernels are kept in the folder
+KERNELS.
 """
 
 import argparse
@@ -20,10 +23,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="orders of execution for tests of streams")
     options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        # CuPy's own kernels are PTX here, which its usual cache folder must not have.
+        # CuPy's own kernels are PTX here, which must not get into CuPy's usual cache folder.
         os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ.get("KERNELS") or folder) / "cupy")
         machine = gpu_in_numpy.install(tuple(options.archs.split(",")))
-        from gpu_in_numpy.plugin import Plugin  # imports CuPy
+        from gpu_in_numpy.plugin import Plugin  # this imports CuPy
 
         return pytest.main(arguments, plugins=[Plugin(machine, options.seeds)])
 

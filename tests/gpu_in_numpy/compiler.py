@@ -1,4 +1,4 @@
-"""Makes cupy_flash compile PTX, with the header of a cubin here, wherever it asks for a cubin."""
+"""Makes cupy_flash compile PTX, under the header of a cubin, wherever it asks for a cubin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from .modules import cubin
 
 
 def install() -> None:
-    """Replace nvrtc.compile and nvrtc.flags for sm targets. The PTX is that of the simulator, with which it shares the
-    cache. The flags of a cubin include those of its PTX, which differ between the tiers (conftest.faster): code of
-    other passes rounds differently, and must be another cache entry."""
+    """Replace nvrtc.compile and nvrtc.flags for sm targets.
+
+    The PTX is compiled like the simulator's, and shares its cache. The flags of a cubin must include the flags of its
+    PTX, because those differ between the tiers (conftest.faster): code from other passes rounds differently, so it
+    needs another cache entry.
+    """
     compile_real, flags_real = nvrtc.compile, nvrtc.flags
 
     def compile(text: str, name: str, target: str) -> Compiled:

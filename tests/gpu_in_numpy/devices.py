@@ -12,8 +12,8 @@ from .errors import INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, CudaError
 from .memory import DeviceMemory
 
 DRIVER_VERSION = 13020  # CUDA 13.2
-DEVICE_ATTRIBUTES = 150  # values above this one are no attributes
-SHARED_BYTES = 48 << 10  # of a block without an attribute that allows more
+DEVICE_ATTRIBUTES = 150  # larger values are no attributes
+SHARED_BYTES = 48 << 10  # per block, unless an attribute allows more
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 THREADS_PER_BLOCK = 1024
@@ -21,7 +21,7 @@ BYTES = 8 << 30  # of global memory
 
 
 class Card:
-    """One device. `lost` is the status of a failed kernel, which every later call on the device returns."""
+    """One device; `lost` is the status of a failed kernel, which every later call on the device returns."""
 
     def __init__(self, index: int, arch: str) -> None:
         shared_kib, self.units = GPUS[arch]
@@ -31,7 +31,7 @@ class Card:
         self.lost: int | None = None
 
     def attributes(self) -> dict[int, int]:
-        """Values by cudaDeviceAttr; of the others CuPy reads none that matters here, and gets 0."""
+        """Values by cudaDeviceAttr. CuPy reads others too, which get 0 because they do not matter here."""
         major, minor = self.capability
         return {
             1: THREADS_PER_BLOCK,
@@ -45,7 +45,7 @@ class Card:
             75: major,
             76: minor,
             81: self.shared_bytes
-            + 1024,  # shared memory of an SM, of which each block uses 1 KiB more than it asks for
+            + 1024,  # shared memory of an SM, of which each block uses 1 KiB more than it requests
             97: self.shared_bytes,
             115: 1,  # stream-ordered memory pools
         }
@@ -64,11 +64,13 @@ class Devices:
 
     @property
     def has_context(self) -> bool:
-        """Whether a context is current in this thread: a new thread has none before its first call of the runtime."""
+        """Return whether a context is current in this thread; a new thread has none before its first call of the
+        runtime.
+        """
         return getattr(self._thread, "has_context", False)
 
     def use(self) -> Card:
-        """The current device, whose context becomes current, as by every call of the runtime that works on one."""
+        """The current device; its context becomes current, as in every runtime call that works on a device."""
         self._thread.has_context = True
         card = self.current
         if card.lost is not None:
@@ -82,7 +84,7 @@ class Devices:
 
     @contextmanager
     def on(self, card: Card) -> Iterator[None]:
-        """Make a device current, without a context: for the stand-in's own work, which no caller may notice."""
+        """Make a device current without a context, for internal work that callers must not notice."""
         before = self.getDevice()
         self._thread.index = card.index
         try:
@@ -91,7 +93,7 @@ class Devices:
             self._thread.index = before
 
     def revive(self) -> None:
-        """Make lost devices usable again, which a card's driver does for a new process only."""
+        """Make lost devices usable again; a real driver does so only for a new process."""
         for card in self.cards:
             card.lost = None
 
@@ -119,7 +121,7 @@ class Devices:
         return 0
 
     def _deviceEnsurePeerAccess(self, peer: int) -> None:
-        """Devices have no access to each other's memory; copies between them are staged by the driver."""
+        """Do nothing: devices cannot access each other's memory, and copies between them are staged by the driver."""
 
     def deviceGetPCIBusId(self, device: int) -> str:
         return f"0000:{self.at(device).index:02x}:00.0"

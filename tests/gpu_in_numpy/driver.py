@@ -34,7 +34,9 @@ SIGNATURES = {
 
 
 class Library:
-    """The result of ctypes.CDLL("libcuda.so.1"): an attribute for each function, also by its name with _v2."""
+    """Replaces the result of ctypes.CDLL("libcuda.so.1"): it has an attribute for each function, also with suffix
+    _v2.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

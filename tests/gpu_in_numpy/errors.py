@@ -1,4 +1,4 @@
-"""Status codes of the driver and the runtime, which agree in their numbers, and the exception that carries one."""
+"""Status codes that the driver and the runtime share, and the exception that carries one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = {code: name for name, code in list(globals().items()) if isinstance(code
 
 
 class CudaError(Exception):
-    """A call failed with this status; `why` says what was wrong, which a card's driver does not."""
+    """A call failed with this status; `why` gives the reason, which a real driver would not."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(f"CUDA_ERROR_{NAMES[status]} ({status}): {why}")

@@ -1,4 +1,4 @@
-"""The worker processes of check and tune on a GPU made of NumPy, whose real CuPy their work uses."""
+"""The worker processes of check and tune on a GPU made of NumPy, with the real CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from cupy_flash.checks import calls
 
 @cache
 def installed() -> gpu_in_numpy.Machine:
-    """The devices of this process. CuPy's own kernels are PTX here, which its usual cache folder must not have."""
+    """Install the devices of this process. CuPy's own kernels are PTX here, which must not get into CuPy's usual cache
+    folder.
+    """
     os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ["CUPY_FLASH_CACHE_DIR"]) / "cupy")
     return gpu_in_numpy.install(("sm_80",))
 
@@ -28,14 +30,14 @@ def check(task: calls.Task, announce: Any) -> Any:
 
 
 def lose(task: calls.Task, announce: Any) -> Any:
-    """The work of a check where every kernel of simt makes an illegal access."""
+    """The work of a check in which every kernel of simt makes an illegal access."""
     if task.engine == "simt":
         installed().fail("cuLaunchKernel", 700)
     return check(task, announce)
 
 
 def tune(task: calls.Task, announce: Any) -> Any:
-    """The work of a tune, with warp instructions in place of times: a device made of NumPy measures none."""
+    """The work of a tune, which counts warp instructions because a device made of NumPy has no meaningful times."""
     installed()
     tuning.METERS["cuda"] = lambda plan, operands: float(len(plan.launches) * plan.block_q)
     return tuning.work(task, patiently(announce))

@@ -1,4 +1,4 @@
-"""Graphs: a capture records the operations of its streams, and a launch queues them all again."""
+"""Graphs: a capture records the operations of its streams, and a launch enqueues copies of all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # cudaStreamCaptureMode
 
 
 class Capture:
-    """Operations of one stream and of those that joined it by an event, in the order of the calls."""
+    """The operations of one stream, and of streams that joined it by an event, in the order of the calls."""
 
     def __init__(self, origin: Stream, mode: int) -> None:
         self.origin, self.mode, self.thread = origin, mode, threading.get_ident()
@@ -40,7 +40,7 @@ class Capture:
         return node
 
     def join(self, stream: Stream) -> None:
-        """A stream that waits for an event of the capture takes part in it."""
+        """Add a stream that waits for an event of the capture."""
         if stream.capture is not self:
             stream.capture = self
             self.last[stream] = None
@@ -53,18 +53,19 @@ class Graphs:
         self.machine = machine
         self._captures: list[Capture] = []
         self._graphs: dict[int, list[Operation]] = {}
-        self._launched: dict[int, Operation] = {}  # the end of the latest launch of each executable graph
+        self._launched: dict[int, Operation] = {}  # the last operation of the latest launch of each executable graph
 
     def require_safe(self, call: str) -> None:
-        """Refuse a call that may synchronise while a capture that is not relaxed goes on; one whose mode is
-        thread-local forbids it to its own thread."""
+        """Refuse a call that may synchronise during a capture that is not relaxed; thread-local captures forbid it to
+        their thread only.
+        """
         for capture in self._captures:
             if capture.mode == GLOBAL or (capture.mode == THREAD_LOCAL and capture.thread == threading.get_ident()):
                 capture.is_valid = False
                 raise CudaError(CAPTURE_UNSUPPORTED, f"{call} during a capture that is not relaxed")
 
     def awaited(self, stream: Stream) -> list[Capture]:
-        """The captures of streams for which work on this stream, if it is the legacy default stream, would wait."""
+        """The captures of streams that work on this stream would wait for, if it is the legacy default stream."""
         if not stream.is_legacy:
             return []
         return [
@@ -74,13 +75,13 @@ class Graphs:
         ]
 
     def require_no_implicit_dependency(self, stream: Stream) -> None:
-        """Refuse work on the legacy default stream that would wait for a stream that is capturing."""
+        """Refuse work on the legacy default stream that would wait for a capturing stream."""
         for capture in self.awaited(stream):
             capture.is_valid = False
             raise CudaError(CAPTURE_IMPLICIT, "the legacy default stream would wait for a stream that is capturing")
 
     def abandon_captures(self) -> None:
-        """End all captures without a graph."""
+        """End all captures without making a graph."""
         for capture in self._captures:
             for stream in capture.last:
                 stream.capture = None
@@ -125,8 +126,11 @@ class Graphs:
         self._nodes(graph)
 
     def graphLaunch(self, graph: int, stream: int) -> None:
-        """Queue a copy of every node. The stream's next operation waits for all of them, and so does the next launch of
-        the same executable graph, on whichever stream."""
+        """Enqueue a copy of every node.
+
+        The next operation of the stream waits for all of them, and so does the next launch of the same executable graph
+        on any stream.
+        """
         nodes, earlier = self._nodes(graph), self._launched.get(graph)
         self._launched[graph] = self.machine.streams.enqueue_graph(stream, nodes, [earlier] if earlier else [])
 

@@ -1,7 +1,7 @@
-"""Memory: device memory in the simulator's address space, pinned host memory, copies, stream-ordered allocations.
+"""Device memory in the simulator's address space, pinned host memory, copies, stream-ordered allocations.
 
-Every byte that is allocated or freed becomes POISON, which is NaN in every float format. Addresses are never used
-twice, so an access to freed memory faults.
+Every byte that is allocated or freed becomes POISON, which is NaN in every floating-point format. Addresses are never
+reused, so that an access to freed memory faults.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .errors import CAPTURE_UNSUPPORTED, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_ME
 if TYPE_CHECKING:
     from . import Machine
 
-_WINDOW = 1 << 40  # addresses of one device
+_WINDOW = 1 << 40  # addresses per device
 _UNREGISTERED, _HOST, _DEVICE = 0, 1, 2  # cudaMemoryType
 _RELEASE_THRESHOLD = 4  # cudaMemPoolAttr
 LEGACY = 1  # cudaStreamLegacy
 
 
 class DeviceMemory(Memory):
-    """The memory of one device: the simulator's, with memory that can be freed."""
+    """The memory of one device: the simulator's, with a `free`."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self._next = self._first = GLOBAL + index * _WINDOW
-        self.held: dict[int, np.ndarray] = {}  # by address
+        self.held: dict[int, np.ndarray] = {}  # arrays by address
 
     def allocate(self, size: int) -> int:
-        """The address of `size` poisoned bytes."""
+        """Allocate `size` poisoned bytes; return their address."""
         data = np.full(max(size, 1), POISON, np.uint8)
         address = self.add(data, f"allocation of {size} bytes")
         self.held[address] = data
@@ -49,7 +49,7 @@ class DeviceMemory(Memory):
         del self._starts[place], self.allocations[place]
 
     def contains(self, address: int) -> bool:
-        """Whether the address is one of this device, allocated or not."""
+        """Return whether the address belongs to this device, allocated or not."""
         return self._first <= address < self._first + _WINDOW
 
     def view(self, address: int, size: int) -> np.ndarray:
@@ -72,14 +72,14 @@ class Heap:
         self._pool_attributes: dict[tuple[int, int], int] = {}
 
     def card_of(self, address: int):
-        """The device of an address; None for an address in host memory."""
+        """The device of an address; None for host memory."""
         return next((card for card in self.machine.devices.cards if card.memory.contains(address)), None)
 
     def is_pinned(self, address: int) -> bool:
         return any(start <= address < start + len(buffer) for start, buffer in self.pinned.items())
 
     def _bytes(self, address: int, size: int) -> np.ndarray:
-        """The bytes at an address, of a device or of the host."""
+        """The bytes at an address of a device or of the host."""
         if card := self.card_of(address):
             return card.memory.view(address, size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
@@ -100,7 +100,7 @@ class Heap:
         return card.memory.allocate(size)
 
     def free(self, address: int) -> None:
-        """Free after everything that the device has been given: cudaFree synchronises."""
+        """Free after all work of the device, because cudaFree synchronises."""
         if address:
             self.machine.graphs.require_safe("cudaFree")
         if address and (card := self.card_of(address)) is not None:
@@ -128,14 +128,14 @@ class Heap:
     deviceGetMemPool = deviceGetDefaultMemPool
 
     def deviceSetMemPool(self, device: int, pool: int) -> None:
-        """A device has one pool here."""
+        """Do nothing: each device has one pool here."""
         self.machine.devices.at(device)
 
     def memPoolTrimTo(self, pool: int, size: int) -> None:
-        """A pool here keeps no memory."""
+        """Do nothing: pools keep no memory here."""
 
     def memPoolSetAttribute(self, pool: int, attribute: int, value: object) -> None:
-        """CuPy takes the release threshold, which changes nothing here, for its limit."""
+        """Store the attribute; CuPy sets its limit by the release threshold, which has no effect here."""
         self._pool_attributes[pool, attribute] = int(value)  # type: ignore[call-overload]
 
     def memPoolGetAttribute(self, pool: int, attribute: int) -> int:
@@ -174,7 +174,7 @@ class Heap:
     # Copies
 
     def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Pageable host memory is read at the call, and written before it returns."""
+        """Read pageable host memory at the call, and write it before the call returns."""
         if size == 0:
             return
         if self.card_of(source) is None and not self.is_pinned(source):
@@ -184,7 +184,7 @@ class Heap:
             self._bytes(source, size)
         self._bytes(target, size)
 
-        def run() -> None:  # either may have been freed since the call, which is a fault
+        def run() -> None:  # either array may have been freed since the call, which is a fault
             np.copyto(self._bytes(target, size), self._bytes(source, size) if data is None else data)
 
         operation = self.machine.streams.enqueue(stream, f"copy of {size} bytes", run)
@@ -213,8 +213,11 @@ class Heap:
         self.machine.streams.enqueue(stream, "memset", lambda: self._bytes(target, size).fill(value & 0xFF))
 
     def poison(self, address: int, size: int, stream: int, *, is_new: bool) -> None:
-        """Queue POISON on the stream of a pool's block, where that takes work. If the block is new, it waits for no
-        other stream, which would order streams by the legacy default stream, as no allocation does."""
+        """Enqueue POISON for a block of a pool on its stream, if the stream accepts work.
+
+        A new block waits for no other stream: on the legacy default stream a wait would order streams, which an
+        allocation does not.
+        """
         card, view, streams = self.card_of(address), self._bytes(address, size), self.machine.streams
         if card.lost is not None or not streams.has(stream):  # a stream may be destroyed before its memory
             return

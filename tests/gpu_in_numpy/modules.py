@@ -1,6 +1,6 @@
 """Modules and launches: PTX is the machine code of these devices, and the simulator executes it.
 
-A cubin here is MAGIC, the architecture and the PTX that NVRTC makes for it. Launches are checked as the driver does.
+A cubin here is MAGIC, the architecture, and PTX for it. Launches are checked as by the driver.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ if TYPE_CHECKING:
 MAGIC = b"\x7fELF of a GPU in NumPy: "
 PARAMETER_BYTES = 32764  # since CUDA 12.1, from sm_70 on
 MAX_THREADS, STATIC_SHARED, MAX_DYNAMIC_SHARED = 0, 1, 8  # CUfunction_attribute
-FUNCTION_ATTRIBUTES = 16  # values below this one are attributes
+FUNCTION_ATTRIBUTES = 16  # smaller values are attributes
 
 
 def cubin(arch: str, ptx: bytes) -> bytes:
-    """The machine code of an architecture."""
+    """A cubin of an architecture, from its PTX."""
     return MAGIC + arch.encode() + b"\n" + ptx
 
 
 class Kernel:
-    """A kernel loaded on a device by the module of handle `owner`; `dynamic_shared` is the most that a launch may ask
-    for."""
+    """A kernel that a module has loaded on a device; `dynamic_shared` is the largest request that a launch may make."""
 
     def __init__(self, card: Card, owner: int, module: Module, name: str) -> None:
         self.card, self.owner, self.module, self.name = card, owner, module, name
@@ -58,7 +57,7 @@ class Kernel:
 
 
 class Launched:
-    """A launch that the driver has accepted, for tests."""
+    """A launch that the driver has accepted, recorded for tests."""
 
     def __init__(self, kernel: Kernel, grid: tuple, block: tuple, shared: int, stream: int, parameters: bytes) -> None:
         self.name, self.card, self.grid, self.block = kernel.name, kernel.card, grid, block
@@ -71,7 +70,7 @@ class Modules:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.launches: list[Launched] = []
-        self.loads: list[bytes] = []  # images, in the order in which they were loaded
+        self.loads: list[bytes] = []  # images in the order of loading
         self._modules: dict[int, tuple[Card, Module]] = {}
         self._kernels: dict[int, Kernel] = {}
 
@@ -175,7 +174,7 @@ class Modules:
         self.machine.streams.enqueue(stream, kernel.name, run)
 
     def _check(self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> None:
-        """Refuse what the driver would."""
+        """Refuse a launch that the driver would refuse."""
         for sizes, limits, what in ((grid, GRID_LIMITS, "grid"), (block, BLOCK_LIMITS, "block")):
             if not all(1 <= size <= limit for size, limit in zip(sizes, limits, strict=True)):
                 raise CudaError(INVALID_VALUE, f"{kernel.name}: a {what} of {sizes}; limits are {limits}")
@@ -222,12 +221,12 @@ class Modules:
 
 @functools.cache
 def _kept(text: str) -> bytes:
-    """Bytes that stay where they are, for a pointer to them."""
+    """Bytes at a fixed address, to which a pointer may lead."""
     return text.encode()
 
 
 def _packed(function: Function, pointers) -> bytes:
-    """The parameter buffer: each pointer leads to the bytes of one parameter."""
+    """The parameter buffer; each pointer leads to the bytes of one parameter."""
     offsets, size = function.parameter_layout()
     buffer = bytearray(size)
     for i, parameter in enumerate(function.parameters):

@@ -1,4 +1,6 @@
-"""The pytest plugin of a process with devices made of NumPy: seeds, poison in CuPy's pools, and no error unnoticed."""
+"""The pytest plugin of a process with devices made of NumPy: orders of execution, poisoned pools, and unnoticed
+errors.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Poison(cupy.cuda.MemoryHook):
-    """Fills each block of a pool with NaN when it is allocated and when it is freed, in the order of its stream.
+    """Hook that fills each block of CuPy's pools with NaN when it is allocated and when it is freed, in stream order.
 
-    A kernel that runs on another stream, without being ordered after the one or before the other, computes NaN in some
-    order of execution."""
+    A kernel on another stream that is ordered neither after the allocation nor before the free computes NaN in some
+    order.
+    """
 
     name = "Poison"
 
@@ -64,9 +67,11 @@ class Plugin:
 
     @pytest.fixture(autouse=True)
     def device_in_numpy(self, request: pytest.FixtureRequest) -> Iterator[Machine]:
-        """Each test begins with nothing queued and an order of its own, and fails if a call has gone wrong unseen."""
-        # Tests of memory call gc.collect(), which need not search parsed kernels. Cycles that are garbage by now would
-        # keep their arrays once they are frozen: 13 MB a test.
+        """Start each test with empty queues and an order of its own; fail it if a call has gone wrong without
+        raising.
+        """
+        # Freeze parsed kernels, so that gc.collect() in tests of memory need not search them. Garbage in cycles would
+        # stay alive once frozen, 13 MB per test, so collect it first.
         gc.collect()
         gc.freeze()
         self.machine.reset(zlib.crc32(request.node.nodeid.encode()))

@@ -1,7 +1,7 @@
-"""Trampolines in C, by which a failed call of CuPy's Cython code to the runtime raises: a ctypes callback cannot.
+"""Trampolines in C, with which a failed runtime call of CuPy's Cython code raises, as a ctypes callback cannot.
 
-A trampoline calls the callback. If that has left an exception with `raise_later`, the trampoline raises it, and returns
-the value by which CuPy's function reports an error. Trampolines are compiled where there is a C compiler.
+A trampoline calls the callback. If the callback has stored an exception with `raise_later`, the trampoline raises it
+and returns the value by which CuPy's function reports an error. Trampolines exist only if there is a C compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-# The headers of Python may be missing. A pending exception belongs to a thread: another may run before it is raised.
+# Python's headers may be missing, so the declarations are here. Pending exceptions are per thread, because another
+# thread may run before one is raised.
 HEAD = """
 typedef __INTPTR_TYPE__ intptr_t;
 typedef __SIZE_TYPE__ size_t;
@@ -44,7 +45,7 @@ TRAMPOLINE = """
     return raises() ? ({result}){failed} : value;
 }}
 """
-FAILED = {"int": -1, "float": -1}  # a handle, an address and an object are 0
+FAILED = {"int": -1, "float": -1}  # handles, addresses and objects are 0
 
 
 def compiler() -> str | None:
@@ -53,7 +54,7 @@ def compiler() -> str | None:
 
 
 class Trampolines:
-    """Trampolines for functions with these C signatures."""
+    """Compiled trampolines for functions with these C signatures."""
 
     def __init__(self, signatures: dict[str, str]) -> None:
         text = HEAD + "".join(_trampoline(name, signature) for name, signature in signatures.items())
@@ -94,5 +95,5 @@ def _trampoline(name: str, signature: str) -> str:
 
 
 def _plain(signature: str) -> str:
-    """A signature without CuPy's structs, of which only pointers are passed, and without names of parameters."""
+    """A C signature with pointers instead of CuPy's structs, and without parameter names."""
     return re.sub(r"struct \w+ \*\w*", "void *", signature).replace("int __pyx_skip_dispatch", "int")

@@ -1,4 +1,6 @@
-"""Replaces the runtime's functions in CuPy: the capsules for its Cython modules, and the attributes for Python."""
+"""Replaces the runtime's functions in CuPy: the capsules that Cython modules use, and the attributes that Python
+uses.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _TYPES = {
     "PyObject *": ctypes.py_object,
 }
 _SKIP_DISPATCH, _OPTIONS = "int __pyx_skip_dispatch", "__pyx_optional_args"
-_kept: list[Any] = []  # capsules hold only addresses
+_kept: list[Any] = []  # capsules hold addresses only, so these objects must stay alive
 
 _api = ctypes.pythonapi
 _api.PyCapsule_GetName.restype, _api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -44,13 +46,13 @@ class _Options(ctypes.Structure):
 
 
 def install(machine: Machine, versions: tuple[str, ...]) -> None:
-    """Replace every function that a part of the machine answers. ImportError for an unknown CuPy."""
+    """Replace every function that a part of the machine answers. Raises ImportError for an unknown CuPy."""
     from cupy_backends.cuda.api import runtime
 
-    found = [
+    matching = [
         d for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") for d in importlib.metadata.distributions(name=name)
     ]
-    version = found[0].version if found else "unknown"
+    version = matching[0].version if matching else "unknown"
     if not version.startswith(versions):
         raise ImportError(f"the stand-in is written for CuPy {', '.join(versions)}*, not {version}")
     capsules = {name: x for name, x in runtime.__pyx_capi__.items() if machine.answer(name) is not None}
@@ -66,11 +68,11 @@ def install(machine: Machine, versions: tuple[str, ...]) -> None:
 def _checked(
     machine: Machine, name: str, answer: Callable[..., Any], error_type: type[Exception]
 ) -> Callable[..., Any]:
-    """The answer, alone of all threads; it raises CuPy's error if the call fails."""
+    """Wrap an answer: only one thread runs at a time, and CuPy's error is raised if the call fails."""
 
     @functools.wraps(answer)
     def call(*arguments: Any, **options: Any) -> Any:
-        with interrupts_deferred(), machine.lock:  # as no call of a driver ends at Ctrl-C
+        with interrupts_deferred(), machine.lock:  # no call of a real driver ends at Ctrl-C
             try:
                 machine.require_no_fault(name)
                 return answer(*arguments, **options)
@@ -87,14 +89,14 @@ def _signature(capsule: Any) -> str:
 
 
 def _caller() -> str:
-    """The Python function that called CuPy, and its line."""
+    """The Python function and line that called CuPy."""
     here = Path(__file__).parent
     frame = next(x for x in reversed(traceback.extract_stack()) if Path(x.filename).parent != here)
     return f"{frame.name}, {frame.filename}:{frame.lineno}"
 
 
 def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., Any]) -> Any:
-    """A capsule with the signature of `capsule`, in which the answer is called."""
+    """A capsule with the signature of `capsule` that calls the answer."""
     signature = _signature(capsule)
     result, text = re.fullmatch(r"(.*?)\s*\((.*)\)", signature).groups()
     arguments = [argument.strip() for argument in text.split(",") if argument.strip() != "void"]
@@ -113,7 +115,7 @@ def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., An
             values += (optional.value,) * min(optional.count, len(parameters) - len(required))
         try:
             value = answer(*values)
-        except BaseException as error:  # also Ctrl-C, without which the caller would get NULL and no error
+        except BaseException as error:  # also Ctrl-C, because the caller would get NULL without an error
             value = None if returns_object else 0
             if machine.trampolines is None:
                 machine.errors.append(f"{name} in {_caller()}: {error!r}")

@@ -1,8 +1,8 @@
 """Streams and events: work is queued, and executed in any order that the rules of CUDA allow.
 
-An operation is a node of a graph: it runs after the last one of its stream, after the events that its stream waits for,
-and by the rules of the legacy default stream. Which of the operations that are ready runs next, and how much runs
-before the host waits for it, depends on a seed alone.
+An operation runs after the previous one of its stream, after the events that its stream waits for, and by the rules of
+the legacy default stream. A seed determines which of the ready operations runs next, and how many run before the host
+waits.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ INTERRUPTS = (signal.SIGINT, signal.SIGALRM)
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block instead of inside it: a kernel of a card goes on after Ctrl-C too. A
-    second interrupt is raised at once."""
+    """Raise KeyboardInterrupt after the block instead of inside it, because a kernel of a real card continues after
+    Ctrl-C.
+
+    A second interrupt is raised at once.
+    """
     arrived: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -52,7 +55,7 @@ def interrupts_deferred() -> Iterator[None]:
         if len(arrived) > 1:
             raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()  # handlers run in no other thread
+    is_main = threading.current_thread() is threading.main_thread()  # signal handlers run in the main thread only
     numbers = [x for x in INTERRUPTS if is_main and signal.getsignal(x) is signal.default_int_handler]
     for number in numbers:
         signal.signal(number, note)
@@ -66,7 +69,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 class Operation:
-    """Queued work, done after the operations `after`."""
+    """Queued work, which runs after the operations `after`."""
 
     def __init__(self, stream: Stream, name: str, run: Callable[[], object], after: Iterable[Operation]) -> None:
         self.stream, self.name, self.run = stream, name, run
@@ -78,7 +81,7 @@ class Operation:
 
 
 class Stream:
-    """`last` is the latest operation; `capture` what operations are recorded in, instead of being queued."""
+    """A stream; `last` is its latest operation, and `capture` records its operations instead of queueing them."""
 
     def __init__(self, handle: int, card: Card, flags: int) -> None:
         self.handle, self.card, self.flags = handle, card, flags
@@ -91,7 +94,7 @@ class Stream:
 
 
 class Event:
-    """`operation` is the one recorded last, or a node of `capture` if it was recorded in one."""
+    """An event; `operation` is the one recorded last, or a node of `capture` if it was recorded during one."""
 
     def __init__(self, card: Card, flags: int) -> None:
         self.card, self.flags = card, flags
@@ -105,22 +108,23 @@ class Streams:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.pending: list[Operation] = []
-        self.executed: list[tuple[int, str]] = []  # (stream, name), in the order of execution
+        self.executed: list[tuple[int, str]] = []  # (stream, name) in the order of execution
         self._streams: dict[object, Stream] = {}
-        self._destroyed: list[Stream] = []  # those whose work may still be pending
+        self._destroyed: list[Stream] = []  # streams whose work may still be pending
         self._events: dict[int, Event] = {}
         self.reseed(0)
 
     def reseed(self, seed: int) -> None:
-        """Choose the order of execution from here on."""
+        """Choose another order of execution from here on."""
         self.random = random.Random(seed)
-        self._eagerness = self.random.choice((0.0, 0.5, 0.9))  # chance that an operation runs before the host goes on
+        # probability that an operation runs before the host continues
+        self._eagerness = self.random.choice((0.0, 0.5, 0.9))
         self._speeds: dict[Stream, float] = {}
 
     # Queues
 
     def at(self, handle: int) -> Stream:
-        """The stream of a handle; the default streams are those of the current device."""
+        """The stream of a handle; default streams are those of the current device."""
         key: object = handle
         if handle in (NULL, LEGACY, PER_THREAD):
             card = self.machine.devices.current
@@ -133,7 +137,7 @@ class Streams:
         return self._streams[key]
 
     def has(self, handle: int) -> bool:
-        """Whether the handle is one of a stream that has not been destroyed."""
+        """Return whether the handle belongs to a stream that has not been destroyed."""
         return handle in (NULL, LEGACY, PER_THREAD) or handle in self._streams
 
     def enqueue(
@@ -144,7 +148,7 @@ class Streams:
         after: Iterable[Operation] = (),
         waits_for_others: bool = True,
     ) -> Operation:
-        """Queue work on a stream, or record it if the stream is capturing."""
+        """Enqueue work on a stream, or record it if the stream is capturing."""
         stream = self.at(handle)
         if stream.card.lost is not None:
             raise CudaError(stream.card.lost, f"a kernel on device {stream.card.index} has failed before")
@@ -160,8 +164,10 @@ class Streams:
         return operation
 
     def enqueue_graph(self, handle: int, nodes: list[Operation], after: list[Operation]) -> Operation:
-        """Queue a copy of each node of a graph after the work `after`; returns the operation that runs after all of
-        them, and that the next operation of the stream waits for."""
+        """Enqueue a copy of each node of a graph after the work `after`.
+
+        Returns an operation that runs after all of them, and for which the next operation of the stream waits.
+        """
         stream = self.at(handle)
         if stream.capture is not None:
             raise CudaError(NOT_SUPPORTED, "a graph launch during a capture is not in this stand-in")
@@ -172,8 +178,10 @@ class Streams:
         return self.enqueue(handle, "graph", lambda: None, [*after, *copies.values()])
 
     def _before(self, stream: Stream) -> list[Operation]:
-        """The operations that the next one of a stream runs after. The legacy default stream and the streams of its
-        device that are not created as non-blocking wait for each other."""
+        """The operations after which the next one of a stream runs.
+
+        The legacy default stream and the blocking streams of its device wait for each other.
+        """
         others: list[Stream] = [stream]
         if stream.is_legacy:
             self._destroyed = [x for x in self._destroyed if x.last is not None and not x.last.done]
@@ -184,7 +192,7 @@ class Streams:
         return [x.last for x in others if x.last is not None]
 
     def step(self) -> None:
-        """Execute one of the operations that are ready; a slow stream's seldom."""
+        """Execute one of the ready operations; those of a slow stream are chosen rarely."""
         ready = [operation for operation in self.pending if operation.is_ready()]
         for operation in ready:
             self._speeds.setdefault(operation.stream, 10 ** self.random.uniform(-2, 2))
@@ -198,7 +206,7 @@ class Streams:
         self.executed.append((chosen.stream.handle, chosen.name))
         try:
             chosen.run()
-        except Exception as error:  # reported by the next call that waits, as a card does
+        except Exception as error:  # the next call that waits reports it, as on a real card
             status = ILLEGAL_ADDRESS if isinstance(error, (MemoryFault, CudaError)) else LAUNCH_FAILED
             self._lose(chosen, status, error)
         except BaseException as error:  # a second Ctrl-C leaves the operation half done
@@ -215,7 +223,7 @@ class Streams:
             self.pending.remove(operation)
 
     def finish_operation(self, operation: Operation | None) -> None:
-        """Execute until this operation is done; an error of its device is that of the caller."""
+        """Execute until this operation is done; raise the error of its device."""
         if operation is None:
             return
         while not operation.done:
@@ -224,7 +232,7 @@ class Streams:
             raise CudaError(operation.stream.card.lost, f"{self.machine.errors[-1:]}")
 
     def finish(self, card: Card | None = None) -> None:
-        """Execute everything queued on a device, or on all."""
+        """Execute everything queued on a device, or on all devices."""
         while any(card in (None, operation.stream.card) for operation in self.pending):
             self.step()
 
@@ -251,7 +259,7 @@ class Streams:
         return 0
 
     def streamDestroy(self, handle: int) -> None:
-        """The work of the stream is still done, in the order that the stream had."""
+        """Destroy a stream; its queued work still runs, in its order."""
         self._destroyed.append(self.at(handle))
         del self._streams[handle]
 
@@ -328,7 +336,7 @@ class Streams:
         self.finish_operation(event.operation)
 
     def eventElapsedTime(self, start: int, end: int) -> float:
-        """0, as no time passes here, after the checks of a driver."""
+        """Return 0, because no time passes here, after the checks of a driver."""
         for event in (self._event(start), self._event(end)):
             if event.operation is None or event.capture is not None or event.flags & DISABLE_TIMING:
                 raise CudaError(INVALID_HANDLE, "the time of an event that is not recorded or takes no time")
@@ -337,7 +345,7 @@ class Streams:
         return 0.0
 
     def _progress(self, operation: Operation | None) -> int:
-        """The status of a query. Some work is done meanwhile, so that a loop over queries ends."""
+        """The status of a query; some work runs meanwhile, so that a loop of queries ends."""
         if operation is None or operation.done:
             return 0
         self.step()

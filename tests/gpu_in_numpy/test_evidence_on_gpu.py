@@ -1,4 +1,4 @@
-"""check and tune with the real CuPy, on devices made of NumPy in the worker process, and what plans make of them."""
+"""check and tune with the real CuPy, on devices made of NumPy in the worker process, and the plans that follow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, causal=True, backward=T
 HALF = Trial("bfloat16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("bfloat16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [DECODE], "wgmma": []}
-SOME = ("add.u32", "fma.rn.f32", "mma.m16n8k16-f16", "wgmma.bf16-n8")  # instructions, the last not of sm_80
+SOME = ("add.u32", "fma.rn.f32", "mma.m16n8k16-f16", "wgmma.bf16-n8")  # instructions; sm_80 lacks the last one
 
 if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
 
     @pytest.fixture(autouse=True)
     def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """One small call per engine and a few instructions; evidence of this test alone, the kernels of all tests."""
+        """Run one small call per engine and a few instructions, with a new evidence folder and the shared kernel
+        cache.
+        """
         kernels = os.environ["CUPY_FLASH_CACHE_DIR"]
         monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernels))
         monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])

@@ -1,7 +1,7 @@
-"""The real CuPy on devices made of NumPy: each row is a process with these devices, in which pytest runs these tests.
+"""Runs tests with the real CuPy on devices made of NumPy: each row of RUNS is a process in which pytest runs them.
 
-`python -m gpu_in_numpy --archs sm_80 tests/gpu` runs tests by hand. CuPy is imported and kernels are parsed once per
-process, so a row has many tests.
+`python -m gpu_in_numpy --archs sm_80 tests/gpu` runs tests by hand. A process imports CuPy and parses kernels once, so
+each row has many tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ORDERED = [f"tests/gpu/test_gpu_{name}.py" for name in ("streams", "graphs", "cu
 INSIDE = "tests/gpu_in_numpy/inside"
 BEHAVIOUR = [f"tests/behaviour/test_{name}.py" for name in ("attention", "backward", "varlen", "merge")]
 
-# Rows of SIMULATED_PAIRS.
+# These rows of SIMULATED_PAIRS contain every feature.
 EVERY_FEATURE = [
     "causal+window+scale+softcap+alibi+bias",
     "dropout+top-left+bhsd+bfloat16+kv-lengths+grouped",
@@ -36,7 +36,7 @@ COVERING = [
 ]
 PACKED = [f"tests/behaviour/test_varlen.py::test_packed[cuda-{name}]" for name in ("causal", "bfloat16")]
 
-# Each launch costs about 0.04 s, so the tests of the longest sequences and loops run for one engine only.
+# A launch takes about 0.04 s, so the tests with the longest sequences and loops run for one engine only.
 SHORT = "-k=not (mma and (streams or threads or graphs)) and not (simt and (twenty or linear))"
 
 RUNS = {

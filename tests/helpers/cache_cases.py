@@ -221,16 +221,20 @@ def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
 
 def run_kernels(
     call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None,
-    engine: str = "mma_decode", start: Any = start,
+    engine: str = "mma_decode", tma: bool = False, start: Any = start,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """(out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
 
-    blocks and rows replace the fields of a decode's planned tile. `start` runs the launches, as in `backends.kernels`.
+    blocks and rows replace the fields of a decode's planned tile; `tma` adds a producer warp.
+    `start` runs the launches, as in `backends.kernels`.
     """
     problem, operands = posed(call, backend=f"simulator:{arch}", engine=engine)
     tile = plan(problem, device.named(arch)).tile
     if rows is not None:
         (tile,) = (x for x in mma_decode.legal_tiles(problem, device.named(arch)) if x.rows == rows)
+    if tma:
+        legal = mma_decode.choices(problem, device.named(arch))
+        tile = next(x for x in legal if x.tma and (x.rows, x.block_kv) == (tile.rows, tile.block_kv))
     if blocks is not None:
         tile = tile._replace(blocks=blocks)
     out, lse = kernels.forward(plan(problem, device.named(arch), tile), operands, start)

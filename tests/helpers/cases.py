@@ -518,7 +518,7 @@ def by_backend(names: str = "case", exhaustive: Collection[str] = (), **rows: di
             id=f"{backend}-{name}",
             marks=pytest.mark.exhaustive if backend != "cpu" and name in exhaustive else (),
         )
-        for backend, of_backend in rows.items()
-        for name, row in of_backend.items()
+        for backend, table in rows.items()
+        for name, row in table.items()
     ]
     return pytest.mark.parametrize(f"backend,{names}", parameters, indirect=["backend"])

@@ -82,7 +82,7 @@ class Allocated(TorchDispatchMode):
         self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(it, DTensor) for it in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # torch dispatches it again as operations on the shards
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):

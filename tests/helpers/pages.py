@@ -12,8 +12,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def python_blocks(text):
     """(line number, code) of each ```python block."""
     return [
-        (text[: found.start(1)].count("\n") + 1, found[1])
-        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
+        (text[: match.start(1)].count("\n") + 1, match[1])
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
     ]
 
 

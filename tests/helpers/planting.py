@@ -30,8 +30,10 @@ def planted(monkeypatch, *changes, in_header=False):
         try:
             yield
         finally:  # if the expected error is missing, the likely reason is a text that no longer exists
-            for found in places.values():
-                assert found and len(found) == (len({kernel for kernel, _ in found}) if in_header else 1), places
+            for occurrences in places.values():
+                assert occurrences and len(occurrences) == (
+                    len({kernel for kernel, _ in occurrences}) if in_header else 1
+                ), places
 
 
 @contextmanager

@@ -16,13 +16,13 @@ class Producer:
 
     def __init__(self, array, device=(1, 0), patch=lambda tensor: None):
         self.array, self.device_, self.patch = array, device, patch
-        self.asked = {}
+        self.requested = {}
 
     def __dlpack_device__(self):
         return self.device_
 
     def __dlpack__(self, *, stream=None, max_version=None):
-        self.asked = {"stream": stream, "max_version": max_version}
+        self.requested = {"stream": stream, "max_version": max_version}
         capsule = self.array.__dlpack__(max_version=max_version)
         self.patch(arrays._read_capsule(capsule)[0])
         return capsule

@@ -55,12 +55,12 @@ def _work(checks: dict[str, Any], world: World) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{world.folder / 'rendezvous'}"
     distributed.init_process_group("gloo", rendezvous, TIMEOUT, world.size, world.rank)
-    with (world.folder / f"{world.rank}.jsonl").open("w", buffering=1) as found:
+    with (world.folder / f"{world.rank}.jsonl").open("w", buffering=1) as report:
         for name, check in checks.items():
             try:
                 check(world)
                 complaint = ""
             except (Exception, pytest.fail.Exception):  # any exception of a check is recorded, and the next check runs
                 complaint = traceback.format_exc()
-            found.write(json.dumps([name, complaint]) + "\n")
+            report.write(json.dumps([name, complaint]) + "\n")
     distributed.destroy_process_group()

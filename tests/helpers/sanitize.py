@@ -65,7 +65,7 @@ DERIVATIVES = {
     "derivatives": DIRECTION,
     "derivatives of mods": MODS,
     "derivatives on tensor cores": replace(
-        DIRECTION, dtype="bfloat16", q_len=600, kv_len=600
+        DIRECTION, dtype="bfloat16", q_len=1200, kv_len=1200
     ),  # shorter cases go to simt
 }
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
@@ -182,9 +182,9 @@ def _fp8(checked: bool) -> None:
         print(f"fp8: {name}", flush=True)
 
 
-def main(asked: Sequence[str]) -> int:
-    if asked:
-        sanitize(asked[0], checked="checked" in asked)
+def main(arguments: Sequence[str]) -> int:
+    if arguments:
+        sanitize(arguments[0], checked="checked" in arguments)
         return 0
     command = (sys.executable, "-m", "sanitize")
     started = [subprocess.Popen([*command, engine, "checked"]) for engine in engines()]

@@ -43,7 +43,9 @@ class GPTBlock(nn.Module):
         d, f = sizes.embed_dim, sizes.mlp_dim
         self.attention, self.heads = ATTENTION[attention], sizes.heads
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out, self.mlp_in, self.mlp_out = (nn.Linear(*it) for it in ((d, 3 * d), (d, d), (d, f), (f, d)))
+        self.qkv, self.out, self.mlp_in, self.mlp_out = (
+            nn.Linear(*shape) for shape in ((d, 3 * d), (d, d), (d, f), (f, d))
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -77,8 +79,8 @@ class LlamaBlock(nn.Module):
         self.attention, self.D = ATTENTION[attention], D
         self.norm1, self.norm2 = RMSNorm(d), RMSNorm(d)
         self.q, self.k, self.v, self.out, self.gate, self.up, self.down = (
-            nn.Linear(*it, bias=False)
-            for it in (
+            nn.Linear(*shape, bias=False)
+            for shape in (
                 (d, sizes.heads * D),
                 *2 * ((d, sizes.kv_heads * D),),
                 (sizes.heads * D, d),
@@ -97,7 +99,7 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (it(y).unflatten(-1, (-1, self.D)) for it in (self.q, self.k, self.v))
+        q, k, v = (projection(y).unflatten(-1, (-1, self.D)) for projection in (self.q, self.k, self.v))
         x = x + self.out(self.attention(self.rotate(q), self.rotate(k), v, False).flatten(-2))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))

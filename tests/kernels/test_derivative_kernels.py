@@ -97,10 +97,10 @@ BUGS = {
     "sum-of-mu-not-rescaled": ("simt/jvp.cu", "mean[r].update(rescale,", "mean[r].update(1,"),
     "dropout-in-mu": ("simt/jvp.cu", "moving += S[r][c] *", "moving += S[r][c] * (c % 2 ? 0 : 2) *"),
     "no-dropout-in-T": ("simt/jvp.cu", "S[r][c] *= factor, tS[r][c] *= factor;", "S[r][c] *= factor;"),
-    "delta-for-eps": ("simt/second.cuh", "(dtP * factor - eps[query])", "(dtP * factor - delta[query])"),
+    "delta-for-eps": ("second_gradients.cuh", "(dtP * factor - eps)", "(dtP * factor - delta)"),
     "eps-of-out": ("delta.cu", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"),
-    "mu-not-subtracted-in-c": ("simt/second.cuh", "x.tangent - mu[query]", "x.tangent"),
-    "no-dropout-in-dV": ("simt/second.cuh", "probability * factor * moving", "probability * moving"),
+    "mu-not-subtracted-in-c": ("second_gradients.cuh", "moving = tangent - mu,", "moving = tangent,"),
+    "no-dropout-in-dV": ("second_gradients.cuh", "probability * factor * moving}", "probability * moving}"),
     "dtS-without-tK": ("simt/second_q.cu", "if constexpr (TK) add_product", "if constexpr (false) add_product"),
     "dtS-without-tQ": ("simt/second_kv.cu", "if constexpr (TQ) add_product", "if constexpr (false) add_product"),
     "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
@@ -124,7 +124,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
-    found = []
+    checked = []
 
     def start_with_less(work, **how):
         for number, step in enumerate(work.launches):
@@ -135,11 +135,11 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
             launches = (*work.launches[:number], less, *work.launches[number + 1 :])
             with pytest.raises(OutOfBounds, match="shared"):
                 start(work._replace(launches=launches))
-            found.append(step.function)
+            checked.append(step.function)
         return start(work, **how)
 
     run_kernels(case, tile=tile, start=start_with_less)
-    assert found == ["jvp", "second_kv", "second_q", "second_bias"]
+    assert checked == ["jvp", "second_kv", "second_q", "second_bias"]
 
 
 WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2)}
@@ -177,32 +177,34 @@ def test_work_relative_to_the_forward_and_the_backward(moving, monkeypatch):
     assert 0.9 * products <= fma("jvp") / fma("forward") <= products
 
 
-# Tensor cores: the JVP of the mma engine
+# Tensor cores
 
 
 def run_mma(case, moving=ALL, which=0, **how):
-    """The JVP by mma, in its best tile unless `tile` is given, followed by the double backward by simt."""
+    """The JVP by mma, in its best tile unless `which` selects another, followed by the double backward by mma."""
 
     def tile(chosen):
-        return chosen.tile if chosen.problem.backward else mma.tiles(chosen.problem, chosen.device)[which]
+        return mma.tiles(chosen.problem, chosen.device)[which]
 
-    return run_kernels(case, moving, jvp="mma", tile=tile, **how)
+    return run_kernels(case, moving, engine="mma", tile=tile, **how)
 
 
-IN_HALF = {name: replace(case, dtype="bfloat16") for name, case in SERVED.items()}
-JVP = ("out", "tout", "lse", "tlse")
+# The gradient of a bias with no row or column is a few sums, each exactly 0, and of so few rounding errors those of the
+# low-precision run may be near 0 by chance. With this seed they are not.
+OF_SUMS = {name: replace(EVERY[name], seed=1) for name in ("bias-1h11", "bias-single")}
+IN_HALF = {name: replace(case, dtype="bfloat16") for name, case in (EVERY | OF_SUMS).items()}
 
 
 @pytest.mark.parametrize("case", in_tiers(IN_HALF, ["causal-more-queries"]))
 def test_every_option_on_tensor_cores(case):
-    check(case, run_mma(case), only=JVP)
+    check(case, run_mma(case))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("moving", DIRECTIONS.values(), ids=DIRECTIONS)
 def test_any_direction_on_tensor_cores(moving):
     case = replace(EVERYTHING, dtype="bfloat16")
-    check(case, run_mma(case, moving), moving=moving, only=JVP)
+    check(case, run_mma(case, moving), moving=moving)
 
 
 @pytest.mark.exhaustive
@@ -211,26 +213,63 @@ def test_any_direction_on_tensor_cores(moving):
 @pytest.mark.parametrize("which", [0, -1])
 def test_all_options_in_any_tiles_on_tensor_cores(arch, which, head_dim):
     case = replace(EVERYTHING, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
-    check(case, run_mma(case, which=which, arch=arch), only=JVP)
+    check(case, run_mma(case, which=which, arch=arch))
 
 
 BUGS_OF_MMA = {
-    "mu-not-subtracted": ("S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu)", "S[m][n][e] * tS[m][n][e]"),
-    "T-does-not-follow-mu": ("if constexpr (SCORES_MOVE) follow(", "if constexpr (false) follow("),
-    "T-not-rescaled": ("    rescale(T, rescaling);\n", ""),
-    "sum-of-mu-not-rescaled": ("mean[m][half].update(rescaling[m][half],", "mean[m][half].update(1,"),
-    "no-dropout": ("if constexpr (DROPOUT) drop(", "if constexpr (false) drop("),
-    "sink-does-not-move-mu": ("tlse = share * tlse +", "tlse = tlse + 0 *"),
-    "tlse-of-the-sink-in-T": ("float change = tlse - mean[m][half].mu;", "float change = 0;"),
+    "mu-not-subtracted": ("mma/jvp.cu", "S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu)", "S[m][n][e] * tS[m][n][e]"),
+    "T-does-not-follow-mu": ("mma/jvp.cu", "if constexpr (SCORES_MOVE) follow(", "if constexpr (false) follow("),
+    "T-not-rescaled": ("mma/jvp.cu", "    rescale(T, rescaling);\n", ""),
+    "sum-of-mu-not-rescaled": ("mma/jvp.cu", "mean[m][half].update(rescaling[m][half],", "mean[m][half].update(1,"),
+    "dropout-in-mu": ("mma/jvp.cu", "moving += P[m][n][e] *", "moving += (n % 2 ? 0 : 2) * P[m][n][e] *"),
+    "no-dropout": ("mma/jvp.cu", "if constexpr (DROPOUT) drop(", "if constexpr (false) drop("),
+    "sink-does-not-move-mu": ("mma/jvp.cu", "tlse = share * tlse +", "tlse = tlse + 0 *"),
+    "tlse-of-the-sink-in-T": ("mma/jvp.cu", "float change = tlse - mean[m][half].mu;", "float change = 0;"),
+    "delta-for-eps": ("second_gradients.cuh", "(dtP * factor - eps)", "(dtP * factor - delta)"),
+    "mu-not-subtracted-in-c": ("second_gradients.cuh", "moving = tangent - mu,", "moving = tangent,"),
+    "no-dropout-in-dV": ("second_gradients.cuh", "probability * factor * moving}", "probability * moving}"),
+    "mu-of-no-row": ("delta.cu", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum", "0, sum"),
+    "no-dropout-in-dP": ("mma/second.cuh", "< dropout.drop_below ? 0 :", "< dropout.drop_below ? 2 :"),
+    "dtS-without-tK": ("mma/second_q.cu", "if constexpr (TK) add_rounded", "if constexpr (false) add_rounded"),
+    "dtS-without-tQ": ("mma/second_kv.cu", "if constexpr (TQ) add_rounded", "if constexpr (false) add_rounded"),
+    "tS-without-tA": ("mma/direction.cuh", "if constexpr (MOVES_A) mma_", "if constexpr (false) mma_"),
+    "tS-without-tB": ("mma/direction.cuh", "      if constexpr (MOVES_B) mma_", "      if constexpr (false) mma_"),
+    "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("bug", BUGS_OF_MMA.values(), ids=BUGS_OF_MMA)
+@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MMA, ["delta-for-eps"]))
 def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
     case = replace(EVERYTHING, dtype="bfloat16", q_len=40)
-    with planted_in(monkeypatch, "mma/jvp.cu", *bug), pytest.raises(AssertionError, match="error"):
-        check(case, run_mma(case), only=JVP)
+    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+        check(case, run_mma(case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_bank_conflicts_on_tensor_cores(head_dim, which):
+    """Shared memory has no bank conflicts, in the first and in the last legal tile."""
+    case = Case(
+        q_len=256, kv_len=256, head_dim=head_dim, head_dim_v=head_dim, batch=1, heads=1, kv_heads=1, dtype="bfloat16"
+    )
+    counted = {}
+
+    def counting(work, **how):
+        counted.update(zip((step.function for step in work.launches), start(work, **how), strict=True))
+
+    run_mma(case, which=which, start=counting)
+    assert counted.keys() == {"jvp", "delta", "second_kv", "second_q"}
+    assert {name: count.bank_conflicts for name, count in counted.items() if count.bank_conflicts} == {}
+
+
+@pytest.mark.exhaustive
+def test_bitwise_equal_in_any_order_of_blocks_on_tensor_cores():
+    case = replace(EVERYTHING, dtype="bfloat16")
+    one, *others = (run_mma(case, start=functools.partial(start, order="random", seed=seed)) for seed in range(3))
+    for other in others:
+        for name, a, b in zip(one._fields, one, other, strict=True):
+            assert a.tobytes() == b.tobytes(), name
 
 
 def test_float16_is_refused_because_of_its_range():

@@ -68,8 +68,8 @@ def test_descales():
     """None equals 1, a descale of 0 makes its operand 0, and other values equal a change of scale, with any strides."""
     case = Case(**LONG | dict(batch=2, kv_heads=2, head_dim=32, head_dim_v=32, q_len=20, kv_len=40))
     call = quantised(case, descales=False)
-    of_one = {name: np.ones((2, 2), np.float32) for name in ("q_descale", "k_descale", "v_descale")}
-    plain, ones = forward(call), forward(call._replace(options=call.options | of_one))
+    unit_descales = {name: np.ones((2, 2), np.float32) for name in ("q_descale", "k_descale", "v_descale")}
+    plain, ones = forward(call), forward(call._replace(options=call.options | unit_descales))
     assert plain.out.tobytes() == ones.out.tobytes() and plain.lse.tobytes() == ones.lse.tobytes()
     strided = np.asfortranarray(np.array([[0, 1e3], [3e-3, 0.5]], np.float32))
     for changed in (
@@ -116,14 +116,14 @@ def test_transposed_values(packed):
     call = quantised(case, descales=False)
     chosen, operands = planned(call, TILE)
     turning, _ = chosen.launches
-    found = []
+    workspaces = []
 
     def keep(work):
-        found.append(work.results["vt"].numpy())
+        workspaces.append(work.results["vt"].numpy())
         return start(work._replace(launches=(turning,)))
 
     kernels.forward(chosen, operands, keep)
-    (vt,) = found
+    (vt,) = workspaces
     order = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
     column = 0
     for b, length in enumerate(lengths):
@@ -133,8 +133,8 @@ def test_transposed_values(packed):
         V[:length] = (call.v if packed else call.v[b])[first : first + length].view(np.uint8)
         keys = (np.arange(0, tiles, 16)[:, None] + order).reshape(-1)
         column = (first // TILE.block_kv + b) * TILE.block_kv if packed else 0
-        of_sequence = vt[0 if packed else b, :, :, column : column + tiles]
-        assert (of_sequence == V[keys].transpose(1, 2, 0)).all()
+        sequence_vt = vt[0 if packed else b, :, :, column : column + tiles]
+        assert (sequence_vt == V[keys].transpose(1, 2, 0)).all()
 
 
 # Sums over long rows
@@ -192,6 +192,9 @@ PLANTED = {
     "descale of another head": ("Descales descales(p, sequence.batch, head / p.group);",
                                 "Descales descales(p, sequence.batch, head);", errors.OutOfBounds),
     "probabilities too large": ("m * scale_log2 - LARGEST_LOG2;", "m * scale_log2 - 2 * LARGEST_LOG2;", AssertionError),
+    "hidden keys by the polynomial": ("x = x < -127 ? -127 : x;", "", AssertionError),
+    "coefficient of exp2": ("0x1.63e654p-1f", "0x1.6p-1f", AssertionError),
+    "exponent of exp2": ("BIASED_INTEGER = 0x1.8p23f + 127", "BIASED_INTEGER = 0x1.8p23f + 126", AssertionError),
     "lse of larger probabilities": ("log2f(l / (1 << LARGEST_LOG2))", "log2f(l)", AssertionError),
 }  # fmt: skip
 
@@ -199,9 +202,9 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, monkeypatch):
     """A single block computes all tiles, so that every slot is reused."""
-    good, bad, found = PLANTED[bug]
+    good, bad, error = PLANTED[bug]
     call = quantised(LENGTHS)
-    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+    with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check(LENGTHS, call, forward(call, TILE, 1))
 
 

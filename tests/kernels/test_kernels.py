@@ -179,7 +179,7 @@ def test_bitwise_equal_in_any_order():
 
 @pytest.mark.parametrize("tile", [None, simt.Tile(8, 8, 64)], ids=["planned", "8x8x64"])
 def test_dropout_draws_the_bits_of_its_twin(tile):
-    """If v is the identity, out is P, and is 0 exactly where the dropout mask of dropout.py is."""
+    """If v is the identity, out is P, which is 0 exactly where dropout.py drops a probability."""
     case = Case(q_len=40, kv_len=40, head_dim_v=40, heads=2, dropout=0.5)
     q, k, v, options, *_ = case.call()
     on_cpu, operands = posed(case)

@@ -1,9 +1,11 @@
 """The static gate: kernels of plans have no spills, warnings or bank conflicts; counts of their instructions."""
 
+import functools
 import inspect
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench import sass, static, static_mods
@@ -43,15 +45,17 @@ def steps():
 
 def test_gate(compiled, steps):
     assert static.complaints(compiled, steps) == []
-    assert {it.arch for it in compiled} == set(static.ARCHS)
-    assert all(0 < it.registers <= 255 and it.cubin_bytes > 0 and it.seconds > 0 for it in compiled)
+    assert {record.arch for record in compiled} == set(static.ARCHS)
+    assert all(0 < record.registers <= 255 and record.cubin_bytes > 0 and record.seconds > 0 for record in compiled)
 
 
 def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):
     for arch in static.ARCHS:
         for problem in problems:
             launches = ahead.launches(device.named(arch, "cuda"), **static.PROBLEMS[problem])
-            kernels = {(it.kernel, it.tile) for it in compiled if (it.arch, it.problem) == (arch, problem)}
+            kernels = {
+                (record.kernel, record.tile) for record in compiled if (record.arch, record.problem) == (arch, problem)
+            }
             assert kernels == {(launch.kernel, launch.tile) for launch in launches}
 
 
@@ -63,7 +67,7 @@ def test_fma_per_score(steps):
 
 
 def test_instructions_of_the_steady_loop(steps):
-    """2 D FMAs per score are D / 32 mma.m16n8k16 of a warp per 32 scores.
+    """An mma.m16n8k16 has 2048 products, so 2 D products per score are D / 32 instructions of a warp per 32 scores.
 
     There is one exponential per score, and at D 64 the number of other instructions is bounded.
     """
@@ -72,6 +76,32 @@ def test_instructions_of_the_steady_loop(steps):
         assert sass[kernel]["products"] == 64 * products / 64
         assert sass[kernel]["exp"] == 1
         assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
+
+
+JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inputs that move
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tangents", JVP_LIMITS, ids="-".join)
+def test_instructions_of_derivatives(tangents):
+    """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
+
+    The products are 6, 5 or 4 of the forward's 2, and 15 of the backward's 7.
+    """
+
+    def per_score(*kernels, **config):
+        chosen = [x for backward in (False, True) for x in static._chosen(config, backward, "sm_80")]
+        counts = [static._sass(x, "sm_80").per_score for x in chosen if x.kernel in kernels]
+        assert len(counts) == len(kernels)
+        return np.array([sum(count["products"] for count in counts), sum(sum(count.values()) for count in counts)])
+
+    first = functools.partial(per_score, dtype="bfloat16", head_dim=64, engine="mma")
+    derivatives = functools.partial(first, tangents=tangents)
+    backward, second = first("mma/backward_kv", "mma/backward_q"), derivatives("mma/second_kv", "mma/second_q")
+    jvp = derivatives("mma/jvp")
+    assert (jvp <= JVP_LIMITS[tangents] * first("mma/forward")).all()
+    assert (second <= 2.3 * backward).all()
+    assert (jvp + second <= 3.3 * backward).all()
 
 
 def test_wgmma_per_score():
@@ -198,6 +228,6 @@ def test_stored_result_has_no_spill():
     """bench/results/static.json, made with --all, covers every architecture with NVRTC 12 and 13."""
     section = json.loads((ROOT / "bench" / "results" / "static.json").read_text())["static"]
     compiled = [dict(zip(section["columns"], json.loads(line), strict=True)) for line in section["kernels"]]
-    assert {it["arch"] for it in compiled} == set(static.EVERY_ARCH)
-    assert {it["compiler"].split(".")[0] for it in compiled} == {"12", "13"}
-    assert not [it for it in compiled if it["spills"] or it["warnings"]]
+    assert {kernel["arch"] for kernel in compiled} == set(static.EVERY_ARCH)
+    assert {kernel["compiler"].split(".")[0] for kernel in compiled} == {"12", "13"}
+    assert not [kernel for kernel in compiled if kernel["spills"] or kernel["warnings"]]

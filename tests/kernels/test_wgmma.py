@@ -284,10 +284,10 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("case", "how", "good", "bad", "found"), BUGS.values(), ids=BUGS)
-def test_planted_bug_is_found(case, how, good, bad, found, monkeypatch):
+@pytest.mark.parametrize(("case", "how", "good", "bad", "error"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, how, good, bad, error, monkeypatch):
     """A single persistent block computes all tiles, so that every slot is reused; KV multicast needs two blocks."""
-    with planted(monkeypatch, (good, bad)), pytest.raises(found):
+    with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check_forward(case, forward(case, *how))
 
 
@@ -457,9 +457,9 @@ def test_maps_of_every_layout():
         case = Case(**LONG | dict(q_len=50, heads=6, batch=3, layout=layout))
         _, operands = posed(case)
         maps = pack_maps((Box("q", 32, 64),), {"q": operands.q}, layout, lambda _: 4096, encode_for_simulator)
-        found = decode(maps.tobytes())
-        assert (found.address, found.shape, found.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
-        assert (found.strides, found.swizzle, found.item_bytes) == (expected[layout], 128, 2)
+        tensor_map = decode(maps.tobytes())
+        assert (tensor_map.address, tensor_map.shape, tensor_map.box) == (4096, (64, 50, 6, 3), (64, 32, 1, 1))
+        assert (tensor_map.strides, tensor_map.swizzle, tensor_map.item_bytes) == (expected[layout], 128, 2)
 
 
 def test_map_of_memory_that_another_array_has_had():

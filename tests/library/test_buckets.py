@@ -98,8 +98,10 @@ def test_an_engine_serves_a_bucket_or_refuses_it(engine):
     problem, device = problems(engine, backward=False)
     for q_len, kv_len in product((*range(20), 33, 100), repeat=2):
         exact = problem._replace(q_len=q_len, kv_len=kv_len, engine=engine)
-        of_exact, of_bucket = (MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact)))
-        assert bool(of_exact) == bool(of_bucket), (q_len, kv_len, of_exact, of_bucket)
+        exact_reasons, bucket_reasons = (
+            MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact))
+        )
+        assert bool(exact_reasons) == bool(bucket_reasons), (q_len, kv_len, exact_reasons, bucket_reasons)
 
 
 def test_a_growing_cache_of_keys_plans_once_per_bucket():
@@ -140,7 +142,7 @@ def changed_by_order(run, *, planted):
         with cold(planted=planted):
             for lengths in random.Random(seed).sample(LENGTHS, len(LENGTHS)):
                 results[lengths].add(run(*lengths))
-    return {lengths for lengths, of_orders in results.items() if len(of_orders) > 1}
+    return {lengths for lengths, distinct in results.items() if len(distinct) > 1}
 
 
 def run_on_cpu(q_len, kv_len):

@@ -581,7 +581,7 @@ def hammer(rank: int, folder: Path, start: Barrier) -> None:
             before = entry.load()
             entry.publish(files)
             after = entry.load()
-            assert {None if found is None else found.code for found in (before, after)} <= {None, result.code}
+            assert {None if loaded is None else loaded.code for loaded in (before, after)} <= {None, result.code}
             # If the entry was damaged, another process may mistake the new entry for the damaged one and be about to
             # replace it.
             assert after is not None or damaged

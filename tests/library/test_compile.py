@@ -76,10 +76,14 @@ def test_covers_every_length(dtype, head_dim, backward, arch):
 
 def test_compiles_into_the_cache(folder):
     made = cupy_flash.compile(dtype="float32", head_dim=16, arch="sm_75", backward=False)
-    assert made and {it.name for it in made} == {"simt/forward"} and {it.target for it in made} == {"sm_75"}
-    assert all(it.path.is_relative_to(folder) and it.path.read_bytes() == it.code for it in made)
-    assert all(it.resources["forward"].registers > 0 for it in made)
-    assert len({it.path for it in made}) == len(made)
+    assert (
+        made
+        and {kernel.name for kernel in made} == {"simt/forward"}
+        and {kernel.target for kernel in made} == {"sm_75"}
+    )
+    assert all(kernel.path.is_relative_to(folder) and kernel.path.read_bytes() == kernel.code for kernel in made)
+    assert all(kernel.resources["forward"].registers > 0 for kernel in made)
+    assert len({kernel.path for kernel in made}) == len(made)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "float32", torch.float32], ids=repr)
@@ -92,7 +96,10 @@ def test_takes_every_spelling_of_a_dtype(dtype):
 def test_gradients_of_lse_cost_one_small_kernel():
     """Only the delta kernel depends on the presence of a gradient of lse."""
     on = device.named("sm_80", "cuda")
-    without, both = (kernels(ahead.launches(on, dtype="float32", head_dim=8, return_lse=it)) for it in (False, True))
+    without, both = (
+        kernels(ahead.launches(on, dtype="float32", head_dim=8, return_lse=has_gradient))
+        for has_gradient in (False, True)
+    )
     assert without < both and {kernel for kernel, *_ in both - without} == {"delta"}
 
 

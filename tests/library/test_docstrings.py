@@ -23,17 +23,17 @@ MODULES = sorted(
 
 def documented():
     """The functions, classes and methods of the API reference, by full name."""
-    found = {}
+    items = {}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         module = importlib.import_module(re.search(r"^::: (\S+)$", text, re.M)[1])
         members = text.partition("members:")[2]
         for name in re.findall(r"\w+", members):
-            item = found[f"{module.__name__}.{name}"] = getattr(module, name)
+            item = items[f"{module.__name__}.{name}"] = getattr(module, name)
             for method in vars(item) if inspect.isclass(item) else ():
                 if inspect.isfunction(vars(item)[method]) and not method.startswith("_"):
-                    found[f"{module.__name__}.{name}.{method}"] = vars(item)[method]
-    return found
+                    items[f"{module.__name__}.{name}.{method}"] = vars(item)[method]
+    return items
 
 
 DOCUMENTED = documented()
@@ -129,7 +129,7 @@ def test_links_lead_to_files(page):
 def test_quoted_messages_are_in_the_code():
     """The first column of docs/troubleshooting.md quotes error messages, so that users can search for them."""
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
-    quoted = [found for row in rows for found in re.findall(r'`\w+(?:Error|Warning): ([^`]+)`|"([^"]{12,})"', row)]
+    quoted = [match for row in rows for match in re.findall(r'`\w+(?:Error|Warning): ([^`]+)`|"([^"]{12,})"', row)]
     code = "".join(path.read_text(encoding="utf-8") for path in Path(cupy_flash.__file__).parent.rglob("*.py"))
     assert len(quoted) >= 3
     assert [text for pair in quoted if (text := "".join(pair)) not in code] == []

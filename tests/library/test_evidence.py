@@ -464,10 +464,10 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
     root = Path(cupy_flash.__file__).parents[1]
     writers = [subprocess.Popen([*command, name], cwd=root, env=dict(os.environ)) for name in ("first", "second")]
     assert [writer.wait() for writer in writers] == [0, 0]
-    found = evidence.tunes(AMPERE)
-    assert len(found) == 120 and evidence.ignored == {}
+    stored = evidence.tunes(AMPERE)
+    assert len(stored) == 120 and evidence.ignored == {}
     for name in ("first", "second"):
-        assert sum(tune.measured[0].tile == name for tune in found if name in tune.key) == 40
+        assert sum(tune.measured[0].tile == name for tune in stored if name in tune.key) == 40
     assert not list(folder.rglob("publishing-*"))
 
 

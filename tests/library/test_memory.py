@@ -130,16 +130,18 @@ def test_statistics():
     precision.
     """
     for precision in memory.ITEMSIZE:
-        gammas = [coefficients(PRESETS[it], Training(1, 64, precision=precision)).gamma for it in ("gpt2", "llama2-7b")]
+        gammas = [
+            coefficients(PRESETS[name], Training(1, 64, precision=precision)).gamma for name in ("gpt2", "llama2-7b")
+        ]
         assert gammas == [16 + 4 * 12, 8 + 4 * 32]
 
 
 def test_grouped_heads_are_shared_until_there_is_one():
     sizes = {
         t: next(
-            it.bytes
-            for it in memory.saved_by_block(PRESETS["llama2-70b"], Training(1, 64, tensor=t))
-            if it.name == "k and v"
+            each.bytes
+            for each in memory.saved_by_block(PRESETS["llama2-70b"], Training(1, 64, tensor=t))
+            if each.name == "k and v"
         )
         for t in (1, 8, 64)
     }
@@ -156,7 +158,7 @@ def test_ring_shares_the_sequence():
 def test_recomputation_takes_the_activations_of_one_block():
     model = PRESETS["gpt2"]
     for attention in memory.ATTENTIONS:
-        none, selective, full = (estimate(model, Training(2, 512, attention, it)) for it in memory.KEPT)
+        none, selective, full = (estimate(model, Training(2, 512, attention, checkpoint)) for checkpoint in memory.KEPT)
         block = none.blocks // model.layers
         assert none.recomputed == 0
         assert selective.recomputed == block - selective.blocks // model.layers
@@ -176,7 +178,7 @@ def test_block_is_measured_as_modelled(family, attention, precision):
     batch, lengths = 2, (32, 64)
     measured = [measure_block(family, attention, precision, batch, seqlen) for seqlen in lengths]
     trainings = [Training(batch, seqlen, attention, precision=precision) for seqlen in lengths]
-    modelled = [sum(it.bytes for it in memory.saved_by_block(sizes, training)) for training in trainings]
+    modelled = [sum(tensor.bytes for tensor in memory.saved_by_block(sizes, training)) for training in trainings]
     assert measured == pytest.approx(modelled, rel=WITHIN)
 
     # The quadratic coefficient, from measurements at a length and at twice that length.
@@ -193,7 +195,7 @@ def test_an_additional_tensor_is_noticed():
             return super().forward(x) + F.pad(x[..., : x.shape[-1] // 2].exp(), (0, x.shape[-1] // 2))
 
     x = torch.randn(2, 64, SMALL_GPT.embed_dim, dtype=torch.bfloat16, requires_grad=True)
-    modelled = sum(it.bytes for it in memory.saved_by_block(SMALL_GPT, Training(2, 64)))
+    modelled = sum(tensor.bytes for tensor in memory.saved_by_block(SMALL_GPT, Training(2, 64)))
     assert sum(measure(Wasteful(SMALL_GPT, "flash").bfloat16(), x).values()) > (1 + 2 * WITHIN) * modelled
 
 
@@ -251,7 +253,7 @@ def test_measure_needs_no_contents(attention):
     with torch.device("meta"):
         block = GPTBlock(sizes, attention).bfloat16()
         measured = measure(block, torch.empty(8, 8192, 8192, dtype=torch.bfloat16))
-    modelled = sum(it.bytes for it in memory.saved_by_block(sizes, Training(8, 8192, attention)))
+    modelled = sum(tensor.bytes for tensor in memory.saved_by_block(sizes, Training(8, 8192, attention)))
     assert sum(measured.values()) == pytest.approx(modelled, rel=WITHIN)
 
 
@@ -324,7 +326,7 @@ GATED = SMALL | dict(intermediate_size=96, num_key_value_heads=2)
         (SMALL | dict(model_type="falcon", ffn_hidden_size=200), dict(kv_heads=1, mlp_dim=200, activation="gelu")),
         (dict(model_type="llava", text_config=GATED | dict(model_type="llama")), dict(kv_heads=2, mlp_dim=96)),
     ],
-    ids=lambda it: it.get("model_type"),
+    ids=lambda each: each.get("model_type"),
 )
 def test_folder_of_any_language_model(config, sizes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -126,9 +126,9 @@ def test_metadata(metadata: Message) -> None:
 
 
 def test_classifiers_name_every_supported_python(metadata: Message) -> None:
-    found = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
-    assert [int(minor) for minor in found] == list(range(10, 10 + len(found)))
-    assert sys.version_info.minor <= int(found[-1])
+    minors = re.findall(r"Python :: 3\.(\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.MULTILINE)
+    assert [int(minor) for minor in minors] == list(range(10, 10 + len(minors)))
+    assert sys.version_info.minor <= int(minors[-1])
 
 
 def test_changelog_names_the_version() -> None:

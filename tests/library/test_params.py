@@ -103,8 +103,8 @@ def test_pack_fills_every_field(case):
         assert packed.tobytes() == expected.tobytes()
 
 
-def test_a_later_call_takes_nothing_that_changes_from_an_earlier_one():
-    """Calls of one problem that differ by one property each pack the same bytes as if each were the first."""
+def test_cached_numbers_do_not_depend_on_earlier_calls():
+    """Calls that differ from an earlier one in a single property pack the same bytes as with an empty cache."""
     plan, operands = posed(Case(dropout=0.5))
     q, strided = operands.q, operands.q.strides
     qs = [

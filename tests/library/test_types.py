@@ -90,11 +90,11 @@ def errors(tmp_path_factory):
         files = [str(folder / f"{name}.py") for name in calls]
         report, trouble, _ = api.run(["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", os.devnull, *files])
     assert trouble == ""
-    found = {}
+    by_call = {}
     for name, number, message in re.findall(r"^.*?(right|wrong)\.py:(\d+): error: (.*)$", report, re.MULTILINE):
-        found.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
-    assert sum(map(len, found.values())) == report.count(" error: ")  # the package itself has no error
-    return found
+        by_call.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
+    assert sum(map(len, by_call.values())) == report.count(" error: ")  # the package itself has no error
+    return by_call
 
 
 def test_results_have_the_type_of_the_arrays(errors):

@@ -4,10 +4,15 @@ BlockMask.
 
 import numpy as np
 import pytest
+from planting import planted
 
 import cupy_flash
-from cupy_flash.mods.blocks import block_mask
+from cupy_flash.backends import kernels
+from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator.run import start
+from cupy_flash.mods.blocks import block_mask, host_classes, posed
 from cupy_flash.mods.plot import HIDDEN, SEEN, SKIPPED, UNMASKED, picture
+from cupy_flash.mods.trace import traced
 
 torch = pytest.importorskip("torch")
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -82,6 +87,36 @@ def test_tables_of_torch_tensors():
     )
     sliding = block_mask(lambda b, h, i, j: abs(i - j) < 9, q_len=300, kv_len=300, like=q)
     assert cupy_flash.attention(q, q, q, mask_mod=sliding).shape == q.shape
+
+
+def simulated_classes(mask_mod, q_len, kv_len, heads=(1, 1), block=BLOCK):
+    """The classes that the kernel of a GPU computes."""
+    problem, operands = posed(traced(None, mask_mod), heads, (q_len, kv_len), "simulator")
+    return kernels.block_classes(problem, operands, block, "sm_80", start).numpy().swapaxes(1, 2)
+
+
+@pytest.mark.exhaustive
+def test_the_kernel_computes_the_classes_of_the_host():
+    """Blocks at the ends of the sequences are of the pairs that exist."""
+    expected = host_classes(traced(None, mask_by_head), (2, 2), (250, LENGTH), BLOCK)
+    assert set(expected.flat) == {0, 1, 2}
+    np.testing.assert_array_equal(simulated_classes(mask_by_head, 250, LENGTH, (2, 2)), expected)
+
+
+PLANTED = {
+    "a block that interval arithmetic cuts counts as cut": ("if (seen.may && seen.may_not) {", "if (false) {"),
+    "another thread's pairs are not counted": ("__syncthreads_or(seen.may_not) != 0", "seen.may_not"),
+    "keys past the end count": ("if (i >= p.q_len || j >= p.kv_len) continue;", "if (i >= p.q_len) continue;"),
+    "the classes of one head for all": ("+ head * p.out.head +", "+ 0 * p.out.head +"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED)
+def test_planted_bug_of_the_kernel_is_found(change, monkeypatch):
+    expected = host_classes(traced(None, mask_by_head), (2, 2), (250, LENGTH), BLOCK)
+    with planted(monkeypatch, change), pytest.raises((AssertionError, errors.SimulationError)):
+        np.testing.assert_array_equal(simulated_classes(mask_by_head, 250, LENGTH, (2, 2)), expected)
 
 
 def test_errors_of_block_mask():

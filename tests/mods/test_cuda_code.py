@@ -40,12 +40,35 @@ extern "C" __global__ void tiles(const __grid_constant__ Params p, const Interva
   classes[n] = !seen.may ? 0 : seen.may_not ? 1 : 2;
 }
 """
+WALK = """
+struct Counted {
+  const Mod& mod;
+  Range queries;
+  int rounds = 0;
+
+  __device__ Truth operator()(Range keys) {
+    ++rounds;
+    return mod.tile(point(0), {queries.begin, queries.end - 1}, {keys.begin, keys.end - 1});
+  }
+};
+
+extern "C" __global__ void walk(const __grid_constant__ Params p, const int* queries, int* visited, int* rounds) {
+  int warp = blockIdx.x * 4 + threadIdx.x / 32, n = 0, q_start = queries[32 * warp];
+  Mod mod(p, Sequence(p, 0));
+  Walk<128, Order::ORDER, Counted> tiles({0, 0}, {0, 1 << 20}, {mod, {q_start, q_start + 128}});
+  for (tiles.skip_hidden(); tiles.valid(); tiles.next(), ++n)
+    if (threadIdx.x % 32 == 0) visited[warp * 128 + n] = tiles.start;
+  if (threadIdx.x % 32 == 0)
+    for (; n < 128; ++n) visited[warp * 128 + n] = -1;
+  rounds[blockIdx.x * 128 + threadIdx.x] = tiles.classify.rounds;
+}
+"""
 EXTREMES = (kernel_folder() / "captured_start.cu").read_text().partition('#include "mod.cuh"')[2]
 HEAD = 1
 MOST_INSTRUCTIONS = 500  # SASS instructions to classify a tile, counting the bodies of loops once
 
 
-def kernel_text(mod, kernel, constants=(), **options):
+def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
     """The text of a kernel that contains the struct of a mod."""
     program = mod.program
     by = None if program.score is None else derivative(program.score)
@@ -55,7 +78,7 @@ def kernel_text(mod, kernel, constants=(), **options):
     }
     folder = kernel_folder().resolve()
     text = Text(folder, *configure((folder / CONFIG).read_text(), {"MODS": True, **dict(constants)}), headers)
-    text.inline("mod.cuh", ())
+    text.inline(header, ())
     return "\n".join(text.lines) + kernel
 
 
@@ -84,8 +107,8 @@ def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
         chunks[f"chunks{slot}"] = memory.add(table, f"chunks {slot}", initialised=kernel != EXTREMES)
     captured = cuda_code.captured_numbers(mod.program, arrays, chunks, mod.numbers)
     members = {"captured": captured, "batch": (1,), "whole_heads": (1,)}
-    params = _struct("Params", cuda_code.captured_struct(mod.program))
-    packed = params.packed(params.numbers(members)).tobytes()
+    parameters = _struct("Params", cuda_code.captured_struct(mod.program))
+    packed = parameters.packed(parameters.numbers(members)).tobytes()
     if kernel == EXTREMES:
         launch(ptx, name, (3, 1, 1), (128, 1, 1), packed, memory=memory)
         return outputs
@@ -110,13 +133,13 @@ def pairs_of(mod, real, length=LENGTH, constants=(), **options):
     roots = [] if program.score is None else [program.score, derivative(program.score).slope]
     roots += [] if program.mask is None else [program.mask]
     with np.errstate(all="ignore"):
-        found = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
-    found = [np.broadcast_to(x, 512) for x in found]
+        expected = function_of(tuple(roots))(products, np.int32(0), heads, q, kv, mod.arrays, mod.numbers, real)
+    expected = [np.broadcast_to(x, 512) for x in expected]
     if program.score is None:
-        found = [products, np.ones(512, real), *found]
+        expected = [products, np.ones(512, real), *expected]
     if program.mask is None:
-        found.append(np.ones(512, np.bool_))
-    return outputs, found
+        expected.append(np.ones(512, np.bool_))
+    return outputs, expected
 
 
 def classes_of(mod, length, block, **options):
@@ -125,10 +148,10 @@ def classes_of(mod, length, block, **options):
     q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
     inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
     heads = np.full(inputs[0].shape, HEAD, np.int32)
-    (found,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
+    (actual,) = run(mod, TILES, (heads, *inputs), (np.empty(len(q), np.uint8),), **options)
     classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
     tiles = len(starts) ** 2
-    return found[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
+    return actual[:tiles], classes.of(0, HEAD, *((x, x + block - 1) for x in (q[:tiles], kv[:tiles])))
 
 
 @pytest.mark.parametrize("row", in_tiers(MASKS, ["sinks", "document window", "natten morton", "block map"]))
@@ -136,8 +159,8 @@ def test_mask_equals_numpy(row):
     mod = Mod(mask_mod=row[0])
     (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32)
     assert np.array_equal(seen, expected)
-    found, expected = classes_of(mod, LENGTH, 128)
-    assert np.array_equal(found, expected)
+    actual, expected = classes_of(mod, LENGTH, 128)
+    assert np.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -181,9 +204,9 @@ def test_random_masks_equal_numpy(seeds):
         options = {"largest": cuda_code.LARGE} if seed % 2 else {}
         (_, _, seen), (_, _, expected) = pairs_of(mod, np.float32, 320, **options)
         assert np.array_equal(seen, expected), seed
-        found, expected = classes_of(mod, 320, 20, **options)
-        assert np.array_equal(found == EMPTY, (expected == EMPTY) & (found == EMPTY)), seed
-        assert np.array_equal(found == FULL, (expected == FULL) & (found == FULL)), seed
+        actual, expected = classes_of(mod, 320, 20, **options)
+        assert np.array_equal(actual == EMPTY, (expected == EMPTY) & (actual == EMPTY)), seed
+        assert np.array_equal(actual == FULL, (expected == FULL) & (actual == FULL)), seed
 
 
 @pytest.mark.parametrize("target", in_tiers({arch: arch for arch in ("sm_75", "sm_80", "sm_90a")}, ["sm_80"]))
@@ -221,8 +244,8 @@ def test_wrong_interval_arithmetic_is_found(plant):
     i = np.arange(320, dtype=np.int32)
     seen = np.broadcast_to(mask(0, 0, i[:, None], i[None]), (320, 320)).reshape(8, 40, 8, 40)
     for is_planted, change in ((False, ("", "")), (True, tuple(texts))):
-        found = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
-        wrong = (seen.any((1, 3)) & (found == EMPTY)) | (~seen.all((1, 3)) & (found == FULL))
+        actual = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
+        wrong = (seen.any((1, 3)) & (actual == EMPTY)) | (~seen.all((1, 3)) & (actual == FULL))
         assert wrong.any() == is_planted
 
 
@@ -241,3 +264,49 @@ def test_a_missing_clamp_is_found():
     mod = Mod(mask_mod=lambda b, h, q, kv: table[q - kv] < 4)
     with pytest.raises(SimulationError, match="past the end|before"):
         pairs_of(mod, np.float32, plant=("clamped(v", "(v"))
+
+
+# name -> (mask_mod, rounds in which a warp may classify the 8,192 tiles of 2^20 keys; tile by tile these are 256)
+NARROW = {
+    "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),
+    "sinks": (lambda b, h, q, kv: (q >= kv) & ((q - kv < 512) | (kv < 4)), 18),
+    "far apart": (lambda b, h, q, kv: (abs(kv - q) < 100) | (abs(abs(kv - q) - 137216) < 100), 20),
+    "nothing": (lambda b, h, q, kv: kv < 0, 9),
+}
+LONG_QUERIES = np.repeat(np.array([0, 128 * 4000, 128 * 4095, 2**20 - 128], np.int32), 32)
+
+
+def walk(name, order, plant=("", "")):
+    """Compare the tiles that a warp visits with the classes of NumPy; return the most rounds of a warp."""
+    mod, outputs = Mod(mask_mod=NARROW[name][0]), (np.empty((4, 128), np.int32), np.empty(128, np.int32))
+    kernel = WALK.replace("Order::ORDER", f"Order::{order}")
+    visited, rounds = run(mod, kernel, (LONG_QUERIES,), outputs, {"MASK_MOD": True}, plant, header="walk.cuh")
+    keys = np.arange(0, 2**20, 128)[:: -1 if order == "LAST_TO_FIRST" else 1]
+    classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
+    for row, first in zip(visited, LONG_QUERIES[::32], strict=True):
+        expected = keys[classes.of(0, 0, (first, first + 127), (keys, keys + 127)) != EMPTY]
+        np.testing.assert_array_equal(row[row >= 0], expected)
+    return rounds.max()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ["LAST_TO_FIRST", "FIRST_TO_LAST"])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_walk_of_a_long_sequence_takes_few_rounds(name, order):
+    assert walk(name, order) <= NARROW[name][1]
+
+
+PLANTED_WALK = {
+    "a lane classifies all but one of its tiles": ("(tiles - 1) * STEP", "(tiles - 2) * STEP"),
+    "the first 32 tiles with a visible pair are passed": ("(may_see ? __ffs(may_see) - 1 : 32)", "32"),
+    "the walk ends one group early": ("__ffs(may_see) - 1 : 32)", "__ffs(may_see) - 1 : 33)"),
+    "every tile is classified": ("candidates = 0, tiles = 32;", "candidates = 0;"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("plant", PLANTED_WALK.values(), ids=PLANTED_WALK)
+def test_planted_bug_of_the_walk_is_found(plant):
+    with pytest.raises(AssertionError):
+        for order in ("LAST_TO_FIRST", "FIRST_TO_LAST"):
+            assert walk("far apart", order, plant) <= NARROW["far apart"][1]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupy_flash.mods import derive
 from cupy_flash.mods.derive import derivative
 from cupy_flash.mods.ir import parse
 from cupy_flash.mods.numpy_code import function_of, score_function, slope_of
@@ -65,9 +66,9 @@ def test_values_and_slopes_equal_those_of_torch(name):
     score = torch.tensor(POINTS, requires_grad=True)
     expected = function(score)
     (slope,) = torch.autograd.grad(expected.sum(), score)
-    mine = evaluate(Mod(lambda s, b, h, q, kv: function(s)), POINTS)
-    np.testing.assert_allclose(mine[0], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(mine[1], slope.numpy(), rtol=1e-10, atol=1e-12)
+    actual = evaluate(Mod(lambda s, b, h, q, kv: function(s)), POINTS)
+    np.testing.assert_allclose(actual[0], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(actual[1], slope.numpy(), rtol=1e-10, atol=1e-12)
 
 
 def test_no_nan_comes_from_a_branch_that_is_not_taken():
@@ -79,6 +80,34 @@ def test_no_nan_comes_from_a_branch_that_is_not_taken():
     guarded = Mod(lambda s, b, h, q, kv: np.where(s != 0, 1 / s, 7.0) + np.minimum(np.exp(-1000 * s), 1.0))
     np.testing.assert_array_equal(evaluate(guarded, points)[1], [-1, -500, -0.25])
     assert np.isfinite(evaluate(Mod(lambda s, b, h, q, kv: np.maximum(s, 0) ** 0.5 * 0.0 + s), points)[0]).all()
+
+
+def unguarded(adjoints, adjoint, factor):
+    """A product in which 0 times an infinite factor is NaN."""
+    return adjoints.make("mul", adjoint, factor)
+
+
+PLANTED = {
+    "the derivative of a difference by what it subtracts has the wrong sign": (
+        lambda patch: patch.setitem(derive.RULES, "sub", derive._add),
+        lambda: test_values_and_slopes_equal_those_of_torch("negation"),
+    ),
+    "a branch that is not taken has no guard": (
+        lambda patch: patch.setattr(derive._Adjoints, "times", unguarded),
+        test_no_nan_comes_from_a_branch_that_is_not_taken,
+    ),
+}
+
+
+@pytest.mark.parametrize("plant,check", PLANTED.values(), ids=PLANTED)
+def test_planted_bug_of_a_derivative_is_found(plant, check, monkeypatch):
+    plant(monkeypatch)
+    slope_of.cache_clear()  # of slopes that were derived without the bug
+    try:
+        with pytest.raises(AssertionError):
+            check()
+    finally:
+        slope_of.cache_clear()
 
 
 def test_sigmoid_and_softplus_are_exact_for_large_scores():

@@ -1,11 +1,12 @@
 """JVPs and double backwards with mods against autograd on all scores, gradients of captured arrays included."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from cases import Case
-from derivatives import check
+from derivatives import check, run_kernels
 from mods import SCORE_MODS, arrays_of, mods_of
 from tiers import in_tiers
 from tolerance import assert_matches_reference
@@ -134,3 +135,10 @@ def test_every_mod(case):
 @pytest.mark.parametrize("case", in_tiers(CASES, []))
 def test_every_mod_in_kernels(case, deterministic):
     check_against_autograd(case, "simulator", deterministic=deterministic)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [*CASES.values(), *CASES_OF_THE_FORMULA.values()], ids=[*CASES, *CASES_OF_THE_FORMULA])
+def test_every_mod_on_tensor_cores(case):
+    case = replace(case, dtype="bfloat16")
+    check(case, run_kernels(case, engine="mma"))

@@ -67,6 +67,23 @@ def test_forward_with_every_option(options):
     check_forward(case, forward(case, DRAWING, blocks=3))
 
 
+WIDE = {"document": dict(mask_mod="document"), "row-bias": dict(score_mod="row-bias", mask_mod="document")}
+
+
+@pytest.mark.exhaustive
+def test_blocks_of_a_cluster_stage_their_own_values():
+    """Two blocks load half of K and V each for both, and each stages the values of all keys."""
+    case = long_case(dict(score_mod="row-bias"))
+    check_forward(case, forward(case, TILE._replace(paired=True)))
+
+
+@pytest.mark.parametrize("options", in_tiers(WIDE, []))
+def test_the_largest_head_dimension_with_values_by_key(options):
+    """At the largest head dimension a plan of wgmma exists, and matches the dense result."""
+    case = long_case(options | dict(head_dim=256, head_dim_v=256))
+    check_forward(case, forward(case, None))
+
+
 FP8 = {
     "mods": dict(score_mod="relative", mask_mod="document"),
     "packed": OPTIONS["packed"],
@@ -93,11 +110,11 @@ BACKWARD = {
 
 def run(case, tile="keys", **how):
     """All results of a case, with one of the BACKWARD tiles."""
-    of_backward = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
-    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=of_backward, **how)
+    backward_tile = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
+    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile, **how)
 
 
-@pytest.mark.parametrize("options", in_tiers(EACH, ["row-bias", "mask-document"]))
+@pytest.mark.parametrize("options", in_tiers(EACH, ["mask-document"]))
 def test_gradients_of_every_mod(options):
     case = long_case(options)
     result = run(case)
@@ -171,6 +188,27 @@ def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
         check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
 
 
+# The same for values that are staged by key
+PLANTED_STAGING = {
+    "values of another slot": ("staged + (K.index - 1) %", "staged + K.index %", (errors.Race, errors.Uninitialised)),
+    "as many slots as K has": ("KEY_SLOTS = STAGES + 1", "KEY_SLOTS = STAGES", errors.Race),
+    "written before the slot is free": ("    if (issues_loads()) K.acquire();\n", "", errors.Race),
+    "published before they are written": (
+        "band.mod.key_values(band.key(kv_start + n));\n    __syncwarp();",
+        "band.mod.key_values(band.key(kv_start + n));", errors.Race,
+    ),
+    "another column": ("0, column_of(n, e));", "0, column_of(n, e ^ 1));", AssertionError),
+    "keys past the last read": ("key_values(band.key(kv_start + n))", "key_values(kv_start + n)", errors.OutOfBounds),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", in_tiers(PLANTED_STAGING, ["as many slots as K has"]))
+def test_planted_bug_of_staged_values_is_found(plant, monkeypatch):
+    case, (*change, error) = long_case(dict(score_mod="row-bias", mask_mod="document")), plant
+    with planted(monkeypatch, change), pytest.raises(error):
+        check_forward(case, forward(case, DRAWING, blocks=1))
+
+
 # The same for the deterministic backward
 PLANTED_BACKWARD = {
     "cut tiles count as full": ("(q_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
@@ -193,6 +231,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     *change, error = plant
     with planted(monkeypatch, change), pytest.raises(error):
-        # In a deterministic backward a record of another head waits for a turn that never comes, which no check ends.
+        # A deterministic backward would wait forever for the turn of another head: no check ends that wait.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

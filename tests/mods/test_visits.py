@@ -103,21 +103,22 @@ def count_dense(seen, block_q, block_kv):
 def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
     """For a mask whose classes are exact, the counts equal those of a dense mask, with every band."""
     mod = Mod(mask_mod=lambda b, h, q, kv: q - kv < 600)
-    classes, of_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
+    classes, visible_band = TileClasses(mod.program.mask, (), mod.numbers), band.band(1000, 1500)
     i, j = np.arange(1000)[:, None], np.arange(1500)
-    seen = (i - j < 600) & of_band.visible(0, 1000, 0, 1500)
-    expected, counts = count_dense(seen, *blocks), count_tiles(classes, 0, 0, of_band, WHOLE, *blocks)
+    seen = (i - j < 600) & visible_band.visible(0, 1000, 0, 1500)
+    expected, counts = count_dense(seen, *blocks), count_tiles(classes, 0, 0, visible_band, WHOLE, *blocks)
     assert counts == expected
 
 
 EXACT = {name: MASKS[name][0] for name in ("causal", "sliding", "natten morton")}
-EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN  # cuts tiles of several grains, none of one
+# cuts tiles of several grains, but no tile of one grain
+EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN
 
 
 @pytest.mark.parametrize("mask_mod", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("blocks", [(128, 256), (512, 128)], ids=str)
-def test_the_estimate_of_visits_is_their_count(mask_mod, blocks):
-    """Without a band, for whole grains and exact classes, the cost model knows the visits themselves."""
+def test_the_estimate_of_visits_is_exact_for_whole_grains(mask_mod, blocks):
+    """Without a band, and with exact classes of whole grains, the estimate of the cost model is exact."""
     mod, q_len, kv_len = Mod(mask_mod=mask_mod), 1024, 1536
     classes, band = TileClasses(mod.program.mask, mod.arrays, mod.numbers), Mask().band(q_len, kv_len)
     visits, estimate = Visits(classes, *blocks), VisitEstimate(classes, 0, 0, band, WHOLE)
@@ -125,7 +126,7 @@ def test_the_estimate_of_visits_is_their_count(mask_mod, blocks):
         (True, visits.kv_tiles, blocks[0], q_len),
         (False, visits.q_tiles, blocks[1], kv_len),
     ):
-        found = [visit for start in range(0, length, rows) for visit in find(0, 0, band, WHOLE, start)]
-        pairs = rows * sum(visit.stop - visit.start for visit in found)
-        cut = rows * sum(visit.cut.stop - visit.cut.start for visit in found if visit.cut is not None)
-        assert estimate.count(*blocks, by_query) == (len(found), pairs, cut)
+        listed = [visit for start in range(0, length, rows) for visit in find(0, 0, band, WHOLE, start)]
+        pairs = rows * sum(visit.stop - visit.start for visit in listed)
+        cut = rows * sum(visit.cut.stop - visit.cut.start for visit in listed if visit.cut is not None)
+        assert estimate.count(*blocks, by_query) == (len(listed), pairs, cut)

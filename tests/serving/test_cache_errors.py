@@ -185,8 +185,8 @@ class OnGpu:
     """An array of a GPU library, with an interface only; reading its memory would crash."""
 
     def __init__(self, array):
-        there = (2**40 + array.ctypes.data, False)
-        self.__cuda_array_interface__ = dict(array.__array_interface__, data=there, strides=array.strides)
+        address = (2**40 + array.ctypes.data, False)
+        self.__cuda_array_interface__ = dict(array.__array_interface__, data=address, strides=array.strides)
 
 
 def test_on_a_gpu_the_host_reads_nothing():
@@ -264,6 +264,12 @@ def test_arrays_in_the_memory_of_a_cache_are_refused():
     reads = {name: value for name, value in options.items() if name not in ("k", "v")}
     text = failure(ValueError, call._replace(options=reads), out=k_cache[:, 5:6])
     assert "out overlaps k_cache in memory" in text
+    one = k_cache.copy()
+    text = failure(ValueError, call._replace(k_cache=one, v_cache=one[..., :16]))
+    assert "k_cache and v_cache start at one address: rows of k and v would overwrite each other" in text
+    with pytest.raises(ValueError, match="start at one address"):
+        cupy_flash.append_to_kv_cache(options["k"], options["v"], one, one, cache_seqlens=options["cache_seqlens"])
+    cupy_flash.attention_with_kv_cache(q, one, one[..., :8], **reads)  # latent attention reads V from the rows of K
     both = np.zeros((2, 40, 3, 2, 16), np.float32)  # K, V and other rows interleaved in one array share no element
     k_cache, v_cache = both[:, :, 0], both[:, :, 1]
     cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **options | dict(k=both[:, 7:8, 2], v=both[:, 9:10, 2]))

@@ -22,7 +22,7 @@ ROWS = {
     f"{engine}-{name}": (engine, replace(case, dtype=dtype))
     for engine, dtype in ENGINES.items()
     for name, case in CASES.items()
-    if case.cache_dtype is None and (case.split_size is None or engine == "mma_decode")
+    if engine == "mma_decode" or (case.cache_dtype is None and case.split_size is None)
 }
 DEFAULT = ("mma_decode-paged", "mma_decode-positions", "mma-paged")
 
@@ -34,19 +34,19 @@ def test_the_formula(row):
     check(case, run_kernels(call, engine=engine), call=call)
 
 
-# Documents and a band: whole tiles of keys are hidden
+# Documents and windows, which hide whole tiles of keys
 
 CAPACITY = 512
 DOCUMENTS = np.sort(np.random.default_rng(3).integers(0, 6, (4, CAPACITY)).astype(np.int32))
 
 
 def documents(b, h, q_idx, kv_idx):
-    """An array that the kernels bound by the tables of captured_start."""
+    """The kernels classify tiles by the extremes of the captured array, for the rows that captured_start selects."""
     return (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (q_idx >= kv_idx)
 
 
 def windows(b, h, q_idx, kv_idx):
-    """A window per head, so that the heads of a group see different tiles, and the first keys."""
+    """Each head sees a window of its own and the first keys, so the heads of a GQA group visit different tiles."""
     return ((q_idx - kv_idx <= 40 * (h + 1)) | (kv_idx < 4)) & (kv_idx <= q_idx)
 
 
@@ -79,7 +79,9 @@ def test_any_gpu_and_page_size(arch, page):
 
 @pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma")])
 def test_hidden_tiles_are_not_read(engine, watch):
-    """A decode of 1024 keys under a window of 64, as a mask_mod, reads at most 192 keys; mma once per head."""
+    """A decode of 1024 keys with a window of 64 as a mask_mod reads at most 192 keys per key/value head, mma per query
+    head.
+    """
     case = CacheCase(lengths=(1024,), capacity=1024, page=16, heads=2, kv_heads=1, dtype="float16", causal=False)
     call = with_mods(case, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 64)
     run_kernels(call, engine=engine, start=watch.start)
@@ -87,13 +89,13 @@ def test_hidden_tiles_are_not_read(engine, watch):
     assert watch.counters[kernel].global_bytes_read <= heads * 192 * 2 * 2 * 16
 
 
-# The bits
+# Bitwise equality
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [32, 64])
 def test_rows_of_a_tile_change_no_bit(rows):
-    """Tiles of more rows see more keys, and skip fewer: a row has the same bits."""
+    """Tiles with more rows skip fewer tiles of keys, but the bits of a row stay the same."""
     case = replace(LONG, lengths=(490, 20, 64, 0), split_size=64)
     call = with_mods(
         case, score_mod=lambda s, b, h, q_idx, kv_idx: s * 1.5 - 0.1 * abs(q_idx - kv_idx), mask_mod=windows
@@ -114,13 +116,13 @@ def test_the_batch_changes_no_bit(mask):
         assert_bits(run_kernels(at(call, rows), blocks=blocks), whole, rows)
 
 
-# Contents of arrays, plans, bugs
+# Invalid contents of arrays, plans, planted bugs
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ENGINES)
-def test_wrong_positions_are_clamped(engine):
-    """No captured array is read out of bounds, and the other sequence's result is right."""
+def test_invalid_positions_are_clamped(engine):
+    """No captured array is read out of bounds, and the other sequence's result does not change."""
     call = with_mods(CacheCase(lengths=(5, 9), q_len=2, positions=True, dtype="float16"))
     expected = run_kernels(call, engine=engine)
     problem, operands = posed(call, backend="simulator", engine=engine)
@@ -140,7 +142,9 @@ def test_explain_shows_the_mods():
 
 @pytest.mark.parametrize("arch", ["sm_80", exhaustive("sm_90a")])
 def test_compile_covers_mods(arch):
-    """compile(cache=True) with mods builds the kernels of calls of any length, and of other arrays of their ranks."""
+    """compile(cache=True) with mods builds the kernels for any length, and for other captured arrays of the same
+    ranks.
+    """
     on = device.named(arch, "cuda")
     table = np.zeros((1, 1), np.float32)
     offset = np.zeros(1, np.float32)
@@ -167,9 +171,9 @@ BUGS = {
     ),
     "last-key-not-clamped": ("mma/decode.cu", "MASKED && MODS ? part.band.key(j) : j", "j", "mma_decode-paged"),
     "head-of-the-group": ("mma/decode.cu", "mod_sees(head, query, key)", "mod_sees(part.kv_head, query, key)", windows),
-    "tiles-of-one-head": ("mma/decode.cu", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", windows),
+    "tiles-of-one-head": ("mma/parts.cuh", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", windows),
     "tiles-of-one-query": ("mod.cuh", "given && i <= queries.hi", "false", windows),
-    "tiles-not-skipped-alike": ("mma/decode.cu", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
+    "tiles-not-skipped-alike": ("mma/kv_stages.cuh", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ OURS = {"softmax_scale": "scale", "window_size": "window", "sinks": "sink", "pag
 
 
 @pytest.mark.parametrize(
-    "sizes, theirs",
+    "sizes, flash_options",
     [
         ({}, dict(causal=True)),
         ({}, dict(causal=False)),
@@ -34,14 +34,14 @@ OURS = {"softmax_scale": "scale", "window_size": "window", "sinks": "sink", "pag
     ],
     ids=["causal", "full", "options", "paged", "alibi-sink", "packed", "batch-idx", "leftpad", "rotary"],
 )
-def test_equals_attention_with_kv_cache(sizes, theirs):
+def test_equals_attention_with_kv_cache(sizes, flash_options):
     arrays, options, _ = tensors(**sizes)
     same = [x.clone() for x in arrays]
     options = {
         name: x for name, x in options.items() if name not in ("causal", "window", "scale", "softcap", "split_size")
     }
     renamed = {"sink": "sinks", "block_table": "page_table"}
-    given = {renamed.get(name, name): x for name, x in options.items()} | theirs
+    given = {renamed.get(name, name): x for name, x in options.items()} | flash_options
     out, lse = flash_attn_with_kvcache(*arrays, **given, return_softmax_lse=True)
     core = {OURS.get(name, name): x for name, x in given.items()}
     core["softcap"] = core.get("softcap") or None

@@ -1,4 +1,4 @@
-"""float8 KV caches in the decode kernels on the simulator: conversions, products, appends, and what they read."""
+"""float8 KV caches in the decode kernels on the simulator: conversions, products, appends, and global traffic."""
 
 from dataclasses import replace
 
@@ -42,8 +42,8 @@ def test_the_formula(case):
     check(case, backend="simulator")
 
 
-def test_rows_in_no_sequence_on_the_cpu():
-    """Packed rows past the last sequence have slots, but no descale."""
+def test_rows_of_no_sequence_on_the_cpu():
+    """Packed rows past the last sequence have slots but belong to no sequence, so they have no descale."""
     check(CASES["rows-in-no-sequence"], backend="cpu")
 
 
@@ -77,8 +77,10 @@ CONVERSIONS = [("sm_90a", "float16"), *(exhaustive(*x) for x in (
 
 @pytest.mark.parametrize(("arch", "dtype"), CONVERSIONS)
 def test_every_code_is_converted_exactly(arch, dtype):
-    """One key has all 256 codes, by which unit queries are multiplied, and which are the output of a single key."""
-    dim = 256 if arch != "sm_75" else 128  # more do not fit the registers of sm_75
+    """The key and the value of one cache slot contain all 256 codes: with unit queries lse shows the key, and out the
+    value.
+    """
+    dim = 256 if arch != "sm_75" else 128  # larger head dimensions exceed the registers of sm_75
     for half in range(256 // dim):
         codes = np.arange(half * dim, (half + 1) * dim, dtype=np.uint8).view(FP8)
         cache, finite = codes.reshape(1, 1, 1, dim), codes.astype(np.float64)
@@ -86,7 +88,8 @@ def test_every_code_is_converted_exactly(arch, dtype):
         keys = np.where(np.isnan(finite), FP8.type(0), codes).reshape(cache.shape)
         options = dict(cache_seqlens=1, causal=False, scale=1.0)
         out, lse = run_kernels(CacheCall(unit[None, :, None], keys, cache, options), arch=arch)[:2]
-        np.testing.assert_allclose(lse[0, 0], np.nan_to_num(finite, nan=0), rtol=1e-6)  # codes are 6 % apart
+        # neighbouring codes differ by 6 %
+        np.testing.assert_allclose(lse[0, 0], np.nan_to_num(finite, nan=0), rtol=1e-6)
         np.testing.assert_array_equal(out[0, 0, 0].astype(np.float64), finite)
 
 
@@ -96,7 +99,7 @@ def test_every_code_is_converted_exactly(arch, dtype):
     ("rotary",),
 ))  # fmt: skip
 def test_append_writes_the_bits_of_the_cpu(case, monkeypatch):
-    """Ties, subnormals, NaN and numbers past the largest among them."""
+    """The rows contain ties, subnormals, NaN, and numbers above the largest code."""
     call = case.call()
     names = ("cache_seqlens", "slots", "block_table", "rotary_cos", "rotary_sin", "k_descale", "v_descale")
     options = {name: call.options[name] for name in names if name in call.options}
@@ -121,12 +124,15 @@ def test_descales_of_zero_make_all_keys_equal():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("page", "dim"), [(16, 64), (None, 128), (16, 128), (64, 256)])
 def test_every_byte_is_read_once(page, dim, watch):
-    """Half the bytes of a 16-bit cache, and no bank conflicts, neither of loads and fragments nor of the epilogue."""
+    """The bytes read are those of an 8-bit cache, and there are no bank conflicts in loads, fragments or the
+    epilogue.
+    """
     case = CacheCase(lengths=(1024, 800), capacity=1024, page=page, heads=8, kv_heads=1, head_dim=dim, head_dim_v=dim,
                      dtype="float16", cache_dtype=FP8.name, descales=True)  # fmt: skip
     run_kernels(case.call(), blocks=3, start=watch.start)
     keys = sum(case.lengths) * case.kv_heads * 2 * dim
-    parts = 4  # of two sequences in three blocks; each reads its queries and, in every thread, two descales
+    # two sequences in three blocks have four parts; each reads its queries and, in every thread, two descales
+    parts = 4
     others = parts * (case.heads * 2 * dim + 128 * 2 * 4)
     assert keys <= watch.counters["decode"].global_bytes_read <= 1.02 * keys + others
     for counters in watch.counters.values():
@@ -165,8 +171,8 @@ BUGS = {
     "odd-columns-first": ("mma/cache_gemm.cuh", "n % 2 ? 0x7531 : 0x6420", "n % 2 ? 0x6420 : 0x7531"),
     "columns-of-the-other-key": ("mma/cache_gemm.cuh", "K[2 * n + k % 2]", "K[n + k % 2 * 2]"),
     "keys-not-descaled": ("descales.cuh", "float x = (float)p.scale * qk;", "float x = (float)p.scale;"),
-    "values-not-descaled": ("mma/decode.cu", "ending.factor * part.O_scale", "ending.factor"),
-    "lse-not-descaled": ("mma/decode.cu", "SCALE_IN_EXPONENT ? part.scale", "SCALE_IN_EXPONENT ? (float)p.scale"),
+    "values-not-descaled": ("mma/decode.cu", "ending.factor * descales.v", "ending.factor"),
+    "lse-not-descaled": ("mma/decode.cu", "SCALE_IN_EXPONENT ? scale :", "SCALE_IN_EXPONENT ? (float)p.scale :"),
     "appended-without-descale": ("rotary_append.cu", "to_real(row[d])), descale)", "to_real(row[d])), 1)"),
     "bytes-of-16-bit-rows": ("mma/load.cuh", "constexpr int ROW = DIM * sizeof(Number)", "constexpr int ROW = 2 * DIM"),
 }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cache_cases import CacheCall, CacheCase, check, run
 from cases import Case, references
+from tiers import exhaustive
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -130,6 +131,44 @@ def test_tokens_in_steps_of_any_size():
     for out, caches in results:
         np.testing.assert_array_equal(caches, results[0][1])
         np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+BACKENDS = pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), exhaustive("simulator", "float16")])
+
+
+@BACKENDS
+def test_halves_of_the_keys_merge_to_the_whole(backend, dtype):
+    """lse and out of two calls on disjoint keys, of which one sequence has none in the second half."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(3, 2, 4, 16)).astype(dtype)
+    caches, lengths = rng.normal(size=(2, 3, 90, 2, 16)).astype(dtype), np.array([90, 40, 61], np.int32)
+
+    def attend(first, last):
+        counts = np.clip(lengths, first, last) - np.int32(first)
+        options = dict(causal=False, return_lse=True, backend=backend)
+        return cupy_flash.attention_with_kv_cache(q, *caches[:, :, first:last], cache_seqlens=counts, **options)
+
+    out, lse = cupy_flash.merge(*attend(0, 45), *attend(45, 90))
+    expected, expected_lse = attend(0, 90)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-6 if dtype == "float32" else 2e-5)
+    np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), atol=2e-6 if dtype == "float32" else 4e-3)
+
+
+@BACKENDS
+def test_a_cascade_equals_one_call(backend, dtype):
+    """A prefix that all sequences share, attended to as one sequence of all queries, and the keys of each."""
+    rng = np.random.default_rng(1)
+    batch, shared, lengths = 3, 50, np.array([3, 40, 17], np.int32)
+    q = rng.normal(size=(batch, 1, 4, 16)).astype(dtype)
+    prefix, own = (rng.normal(size=(2, *sizes, 2, 16)).astype(dtype) for sizes in ((1, shared), (batch, 40)))
+    options = dict(return_lse=True, backend=backend)
+    first, first_lse = cupy_flash.attention_with_kv_cache(q.reshape(1, batch, 4, 16), *prefix, causal=False, **options)
+    second = cupy_flash.attention_with_kv_cache(q, *own, cache_seqlens=lengths, **options)
+    out, lse = cupy_flash.merge(first.reshape(q.shape), np.swapaxes(first_lse, 0, 2), *second)
+    whole = np.concatenate([np.repeat(prefix, batch, axis=1), own], axis=2)
+    expected, expected_lse = cupy_flash.attention_with_kv_cache(q, *whole, cache_seqlens=lengths + shared, **options)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-6 if dtype == "float32" else 2e-5)
+    np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), atol=2e-6 if dtype == "float32" else 4e-3)
 
 
 ATTENTION = {

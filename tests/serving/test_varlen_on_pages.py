@@ -17,9 +17,9 @@ def tensors(**changes):
     names = ("cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q", "alibi_slopes", "sink", "k_descale")
     names += ("v_descale",)
     options = {name: call.options[name] for name in names if call.options.get(name) is not None}
-    theirs = {ours: name for name, ours in OURS.items()}
+    vllm_names = {ours: name for name, ours in OURS.items()}
     given = {
-        theirs.get(name, name): torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
+        vllm_names.get(name, name): torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
         for name, x in options.items()
     }
     return [torch.from_numpy(x.copy()) for x in call[:3]], given

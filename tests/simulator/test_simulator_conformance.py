@@ -175,11 +175,11 @@ def extracted(a, position, length, type_):
     a %= 1 << bits
     top = bits - 1
     sign = 0 if type_[0] == "u" or length == 0 else a >> min(position + length - 1, top) & 1
-    found = 0
+    field = 0
     for i in range(top + 1):
         bit = a >> (position + i) & 1 if i < length and position + i <= top else sign
-        found |= bit << i
-    return found
+        field |= bit << i
+    return field
 
 
 def inserted(a, b, position, length, bits):
@@ -192,14 +192,14 @@ def inserted(a, b, position, length, bits):
 
 
 def permuted(a, b, selectors):
-    both, found = a | b << 32, 0
+    both, selected = a | b << 32, 0
     for i in range(4):
         selector = selectors >> 4 * i & 15
         byte = both >> 8 * (selector & 7) & 255
         if selector & 8:
             byte = 255 if byte & 128 else 0
-        found |= byte << 8 * i
-    return found
+        selected |= byte << 8 * i
+    return selected
 
 
 def funnel(a, b, c, left, clamp):
@@ -400,8 +400,8 @@ def expected_integer(opcode, modifiers, case):
 
 
 def byte(value, i, type_):
-    found = value >> 8 * i & 255
-    return found - 256 if type_ == "s32" and found > 127 else found
+    selected = value >> 8 * i & 255
+    return selected - 256 if type_ == "s32" and selected > 127 else selected
 
 
 def expected_conversion(case, modifiers, mode):

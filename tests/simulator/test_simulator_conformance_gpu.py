@@ -59,14 +59,14 @@ def forms(ptx):
     """The forms of instructions that only a GPU can verify: their names and, for wgmma, the location of A and the
     transposed operands. bf16 counts as f16.
     """
-    found = set()
+    names = set()
     for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
         if name.startswith("wgmma.mma_async"):
             registers = "{" in operands.split("}", 1)[1]
             majors = operands.replace(" ", "").split(",")[-2 + registers :] if "f16.f16" in name else []
             name += f" A in {'registers' if registers else 'shared memory'}, {majors}"
-        found.add(name)
-    return found
+        names.add(name)
+    return names
 
 
 USED = [

@@ -157,12 +157,12 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug):
-    good, bad, found = PLANTED[bug]
+    good, bad, error = PLANTED[bug]
     assert KERNEL.count(good) == 1
     text = KERNEL.replace(good, bad)
-    if found is None:  # no check finds this bug, but the result is wrong
+    if error is None:  # no check finds this bug, but the result is wrong
         assert np.abs(forward(text)[1] - problem()[1][1]).max() > 1e-3
         return
     for order in ("early", "late", "random"):
-        with pytest.raises(found):
+        with pytest.raises(error):
             forward(text, order=order)

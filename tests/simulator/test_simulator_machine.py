@@ -554,11 +554,11 @@ def test_atomics_of_a_warp_run_in_lane_order(operation, space):
         {"st.global.b32 [%p1], %r3;" if space == "shared" else ""}
     """
     run(body + STORE.format("%r1"), out, place, shared=".shared .align 4 .b8 word[4];")
-    value, found = start, []
+    value, returned = start, []
     for lane in range(32):
-        found.append(value)
+        returned.append(value)
         value = function(value, lane)
-    assert out.tolist() == found and place[0] == value
+    assert out.tolist() == returned and place[0] == value
 
 
 def test_compare_and_swap():

@@ -234,17 +234,17 @@ def matrix_of_fragments(words, *, transposed=False):
 
     Word i of a lane holds two elements of row lane / 4 of matrix i, or of that column if transposed.
     """
-    found = np.full((64, 64), -1)
+    elements = np.full((64, 64), -1)
     for thread, four in enumerate(words):
         warp, lane = divmod(thread, 32)
         for i, word in enumerate(four):
             for half in range(2):
                 place = lane // 4, lane % 4 * 2 + half
                 row, column = place[::-1] if transposed else place
-                found[16 * warp + 8 * (i % 2) + row, 16 * warp + 8 * (i // 2) + column] = (
+                elements[16 * warp + 8 * (i % 2) + row, 16 * warp + 8 * (i // 2) + column] = (
                     int(word) >> 16 * half & 0xFFFF
                 )
-    return found
+    return elements
 
 
 def launched(name):
@@ -257,9 +257,9 @@ def launched(name):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_ldmatrix_of_swizzled_rows(transposed):
     case, out = launched("ldmatrix.trans" if transposed else "ldmatrix")
-    found = matrix_of_fragments(out, transposed=transposed)
-    assert (found >= 0).sum() == 4 * 16 * 16
-    assert np.array_equal(found[found >= 0], chunks_of(case.inputs[0])[found >= 0])
+    elements = matrix_of_fragments(out, transposed=transposed)
+    assert (elements >= 0).sum() == 4 * 16 * 16
+    assert np.array_equal(elements[elements >= 0], chunks_of(case.inputs[0])[elements >= 0])
 
 
 def test_stmatrix_into_swizzled_rows():

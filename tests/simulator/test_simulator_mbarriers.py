@@ -190,13 +190,13 @@ def test_deadlock_names_warps_and_mbarriers():
 def test_consumer_that_releases_too_early():
     early = RING.replace("mbarrier.arrive.shared::cta.b64 _, [%r50+8];", "")
     early = early.replace("    ld.shared.b32 %r0", "    mbarrier.arrive.shared::cta.b64 _, [%r50+8]; ld.shared.b32 %r0")
-    found = 0
+    detected = 0
     for seed in range(8):
         try:
             micro(early, np.zeros((5, 32), np.uint32), order="random", seed=seed)
         except errors.Race:
-            found += 1
-    assert found
+            detected += 1
+    assert detected
 
 
 def test_a_wait_that_times_out_returns_false():
@@ -219,7 +219,7 @@ def test_wait_may_time_out():
     """A try_wait that is not in a loop returns false for some seeds; in a loop it waits."""
     once = EXCHANGE.replace("@!%q5 bra WAIT;", "")
     assert once != EXCHANGE
-    found = 0
+    detected = 0
     for seed in range(24):
         out = np.zeros(64, np.uint32)
         micro(EXCHANGE, out, order="random", seed=seed)
@@ -227,8 +227,8 @@ def test_wait_may_time_out():
         try:
             micro(once, out, order="random", seed=seed)
         except (errors.Race, errors.Uninitialised):
-            found += 1
-    assert 0 < found < 24
+            detected += 1
+    assert 0 < detected < 24
 
 
 def test_lanes_whose_predicate_is_false_do_not_wait():

@@ -126,9 +126,9 @@ def test_wgmma_multiplies_what_the_documented_layouts_hold(form):
     apart = -(-(b_at + b.bytes) // 1024) * 1024
     expected = np.zeros_like(before)
     for first in range(0, case.threads, 128):
-        mine = image[first // 128 * apart :]
-        left = matrix(mine, a) if a else a_from_registers(registers[0], type_a)
-        product = options.get("sign", 1) * left @ matrix(mine[b_at:], b).T
+        operands_image = image[first // 128 * apart :]
+        left = matrix(operands_image, a) if a else a_from_registers(registers[0], type_a)
+        product = options.get("sign", 1) * left @ matrix(operands_image[b_at:], b).T
         for thread in range(128):
             for i in range(before.shape[1]):
                 expected[first + thread, i] = product[accumulator(thread, i)]

@@ -100,7 +100,7 @@ def _moves(name: str) -> str:
 
 
 def _may_broadcast(name: str, call: Any) -> bool:
-    """Whether an operand may lack an axis or have size 1 there.
+    """Return whether an operand may lack an axis or have size 1 there.
 
     q, k, v, the tensors that the forward saved, and operands with a gradient or a tangent must be full: each instance
     has results of its own for them.

@@ -34,7 +34,7 @@ DATA_TYPES = {
 
 @functools.lru_cache
 def dtype_of(code: int) -> Any:
-    """The NumPy dtype of an XLA_FFI_DataType; TypeError for one that no operand may have."""
+    """Return the NumPy dtype of an XLA_FFI_DataType; TypeError for one that no operand may have."""
     if code not in DATA_TYPES:
         raise TypeError(f"XLA's data type {code} is not supported")
     return named_dtype(DATA_TYPES[code])

@@ -163,7 +163,7 @@ class _Ring(NamedTuple):
         return pairs
 
     def _sees(self, device: int, step: int, q_piece: int, kv_piece: int, q_rows: int, kv_rows: int) -> bool:
-        """Whether a query of a device sees a key of a piece."""
+        """Return whether a query of a device sees a key of a piece."""
         q_starts, stride, pieces = _starts(self.sharding, device, self.devices, q_rows)
         kv_starts, _, _ = _starts(self.sharding, (device - step) % self.devices, self.devices, kv_rows)
         offset = self._offset(q_rows, kv_rows) + q_starts[q_piece] - kv_starts[kv_piece]

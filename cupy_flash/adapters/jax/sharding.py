@@ -114,7 +114,7 @@ class _Split(NamedTuple):
 
     mesh: Any
     call: Any
-    sizes: dict[str, int]  # sizes of the unsharded axes, by letter
+    sizes: dict[str, int]  # {axis letter: size before sharding}
     batch: Axes
     heads: Axes
 

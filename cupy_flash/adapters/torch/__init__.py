@@ -35,5 +35,5 @@ __all__ = [
     "sdpa",
 ]
 
-# Registers only; torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates it.
+# This only registers it; torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates it.
 register_flash_attention_impl("cupy_flash", register_fn=Activation)

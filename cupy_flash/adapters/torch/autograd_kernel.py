@@ -1,8 +1,8 @@
-"""`register_autograd`: an operator's Autograd kernel, and a way around torch's dispatcher for plain tensors.
+"""`register_autograd`: adds autograd to an operator, and calls it without torch's dispatcher for plain tensors.
 
-It is for operators that have neither defaults nor lists of tensors. `torch.library.register_autograd` fills in default
-arguments at every call, which reads the schema once for every argument, in time quadratic in their number: some 180 us
-for the operators of attention. The dispatcher converts every argument twice, some 20 us each time.
+It is for operators without default arguments and lists of tensors. `torch.library.register_autograd` fills in defaults
+at every call by reading the schema once per argument, which takes about 180 us for the operators of attention. The
+dispatcher converts every argument twice, which takes about 20 us each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types whose operators nothing but a mode intercepts
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types without __torch_function__ of their own
 
 
 def register_autograd(
@@ -20,13 +20,13 @@ def register_autograd(
 ) -> Callable[..., Any]:
     """Record an operator for autograd, as `torch.library.register_autograd` does; return a function that calls it.
 
-    That function runs plain tensors, which only autograd has to know of, without the dispatcher.
+    That function calls autograd directly, without the dispatcher, if all tensors are plain.
 
     Args:
         library: the torch.library.Library that defines the operator.
-        operator: the overload, of which no argument has a default and none is a list of tensors.
-        run: its kernel for devices.
-        backward: from (ctx, *gradients of the results) to the gradients of the arguments.
+        operator: the overload; no argument has a default or is a list of tensors.
+        run: the kernel for all devices.
+        backward: maps (ctx, *gradients of the results) to the gradients of the arguments.
         save: the function `setup_context(ctx, inputs, output)`.
     """
 
@@ -35,7 +35,7 @@ def register_autograd(
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     def forward(ctx: Any, *arguments_and_keyset: Any) -> Any:
-        *arguments, keyset = arguments_and_keyset  # the keyset comes last: the arguments keep their places
+        *arguments, keyset = arguments_and_keyset  # the keyset is last, so that arguments keep their indices
         results = run(*arguments) if keyset is None else below_autograd(keyset, arguments)
         save(ctx, arguments, results)
         return results
@@ -44,7 +44,7 @@ def register_autograd(
         return (*backward(ctx, *gradients), None)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
-    name = f"{operator._namespace}_{operator._opname}"  # of the node in a graph
+    name = f"{operator._namespace}_{operator._opname}"  # name of the node in a graph
     recorded: Any = type(name, (torch.autograd.Function,), methods)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
@@ -64,7 +64,7 @@ def register_autograd(
 
 
 def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether only autograd has to see a call: no mode, trace or profiler is active, and no tensor is a subclass."""
+    """Return whether autograd suffices: no mode, trace or profiler is active, and no tensor is of a subclass."""
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()

@@ -1,7 +1,7 @@
 """A KV cache of torch tensors: the operators cupy_flash::attention_with_kv_cache and cupy_flash::append_to_kv_cache.
 
-Both declare the caches as written in place, so that torch.compile neither reorders nor copies them, and record no
-gradient. `attend` and `append` turn a caller's arguments into theirs and call them.
+Both declare that they write to the caches in place, so that torch.compile neither reorders nor copies them, and record
+no gradients. `attend` and `append` convert a caller's arguments to the operators' and call them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...problem import UnsupportedError
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
-# The types of the operators' other arguments in their schemas, by the kind of the option.
+# {kind of option: schema type of the operators' arguments that are not tensors}
 TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
@@ -48,7 +48,7 @@ append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
 
 
 def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
-    """The result of `cupy_flash.attention_with_kv_cache` on tensors; where `out` is given, that tensor."""
+    """Return the result of `cupy_flash.attention_with_kv_cache` on tensors, which is `out` if that is given."""
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
     if options.score_mod is not None or options.mask_mod is not None:
         return _attend_with_mods(q, k_cache, v_cache, options, given)
@@ -66,7 +66,7 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
 
 
 def _attend_with_mods(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
-    """`attend` without the operator, which takes no functions; torch.compile cannot trace it."""
+    """Compute `attend` without the operator, whose schema has no functions; torch.compile cannot trace this."""
     if torch.compiler.is_compiling():
         raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
     reasons = _recorded(given | _captured(options))
@@ -78,7 +78,7 @@ def _attend_with_mods(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions,
 
 
 def _captured(options: CacheOptions) -> dict[str, Any]:
-    """The arrays that the mods capture, as errors name them; none of mods that cannot be traced, which pose reports."""
+    """Return the arrays that the mods capture, by their names in errors; {} if a trace fails, which pose reports."""
     from ...mods.ir import Untraceable
     from ...mods.trace import mod_of
 
@@ -90,7 +90,7 @@ def _captured(options: CacheOptions) -> dict[str, Any]:
 
 
 def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions) -> None:
-    """`cupy_flash.append_to_kv_cache` on tensors."""
+    """Run `cupy_flash.append_to_kv_cache` on tensors."""
     given = {**_tensors(options), "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
     reasons = _recorded(given)
     try:
@@ -103,7 +103,7 @@ def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options:
 
 
 def _tensors(options: CacheOptions) -> dict[str, Any]:
-    """The options that may be tensors, by name; None for a cache_seqlens that is a number."""
+    """Return the options that may be tensors, by name; None for a cache_seqlens that is a number."""
     tensors = {name: getattr(options, name) for name in ARRAY_NAMES}
     if _is_whole(tensors["cache_seqlens"]):
         tensors["cache_seqlens"] = None
@@ -115,7 +115,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
-    """The reason for an error if autograd would have to record the call: a silent detach would lose gradients."""
+    """Return the reason for an error if autograd had to record the call; a silent detach would lose gradients."""
     tangents = [name for name, x in given.items() if isinstance(x, torch.Tensor) and unpack_dual(x).tangent is not None]
     if tangents:
         return (f"{', '.join(tangents)}: a KV cache has no forward-mode derivative",)
@@ -130,7 +130,7 @@ def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
 def _arguments(
     names: tuple[str, ...], given: dict[str, Any], options: CacheOptions, reasons: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    """The operator's arguments for a caller's; TypeError or ValueError for what its schema cannot express."""
+    """Return the operator's arguments; TypeError or ValueError for a value that its schema cannot express."""
     if reasons:
         raise ValueError(reasons[0])
     tensors = [given[name] for name in names]
@@ -159,7 +159,7 @@ def _arguments(
 
 
 def _options(names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[dict[str, Any], CacheOptions]:
-    """The tensors by name, and the options, of an operator's arguments."""
+    """Return the tensors by name, and the options, from an operator's arguments."""
     given = dict(zip((*names, *OTHERS), arguments, strict=True))
     options = {feature.name: given.get(feature.name) for feature in CACHE_FEATURES if feature.name != "window"}
     if given["length"] is not None:
@@ -173,7 +173,7 @@ def _attend(*arguments: Any) -> tuple[Any, Any]:
         result, lse = backends.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
     written = [given[name] for name in ("out", *(("k_cache", "v_cache") if options.k is not None else ()))]
     _bump(*written)
-    # An operator must not return a tensor that it writes to: `attend` returns `out` itself.
+    # An operator must not return a tensor to which it writes, so `attend` returns `out` itself.
     return (result.result() if options.out is None else given["q"].new_empty((0,))), lse.result()
 
 
@@ -187,7 +187,7 @@ def _append(*arguments: Any) -> None:
 
 
 def _bump(*written: Any) -> None:
-    """Count up the version of these tensors, as torch's own in-place operations do, so that autograd knows of it."""
+    """Increment the version of these tensors, as torch's in-place operations do for autograd."""
     for tensor in written:
         if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

@@ -49,11 +49,10 @@ def flash_attn_with_kvcache(
     split_size: int | None = None,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """flash_attn.flash_attn_with_kvcache of flash-attn 2; keyword-only arguments are FlashAttention 3's, or ours.
+    """Compute flash_attn_with_kvcache of flash-attn 2; keyword-only arguments are FlashAttention 3's or cupy_flash's.
 
     The arguments have the meanings of `cupy_flash.attention_with_kv_cache`, with these differences. Queries are rotated
-    as flash-attn does it: query i by n_b + i, and all queries of a sequence by n_b if neither causal nor a window is
-    given.
+    as in flash-attn: query i by n_b + i, or all queries of a sequence by n_b if neither causal nor a window is given.
 
     Args:
         q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q.
@@ -61,9 +60,9 @@ def flash_attn_with_kvcache(
         v_cache: likewise.
         k: rows to append, (B, Snew, Hk, D), or packed as q.
         v: likewise.
-        rotary_cos: floating (R, rd / 2); k and v are then needed.
+        rotary_cos: floating (R, rd / 2); it requires k and v.
         rotary_sin: likewise.
-        cache_seqlens: int32 (B,) or an int: the keys before the append.
+        cache_seqlens: int32 (B,) or an int: the number of keys before the append.
         cache_batch_idx: int32 (B,).
         cache_leftpad: int32 (B,).
         block_table: int32 (B, columns).
@@ -73,8 +72,8 @@ def flash_attn_with_kvcache(
         softcap: 0.0 means no softcap.
         rotary_interleaved: whether pairs are dimensions (2i, 2i + 1).
         alibi_slopes: float32 (Hq,) or (B, Hq).
-        num_splits: 0 divides the work equally between the processors; n sets split_size to an n-th of the capacity,
-            rounded up to a multiple of 64, and the bits of the result do not depend on the batch.
+        num_splits: 0 divides the work equally among the processors; n sets split_size to an n-th of the capacity,
+            rounded up to a multiple of 64, so that the bits of the result do not depend on the batch.
         return_softmax_lse: also return softmax_lse, (B, Hq, Sq) or (Hq, T).
         page_table: another name of block_table.
         cu_seqlens_q: int32 (B + 1,), for packed queries.
@@ -90,7 +89,7 @@ def flash_attn_with_kvcache(
         pack_gqa: ignored.
         sm_margin: ignored.
         split_size: as in `cupy_flash.attention_with_kv_cache`; not with num_splits.
-        out: where the result goes.
+        out: an array for the result.
 
     Returns:
         out (B, Sq, Hq, D), or (out, softmax_lse).
@@ -117,7 +116,7 @@ def flash_attn_with_kvcache(
         return attend(q, k_cache, v_cache, CacheOptions(k, v, cache_seqlens, **rotary, **options))
     if cu_seqlens_q is not None:
         raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
-    # flash-attn rotates queries by other positions than their own, which one call cannot express: append, then attend.
+    # flash-attn rotates queries by positions that differ from their own, which one call cannot do: append, then attend.
     places = {key: options[key] for key in ("cache_batch_idx", "block_table", "k_descale", "v_descale")}
     append(k, v, k_cache, v_cache, None, CacheOptions(cache_seqlens=cache_seqlens, **rotary, **places))
     positions = _positions(q, cache_seqlens, advance=is_local)
@@ -151,7 +150,7 @@ def attend_to_pages(
     v_descale: Any = None,
     out: Any = None,
 ) -> Any:
-    """Attention of packed queries on pages, by flash-attn's argument names; errors name `function`."""
+    """Return attention of packed queries on pages, with flash-attn's argument names; errors quote `function`."""
     if not is_zero(dropout_p):
         raise UnsupportedError(f"{function}: dropout with block_table: a KV cache records no gradients")
     lengths = seqused_k
@@ -175,7 +174,7 @@ def _refuse(function: str, given: dict[str, bool]) -> None:
 
 
 def _split_size(function: str, num_splits: Any, split_size: Any, k_cache: Any, table: Any) -> Any:
-    """split_size for a number of pieces of the capacity."""
+    """Return the split_size that divides the capacity into num_splits pieces."""
     if not num_splits:
         return split_size
     if split_size is not None:
@@ -195,7 +194,7 @@ def _has_one_query(q: Any, max_seqlen_q: Any) -> bool:
 
 
 def _positions(q: Any, lengths: Any, advance: bool) -> Any:
-    """int32 (B, Sq): n_b for every query of a sequence, plus its index with `advance`."""
+    """Return int32 (B, Sq), n_b for every query of a sequence, plus its index with `advance`."""
     steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
     before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
     return (before[:, None] + steps).to(torch.int32)

@@ -1,7 +1,7 @@
 """Forward mode and second order as torch operators: cupy_flash::attention_jvp and ::attention_double_backward.
 
 The second is the backward of cupy_flash::attention_backward, so that gradients with create_graph=True can be
-differentiated again. Both take the arguments of a call with mods; `mods` is "" where there are none.
+differentiated again. Both have the arguments of a call with mods; `mods` is "" without mods.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-    """The gradients with respect to the arguments of attention_backward, or of modified_attention_backward."""
+    """Return the gradients with respect to the arguments of attention_backward or modified_attention_backward."""
     *tensors, dout, out, lse, dlse = ctx.saved_tensors
     tensors, captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
     has_mods = ctx.mods != ""
@@ -122,7 +122,7 @@ def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     )  # fmt: skip
     by_input = dict(zip(DIFFERENTIATED, gradients, strict=True))
     returned_gradients = [by_input.get(name) if needed[name] else None for name in Call._fields]
-    # out and lse are functions of the inputs, so the inputs' gradients include what goes through them.
+    # out and lse are functions of the inputs, so the inputs' gradients include their part.
     of_saved = [ddout, None, None, None if dlse is None else ddlse, None]
     if not has_mods:
         return (*returned_gradients, *of_saved)
@@ -137,7 +137,7 @@ def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
 
 
 def _present(cotangents: Any, tensors: Any) -> list[Any]:
-    """The cotangents of DIFFERENTIATED; None where the gradient was not requested: it then has no elements."""
+    """Return the cotangents of DIFFERENTIATED; None for a gradient that was not requested and so has no elements."""
     named = dict(zip(TENSORS, tensors, strict=True))
     pairs = zip(DIFFERENTIATED, cotangents, strict=True)
     return [

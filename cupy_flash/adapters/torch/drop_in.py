@@ -61,12 +61,12 @@ def attention(
     fp8: bool = False,
     **options: Unpack[PaddedOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`cupy_flash.attention` on torch tensors; see there for arguments, results and errors.
+    """Compute `cupy_flash.attention` on torch tensors, with the same arguments, results and errors.
 
-    Differentiable with respect to q, k, v, bias, sink and what score_mod captures, through out and lse: on the CPU
-    twice and in forward mode, on a GPU once. Autograd saves q, k, v, out, lse, the seed and the caller's tensors among
-    the options. Works under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k and
-    v; torch.use_deterministic_algorithms sets `deterministic`.
+    out and lse are differentiable with respect to q, k, v, bias, sink and the tensors that score_mod captures: on the
+    CPU twice and in forward mode, on a GPU once. Autograd saves q, k, v, out, lse, the seed and the caller's tensors
+    among the options. Works under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k
+    and v; torch.use_deterministic_algorithms sets `deterministic`.
 
     Args:
         q: as in `cupy_flash.attention`.
@@ -119,7 +119,7 @@ def attention_varlen(
     fp8: bool = False,
     **options: Unpack[PackedOptions[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`cupy_flash.attention_varlen` on torch tensors; see there, and `attention` for autograd.
+    """Compute `cupy_flash.attention_varlen` on torch tensors; autograd works as for `attention`.
 
     Args:
         q: as in `cupy_flash.attention_varlen`.
@@ -178,7 +178,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, computed by cupy_flash.
+    """Compute torch.nn.functional.scaled_dot_product_attention with cupy_flash.
 
     Jagged nested tensors (B, H, S, E), ragged in S, run as packed sequences (`attention_varlen`), without attn_mask.
 
@@ -240,17 +240,17 @@ def scaled_dot_product_attention(
 
 
 def _drops_all(dropout_p: Any) -> bool:
-    """Whether dropout_p is 1, which the kernels refuse: they scale what is kept by 1 / (1 - dropout)."""
+    """Return whether dropout_p is 1, which the kernels refuse because they scale kept elements by 1 / (1 - dropout)."""
     return isinstance(dropout_p, (int, float)) and dropout_p == 1
 
 
 def _zeroed(out: Any) -> Any:
-    """Zeros in place of out, connected to it so that gradients are 0."""
+    """Return zeros with the shape of out, connected to it in the graph so that gradients are 0."""
     return out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
 
 
 def _attend(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> Any:
-    """Attention of q, k, v (B, H, S, D): out (B, H, S, Dv) with its dimensions in `order` in memory, Dv innermost.
+    """Return attention of q, k, v (B, H, S, D), out (B, H, S, Dv) with dimensions in `order` in memory, Dv innermost.
 
     Callers rely on q's order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
     kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
@@ -265,7 +265,7 @@ def _attend(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) ->
 
 @torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor
 def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> Any:
-    """`scaled_dot_product_attention` of jagged nested tensors.
+    """Return `scaled_dot_product_attention` of jagged nested tensors.
 
     They are ragged in S (packed sequences), or ragged in dimension 1 with dense sequences.
     """
@@ -297,14 +297,14 @@ def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sc
 
 
 def _max_seqlen(x: Any) -> Any:
-    """The longest sequence length; if unknown while tracing, the upper bound T, as offsets cannot be read."""
+    """Return the longest sequence length; if unknown while tracing, the upper bound T, as offsets cannot be read."""
     if x._maybe_max_seqlen is None and torch.compiler.is_compiling():
         return x.values().shape[0]
     return x._get_max_seqlen()
 
 
 def _jagged_like(x: Any, values: Any) -> Any:
-    """Nested tensor of values (T, ...) with the offsets of x. nested_tensor_from_jagged fails under torch.compile."""
+    """Return values (T, ...) nested with the offsets of x; nested_tensor_from_jagged fails under torch.compile."""
     return nested_view_from_values_offsets(
         values, x.offsets(), min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen
     )
@@ -314,7 +314,7 @@ def _order_in_memory(query: Any) -> tuple[int, ...]:
     """Order of the first three dimensions of query in memory, outermost first."""
     strides = query.stride()
     if 0 in strides[:3]:
-        # The stride 0 of an expanded dimension does not say where it lies. torch's result is an empty_like(query).
+        # The stride 0 of an expanded dimension does not show its order. torch's result is an empty_like(query).
         strides = torch.empty_like(query, device="meta").stride()
     # Comparisons only: torch.compile cannot sort symbolic strides.
     return next(
@@ -332,7 +332,7 @@ def _require_dimensions(tensors: tuple[Any, Any, Any], trailing: int) -> None:
 
 
 def _zeros(query: Any, key: Any, value: Any) -> Any:
-    """A result (..., Hq, L, Ev) without heads or columns, connected to the inputs so that their gradients are 0."""
+    """Return a result (..., Hq, L, Ev) without elements, connected to the inputs so that their gradients are 0."""
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     return zeros + sum(x[..., :0].sum() for x in (query, key, value))
 
@@ -368,7 +368,7 @@ def _with_equal_heads(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def _causal_of(bias: Any, query: Any, key: Any, is_causal: bool) -> Any:
-    """`causal` for a CausalBias; if is_causal is given too, the diagonal that masks more."""
+    """Return `causal` for a CausalBias; with is_causal, the alignment of the diagonal that masks more."""
     lengths = (bias.seq_len_q, bias.seq_len_kv)
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ValueError(
@@ -380,7 +380,7 @@ def _causal_of(bias: Any, query: Any, key: Any, is_causal: bool) -> Any:
 
 
 def _four_dimensional(x: Any) -> Any:
-    """(..., H, L, E) as (B, H, L, E)."""
+    """Return (..., H, L, E) as (B, H, L, E)."""
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
@@ -395,7 +395,7 @@ class _Sdpa(torch.overrides.TorchFunctionMode):
 
 
 def _routed(func: Any) -> Any:
-    """The replacement of a torch function inside `sdpa`, by default itself.
+    """Return the replacement of a torch function inside `sdpa`, by default the function itself.
 
     torch disables the mode while F.multi_head_attention_forward runs, so its inner SDPA call would be torch's. It is
     replaced by a copy whose globals refer to ours.
@@ -405,8 +405,8 @@ def _routed(func: Any) -> Any:
     return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
 
 
-# The copy's globals contain the copy, as it passes itself by name to other modes (torch.set_default_device). They lack
-# __name__, by which torch.compile would look up globals in torch's module instead.
+# The copy's globals contain the copy, because it passes itself by name to other modes (torch.set_default_device). They
+# lack __name__, by which torch.compile would look up globals in torch's module instead.
 _globals = {name: value for name, value in vars(F).items() if name != "__name__"}
 _multi_head_attention_forward = types.FunctionType(
     F.multi_head_attention_forward.__code__, _globals, argdefs=F.multi_head_attention_forward.__defaults__
@@ -479,7 +479,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_func of flash-attn 2, causal bottom-right.
+    """Compute flash_attn_func of flash-attn 2, with a bottom-right causal diagonal.
 
     Args:
         q: (B, Sq, Hq, D).
@@ -531,7 +531,7 @@ def flash_attn_varlen_func(
     scheduler_metadata: object = None,
     fa_version: int | None = None,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_func of flash-attn 2, as `flash_attn_func`; keyword-only arguments are vLLM's.
+    """Compute flash_attn_varlen_func of flash-attn 2, as `flash_attn_func`; keyword-only arguments are vLLM's.
 
     With block_table, k and v are the pages of a KV cache, and no gradients are recorded: the call is
     `cupy_flash.attention_with_kv_cache` on packed queries, with nothing to append.
@@ -541,7 +541,8 @@ def flash_attn_varlen_func(
         k: (Tk, Hk, D), or pages (pages, P, Hk, D) with block_table.
         v: (Tk, Hk, D), or pages likewise.
         cu_seqlens_q: int32 (B + 1,), here and in the varlen functions below; int64 in host memory is cast.
-        cu_seqlens_k: likewise for the keys; with block_table it or seqused_k says how many keys each sequence has.
+        cu_seqlens_k: likewise for the keys; with block_table, it or seqused_k gives the number of keys of each
+        sequence.
         max_seqlen_q: at least the longest sequence of queries.
         max_seqlen_k: at least the longest sequence of keys; not read with block_table, whose columns are the capacity.
         dropout_p: as in `flash_attn_func`.
@@ -554,7 +555,7 @@ def flash_attn_varlen_func(
         return_attn_probs: as in `flash_attn_func`.
         block_table: int32 (B, columns): key j of sequence b is row j % P of page block_table[b, j // P].
         seqused_k: int32 (B,), with block_table: the keys of each sequence.
-        out: with block_table: where the result goes.
+        out: with block_table: an array for the result.
         return_softmax_lse: with block_table: return (out, softmax_lse).
         q_descale: UnsupportedError unless None: q has 16 bit beside pages of float8_e4m3fn.
         k_descale: float32 (B, Hk), with block_table and pages of float8_e4m3fn.
@@ -603,7 +604,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_kvpacked_func of flash-attn 2, as `flash_attn_func`.
+    """Compute flash_attn_kvpacked_func of flash-attn 2, as `flash_attn_func`.
 
     Args:
         q: (B, Sq, Hq, D).
@@ -643,7 +644,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_kvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
+    """Compute flash_attn_varlen_kvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
 
     Args:
         q: (Tq, Hq, D).
@@ -682,7 +683,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_qkvpacked_func of flash-attn 2, as `flash_attn_func`.
+    """Compute flash_attn_qkvpacked_func of flash-attn 2, as `flash_attn_func`.
 
     Args:
         qkv: (B, S, 3, H, D).
@@ -718,7 +719,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_qkvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
+    """Compute flash_attn_varlen_qkvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
 
     Args:
         qkv: (T, 3, H, D).
@@ -769,7 +770,7 @@ def _flash_attn_options(
 
 
 def refuse_without_pages(function: str, **arguments: Any) -> None:
-    """Raise UnsupportedError if an argument that applies to pages alone is given without block_table."""
+    """Raise UnsupportedError if an argument that applies only to pages is given without block_table."""
     names = [name for name, value in arguments.items() if value is not None]
     if names:
         raise UnsupportedError(f"{function}: {', '.join(names)}: served with block_table alone")

@@ -28,7 +28,7 @@ def require_roundable(arrays: tuple[Any, Any, Any], descales: Sequence[Any]) -> 
 
 
 def rounded(call: Any) -> Any:
-    """The call (op.Call) with q, k, v rounded to fp8 and with their descales (B, Hk), fp32."""
+    """Return the call (op.Call) with q, k, v rounded to fp8, and their descales (B, Hk), fp32."""
     heads = {"bshd": 2, "bhsd": 1}[call.layout] if not call.is_packed else 1
     kv_heads = call.k.shape[heads]
     replaced: dict[str, Any] = {}
@@ -43,9 +43,9 @@ def rounded(call: Any) -> Any:
 
 
 def _rounded_padded(x: Any, kv_heads: int, heads: int, lengths: Any) -> tuple[Any, Any]:
-    """Round x (B, S, H, D) or (B, H, S, D), with heads in dimension `heads`, to fp8; and return descales (B, Hk).
+    """Round x (B, S, H, D) or (B, H, S, D), with heads in dimension `heads`, to fp8, and return descales (B, Hk).
 
-    Rows past a length do not count.
+    Rows from a sequence's length on are ignored.
     """
     rows = 3 - heads
     magnitudes = x.abs()
@@ -60,7 +60,7 @@ def _rounded_padded(x: Any, kv_heads: int, heads: int, lengths: Any) -> tuple[An
 def _rounded_packed(x: Any, kv_heads: int, cu_seqlens: Any) -> tuple[Any, Any]:
     """Round x (T, H, D) to fp8, and return descales (B, Hk).
 
-    Rows past the last sequence form one more, whose scale is dropped.
+    Rows after the last sequence form a further sequence, whose scale is dropped.
     """
     sequences = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(len(x), device=x.device), right=True)
     of_rows = x.abs().amax(2).unflatten(1, (kv_heads, -1)).amax(2).float()

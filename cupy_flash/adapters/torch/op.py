@@ -1,8 +1,8 @@
 """Attention as torch operators: cupy_flash::attention_forward, differentiable, and cupy_flash::attention_backward.
 
-Both are functional and have fake kernels, so that compile, export, checkpoint and FSDP2 know the shapes of results
-without running them. They run as any other call: problem -> plan -> backend. `arguments_of` and `mod_of_options` turn a
-caller's options into their arguments.
+Both are functional and have fake kernels, from which compile, export, checkpoint and FSDP2 get the shapes of results.
+They run as any other call: problem -> plan -> backend. `arguments_of` and `mod_of_options` convert a caller's options
+to their arguments.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ...problem import Options, Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
 
-CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # the operators' `causal`: the caller's
+CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # {the operators' `causal`: the caller's}
 
 
-# The options in the order of the operators' arguments: tensors, then the others by kind. Tuples of names instead of
-# features, as torch.compile guards every object that it reads.
+# The options in the order of the operators' arguments: tensors, then the others by kind. They are tuples of names
+# instead of features, because torch.compile guards every object that it reads.
 ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
-NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # with whether None is legal
+NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # (name, whether None is legal)
 CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
 FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
 FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
 
 TENSORS = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "seed")
 OTHERS = {
-    "max_seqlen_q": "SymInt?",  # None: padded sequences, not packed ones
+    "max_seqlen_q": "SymInt?",  # None for a padded batch
     "max_seqlen_k": "SymInt?",
     "causal": "str",  # a key of CAUSAL
     "window_left": "int?",
@@ -55,7 +55,7 @@ UNCHANGED = (
     *dict(NUMBER_NAMES),
     *dict(CHOICE_NAMES),
     *FLAG_NAMES,
-)  # arguments that the operators take as the caller gives them
+)  # arguments that the operators take from the caller unchanged
 _unchanged = operator.attrgetter(*UNCHANGED)
 
 _Call: Any = record(*TENSORS, *OTHERS)
@@ -81,7 +81,7 @@ class Call(_Call):
         return (batch, second, first) if self.layout == "bshd" else (batch, first, second)
 
     def pose(self, saved: Saved | None = None, mod: Mod | None = None, tangents: Tangents | None = None) -> Any:
-        """(problem, operands) of the call; raises one error with every reason if it is invalid."""
+        """Return (problem, operands) of the call; raises one error with every reason if it is invalid."""
         options = Options(
             score_mod=mod,
             causal=CAUSAL[self.causal],
@@ -118,7 +118,7 @@ modified_attention_backward = torch.ops.cupy_flash.modified_attention_backward.d
 
 
 def mod_of_options(options: Options) -> Mod | None:
-    """The mods of a call, None without; TypeError if they capture arrays that are no tensors."""
+    """Return the mods of a call, or None; TypeError if they capture arrays that are not tensors."""
     mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
     if not mods:
         return None
@@ -129,7 +129,7 @@ def mod_of_options(options: Options) -> Mod | None:
 
 
 def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> tuple[Any, ...]:
-    """The operator's arguments (`Call`) for a caller's; TypeError or ValueError for what its schema cannot express."""
+    """Return the operator's arguments (`Call`); TypeError or ValueError for a value that its schema cannot express."""
     bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
     features = [getattr(options, name) for name in ARRAY_NAMES]
@@ -170,7 +170,7 @@ def _require_tensor(array: Any) -> None:
 
 
 def window_sides(window: Any) -> tuple[Any, Any]:
-    """The (left, right) of a caller's window, both None without one; TypeError for what is no pair."""
+    """Return the (left, right) of a window, (None, None) without one; TypeError for a value that is not a pair."""
     if window is None:
         return None, None
     try:
@@ -189,7 +189,7 @@ def _causal(causal: Any) -> str:
 
 
 def as_number(value: Any, optional: bool = False) -> float | None:
-    """An option as the float of a schema, None if that is `optional`; TypeError for what is no number."""
+    """Return an option as a float, or None if `optional`; TypeError for a value that is not a number."""
     if optional and value is None:
         return None
     if isinstance(value, (bool, str, bytes, bytearray, np.bool_)):
@@ -201,7 +201,7 @@ def as_number(value: Any, optional: bool = False) -> float | None:
 
 
 def as_index(value: Any) -> int:
-    """An option as the int of a schema; TypeError for what is no whole number, ValueError beyond 64 bits."""
+    """Return an option as an int; TypeError for a value that is not a whole number, ValueError beyond 64 bits."""
     try:
         index = operator.index(value)
     except Exception as error:  # foreign objects may raise anything
@@ -212,7 +212,7 @@ def as_index(value: Any) -> int:
 
 
 def is_zero(softcap: Any) -> bool:
-    """Whether softcap is 0; False for what does not compare with a number, which `pose` refuses."""
+    """Return whether softcap is 0; False for a value that cannot be compared with a number, which `pose` refuses."""
     try:
         return bool(softcap == 0)
     except Exception:  # foreign objects may raise anything
@@ -228,25 +228,25 @@ def as_int32(cu_seqlens: Any) -> Any:
 
 
 def _length(value: Any) -> Any:
-    """A length as an int; one that is symbolic under tracing stays symbolic."""
+    """Return a length as an int, or unchanged if it is symbolic."""
     return value if isinstance(value, torch.SymInt) else as_index(value)
 
 
 def _seed(seed: Any, dropout: Any, device: Any) -> Any:
-    """The seed as a tensor, which CUDA graphs, checkpointing and the backward can read; None without dropout."""
+    """Return the seed as a tensor, which CUDA graphs, checkpointing and the backward can read; None without dropout."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
     if isinstance(seed, torch.Tensor) and not seed.is_nested:
         return seed
     if isinstance(seed, (bool, np.timedelta64)) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise TypeError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")
-    # The same 64 bits as int64.
+    # Reinterpret the 64 bits as int64.
     bits = int(seed) - 2**64 if seed >= 2**63 else int(seed)
     return torch.full((1,), bits, dtype=torch.int64, device=device) if dropout > 0 else None
 
 
 def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
-    """q, k and v in the dtype of autocast; float64 stays, as in torch's own operators."""
+    """Return q, k and v in the dtype of autocast; float64 is not cast, as in torch's own operators."""
     kind = arrays[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return arrays
@@ -255,7 +255,7 @@ def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
 
 
 def on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context in which kernels are launched, and memory is allocated, on the device of a tensor.
+    """Return a context in which kernels are launched and memory is allocated on the device of a tensor.
 
     Operators written in Python get no device guard from torch.
     """
@@ -285,7 +285,7 @@ def _dtype_of_out(call: Call) -> Any:
 
 
 def run_backward(*arguments: Any) -> tuple[Any, ...]:
-    """The kernel of attention_backward on all devices."""
+    """Run attention_backward; this is its kernel for all devices."""
     call, saved = split(arguments)
     with on_device_of(call.q):
         gradients = backends.backward(*call.pose(saved))
@@ -300,30 +300,30 @@ def _modified_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def returned(call: Call, gradients: Any) -> tuple[Any, ...]:
-    """Gradients as tensors; one that was not requested is a tensor without elements."""
+    """Return the gradients as tensors; one that was not requested is a tensor without elements."""
     return tuple(absent(call) if gradient is None else gradient.result() for gradient in gradients)
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[Call, Saved]:
-    """The arguments of attention_backward."""
+    """Split the arguments of attention_backward into (call, saved)."""
     count = len(Call._fields)
     return Call(*arguments[:count]), Saved(*arguments[count:])
 
 
 def split_modified(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Saved]:
-    """The arguments of modified_attention_backward."""
+    """Split the arguments of modified_attention_backward into (call, captured, mods, saved)."""
     count = len(Call._fields)
     captured, mods, *saved, captured_gradient = arguments[count:]
     return Call(*arguments[:count]), captured, mods, Saved._make((*saved, tuple(captured_gradient)))
 
 
 def absent(call: Call) -> Any:
-    """A tensor without elements for a gradient that was not requested: operators return a fixed number of tensors."""
+    """Return an empty tensor for a gradient that was not requested: operators return a fixed number of tensors."""
     return call.q.new_empty((0,))
 
 
-# Registered for every device and kind of tensor, so that a call that no engine serves raises the reasons of `pose`
-# instead of torch's "no kernel".
+# The kernels are registered for every device and kind of tensor, so that a call that no engine serves raises the
+# reasons of `pose` instead of torch's "no kernel".
 library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 library.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
 library.impl("modified_attention_forward", _modified_forward, "CompositeExplicitAutograd")
@@ -331,10 +331,10 @@ library.impl("modified_attention_backward", _modified_backward, "CompositeExplic
 
 
 def require_one_device(function: str, arguments: dict[str, Any]) -> None:
-    """ValueError for tensors on several devices.
+    """Raise ValueError for tensors on several devices.
 
-    The fake kernel is the Meta kernel too, which torch runs where any tensor is a meta tensor: beside tensors of
-    another device the result would be memory that nothing has written.
+    The fake kernel is the Meta kernel too, which torch runs if any tensor is a meta tensor; with other tensors on
+    another device, the result would be uninitialised memory.
     """
     devices = {name: str(x.device) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     if len(set(devices.values())) > 1:
@@ -343,7 +343,7 @@ def require_one_device(function: str, arguments: dict[str, Any]) -> None:
 
 
 def require_tensors_on_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
-    """ValueError for the tensors of a call on several devices."""
+    """Raise ValueError if the tensors of a call are on several devices."""
     arguments = call._asdict() | ({} if saved is None else saved._asdict())
     arguments |= {f"array{slot}": x for slot, x in enumerate(captured)}
     require_one_device("attention_varlen" if call.is_packed else "attention", arguments)
@@ -385,7 +385,7 @@ def _fake_modified_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 def fake_captured(call: Call, captured: Sequence[Any], mods: str, saved: Saved) -> list[Any]:
-    """Fake gradients of the captured arrays."""
+    """Return fake gradients of the captured arrays."""
     floating = floating_reads(decoded(mods, captured).program)
     wanted = [x if asked and slot in floating else None for slot, (x, asked) in _asked(captured, saved)]
     return [absent(call) if x is None else x.new_empty(x.shape) for x in wanted]
@@ -396,14 +396,14 @@ def _asked(captured: Sequence[Any], saved: Saved) -> Iterator[tuple[int, tuple[A
 
 
 def fake_gradients(call: Call, saved: Saved) -> tuple[Any, ...]:
-    """Fake gradients of the inputs."""
+    """Return fake gradients of the inputs."""
     inputs = call._asdict() | ({} if saved.bias_gradient else {"bias": None})
     wanted = (inputs[name] for name in DIFFERENTIATED)
     return tuple(absent(call) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    """Save tensors by save_for_backward alone: an attribute of ctx lives as long as anything refers to the graph."""
+    """Save tensors only by save_for_backward: an attribute of ctx exists as long as anything refers to the graph."""
     ctx.set_materialize_grads(False)
     *plain, captured, ctx.mods = inputs if len(inputs) > len(Call._fields) else (*inputs, [], None)
     call = Call(*plain)
@@ -430,7 +430,7 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     returned = tuple(by_input.get(name) if needed[name] else None for name in Call._fields)
     if ctx.mods is None:
         return returned
-    # An array that mask_mod alone reads has no gradient.
+    # An array that only mask_mod reads has no gradient.
     by_slot = zip(dcaptured, captured, of_captured, strict=True)
     return (*returned, [dx if asked and dx.shape == x.shape else None for dx, x, asked in by_slot], None)
 
@@ -446,7 +446,7 @@ torch.library.register_autograd(
 
 
 def _score_products(call: Call) -> int:
-    """Multiply-adds of one pass over all scores, per unit of head dimension, times 2."""
+    """Return the FLOPs of one pass over all scores per unit of head dimension, 2 per pair."""
     if not call.is_packed:
         heads, kv_axis = (2, 1) if call.layout == "bshd" else (1, 2)
         return 2 * call.q.shape[0] * call.q.shape[heads] * call.q.shape[kv_axis] * call.k.shape[kv_axis]
@@ -455,7 +455,7 @@ def _score_products(call: Call) -> int:
 
 
 def _lengths(cu_seqlens: Any, longest: int | None) -> list[Any]:
-    """The lengths of the sequences; `longest` for each if the tensor has no contents (traced, meta)."""
+    """Return the lengths of the sequences, or `longest` for each if the tensor has no contents (traced, meta)."""
     if type(cu_seqlens) is torch.Tensor and not cu_seqlens.is_meta:
         return cu_seqlens.diff().tolist()
     return [longest] * (cu_seqlens.shape[0] - 1)

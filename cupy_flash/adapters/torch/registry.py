@@ -20,12 +20,12 @@ from .op import Call, attention_backward, attention_forward
 
 
 class Activation:
-    """Handle that torch's registry keeps while cupy_flash is active."""
+    """The handle that torch's registry holds while cupy_flash is active."""
 
     def __init__(self) -> None:
         self.libraries: list[Any] = []
         with warnings.catch_warnings():
-            # Silences "Overriding a previously registered kernel", which is intended here.
+            # torch warns "Overriding a previously registered kernel", which is intended here.
             warnings.filterwarnings("ignore", category=UserWarning)
             for device, implementations in IMPLEMENTATIONS.items():
                 library = torch.library.Library("aten", "IMPL", device)
@@ -34,12 +34,12 @@ class Activation:
                 self.libraries.append(library)
 
     def remove(self) -> None:
-        """Give the operators back to torch."""
+        """Restore torch's own operators."""
         self.libraries.clear()  # destroying a Library unregisters its kernels
 
 
 def _call(arrays: Iterable[Any], dropout: float, scale: float | None, causal: str, **features: Any) -> Call:
-    """A Call on (B, S, H, D) or packed tensors; options that torch's operators lack are None."""
+    """Return a Call on (B, S, H, D) or packed tensors; options that torch's operators lack are None."""
     absent: dict[str, Any] = dict.fromkeys(Call._fields)
     q, k, v = arrays
     arguments = dict(
@@ -55,7 +55,7 @@ def _swapped(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _with_strides_of(tensor: Any, model: Any) -> Any:
-    """`tensor` with the strides of empty_like(model), which torch.compile infers from torch's own implementation."""
+    """Return `tensor` with the strides of empty_like(model), which torch.compile infers from torch's implementation."""
     expected = torch.empty_like(model)
     return tensor if tensor.stride() == expected.stride() else expected.copy_(tensor)
 
@@ -105,7 +105,7 @@ def _sdpa_on_cpu_backward(
 
 
 def _draw(dropout: float, like: Any) -> Any:
-    """A new rng_state, uint64 (2,): random with dropout, else 0."""
+    """Return a new rng_state, uint64 (2,), which is random with dropout, else 0."""
     state = torch.zeros(2, dtype=torch.int64, device=like.device)
     return (state.random_(0, 2**63 - 1) if dropout else state).view(torch.uint64)
 
@@ -118,7 +118,7 @@ def _flash(
 
 
 def _packed(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
-    """The Call arguments of a packed batch; empty for a padded one."""
+    """Return the Call arguments of a packed batch; {} for a padded one."""
     if cu_seqlens_q is None:
         return {}
     return dict(

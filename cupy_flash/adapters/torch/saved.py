@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def measure(model: Any, batch: Any) -> dict[str, int]:
-    """See `cupy_flash.memory.measure`."""
+    """Compute `cupy_flash.memory.measure`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"measure: model must be a torch.nn.Module, not {type(model)}")
     saved = _Saved(model)
@@ -89,7 +89,7 @@ class Retained(NamedTuple):
 
 
 def find_retained(loss: Any) -> list[Retained]:
-    """See `cupy_flash.memory.find_retained`."""
+    """Compute `cupy_flash.memory.find_retained`."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"find_retained: loss must be a torch.Tensor, not {type(loss)}")
     nodes = list(_nodes(loss.grad_fn))
@@ -110,7 +110,7 @@ def find_retained(loss: Any) -> list[Retained]:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Yield root and the nodes that it depends on, breadth first."""
+    """Yield root and the nodes on which it depends, breadth first."""
     frontier, seen = [root], set()
     while frontier:
         level, frontier = frontier, []
@@ -122,12 +122,12 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _variables_before(node: Any) -> Iterator[Any]:
-    """The leaves that a node depends on, the nearest first."""
+    """Yield the leaves on which a node depends, the nearest first."""
     return (ancestor.variable for ancestor in _nodes(node) if hasattr(ancestor, "variable"))
 
 
 def _tensors_on(node: Any) -> Iterator[tuple[str, Any]]:
-    """(path, tensor) of every tensor reachable from the attributes of a node."""
+    """Yield (path, tensor) for every tensor reachable from the attributes of a node."""
     seen: dict[int, Any] = {}  # id: object, kept alive so that ids are not reused
     for name, value in getattr(node, "__dict__", {}).items():
         yield from _search(value, f"{node.name()}.{name}", seen)
@@ -172,7 +172,7 @@ def _search(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, 
 
 
 def _modules_of_parameters() -> dict[int, str]:
-    """{id of a parameter: name of its module in the outermost module}, for all living modules."""
+    """Return {id of a parameter: name of its module in the outermost module} for all existing modules."""
     # type(), not isinstance(), which reads __class__ of every object: a lazily imported module then imports.
     objects = gc.get_objects()
     modules = [x for x in objects if issubclass(type(x), torch.nn.Module)]

@@ -1,10 +1,10 @@
-"""`forward`: attention on torch tensors, under every derivative of torch.
+"""`forward`: attention on torch tensors for autograd and the transforms of torch.func.
 
 Outside of transforms it calls the operators (op.py, derivatives.py), which autograd differentiates twice and which
-compile, export and checkpointing know. torch.func and dual tensors do not take operators with a backward of their own:
-under them it applies autograd Functions that have `jvp` and `vmap` too. `Attention` is differentiated by `Backward` and
-`Jvp`, and both of these by `DoubleBackward`, which ends the chain. Dynamo takes no Function with a jvp, so that while
-compiling it is always the operators.
+compile, export and checkpointing support. torch.func and dual tensors do not support operators with a backward of their
+own, so under them it applies autograd Functions with `jvp` and `vmap`. `Backward` and `Jvp` differentiate `Attention`,
+and `DoubleBackward` differentiates both and has no derivative. Dynamo does not support a Function with a jvp, so while
+compiling the operators are always called.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
     return (out, lse) if options.return_lse else out
 
 
-# torch.compile cannot follow the trace of a Python function: it ends its graph before the call and begins another.
+# torch.compile cannot trace the trace of a Python function, so it breaks its graph at this call.
 _recorded_outside_of_graph = torch.compiler.disable(
     _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
 )
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func or a level of dual tensors is active."""
+    """Return whether a transform of torch.func or a level of dual tensors is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class Settings:
-    """The arguments of a call that are not tensors. A class, because torch.func would search a tuple for tensors."""
+    """The arguments of a call that are not tensors; a class, because torch.func would search a tuple for tensors."""
 
     def __init__(self, others: tuple[Any, ...], mods: str) -> None:
         self.others, self.mods = others, mods
 
     def operator_arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The leading arguments of an operator with mods; `tensors` are those of TENSORS, then the captured arrays."""
+        """Return the leading arguments of an operator with mods; `tensors` are those of TENSORS, then captured ones."""
         return (*tensors[: len(TENSORS)], *self.others, list(tensors[len(TENSORS) :]), self.mods)
 
 
@@ -92,7 +92,7 @@ COUNT = len(TENSORS)
 
 
 def _moving(tensors: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tangents of DIFFERENTIATED, then of the captured arrays, from those of all tensors of a call."""
+    """Return the tangents of DIFFERENTIATED, then of the captured arrays, from those of all tensors of a call."""
     moved = [None if t is None or t._is_zerotensor() else t for t in tangents]
     names = {n: name for n, name in enumerate(TENSORS) if n not in PLACES}
     fixed = [name for n, name in names.items() if moved[n] is not None and tensors[n].is_floating_point()]
@@ -102,7 +102,7 @@ def _moving(tensors: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _by_tensor(tensors: tuple[Any, ...], gradients: tuple[Any, ...]) -> list[Any]:
-    """Gradients of DIFFERENTIATED and of the captured arrays, each in the place of its tensor; None elsewhere."""
+    """Return gradients of DIFFERENTIATED and captured arrays at the indices of their tensors, None elsewhere."""
     placed: list[Any] = [None] * len(tensors)
     for n, gradient in zip((*PLACES, *range(COUNT, len(tensors))), gradients, strict=True):
         placed[n] = gradient
@@ -116,13 +116,13 @@ def _save(ctx: Any, *tensors: Any) -> None:
 
 
 class _Function(torch.autograd.Function):
-    """A Function whose `vmap` folds the vmapped dimension into the batch, or else loops over it."""
+    """A Function whose `vmap` folds the vmapped dimension into the batch, or loops over it if it cannot."""
 
     arity = 0  # number of arguments between the settings and the tensors of the call
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, settings: Any, *tensors: Any) -> Any:
-        """The results with the vmapped dimension first."""
+        """Return the results with the vmapped dimension first."""
         size, dims = info.batch_size, in_dims[1:]
         rows = [x if x is None or d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
         if cls._folds(tensors):
@@ -141,7 +141,7 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def _folds(cls, tensors: tuple[Any, ...]) -> bool:
-        """Whether every tensor of the call has the batch as its first axis, and none contains batch indices."""
+        """Return whether every tensor of the call has the batch as its first axis, and none contains batch indices."""
         call = tensors[cls.arity :]
         return call[0].numel() > 0 and all(x is None for x in call[3:])
 
@@ -158,7 +158,7 @@ class Attention(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save everything: any of it may be differentiated."""
+        """Save all inputs and outputs, because each may be differentiated."""
         ctx.settings, *tensors = inputs
         _save(ctx, *tensors, *output)
 
@@ -203,7 +203,7 @@ class Backward(_Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Apply DoubleBackward; the inputs' gradients include what goes through out and lse, their functions."""
+        """Apply DoubleBackward; the inputs' gradients include the part through out and lse, their functions."""
         dout, out, lse, dlse, *tensors = ctx.saved_tensors
         ddout, ddlse, *gradients = DoubleBackward.apply(ctx.settings, dout, out, lse, dlse, *cotangents, *tensors)
         placed = _by_tensor(tuple(tensors), tuple(gradients))
@@ -211,7 +211,7 @@ class Backward(_Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tdout: Any, tout: Any, tlse: Any, tdlse: Any, *tangents: Any) -> Any:
-        """The gradients' tangents: DoubleBackward, as the Hessian is symmetric, plus Backward of (tdout, tdlse)."""
+        """Return the gradients' tangents: DoubleBackward (the Hessian is symmetric) + Backward of (tdout, tdlse)."""
         dout, out, lse, dlse, *tensors = ctx.saved_tensors
         direction = _moving(tuple(tensors), tangents)
         terms = []
@@ -245,7 +245,7 @@ class Jvp(_Function):
 
     @staticmethod
     def backward(ctx: Any, dtout: Any, dtlse: Any) -> Any:
-        """<dtout, tout> is the JVP of <dtout, out>: its gradients are those of DoubleBackward and of Backward."""
+        """Apply DoubleBackward for inputs and Backward for tangents: <dtout, tout> is the JVP of <dtout, out>."""
         out, lse, *others = ctx.saved_tensors
         direction, tensors = _halves(tuple(others))
         dtout = torch.zeros_like(out) if dtout is None else dtout
@@ -279,7 +279,7 @@ class DoubleBackward(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved: there is no third derivative."""
+        """Save nothing, because there is no third derivative."""
 
     backward = staticmethod(refuse_third_derivative)
     jvp = staticmethod(refuse_third_derivative)
@@ -291,17 +291,17 @@ class DoubleBackward(_Function):
 
 
 def _elements(gradients: Any) -> tuple[Any, ...]:
-    """The gradients, with None in place of the empty tensors that an operator returns for absent ones."""
+    """Return the gradients, with None for the empty tensors that an operator returns for absent ones."""
     return tuple(None if x.dim() == 1 and x.numel() == 0 else x for x in gradients)
 
 
 def _halves(others: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split into (direction, tensors); both end with the captured arrays, which are as many in each."""
+    """Split into (direction, tensors), which both end with one entry per captured array."""
     captured = (len(others) - len(DIFFERENTIATED) - COUNT) // 2
     return others[: len(DIFFERENTIATED) + captured], others[len(DIFFERENTIATED) + captured :]
 
 
 def _sum(parts: tuple[Any, ...]) -> Any:
-    """The sum of the parts that are not None; None without any."""
+    """Return the sum of the parts that are not None; None if all are."""
     present = [x for x in parts if x is not None]
     return sum(present[1:], present[0]) if present else None

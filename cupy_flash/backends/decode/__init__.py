@@ -1,12 +1,12 @@
 """Attention of few queries, or on a KV cache, on the CPU: every key is read once for all heads that attend to it.
 
-A task is a tile of query rows, of all heads, and a piece of the keys. It goes through the piece in chunks: the scores
-of all heads, online softmax, O += P V. The pieces of a tile are merged in their order. Neither tiles nor pieces depend
-on the number of threads.
+A task is a tile of query rows of all heads, and a piece of the keys, which it processes in chunks: scores of all heads,
+online softmax, O += P V. The pieces of a tile are merged in order. Tiles and pieces do not depend on the number of
+threads.
 
 With split_size, pieces end at its multiples, tiles have a fixed number of rows and start at fixed positions, and chunks
-are filled up with zeros: all arithmetic for a query then depends on its own sequence alone. A chunk that a row does not
-see changes none of its bits (O times 1, plus 0).
+are padded with zeros, so that the arithmetic of a query depends only on its own sequence. A chunk in which a row sees
+no key leaves the row's O unchanged (O * 1 + 0).
 
 Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max, l
 row sum.
@@ -37,7 +37,7 @@ CHUNKS = 8
 
 
 class Part(NamedTuple):
-    """The result of a row tile over a piece of the keys: O (Hk, rows, Dv), normalised, and lse (Hk, rows)."""
+    """The result of a row tile over a piece of the keys: normalised O (Hk, rows, Dv), and lse (Hk, rows)."""
 
     O: np.ndarray
     lse: np.ndarray
@@ -50,7 +50,7 @@ def append(plan: Plan, operands: Operands) -> None:
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Append to the cache, if the call does, and compute attention: (out, lse) as `backends.cpu.forward`."""
+    """Append to the cache if the call has new rows, compute attention, and return (out, lse) as `cpu.forward`."""
     problem, q = plan.problem, operands.q
     given = operands.cache
     if given is None or given.out is None:
@@ -59,7 +59,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         out = given.out
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     rows = (out.numpy(), lse.numpy())
-    if problem.has_lengths:  # no tile covers the rows outside the sequences
+    if problem.has_lengths:  # no tile writes the rows outside the sequences
         rows[0][...] = 0
         rows[1][...] = -np.inf
     with np.errstate(all="ignore"):
@@ -72,10 +72,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         call = _Call(problem, operands)
 
         def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
-            """The chunks of a piece [first, last) of which the keys from `start` on are seen.
-
-            With split_size they are whole chunks of the piece.
-            """
+            """Return the chunks of a piece [first, last) from the key `start` on; with split_size whole chunks."""
             skipped = max(start - first, 0) // plan.block_kv * plan.block_kv
             grid = range(first + skipped, last, plan.block_kv)
             if call.padded:
@@ -102,7 +99,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _piece(problem: Problem, keys: int, chunk: int) -> int:
-    """The keys of a piece, a multiple of a chunk unless split_size is given."""
+    """Return the number of keys of a piece, a multiple of `chunk` unless split_size is given."""
     if problem.cache is not None and problem.cache.split_size is not None:
         return problem.cache.split_size
     return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
@@ -130,7 +127,7 @@ class _Call:
         )
 
     def visible(self, tile: RowTile) -> tuple[int, int]:
-        """The keys [start, stop) that any query of the tile sees by its position."""
+        """Return the keys [start, stop) that the positions of the tile's queries let any of them see."""
         keys, mask = tile.sequence.keys, self.problem.mask
         first = tile.sequence.position + tile.queries.start
         last = tile.sequence.position + tile.queries.stop - 1
@@ -139,7 +136,7 @@ class _Call:
         return start, max(start, stop)
 
     def load(self, tile: RowTile) -> np.ndarray:
-        """Q of the tile, scaled."""
+        """Return the scaled Q of the tile."""
         Q = tile.load(self.problem)
         if self.k_descale is not None:
             Q *= self.k_descale[tile.sequence.batch, :, None, None]
@@ -149,7 +146,7 @@ class _Call:
     def attend(
         self, parts: list[Part | None], index: int, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]]
     ) -> None:
-        """Compute parts[index], attention of the tile over the keys of these chunks."""
+        """Compute parts[index], the attention of the tile over the keys of these chunks."""
         part = self._attend(tile, Q, chunks, np.matmul)
         if not np.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
             part = self._attend(tile, Q, chunks, product)
@@ -172,7 +169,7 @@ class _Call:
             if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
                 self.modify(S, tile, start)
             top = np.maximum.reduce(S, axis=2)
-            if (top > m).any():  # else O and l would be multiplied by 1
+            if (top > m).any():  # otherwise the factor is 1
                 reference = np.maximum(m, top)
                 rescale = np.exp(m - reference)
                 l *= rescale
@@ -186,7 +183,7 @@ class _Call:
         return Part(O, m + np.log(l))
 
     def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
-        """Turn products into scores, and hide what is not seen, of the keys [start, start + S.shape[2])."""
+        """Turn the products with the keys [start, start + S.shape[2]) into scores, in place; hidden ones are -inf."""
         problem, keys, stop = self.problem, tile.sequence.keys, start + S.shape[2]
         if self.product_scale != 1:
             S *= self.product_scale
@@ -218,7 +215,7 @@ class _Call:
             np.copyto(S[..., masked - start : end - start], -np.inf, where=~mask)
 
     def finish(self, tile: RowTile, parts: list[Part | None]) -> Part:
-        """The result of the tile: its parts, and the sink, merged in their order."""
+        """Return the result of the tile, its parts and the sink merged in order."""
         shape = (self.problem.kv_heads, tile.rows)
         dtype = self.problem.accumulation
         complete = [part for part in parts if part is not None]
@@ -234,7 +231,7 @@ class _Call:
 
 
 def _merged(parts: list[Part]) -> Part:
-    """The average of the parts by exp(lse), summed in their order; a part that saw no key changes no bit of a row."""
+    """Return the average of the parts weighted by exp(lse), summed in order; a part without visible keys adds 0."""
     lse, weights = merge_weights([part.lse for part in parts])
     O = np.zeros_like(parts[0].O)
     for weight, part in zip(weights, parts, strict=True):

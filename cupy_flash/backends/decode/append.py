@@ -21,7 +21,7 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
     count = len(blocks)
     K, V = (_rows_of(array, problem)[:count] for array in (given.k, given.v))
     if cache.rotary is not None:
-        # Packed rows past the last sequence may have slots, but no position.
+        # Packed rows after the last sequence may have slots, but have no position.
         positions = np.zeros(count, np.int64)
         known = positions_of_keys(problem, operands, spans)
         positions[: len(known)] = known
@@ -40,7 +40,7 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
 
 
 def _rows_of(array: Array, problem: Problem) -> np.ndarray:
-    """k or v as (tokens, Hk, D), all sequences in a row."""
+    """Return k or v as (tokens, Hk, D), with all sequences concatenated."""
     rows = array.numpy()
     if rows.ndim == 3:
         return rows
@@ -51,10 +51,10 @@ def _rows_of(array: Array, problem: Problem) -> np.ndarray:
 
 
 def rotated(X: np.ndarray, positions: np.ndarray, problem: Problem, operands: Operands) -> np.ndarray:
-    """Rotary position embedding (Su et al., RoFormer, 2021) of rows (tokens, H, D) in the accumulation dtype.
+    """Apply rotary position embedding (Su et al., RoFormer, 2021) to rows (tokens, H, D) in the accumulation dtype.
 
-    A pair (x, y) at position p becomes (x cos - y sin, x sin + y cos), with row p of the tables. Pairs are dimensions
-    (2i, 2i + 1) where interleaved, else (i, i + rd / 2); dimensions from rd on stay as they are.
+    A pair (x, y) at position p becomes (x cos - y sin, x sin + y cos), with row p of the tables. Pairs are the
+    dimensions (2i, 2i + 1) if interleaved, else (i, i + rd / 2); dimensions from rd on are unchanged.
     """
     cache, given = problem.cache, operands.cache
     assert cache is not None and cache.rotary is not None and given is not None

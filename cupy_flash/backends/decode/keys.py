@@ -1,4 +1,4 @@
-"""The one place of the decode that addresses keys: chunks of K and V of one sequence, contiguous or in pages."""
+"""Loads chunks of K and V of one sequence from a contiguous or paged cache; only this module addresses keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Keys:
-    """K and V of one sequence, by chunks, all heads at once.
+    """K and V of one sequence, loaded in chunks, all heads at once.
 
     `k` and `v` are (blocks, rows, Hk, D) in any strides. The keys of a contiguous sequence are rows `first` on of block
     `block`; those of a paged one are in the blocks that `table` names. Only keys in [start, stop) are read: others may
@@ -28,7 +28,7 @@ class Keys:
             self.views = (k[block, row:].transpose(1, 0, 2), v[block, row:].transpose(1, 0, 2))
 
     def load(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """K (Hk, stop - start, D) and V (Hk, stop - start, Dv) of the keys [start, stop), in the accumulation dtype.
+        """Return K (Hk, stop - start, D) and V (Hk, stop - start, Dv) of keys [start, stop), in the accumulation dtype.
 
         The range may exceed [self.start, self.stop): keys outside are 0.
         """
@@ -48,7 +48,7 @@ class Keys:
         return rows.transpose(1, 0, 2)
 
     def _rows(self, pool: np.ndarray, first: int, last: int) -> np.ndarray:
-        """(last - first, Hk, D): a view where the keys lie in one block."""
+        """Return rows (last - first, Hk, D), a view if the keys are in one block."""
         if isinstance(self.place, tuple):
             block, row = self.place
             return pool[block, row + first : row + last]
@@ -62,7 +62,7 @@ class Keys:
 
 
 def in_accumulation(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The rows in the accumulation dtype and in strides that BLAS accepts; a view if they fit."""
+    """Return the rows in the accumulation dtype, with strides that BLAS accepts; a view if they already fit."""
     if rows.dtype == dtype:
         return rows if _is_for_blas(rows, dtype) else np.ascontiguousarray(rows)
     if rows.dtype.name == "bfloat16":
@@ -75,13 +75,13 @@ def in_accumulation(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _is_for_blas(rows: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether BLAS takes (..., keys, heads, dim) of this dtype head by head."""
+    """Return whether BLAS accepts each head of (..., keys, heads, dim) without a copy."""
     fits = rows.strides[-1] == rows.itemsize and rows.strides[-3] >= rows.itemsize * rows.shape[-1]
     return rows.dtype == dtype and fits
 
 
 @lru_cache(maxsize=2)
 def _numbers(dtype: np.dtype) -> np.ndarray:
-    """The float32 of each code of float16 or float8_e4m3fn."""
+    """Return a table from the codes of float16 or float8_e4m3fn to float32."""
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
     return codes.view(dtype).astype(np.float32)

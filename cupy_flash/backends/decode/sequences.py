@@ -1,4 +1,4 @@
-"""The sequences of a call of few queries or on a KV cache, and the tiles of query rows that they are cut into."""
+"""The sequences of a call with few queries or a KV cache, and their tiles of query rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .keys import Keys
 
 
 class Sequence(NamedTuple):
-    """One sequence: views of its rows, its keys, and where both lie."""
+    """One sequence: views of its rows, its keys, and the positions of both."""
 
     batch: int
     q: np.ndarray  # (Sq, Hq, D)
@@ -27,26 +27,26 @@ class Sequence(NamedTuple):
     keys: Keys
     position: int  # position of query 0 for causal, window and ALiBi
     mask: np.ndarray | None  # bool (Hq, Sq, s)
-    mask_start: int  # the key of its first column
+    mask_start: int  # the key of the mask's first column
     q_idx: np.ndarray | None = None  # int64 (Sq,): the positions that mods see; None without mods
 
 
 class RowTile(NamedTuple):
-    """Query rows that are computed together: those of all heads for the positions [position, position + positions).
+    """Query rows that are computed together, of all heads, for the positions [position, position + positions).
 
-    A row is a pair (query, head of a group), r = (its position - position) * G + g. Rows that are no query of the
-    sequence, and those past positions * G, are computed and dropped: with split_size a query lies in the same row of an
-    equal tile, whatever queries there are beside it.
+    A row is a (query, head of the GQA group) pair with index (query position - position) * G + g. Rows without a query
+    of the sequence, and those from positions * G on, are computed and dropped, so that with split_size a query has the
+    same row in a tile of the same shape, whatever other queries the call has.
     """
 
     sequence: Sequence
-    queries: slice  # of the sequence
+    queries: slice  # rows of the sequence
     position: int
     positions: int
     rows: int
 
     def load(self, problem: Problem) -> np.ndarray:
-        """Q, (Hk, rows, D) in the accumulation dtype; 0 where there is no query."""
+        """Return Q (Hk, rows, D) in the accumulation dtype, with 0 in rows without a query."""
         Q = np.zeros((problem.kv_heads, self.rows, problem.head_dim), problem.accumulation)
         rows = self.sequence.q[self.queries]
         self._of_queries(Q, problem)[...] = rows.reshape(-1, problem.kv_heads, problem.group, problem.head_dim)
@@ -67,7 +67,7 @@ class RowTile(NamedTuple):
         return rows.reshape(len(rows), stop - first, problem.group, X.shape[-1]).transpose(1, 0, 2, 3)
 
     def is_partly_hidden(self, mask: Mask, start: int, stop: int) -> bool:
-        """Whether some row does not see some of the keys [start, stop), by its position or because there is none."""
+        """Return whether a row does not see one of the keys [start, stop), by its position or for lack of a query."""
         last, keys = self.position + self.positions - 1, self.sequence.keys
         left, right = mask.left, mask.right
         by_position = (left is not None and start < last - left) or (
@@ -76,18 +76,18 @@ class RowTile(NamedTuple):
         return by_position or start < keys.start or stop > keys.stop
 
     def row_positions(self, problem: Problem) -> np.ndarray:
-        """The position of each row, (rows,)."""
+        """Return the position of each row, (rows,)."""
         return self.position + np.arange(self.rows) // problem.group
 
     def row_indices(self, problem: Problem) -> np.ndarray:
-        """The q_idx of each row, int32 (rows, 1); 0 for rows that are no queries."""
+        """Return the q_idx of each row, int32 (rows, 1); 0 for rows without a query."""
         indices = np.zeros((1, self.rows, 1), np.int32)
         assert self.sequence.q_idx is not None
         self._of_queries(indices, problem)[...] = self.sequence.q_idx[self.queries, None, None, None]
         return indices[0]
 
     def cut_mask(self, problem: Problem, start: int, stop: int) -> np.ndarray:
-        """The mask of the keys [start, stop), bool, broadcastable to (Hk, rows, stop - start)."""
+        """Return the mask of the keys [start, stop), bool, broadcastable to (Hk, rows, stop - start)."""
         sequence = self.sequence
         assert sequence.mask is not None
         cut = sequence.mask[:, self.queries, start - sequence.mask_start : stop - sequence.mask_start]
@@ -98,7 +98,7 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
-    """The row tiles of a sequence: `block_q` queries each, which with split_size start at multiples of it."""
+    """Yield the row tiles of a sequence, of `block_q` queries each; with split_size they start at its multiples."""
     problem, q_len = plan.problem, len(sequence.q)
     fixed = problem.cache is not None and problem.cache.split_size is not None
     first = sequence.position // plan.block_q * plan.block_q if fixed else sequence.position
@@ -116,7 +116,7 @@ def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
 def sequences_of_cache(
     problem: Problem, operands: Operands, spans: Spans, out: np.ndarray, lse: np.ndarray
 ) -> list[Sequence]:
-    """The sequences of a call on a KV cache, after the append."""
+    """Return the sequences of a call on a KV cache, after the append."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
     packed = problem.layout == "thd"
@@ -155,7 +155,7 @@ def sequences_of_cache(
 
 
 def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, lse: np.ndarray) -> list[Sequence]:
-    """The sequences of a padded or packed batch without a cache."""
+    """Return the sequences of a padded or packed batch without a cache."""
     q, k, v = (array.numpy() for array in (operands.q, operands.k, operands.v))
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
         q_ends, k_ends = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()

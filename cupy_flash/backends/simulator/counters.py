@@ -24,7 +24,7 @@ _CLASSES = {
 
 
 def instruction_class(instruction: Instruction) -> str:
-    """The class: fma, float, mufu, alu, mma, memory, control, sync, warp, convert, move or double."""
+    """Return the class: fma, float, mufu, alu, mma, memory, control, sync, warp, convert, move or double."""
     for name, opcodes in _CLASSES.items():
         if instruction.opcode in opcodes:
             return name
@@ -72,14 +72,14 @@ class Counters:
         self.thread_instructions = np.zeros(len(self.function.instructions), np.int64)
 
     def by_class(self) -> dict[str, int]:
-        """Warp instructions per class."""
+        """Return the warp instructions per class."""
         counts: dict[str, int] = defaultdict(int)
         for instruction, count in zip(self.function.instructions, self.warp_instructions, strict=True):
             counts[instruction_class(instruction)] += int(count)
         return {name: count for name, count in sorted(counts.items()) if count}
 
     def by_source_line(self) -> dict[tuple[str, int], dict[str, int]]:
-        """Warp instructions per class for each (file, line) of the source."""
+        """Return the warp instructions per class for each (file, line) of the source."""
         counts: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for instruction, count in zip(self.function.instructions, self.warp_instructions, strict=True):
             if count and instruction.source:
@@ -92,7 +92,7 @@ class Counters:
         return sum(access.wavefronts - access.ideal for access in self.shared.values())
 
     def conflicting(self) -> list[tuple[Instruction, SharedAccess]]:
-        """The instructions with bank conflicts, worst first."""
+        """Return the instructions with bank conflicts, worst first."""
         conflicts = [(self.function.instructions[i], a) for i, a in self.shared.items() if a.wavefronts > a.ideal]
         return sorted(conflicts, key=lambda pair: pair[1].ideal - pair[1].wavefronts)
 
@@ -143,7 +143,7 @@ class Counters:
 
 
 def _distinct_per_row(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | None) -> int:
-    """Number of distinct values among each row's active lanes, summed over the rows."""
+    """Return the number of distinct values among each row's active lanes, summed over the rows."""
     if mask is not None:
         rows = mask.any(1)
         values, mask = values[rows], mask[rows]
@@ -155,7 +155,7 @@ def _distinct_per_row(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | No
 
 
 def shared_wavefronts(words: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | None, width: int) -> tuple[int, int]:
-    """(wavefronts, ideal) of warp requests to 32 banks of 4 bytes.
+    """Return (wavefronts, ideal) of warp requests to 32 banks of 4 bytes.
 
     A warp is one request up to 4 bytes per lane, a half warp at 8 bytes, a quarter warp at 16 bytes. A wavefront
     delivers one word from every bank, to any number of lanes.

@@ -56,7 +56,7 @@ class PendingRegister(SimulationError):
 
 
 class MissingFence(SimulationError):
-    """An asynchronous instruction uses what ordinary instructions have written, without the fence that it needs."""
+    """An asynchronous instruction uses data that ordinary instructions have written, without the fence it needs."""
 
 
 class BarrierMisuse(SimulationError):

@@ -19,7 +19,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
-    """(out, lse, tout, tlse)."""
+    """Return (out, lse, tout, tlse)."""
     return kernels.jvp(plan, operands, start)
 
 
@@ -34,7 +34,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 def double_backward(plan: Plan, operands: Operands) -> Gradients:
-    """The second gradients."""
+    """Simulate the double backward and return the second gradients."""
     return kernels.backward(plan, operands, start)
 
 

@@ -14,7 +14,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences, with_mods
+from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     CACHE_BYTES,
     CLEAR,
@@ -40,7 +40,10 @@ LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
 # persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
-LIVE_OF_WALK = 40  # added with a mask_mod: the producer classifies tiles, and masking needs registers
+# Added with a mask_mod, for which the producer keeps registers and masking needs some: by the number of keys, and for a
+# persistent or ping-pong tile.
+FEW_KEYS = 96
+LIVE_OF_FEW_KEYS, LIVE_OF_MANY_KEYS, LIVE_OF_TURNS = 4, 40, 8
 # With more registers than this for S, P and O, the kernel reloads the sequence's record instead of holding it.
 RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu). By bench/cycles.py this
@@ -93,8 +96,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if paired and (persistent or not _visit_alike(problem, block_q)):
             continue
         kind = 3 if options else 0 if not (persistent or takes_turns) else 1 if problem.mask.edges else 2
-        live_in_mods = max(live_in_loads(problem, block_kv), LIVE_OF_WALK if problem.mask_mod else 0)
-        live = _live(problem, block_kv) + live_in_mods
+        live = _live(problem, block_kv) + live_in_loads(problem, block_kv)
+        if problem.mask_mod:
+            live += LIVE_OF_FEW_KEYS if block_kv <= FEW_KEYS else LIVE_OF_MANY_KEYS
+            live += LIVE_OF_TURNS if persistent or takes_turns else 0
         if live > limits[kind] or block_kv > most_keys:
             continue
         shapes = (
@@ -148,6 +153,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
         "PERSISTENT": tile.persistent,
         "DRAWS_TILES": _draws_tiles(problem, tile),
         "PINGPONG": tile.takes_turns,
@@ -180,17 +186,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _draws_tiles(problem: Problem, tile: Tile) -> bool:
-    """Whether a persistent grid has a dynamic tile scheduler, because tiles differ in cost."""
+    """Return whether a persistent grid has a dynamic tile scheduler, because tiles differ in cost."""
     return tile.persistent and _is_positional(problem)
 
 
 def _is_positional(problem: Problem) -> bool:
-    """Whether query tiles may visit different key tiles."""
+    """Return whether query tiles may visit different key tiles."""
     return bool(problem.mask.edges or problem.mask_mod or problem.has_lengths)
 
 
 def _visit_alike(problem: Problem, block_q: int) -> bool:
-    """Whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
+    """Return whether each pair of neighbouring query tiles visits the same key tiles, as multicast requires."""
     return not _is_positional(problem) and -(-problem.q_len // block_q) % 2 == 0
 
 
@@ -200,13 +206,13 @@ def _live(problem: Problem, block_kv: int) -> int:
 
 
 def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
-    """Whether the kernel reloads the sequence's record: few registers are left, and all sequences have the same one."""
+    """Return whether the kernel reloads the sequence's record: registers are few, and all sequences share one."""
     same = not (problem.has_lengths or problem.shard)
     return same and _live(problem, tile.block_kv) > RELOAD_ABOVE[tile.warpgroups]
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:
-    """Whether O is stored with TMA.
+    """Return whether O is stored with TMA.
 
     It is not for packed batches, where a box would overwrite the next sequence, and rows that are not 16-byte aligned.
     """
@@ -217,9 +223,11 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of shared memory.
 
     It holds Q (reused to stage O for the TMA store unless O has a buffer), stages x (K + V), the buffer of O, a
-    full/empty mbarrier pair for Q and for each K and V, the records of key tiles with a mask_mod, and the tile record.
+    full/empty mbarrier pair for Q and for each K and V, the records of key tiles with a mask_mod, the staged values of
+    the keys of stages + 1 tiles, and the tile record.
     """
     k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
     records = RECORD_BYTES if problem.mask_mod else 0
+    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
     q_and_o = 2 * tile.block_q * (k + v if tile.o_buffer else max(k, v))
     return q_and_o + tile.stages * 2 * tile.block_kv * (k + v) + 16 * (1 + 2 * tile.stages) + records + WORK_BYTES

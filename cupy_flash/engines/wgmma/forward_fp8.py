@@ -12,7 +12,7 @@ from ...params import Workspace
 from ...problem import Problem
 from ...tensor_map import Box
 from ..fragments import fragment_constants
-from ..shared import known_constants, nonempty, sequences, with_mods
+from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,
     CACHE_BYTES,
@@ -40,6 +40,10 @@ LIVE_IN_SUMS = {2: 200, 3: 120}
 # The largest e4m3 is 448 = 2^8.8, and numbers below 2^-6 are subnormal, so P is scaled to 2^8 at the row max; lazy
 # rescaling lets it grow by another 2^0.8.
 LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
+# The exponentials take as long as the products at D 128, twice as long at D 64. By bench.cycles, with a quarter of them
+# on the FMA pipe the step of one warpgroup is 1 to 9 % shorter; that of 16-bit kernels is not, where the same share of
+# products hides more of them.
+POLYNOMIAL_EXP2 = True
 
 
 class Tile(NamedTuple):
@@ -128,11 +132,13 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
         "PINGPONG": False,
         "O_BUFFER": False,
         "SUM_COLUMNS": tile.sum_columns,
         "LARGEST_LOG2": LARGEST_LOG2,
         "RESCALE_ABOVE": RESCALE_ABOVE,
+        "POLYNOMIAL_EXP2": POLYNOMIAL_EXP2,
         "TMA_STORE_O": problem.layout != "thd",  # in a packed batch a box would overwrite the next sequence
     }
     vt, kernel = "wgmma/vt", "wgmma/forward_fp8"
@@ -161,10 +167,11 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of shared memory.
 
     It holds Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), a full/empty mbarrier pair for Q and
-    for each K and V^T, and the records of key tiles with a mask_mod.
+    for each K and V^T, the records of key tiles with a mask_mod, and the staged values of the keys of stages + 1 tiles.
     """
     qk = -(-problem.head_dim // WIDE_PANEL) * WIDE_PANEL
     out = 2 * -(-problem.head_dim_v // PANEL) * PANEL
     keys = tile.block_kv * (qk + columns(problem.head_dim_v))
     records = RECORD_BYTES if problem.mask_mod else 0
+    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
     return tile.block_q * max(qk, out) + tile.stages * keys + 16 * (1 + 2 * tile.stages) + records

@@ -2,7 +2,7 @@
 
 from ...problem import Problem
 from ..fragments import is_modified
-from ..shared import loads_by_key
+from ..shared import loads_by_score
 
 ARCH = "sm_90a"
 LARGEST = 256  # maximum head dimension
@@ -24,15 +24,20 @@ CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 
 
 def needs_registers(problem: Problem) -> bool:
-    """Whether lengths, a modified score, masks, a left window or dropout make the forward need more registers."""
+    """Return whether lengths, a modified score, masks, a left window or dropout cost the forward registers."""
     masks = problem.dense_mask is not None or problem.mask_mod or problem.mask.left is not None
     modifies_scores = is_modified(problem) or masks
     return problem.has_lengths or modifies_scores or problem.dropout > 0
 
 
 def live_in_loads(problem: Problem, keys: int) -> int:
-    """Return the registers per thread for the values that mods load per key, in a forward step of `keys` keys."""
-    return keys * 3 // 4 + 8 if loads_by_key(problem) else 0
+    """Return the registers per thread for the values that mods load per score, in a forward step of `keys` keys.
+
+    Values of a key alone are staged in shared memory.
+    """
+    if not loads_by_score(problem):
+        return 0
+    return keys * 3 // 4 + 8 if problem.mask_mod else keys // 2 + 4
 
 
 def columns(dim: int) -> int:

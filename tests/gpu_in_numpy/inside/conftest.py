@@ -1,4 +1,4 @@
-"""Tests that only devices made of NumPy can run: `python -m gpu_in_numpy tests/gpu_in_numpy/inside`."""
+"""Tests that only run on devices made of NumPy: `python -m gpu_in_numpy tests/gpu_in_numpy/inside`."""
 
 import gpu_in_numpy
 import on_gpu

@@ -1,4 +1,4 @@
-"""Two devices, whose memories cannot see each other, and kernels loaded for one of them."""
+"""Two devices that cannot access each other's memory, and kernels loaded for one of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Dlpack:
 
 
 def test_a_copy_is_made_on_the_device_of_its_array() -> None:
-    """q is not contiguous, and is copied from an array of another library while device 0 is current."""
+    """q is not contiguous, so it is copied; device 0 is current, and the array is on device 1."""
     with cupy.cuda.Device(1):
         q, k, v, dout = inputs("cupy", "simt")
         q = q.T.copy().T
@@ -67,7 +67,7 @@ def test_a_copy_is_made_on_the_device_of_its_array() -> None:
 
 
 def test_a_new_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver loads and encodes nothing before a call of the runtime has made a context current."""
+    """The driver loads kernels and encodes maps only after a runtime call has made a context current."""
     arrays, results = inputs("cupy", "simt"), []
     monkeypatch.setattr(cuda, "_loaded", {})
 
@@ -83,9 +83,9 @@ def test_a_new_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_access_to_the_other_devices_memory_faults() -> None:
     with cupy.cuda.Device(1):
-        there = cupy.zeros(4, np.float32)
+        remote = cupy.zeros(4, np.float32)
         machine.streams.finish()
-    ADD((1,), (4,), (there,))
+    ADD((1,), (4,), (remote,))
     machine.streams.finish()
     (error,) = machine.errors
     assert error.startswith("add on device 0: OutOfBounds") and machine.devices.cards[0].lost == ILLEGAL_ADDRESS
@@ -132,11 +132,11 @@ def test_a_kernel_of_an_unloaded_module_is_not_launched() -> None:
     with pytest.raises(cupy.cuda.driver.CUDADriverError) as raised:
         kernel((1,), (1,), ())
     assert raised.value.status == INVALID_HANDLE
-    machine.modules._modules[owner] = loaded  # CuPy unloads it when its own object goes
+    machine.modules._modules[owner] = loaded  # CuPy unloads it when its own object is freed
 
 
 def test_an_empty_array_of_an_exporter_is_on_the_device_of_the_others() -> None:
-    """Its pointer is 0, from which nothing can tell the device."""
+    """Its pointer is 0, which does not identify a device."""
 
     class Exporter:
         def __init__(self, array: cupy.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Calls that fail: the caller sees one error that says what happened, nothing leaks, and the next call works."""
+"""Calls that fail: the caller gets one error that states the cause, nothing leaks, and the next call works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OutOfMemoryError = cupy.cuda.memory.OutOfMemoryError
 
 
 class Scarce:
-    """An allocator of CuPy that fails once, after so many allocations."""
+    """An allocator of CuPy that fails once, after `after` allocations."""
 
     def __init__(self, after: int) -> None:
         self.pool, self.left = cupy.cuda.MemoryPool(), after
@@ -83,7 +83,7 @@ LOADING = {
 @pytest.mark.parametrize("call", LOADING)
 def test_a_kernel_that_cannot_be_loaded(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_loaded", {})
-    cupy.clear_memo()  # CuPy keeps the modules that it has loaded
+    cupy.clear_memo()  # CuPy keeps loaded modules
     arrays = inputs("cupy", "simt")
     fails(lambda: step(arrays, "simt"), call, LOADING[call])
     assert not cuda._loaded and not cuda._loading.locked()
@@ -99,7 +99,7 @@ def test_a_launch_that_fails(after: int) -> None:
 
 
 def fails(work: Callable[[], object], call: str, status: int, after: int = 0) -> None:
-    """Assert that the work raises this status, and that nothing but its arguments stays allocated."""
+    """Assert that the block raises this status, and that nothing but its arguments stays allocated."""
     scarce = Scarce(10**6)
     machine.fail(call, status, after)
     with cupy.cuda.using_allocator(scarce):
@@ -110,8 +110,8 @@ def fails(work: Callable[[], object], call: str, status: int, after: int = 0) ->
         assert scarce.held() == 0
 
 
-def test_after_a_kernel_has_failed_every_call_says_so() -> None:
-    """The device is lost to this process, as it is on a card."""
+def test_after_a_failed_kernel_every_call_raises() -> None:
+    """The device is lost to this process, as on a real card."""
     arrays = inputs("cupy", "simt")
     step(arrays, "simt")
     machine.streams.finish()

@@ -1,4 +1,4 @@
-"""Captures and graphs: what the library says during a capture, and the rules that a driver enforces."""
+"""Captures and graphs: the library's errors during a capture, and the rules that a driver enforces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fails(status: int) -> Iterator[None]:
 
 
 def test_an_allocation_that_a_capture_forbids_is_explained() -> None:
-    """A card's cudaMalloc fails like this allocator if the capture is not relaxed."""
+    """On a real card cudaMalloc fails like this allocator during a capture that is not relaxed."""
     arrays, stream = inputs("cupy", "simt"), new_stream()
     step(arrays, "simt")
 
@@ -72,8 +72,8 @@ def test_cudamalloc_during_a_capture_that_is_not_relaxed() -> None:
     runtime.streamEndCapture(stream.ptr)
 
 
-def test_a_graph_with_the_memory_that_a_warm_pool_has() -> None:
-    """After a call, a capture of the same call allocates nothing from the driver, in any mode."""
+def test_a_graph_with_the_memory_of_a_warm_pool() -> None:
+    """After a warm-up call, a capture of the same call allocates nothing from the driver, in any mode."""
     arrays, stream, pool = inputs("cupy", "simt"), new_stream(), cupy.cuda.MemoryPool()
     cupy.cuda.Device().synchronize()
     with stream, cupy.cuda.using_allocator(pool.malloc):
@@ -128,7 +128,7 @@ def test_a_launch_waits_for_the_earlier_one_of_its_graph() -> None:
     assert results == {6}
 
 
-def test_a_stream_that_does_not_come_back() -> None:
+def test_a_stream_that_is_not_joined_again() -> None:
     first, second, x = new_stream(), new_stream(), cupy.zeros(1, np.float32)
     first.begin_capture()
     second.wait_event(first.record())

@@ -64,7 +64,7 @@ def test_a_launch_that_a_driver_refuses(row: str) -> None:
     assert x.get().sum() in (64, 128)
 
 
-def test_shared_memory_that_the_device_has_not() -> None:
+def test_shared_memory_beyond_the_device() -> None:
     function = kernel("with_shared")
     most = machine.devices.cards[0].shared_bytes
     function.max_dynamic_shared_size_bytes = most - 4096
@@ -99,7 +99,7 @@ def test_a_cubin_of_another_architecture_and_a_real_one() -> None:
 
 
 def test_code_of_other_passes_is_another_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiers compile PTX with different flags, and share a cache: a cubin of one is not taken for the other's."""
+    """The tiers compile PTX with different flags and share a cache, so a cubin of one tier must not serve the other."""
     arch, flags = machine.devices.cards[0].arch, nvrtc.flags
 
     def with_another(target: str) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ def test_a_tensor_map_needs_its_alignment() -> None:
     assert [encode(0, x.data.ptr), encode(32, x.data.ptr), encode(0, x.data.ptr + 8)] == [0, 1, 1]
 
 
-def test_a_call_that_the_stand_in_lacks() -> None:
+def test_calls_without_an_answer() -> None:
     assert tensor_map.driver().cuMemAdvise_v2() == 801
     assert machine.errors == ["the stand-in has no cuMemAdvise"]
     machine.errors.clear()
@@ -155,7 +155,7 @@ def test_a_wrong_launch_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_shared_memory_that_was_not_allowed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the attribute, a launch has at most 48 KiB."""
+    """Without the attribute of the function, a launch has at most 48 KiB."""
     monkeypatch.setattr(cuda, "_loaded", {})
     monkeypatch.setattr(cuda, "_function", planted_function)
     arrays = inputs("cupy", "simt")
@@ -168,7 +168,7 @@ def test_shared_memory_that_was_not_allowed_is_found(monkeypatch: pytest.MonkeyP
 
 
 def planted_function(launch: Launch, arch: str) -> Any:
-    """cuda._function without the attribute of dynamic shared memory."""
+    """cuda._function without setting the attribute of dynamic shared memory."""
     result = kernels.compile_launch(launch, arch)
     return cupy.RawModule(path=str(result.path)).get_function(launch.function)
 
@@ -216,12 +216,12 @@ def test_without_a_folder_the_bytes_are_loaded(monkeypatch: pytest.MonkeyPatch, 
     out = cupy_flash.attention(q, k, v, engine="simt")
     assert len(machine.modules.loads) == 1 and bool(cupy.isfinite(out).all())
     (function,) = cuda._loaded.values()
-    assert isinstance(function, cupy.cuda.Function)  # not a RawKernel, which has a path
+    assert isinstance(function, cupy.cuda.Function)  # a RawKernel would need a path
     cache.compiled.cache_clear()
 
 
 def test_no_launch_without_blocks() -> None:
-    """An empty batch or no sequence gives empty results without a launch."""
+    """An empty batch, or a batch without sequences, gives empty results without a launch."""
     machine.modules.launches.clear()
     empty = cupy.empty((0, 4, 2, 8), np.float32)
     assert cupy_flash.attention(empty, empty, empty).shape == empty.shape

@@ -1,6 +1,6 @@
-"""Bugs of ordering, planted in cupy_flash: right results in some legal order of execution, and wrong ones in another.
+"""Ordering bugs planted in cupy_flash give wrong results in some legal order of execution.
 
-Without a bug every body is right in all orders. With one it is wrong in some order, mostly one of the first five.
+Without a bug every body is right in all orders. With one, it is wrong in some order, mostly one of the first five.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEEDS = range(5)
 
 
 class Interface:
-    """A CUDA array of a library that names the stream on which it is ready."""
+    """A CUDA array that names the stream on which it is ready."""
 
     def __init__(self, array: cupy.ndarray, stream: Any) -> None:
         self.owner, self.__cuda_array_interface__ = array, array.__cuda_array_interface__ | {"stream": stream.ptr}
@@ -34,7 +34,7 @@ def new_stream() -> Any:
 
 
 def late_inputs() -> tuple[list[Any], list[Any]]:
-    """Values, and arrays of zeros that are to receive them; both are ready."""
+    """(values, arrays of zeros of the same shapes), ready on the host."""
     values = inputs("cupy", "simt")
     late = [cupy.zeros_like(x) for x in values]
     cupy.cuda.Device().synchronize()
@@ -46,11 +46,11 @@ def step(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
     return [out, *vjp(dout)[:3]]
 
 
-# Bodies: each gives results that are right if every dependency is kept.
+# Bodies: each gives right results if every dependency is kept.
 
 
 def on_one_stream() -> list[Any]:
-    """Inputs are written, and results read, on the stream of the call."""
+    """Inputs are written, and results are read, on the stream of the call."""
     values, late = late_inputs()
     with new_stream():
         assign(late, values)
@@ -58,7 +58,7 @@ def on_one_stream() -> list[Any]:
 
 
 def from_another_stream() -> list[Any]:
-    """Inputs are ready on a stream that only their interface names."""
+    """Inputs become ready on another stream, which their __cuda_array_interface__ names."""
     values, late = late_inputs()
     producer, consumer = new_stream(), new_stream()
     with producer:
@@ -93,7 +93,7 @@ def test_without_a_bug_every_order_is_right(body: str) -> None:
     assert all(is_right(BODIES[body], seed) for seed in SEEDS)
 
 
-# Bugs: each takes pytest's monkeypatch.
+# Each function plants one bug with pytest's monkeypatch.
 
 
 def no_wait_for_an_inputs_stream(patch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,9 @@ def kernels_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def workspaces_freed_before_the_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Kernels run on a stream that waits for the caller's, which waits for them only after the call has returned and
-    workspaces have gone back to its pool."""
+    """Kernels run on another stream, and the caller's stream waits for it only after the call has freed its
+    workspaces.
+    """
     other, run = new_stream(), {name: getattr(cuda, name) for name in ("forward", "backward")}
     patch.setattr(cuda, "stream_of", lambda like: other.ptr)
 
@@ -140,7 +141,7 @@ def legacy_default_stream_taken_for_per_thread(patch: pytest.MonkeyPatch) -> Non
 
 
 def wait_for_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """The event is recorded on the consumer's stream."""
+    """The event is recorded on the consumer's stream instead of the producer's."""
     wait = cuda._wait
     patch.setattr(cuda, "_wait", lambda stream, others: wait(SimpleNamespace(ptr=stream.ptr), {stream.ptr}))
 
@@ -159,7 +160,7 @@ BUGS = {
 def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         bug(patch)
-        assert not all(is_right(BUGS[bug], seed) for seed in range(40))  # ends at the first that is wrong
+        assert not all(is_right(BUGS[bug], seed) for seed in range(40))  # stops at the first wrong order
     machine.reset(0)
 
 

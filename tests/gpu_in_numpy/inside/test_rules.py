@@ -1,4 +1,4 @@
-"""The rules of streams, memory and copies, and what the stand-in refuses."""
+"""The rules of streams, memory and copies, and the calls that these devices refuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_stream() -> Any:
 
 
 def results_in_all_orders(work: Any) -> set[object]:
-    """Results of the work in the first orders."""
+    """The set of results of the work in the first orders of execution."""
     results = set()
     for seed in ORDERS:
         machine.reset(seed)
@@ -34,7 +34,7 @@ def results_in_all_orders(work: Any) -> set[object]:
 
 
 def written(first: Any, second: Any, between: Any = lambda: None) -> int:
-    """The byte that two streams write, one after the other in the program, and what the device ends with."""
+    """Let two streams write a byte, one after the other in program order; return the byte at the end."""
     x = cupy.zeros(1, np.uint8)
     cupy.cuda.Device().synchronize()
     runtime.memsetAsync(x.data.ptr, 1, 1, first)
@@ -48,7 +48,7 @@ def test_streams_without_a_dependency_have_no_order() -> None:
     first, second = new_stream(), new_stream()
     assert results_in_all_orders(lambda: written(first.ptr, second.ptr)) == {1, 2}
     assert results_in_all_orders(lambda: written(first.ptr, first.ptr)) == {2}
-    assert results_in_all_orders(lambda: written(first.ptr, 0)) == {1, 2}  # it is non-blocking
+    assert results_in_all_orders(lambda: written(first.ptr, 0)) == {1, 2}  # the stream is non-blocking
 
 
 def test_an_event_orders_streams() -> None:
@@ -66,7 +66,7 @@ def test_the_legacy_default_stream_and_blocking_streams_wait_for_each_other() ->
     blocking, other = cupy.cuda.Stream(), cupy.cuda.Stream()
     assert results_in_all_orders(lambda: written(blocking.ptr, 0)) == {2}
     assert results_in_all_orders(lambda: written(1, blocking.ptr)) == {2}
-    assert results_in_all_orders(lambda: written(2, 1)) == {2}  # the per-thread default stream blocks
+    assert results_in_all_orders(lambda: written(2, 1)) == {2}  # the per-thread default stream is blocking
     assert results_in_all_orders(lambda: written(blocking.ptr, other.ptr)) == {1, 2}
     assert results_in_all_orders(lambda: written(blocking.ptr, 2)) == {1, 2}
 
@@ -120,7 +120,7 @@ def test_a_copy_to_pageable_memory_is_done_at_its_return() -> None:
 
 
 def test_a_copy_into_memory_that_is_freed_before_it_runs() -> None:
-    """It is as much a fault as a kernel's access is, in the orders in which the free comes first."""
+    """Like a kernel's access, it is a fault in the orders in which the free comes first."""
     first, second, source = new_stream(), new_stream(), cupy.ones(4, np.uint8)
 
     def work() -> int | None:
@@ -143,7 +143,7 @@ def test_stream_ordered_allocations_end_with_the_memory() -> None:
 
 
 def test_an_interrupt_comes_when_the_operation_is_done() -> None:
-    """The kernel of a card goes on after Ctrl-C; the wait raises, and nothing is lost or done twice."""
+    """The kernel of a real card continues after Ctrl-C; the wait raises, and no work is lost or done twice."""
     x, y = cupy.zeros(4, np.float32), np.empty(4, np.float32)
     cupy.cuda.Device().synchronize()
     machine.streams._eagerness = 0.0
@@ -170,7 +170,7 @@ def test_fresh_and_freed_memory_is_poisoned() -> None:
 
 
 def test_freed_on_a_stream_after_its_work() -> None:
-    """An asynchronous free waits for its stream alone."""
+    """An asynchronous free waits only for its own stream."""
     first, second = new_stream(), new_stream()
 
     def work() -> bool:
@@ -219,7 +219,7 @@ def test_times_that_no_event_has_and_an_unknown_attribute() -> None:
 
 
 def test_an_error_that_cython_hides_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a C compiler a callback cannot raise: the plugin fails the test instead."""
+    """Without a C compiler a callback cannot raise, so the plugin fails the test instead."""
     monkeypatch.setattr(machine, "trampolines", None)
     cupy.cuda.Stream.from_external(type("Foreign", (), {"__cuda_stream__": lambda self: (0, 12345)})()).synchronize()
     (error,) = machine.errors

@@ -1,4 +1,4 @@
-"""Calls of CuPy's own code to the runtime that fail: they raise by trampolines, which need a C compiler."""
+"""Runtime calls of CuPy's own code that fail: trampolines raise, which need a C compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ runtime = cupy.cuda.runtime
 
 @contextmanager
 def fails(call: str, status: int, after: int = 0) -> Iterator[None]:
-    """Assert that the block raises CuPy's error of this status when the call fails after `after` successes."""
+    """Assert that the block raises CuPy's error of this status if the call fails after `after` successes."""
     machine.fail(call, status, after)
     with pytest.raises(runtime.CUDARuntimeError) as raised:
         yield
@@ -52,7 +52,7 @@ def test_a_call_that_fails_raises(call: str) -> None:
 
 
 class Interface:
-    """A CUDA array of a library that names the stream on which it is ready."""
+    """A CUDA array that names the stream on which it is ready."""
 
     def __init__(self, array: cupy.ndarray, stream: Any) -> None:
         self.owner, self.__cuda_array_interface__ = array, array.__cuda_array_interface__ | {"stream": stream.ptr}
@@ -60,7 +60,7 @@ class Interface:
 
 @pytest.mark.parametrize("call", ["eventCreateWithFlags", "eventRecord", "streamWaitEvent"])
 def test_a_wait_for_an_inputs_stream_that_fails(call: str) -> None:
-    """The call raises before any kernel runs, and its memory is freed."""
+    """The call raises before any kernel runs, and frees its memory."""
     producer, pool = new_stream(), cupy.cuda.MemoryPool()
     *given, dout = inputs("cupy", "simt")
     machine.modules.launches.clear()
@@ -74,8 +74,9 @@ def test_a_wait_for_an_inputs_stream_that_fails(call: str) -> None:
 
 @pytest.mark.parametrize("engine", ["simt", *(exhaustive(name) for name in ENGINES if name != "simt")])
 def test_out_of_memory_at_every_cudamalloc(engine: str) -> None:
-    """The pool frees its blocks, collects garbage and asks again, twice: one failure is no error of the call, and three
-    are."""
+    """The pool frees its blocks, collects garbage and retries, twice: one failure raises nothing, three raise an
+    error.
+    """
     arrays = inputs("cupy", engine)
     step(arrays, engine)
     count = mallocs(lambda: step(arrays, engine))
@@ -98,7 +99,7 @@ def test_out_of_memory_at_every_cudamalloc(engine: str) -> None:
 
 
 def mallocs(work: Any) -> int:
-    """The number of cudaMalloc calls of the work, with an empty pool."""
+    """Number of cudaMalloc calls of the work, with an empty pool."""
     machine.fail("malloc", OUT_OF_MEMORY, 10**6)
     with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
         work()
@@ -113,6 +114,6 @@ def test_a_capture_that_forbids_the_cudamalloc_of_an_empty_pool() -> None:
         stream.begin_capture(runtime.streamCaptureModeGlobal)
         with pytest.raises(RuntimeError, match="capture in the relaxed mode, CuPy's default, or"):
             step(arrays, "simt")
-        with pytest.raises(runtime.CUDARuntimeError):  # the call has made it invalid
+        with pytest.raises(runtime.CUDARuntimeError):  # the refused call has made the capture invalid
             stream.end_capture()
     assert machine.refusals[0].startswith(f"CUDA_ERROR_CAPTURE_UNSUPPORTED ({CAPTURE_UNSUPPORTED}): cudaMalloc")

@@ -1,4 +1,4 @@
-"""Tensor maps of wgmma as they reach the driver: their addresses, one encoding each, and a driver that refuses."""
+"""Tensor maps of wgmma as the driver gets them: addresses, one encoding per map, and a driver that refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_maps_are_the_second_argument_and_encoded_once(monkeypatch: pytest.Monke
 
 
 def test_a_new_thread_encodes_maps_in_a_context() -> None:
-    """The pool has the memory, and the kernels are loaded: only the choice of the device makes a context current."""
+    """Kernels are loaded and the pool has memory, so only choosing the device makes a context current in the new
+    thread.
+    """
     q, k, v, _ = inputs("cupy", "wgmma", 3)
     results = []
 
@@ -43,7 +45,7 @@ def test_a_new_thread_encodes_maps_in_a_context() -> None:
         results.append(cupy_flash.attention(q, k, v, engine="wgmma"))
 
     call()
-    thread = threading.Thread(target=call)  # with another out, whose map is not cached
+    thread = threading.Thread(target=call)  # with a new out, whose map is not cached
     thread.start()
     thread.join()
     first, second = (x.get().tobytes() for x in results)
@@ -65,12 +67,12 @@ def test_a_driver_that_refuses_a_map() -> None:
 
 
 def test_an_unaligned_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver needs 64-byte alignment of a map, which the encoder has to provide."""
+    """The driver needs maps aligned to 64 bytes, which the encoder has to provide."""
     x = cupy.zeros((64, 64), "float16")
     given = tensor_map.TensorMap(tensor_map.DATA_TYPES["f16"], x.data.ptr, (64, 64), (128,), (64, 8), 128)
     tensor_map.encode_for_gpu(given)
     monkeypatch.setattr(tensor_map, "ALIGNMENT", 1)
-    kept = []  # so that each buffer has another address: one may be aligned by chance
+    kept = []  # each buffer gets another address, because one may be aligned by chance
     with pytest.raises(RuntimeError, match="CUDA error 1"):
         for _ in range(100):
             kept.append(ctypes.create_string_buffer(BYTES + 1))

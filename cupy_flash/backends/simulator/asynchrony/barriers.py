@@ -32,7 +32,7 @@ class Barriers(Unit):
     def arrive(
         self, group: Group, number: int, barrier: int, count: int, instruction: Instruction, *, waits: bool, votes: Any
     ) -> None:
-        """The group's warps arrive.
+        """Record the arrival of the group's warps.
 
         `count` is the number of expected threads, -1 for all of the block; `votes` are the lanes' predicates of
         bar.red.
@@ -110,7 +110,7 @@ class Barriers(Unit):
         return released
 
     def explain(self) -> list[str]:
-        """One line per barrier and instruction at which warps of the first deadlocked block wait."""
+        """Return a line per barrier and instruction at which warps of the first deadlocked block wait."""
         context, lines = self.context, []
         code = context.program.function.instructions
         for barrier in np.flatnonzero(self.waiting.any(1)):

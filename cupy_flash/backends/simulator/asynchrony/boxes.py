@@ -39,7 +39,7 @@ class Pieces:
 def range_pieces(
     shared: Indices, start: Indices, size: Indices, instruction: Instruction, type_: str, context: Context
 ) -> Pieces:
-    """The pieces of a contiguous range of `size` bytes, the same size in all lanes (cp.async.bulk)."""
+    """Return the pieces of a contiguous range of `size` bytes, the same size in all lanes (cp.async.bulk)."""
     if not size[0] or ((start | size | shared) % 16).any():
         raise Misaligned(
             f"cp.async.bulk needs addresses and a size that are multiples of 16 bytes, and a size above 0: "
@@ -54,7 +54,7 @@ def range_pieces(
 def box_pieces(
     shared: Indices, tensor: TensorMap, coordinates: Indices, instruction: Instruction, context: Context
 ) -> Pieces:
-    """The pieces of a tensor map's box (cp.async.bulk.tensor), dense in shared memory except for the swizzle.
+    """Return the pieces of a tensor map's box (cp.async.bulk.tensor), dense in shared memory except for the swizzle.
 
     Coordinates are (n, dimensions), innermost dimension first.
     """
@@ -91,7 +91,7 @@ def _allocation(addresses: Indices, width: int, instruction: Instruction, contex
 
 
 def tensor_map_at(address: Indices, instruction: Instruction, context: Context) -> TensorMap:
-    """The tensor map at a generic address, which is the same in all lanes."""
+    """Return the tensor map at a generic address, which is the same in all lanes."""
     generic = int(address[0])
     if generic % ALIGNMENT:
         raise Misaligned(f"tensor map at {generic:#x} is not aligned to {ALIGNMENT} bytes: {instruction.where}")

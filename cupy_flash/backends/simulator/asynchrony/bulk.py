@@ -154,7 +154,7 @@ class BulkCopies(Unit):
             self._take(copy, copy.unwaited.copy())
 
     def _threads(self, rows: Indices, lanes: Indices) -> list[tuple[tuple[str, int, int], npt.NDArray[np.bool_]]]:
-        """(agent without its rank, mask over these lanes) for each distinct (warp of a block, lane)."""
+        """Return (agent without its rank, mask over these lanes) for each distinct (warp of a block, lane)."""
         warps = self.context.warp_of_row[rows]
         pairs = sorted({(int(w), int(lane)) for w, lane in zip(warps, lanes, strict=True)})
         return [(("bulk", w, lane), (warps == w) & (lanes == lane)) for w, lane in pairs]
@@ -164,7 +164,7 @@ class BulkCopies(Unit):
         self.committed[group.rows] += group.lanes()
 
     def wait(self, group: Group, pending: int, *, read: bool) -> None:
-        """cp.async.bulk.wait_group{.read}: complete all but the `pending` youngest groups of each thread."""
+        """Execute cp.async.bulk.wait_group{.read}: complete all but the `pending` youngest groups of each thread."""
         context = self.context
         here = np.zeros((context.warps, 32), bool)
         here[group.rows] = group.lanes()
@@ -191,13 +191,13 @@ class BulkCopies(Unit):
                         clocks.acquire_agent(clocks.agents[agent], warps, np.maximum(limit[warps, lane], 0), mask)
 
     def _take(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
-        """Read shared memory."""
+        """Read the source of these lanes from shared memory."""
         now = lanes & ~copy.read
         copy.data_read[now] = self.context.shared.gather(copy.index[now], copy.pieces.width)
         copy.read |= now
 
     def _write(self, copy: _Copy, lanes: npt.NDArray[np.bool_]) -> None:
-        """Write global memory."""
+        """Write the data of these lanes to global memory."""
         pieces, store = copy.pieces, copy.pieces.allocation.store
         for i in np.flatnonzero(lanes & copy.unwaited):
             inside = pieces.inside[i]
@@ -243,7 +243,7 @@ def _account(copy: _Copy, context: Context, *, writes: bool) -> None:
 
 
 def _shared_pieces(copy: _Copy) -> Indices:
-    """(n, pieces): shared-memory index of each 16-byte piece."""
+    """Return the shared-memory index of each 16-byte piece, (n, pieces)."""
     return copy.index[:, :: 16 // copy.pieces.width]
 
 
@@ -289,7 +289,7 @@ Reader = tuple[Callable[[Group], Indices], Callable[[Group, SharedAddresses], Pi
 
 
 def _global_operand(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
-    """(key, pieces) of the global operand, a box or a range of `size` bytes: lanes with an equal key form one copy."""
+    """Return a reader of (key, pieces) of the global operand, a box or a range; lanes with one key form one copy."""
     if isinstance(operand, TensorAddress):
         address_of = addresses(operand.map, context, instruction)
         coordinates = [context.source(item, "s32", instruction) for item in operand.coordinates.items]
@@ -322,7 +322,7 @@ def _global_operand(instruction: Instruction, context: Context, operand: Any, si
 
 
 def _within(pieces: Pieces, target: SharedAddresses, instruction: Instruction, context: Context) -> Indices:
-    """(n, m): indices of the pieces in the shared memory of all blocks."""
+    """Return the indices of the pieces in the shared memory of all blocks, (n, m)."""
     if (pieces.shared + pieces.width > context.shared_bytes).any():
         raise OutOfBounds(
             f"bulk copy reaches beyond the {context.shared_bytes} bytes of shared memory: {instruction.where}"

@@ -45,7 +45,7 @@ class ClusterBarrier(Unit):
                 self.checks.converge(mine)
 
     def passed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """(n,): whether the barrier phase that each warp waits for is complete."""
+        """Return whether the barrier phase for which each warp waits is complete, (n,)."""
         context = self.context
         live = context.live.any(1)
         slowest = np.full(context.blocks // context.cluster, np.iinfo(np.int64).max)
@@ -67,7 +67,7 @@ class ClusterBarrier(Unit):
                 self.checks.clocks.acquire(("cluster", int(phase) % 2), mine, blocks)
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
-        """One line per cluster: the waiting warps and the warps that have not arrived."""
+        """Yield a line per cluster with the waiting warps and the warps that have not arrived."""
         context = self.context
         for cluster in np.unique(context.cluster_of_row[group.rows]):
             here = group.rows[context.cluster_of_row[group.rows] == cluster]
@@ -80,7 +80,7 @@ class ClusterBarrier(Unit):
 
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A function from a group to its lanes (rows, 32) whose wait is over."""
+    """Return a function from a group to its lanes (rows, 32) whose wait is over."""
     barrier = context.unit(ClusterBarrier)
     return lambda group: group.lanes() & barrier.passed(group.rows)[:, None]
 
@@ -95,7 +95,7 @@ def _barrier(instruction: Instruction, context: Context) -> Step:
 
 
 def _map_address(instruction: Instruction, context: Context) -> Step:
-    """mapa.shared::cluster.u32 d, a, rank: the address in block `rank` that corresponds to `a` in this one."""
+    """Compile mapa.shared::cluster.u32 d, a, rank: the address in block `rank` that corresponds to `a` in this one."""
     if instruction.modifiers != ("shared::cluster", "u32"):
         raise unsupported(instruction)
     result = context.destination(instruction.operands[0], "u32", instruction)

@@ -68,7 +68,7 @@ class Copies(Unit):
         self.committed[group.rows] += group.lanes()
 
     def wait(self, group: Group, pending: int | None) -> None:
-        """cp.async.wait_group: complete all but the `pending` youngest groups of each thread; None is wait_all."""
+        """Execute cp.async.wait_group: complete all but each thread's `pending` youngest groups; None is wait_all."""
         lanes = np.zeros((self.context.warps, 32), bool)
         lanes[group.rows] = group.lanes()
         for copy in self.in_flight:
@@ -93,7 +93,7 @@ class Copies(Unit):
             self.checks.copy_landed(part, index, copy.access.width, copy.access.number)
 
     def _read(self, copy: _Copy, group: Group, *, count: bool) -> npt.NDArray[np.uint8]:
-        """The bytes to write, (active lanes, width). `count`: also check every source byte and count the traffic."""
+        """Return the bytes to write, (active lanes, width); with `count`, check source bytes and count the traffic."""
         context, width = self.context, copy.access.width
         active = group.active
         data = np.zeros((int(group.lanes().sum()), width), np.uint8)

@@ -48,7 +48,7 @@ class Exits(Unit):
             )
         if self.checks is None:
             return
-        # Arrivals by the block's own warps precede its exit anyway.
+        # A block's own warps arrive before it exits anyway.
         foreign = (targets.blocks != context.block_of_row[targets.rows]) | (not arrives)
         rank = targets.blocks % context.cluster
         for offset, r in {(int(o), int(r)) for o, r in zip(targets.offsets[foreign], rank[foreign], strict=True)}:
@@ -61,7 +61,7 @@ class Exits(Unit):
             uses[_NUMBER, rows] = context.number_of[id(instruction)]
 
     def check_exited(self) -> None:
-        """After lanes have exited: check every block that has no live lane left."""
+        """Check every block that has no live lane left, after lanes have exited."""
         context = self.context
         exited = np.logical_not(context.live.reshape(-1, context.blocks, 32).any(axis=(0, 2)))
         ended = np.flatnonzero(exited & ~self.exited)

@@ -39,7 +39,7 @@ class Mbarriers(Unit):
         self.pending = np.zeros(shape, np.int64)  # pending arrivals of the current phase
         self.tx_count = np.zeros(shape, np.int64)  # pending bytes
         self.phase = np.zeros(shape, np.int64)  # number of completed phases
-        self._initialised_by = np.zeros(shape, np.int64)  # row
+        self._initialised_by = np.zeros(shape, np.int64)  # row of the initialising warp
         self._initialised_at = np.zeros(shape, np.uint64)  # clock of that warp
         self._fenced = np.zeros(shape, bool)
         self._copies = np.zeros(shape, np.int64)  # bulk copies in flight that signal this mbarrier
@@ -50,7 +50,7 @@ class Mbarriers(Unit):
         self.waits: dict[int, Callable[[Group], Any]] = {}  # instruction number -> its `_waited` function
 
     def lookup(self, targets: SharedAddresses, instruction: Instruction) -> Indices:
-        """The index of each lane's mbarrier. Raises unless its initialisation happens before."""
+        """Return the index of each lane's mbarrier; raises unless its initialisation happens before."""
         context = self.context
         first = int(targets.offsets[0])
         if (targets.offsets == first).all():
@@ -111,13 +111,13 @@ class Mbarriers(Unit):
         self._fenced[at] = False
 
     def fence(self, group: Group) -> None:
-        """fence.mbarrier_init or fence.proxy.async: bulk copies may use the mbarriers initialised by these warps."""
+        """Execute fence.mbarrier_init or fence.proxy.async, after which bulk copies may use these warps' mbarriers."""
         self._fenced |= (self.expected > 0) & np.isin(self._initialised_by, group.rows)
 
     def arrive(
         self, targets: SharedAddresses, instruction: Instruction, counts: Any, amounts: Any, *, release: bool = True
     ) -> Indices:
-        """mbarrier.arrive with `counts`, after expect_tx of `amounts` bytes; returns the phases before."""
+        """Execute mbarrier.arrive with `counts`, after expect_tx of `amounts` bytes; return the phases before."""
         context = self.context
         at = self.lookup(targets, instruction), targets.blocks
         before = self.phase[at]
@@ -145,7 +145,7 @@ class Mbarriers(Unit):
         return before
 
     def begin_copy(self, targets: SharedAddresses, instruction: Instruction) -> Indices:
-        """Bulk copies that signal these mbarriers are issued; returns the phases that they belong to."""
+        """Record the issue of bulk copies that signal these mbarriers; return their phases."""
         at = self.lookup(targets, instruction), targets.blocks
         if self.checks is not None and not self._fenced[at].all():
             i = int(np.flatnonzero(~self._fenced[at])[0])
@@ -157,7 +157,7 @@ class Mbarriers(Unit):
         return self.phase[at]
 
     def complete_tx(self, targets: SharedAddresses, amount: int, instruction: Instruction) -> None:
-        """Bulk copies of `amount` bytes each complete."""
+        """Record the completion of bulk copies of `amount` bytes each."""
         at = self.lookup(targets, instruction), targets.blocks
         np.subtract.at(self.tx_count, at, amount)
         np.subtract.at(self._copies, at, 1)
@@ -186,7 +186,7 @@ class Mbarriers(Unit):
                     self._arrived[offset][blocks] = False
 
     def acquire(self, targets: SharedAddresses, instruction: Instruction) -> None:
-        """Lanes that have waited for a phase join the clocks of its arrivals and copies."""
+        """Join the clocks of a phase's arrivals and copies into those of the lanes that have waited for it."""
         context = self.context
         if self.checks is None or not len(targets.rows):
             return
@@ -201,7 +201,7 @@ class Mbarriers(Unit):
             clocks.acquire_agent(clocks.agent(("mbarrier", offset, r)), rows, phases[mine][first], lanes)
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
-        """One line per mbarrier and phase that lanes of a waiting group wait for."""
+        """Yield a line per mbarrier and phase for which lanes of a waiting group wait."""
         context = self.context
         targets, wanted, kind = self.waits[context.number_of[id(instruction)]](group)
         at = self.lookup(targets, instruction), targets.blocks
@@ -276,7 +276,7 @@ def _arrive(instruction: Instruction, context: Context) -> Step:
 
 
 def _waited(instruction: Instruction, context: Context) -> Callable[[Group], Any]:
-    """A function from a group to (mbarriers, values waited for, "parity" or "phase")."""
+    """Return a function from a group to (mbarriers, values waited for, "parity" or "phase")."""
     address_of = addresses(instruction.operands[1], context, instruction)
     by_parity = "parity" in instruction.modifiers
     wanted = context.source(instruction.operands[2], "u32" if by_parity else "u64", instruction)
@@ -290,14 +290,14 @@ def _waited(instruction: Instruction, context: Context) -> Callable[[Group], Any
 
 
 def _passed(targets: SharedAddresses, wanted: Indices, kind: str, context: Context, instruction: Instruction) -> Any:
-    """(n,): whether the phase is complete; by parity, whether the last completed phase has this parity."""
+    """Return whether the phase is complete, (n,); by parity, whether the last completed phase has this parity."""
     mbarriers = context.unit(Mbarriers)
     phase = mbarriers.phase[mbarriers.lookup(targets, instruction), targets.blocks]
     return (phase & 1) != (wanted & 1) if kind == "parity" else phase > wanted
 
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A function from a group to its lanes (rows, 32) whose wait ends: the phase is complete, or the wait timed out."""
+    """Return a function from a group to its lanes (rows, 32) whose phase is complete or whose wait has timed out."""
     read = _waited(instruction, context)
     mbarriers = context.unit(Mbarriers)
     mbarriers.waits[context.number_of[id(instruction)]] = read

@@ -34,7 +34,7 @@ class Registers(Unit):
         self.free = np.zeros(context.blocks, np.int64)  # in units of one register of a whole warp
 
     def grantable(self, group: Group, count: int) -> Mask:
-        """The lanes (rows, 32) whose request the pool can satisfy, one warpgroup after the other."""
+        """Return the lanes (rows, 32) whose request the pool can satisfy, one warpgroup after the other."""
         context, granted = self.context, np.zeros(len(group.rows), bool)
         left = self.free.copy()
         for warpgroup in np.unique(context.warpgroup_of_row[group.rows]):
@@ -62,7 +62,7 @@ class Registers(Unit):
         self.context.events += 1
 
     def explain(self, group: Group, instruction: Instruction) -> Iterator[str]:
-        """One line per block: the waiting warps and the free registers."""
+        """Yield a line per block with the waiting warps and the free registers."""
         context = self.context
         for block in np.unique(context.block_of_row[group.rows]):
             warps = [int(w) for w in context.warp_of_row[group.rows[context.block_of_row[group.rows] == block]]]
@@ -84,7 +84,7 @@ def _count(instruction: Instruction) -> int:
 
 
 def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A function from a group to its lanes (rows, 32) whose request can be satisfied now."""
+    """Return a function from a group to its lanes (rows, 32) whose request can be satisfied now."""
     count = _count(instruction)
     registers = context.unit(Registers)
     return lambda group: registers.grantable(group, count)

@@ -48,7 +48,7 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> Indices:
-    """Byte offset of each piece before swizzling: (rows, 2), or transposed (16 of K, rows / 8)."""
+    """Return the byte offset of each piece before swizzling, (rows, 2), or transposed (16 of K, rows / 8)."""
     pitch, span = layout.swizzle, layout.swizzle // 16
     if not layout.transposed:
         row, piece = np.arange(layout.rows)[:, None], np.arange(2)
@@ -62,7 +62,7 @@ _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
 def descriptor_layout(descriptor: int, rows: int, *, transposed: bool) -> tuple[int, Layout]:
-    """(address, layout) of a matrix descriptor."""
+    """Return (address, layout) of a matrix descriptor."""
     address, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     return address, Layout(rows, transposed, _SWIZZLES[descriptor >> 62], leading, stride)
 
@@ -118,7 +118,7 @@ class WgmmaQueue(Unit):
         self._keys: dict[tuple[int, ...], int] = {}
 
     def key(self, accumulators: Indices) -> int:
-        """A number above 0 that identifies this sequence of accumulator registers."""
+        """Return a number above 0 that identifies this sequence of accumulator registers."""
         return self._keys.setdefault(tuple(accumulators), len(self._keys) + 1)
 
     def watched(self, step: Step, instruction: Instruction) -> Step:
@@ -202,7 +202,7 @@ class WgmmaQueue(Unit):
         self.committed[np.unique(self.context.warpgroup_of_row[rows])] += 1
 
     def wait(self, rows: Indices, pending: int) -> None:
-        """wgmma.wait_group: complete all but the `pending` youngest groups."""
+        """Execute wgmma.wait_group: complete all but the `pending` youngest groups."""
         context = self.context
         warpgroups = np.unique(context.warpgroup_of_row[rows])
         limit = self.committed - pending
@@ -263,7 +263,7 @@ class WgmmaQueue(Unit):
             self._write(*held)
 
     def _read(self, form: _Form, rows: Indices) -> npt.NDArray[np.float32]:
-        """The accumulators as (n, 64, columns): "Matrix D" of m64nNk16."""
+        """Return the accumulators as (n, 64, columns), "Matrix D" of m64nNk16."""
         words = self.context.matrix_registers[form.accumulators[:, None, None], rows]
         # register = (block of 8 columns, upper or lower 8 rows, odd column), then n, warp, lane = (row, pair)
         split = words.view(np.float32).reshape(-1, 2, 2, len(rows), 4, 8, 4)
@@ -275,7 +275,7 @@ class WgmmaQueue(Unit):
         self.context.matrix_registers[form.accumulators[:, None, None], rows] = words
 
     def _registers_a(self, form: _Form, rows: Indices) -> Values:
-        """A from registers as (n, 64, depth): "Matrix A" of m64nNk16."""
+        """Return A from registers as (n, 64, depth), "Matrix A" of m64nNk16."""
         words = self.context.matrix_registers[form.registers[:, None, None], rows]
         narrow = _narrow(words, form.types[0])
         # register = (right half of K, lower 8 rows), n, warp, lane = (row, word), elements of the word
@@ -283,7 +283,7 @@ class WgmmaQueue(Unit):
         return decode(np.ascontiguousarray(split), form.types[0]).reshape(len(rows), 64, -1)
 
     def _operand(self, wgmma: _Wgmma, which: int, now: Mask) -> Values:
-        """Operand A (`which` 0) or B (1) from shared memory as (n, rows, depth)."""
+        """Return operand A (`which` 0) or B (1) from shared memory as (n, rows, depth)."""
         index = wgmma.a if which == 0 else wgmma.b
         assert index is not None
         type_, transposed = wgmma.form.types[which], wgmma.form.transposed[which]
@@ -411,7 +411,7 @@ def _mma_async(instruction: Instruction, context: Context) -> Step:
 def _pieces(
     descriptors: Array, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
 ) -> Indices:
-    """(n, pieces): indices into the shared memory of all blocks of the matrices that the descriptors (n) describe."""
+    """Return indices into the shared memory of all blocks for the matrices of the descriptors (n), (n, pieces)."""
     pieces = []
     for descriptor in map(int, descriptors):
         address, layout = descriptor_layout(descriptor, extent, transposed=transposed)

@@ -38,13 +38,13 @@ class Access:
 
 
 def access_bytes(instruction: Instruction) -> int:
-    """Bytes per lane of a ld, st, atom or red."""
+    """Return the bytes per lane of a ld, st, atom or red."""
     count = next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
     return TYPE_BYTES[instruction.modifiers[-1]] * count
 
 
 def describe(instruction: Instruction, context: Context, *, writes: bool) -> Access:
-    """The Access of a ld, st, atom or red."""
+    """Return the Access of a ld, st, atom or red."""
     modifiers = instruction.modifiers
     space = next((m.split("::")[0] for m in modifiers if m.split("::")[0] in _SPACES), "generic")
     types = [m for m in modifiers if m in TYPE_BYTES]
@@ -59,7 +59,7 @@ def describe(instruction: Instruction, context: Context, *, writes: bool) -> Acc
 
 
 def addresses(operand: Operand, context: Context, instruction: Instruction) -> Callable[[Group], Indices]:
-    """A function from a group to its addresses [base + offset], int64 (rows, 32), in the instruction's state space."""
+    """Return a function from a group to its addresses [base + offset], int64 (rows, 32), in the state space."""
     if not isinstance(operand, Address):
         raise Unsupported(f"operand {operand} is not an address: {instruction.where}")
     base, offset = operand.base, operand.offset
@@ -277,7 +277,7 @@ def _write_lanes(group: Group, results: list[Array], values: Array) -> None:
 def _load_parameter(
     access: Access, context: Context, address_of: Callable[[Group], Indices], results: list[Array]
 ) -> Step:
-    """ld.param at a fixed address: the value is a constant of the launch, read once at compile time."""
+    """Compile ld.param at a fixed address, whose value is a constant of the launch and read at compile time."""
     all_warps = Group(0, np.arange(context.warps), None, context.warps)
     address = address_of(all_warps)
     ((store, index, _, _),) = pieces(access, "param", context, all_warps, address)
@@ -321,7 +321,7 @@ def _store(instruction: Instruction, context: Context) -> Step:
 
 
 def _packed_values(group: Group, sources: list[Any], access: Access) -> Array:
-    """The components of the active lanes, packed into the unsigned items that Store.scatter takes."""
+    """Return the components of the active lanes, packed into unsigned items for Store.scatter."""
     shape = (len(group.rows), 32)
     columns = [group.active(np.broadcast_to(group.read(source), shape)) for source in sources]
     if len(columns) == 1:
@@ -337,7 +337,7 @@ ATOMIC = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}
 
 
 def atomic_function(operation: str, type_: str) -> Callable[..., Any]:
-    """The function (old, operands...) -> new of an atomic operation."""
+    """Return the function (old, operands...) -> new of an atomic operation."""
     if type_ in ("f16", "bf16", "f16x2", "bf16x2"):
         return _half_function(operation, type_)
     one = DTYPES[type_](1)

@@ -16,7 +16,7 @@ HALVES = {"f16", "bf16", "f16x2", "bf16x2"}
 
 
 def registrar(table: dict[str, Compiler]) -> Callable[..., Callable[[Compiler], Compiler]]:
-    """A decorator factory: @compiles("add", "sub") registers a compiler for these opcodes in the table."""
+    """Return a decorator factory: @compiles("add", "sub") registers a compiler for these opcodes in the table."""
 
     def compiles(*opcodes: str) -> Callable[[Compiler], Compiler]:
         def register(compiler: Compiler) -> Compiler:
@@ -29,7 +29,7 @@ def registrar(table: dict[str, Compiler]) -> Callable[..., Callable[[Compiler], 
 
 
 def computed(result: Array, function: Function, *sources: Any) -> Step:
-    """A step: result = function(*sources) for the group's lanes."""
+    """Return a step that sets result = function(*sources) for the group's lanes."""
 
     def step(group: Group) -> None:
         group.write(result, function(*[group.read(source) for source in sources]))
@@ -38,7 +38,7 @@ def computed(result: Array, function: Function, *sources: Any) -> Step:
 
 
 def ufunc(result: Array, function: Function, *sources: Any) -> Step:
-    """As `computed`, for a NumPy ufunc with the register's dtype: it writes in place if all lanes are active."""
+    """Return a step as `computed` for a NumPy ufunc with the register's dtype, in place if all lanes are active."""
 
     def step(group: Group) -> None:
         if group.plain:
@@ -52,15 +52,15 @@ def ufunc(result: Array, function: Function, *sources: Any) -> Step:
 
 
 def typed_sources(instruction: Instruction, context: Context, type_: str, first: int = 1) -> list[Any]:
-    """Views of the operands from `first` on, all of one type."""
+    """Return views of the operands from `first` on, all of one type."""
     return [context.source(operand, type_, instruction) for operand in instruction.operands[first:]]
 
 
 def unsupported(instruction: Instruction) -> Unsupported:
-    """The error for an instruction form that the simulator does not execute."""
+    """Return the error for an instruction form that the simulator does not execute."""
     return Unsupported(f"this form of {instruction.opcode} is not simulated: {instruction.where}")
 
 
 def rounding(instruction: Instruction, default: str = "rn") -> str:
-    """The rounding mode among the modifiers, or `default`."""
+    """Return the rounding mode among the modifiers, or `default`."""
     return next((m for m in instruction.modifiers if m in _ROUNDINGS), default)

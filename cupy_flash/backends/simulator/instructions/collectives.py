@@ -19,7 +19,7 @@ _WEIGHTS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 
 def member_operand(instruction: Instruction) -> Any:
-    """The membermask operand, or None if the instruction needs all lanes of the warp."""
+    """Return the membermask operand, or None if the instruction needs all lanes of the warp."""
     if is_warp_barrier(instruction):
         return instruction.operands[0]
     if instruction.opcode in ("shfl", "vote", "match", "redux", "elect"):
@@ -28,7 +28,7 @@ def member_operand(instruction: Instruction) -> Any:
 
 
 def members(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """A function from a group to its member lanes (rows, 32): the membermask of each warp's first active lane."""
+    """Return a function from a group to its member lanes (rows, 32), the mask of each warp's first active lane."""
     operand = member_operand(instruction)
     if operand is None:
         return lambda group: context.live[group.rows]
@@ -89,7 +89,7 @@ def _shuffle(instruction: Instruction, context: Context) -> Step:
 
 
 def _row_mask(group: Group, flags: Any) -> Any:
-    """(rows, 1): bit mask of the active lanes whose flag is set."""
+    """Return the bit mask of the active lanes with a set flag, (rows, 1)."""
     flags = np.broadcast_to(flags, (len(group.rows), 32))
     if group.mask is not None:
         flags = flags & group.mask

@@ -56,7 +56,7 @@ def round_integer(values: Float64, mode: str) -> Float64:
 
 
 def encode(values: Float64, format_: Format, mode: str = "rn", *, satfinite: bool = False) -> npt.NDArray[np.uint32]:
-    """Bits of float64 values in a narrower format: sign, exponent, mantissa."""
+    """Return the bits of float64 values in a narrower format: sign, exponent, mantissa."""
     magnitude = np.abs(values)
     sign = np.signbit(values)
     finite = np.isfinite(values)
@@ -77,7 +77,7 @@ def encode(values: Float64, format_: Format, mode: str = "rn", *, satfinite: boo
 
 
 def decode(bits: Array, name: str) -> Float64:
-    """The float64 values of bits in a format of FORMATS."""
+    """Return the float64 values of bits in a format of FORMATS."""
     if name == "f16":
         return bits.astype(np.uint16).view(np.float16).astype(np.float64)
     if name == "bf16":
@@ -100,7 +100,7 @@ def _eight_bit_values(name: str) -> Float64:
 
 
 def to_bits(values: Array, name: str, mode: str = "rn", *, satfinite: bool = False) -> Array:
-    """Bits of float32 or float64 values in f16, bf16 (uint16), e4m3 or e5m2 (uint8)."""
+    """Return the bits of float32 or float64 values in f16, bf16 (uint16), e4m3 or e5m2 (uint8)."""
     if name == "f16" and mode == "rn" and not satfinite:
         bits = values.astype(np.float16).view(np.uint16)
         return np.where(np.isnan(values), np.uint16(0x7FFF), bits)
@@ -114,7 +114,7 @@ def to_bits(values: Array, name: str, mode: str = "rn", *, satfinite: bool = Fal
 
 
 def to_tf32(values: npt.NDArray[np.float32], mode: str, *, satfinite: bool = False) -> npt.NDArray[np.uint32]:
-    """tf32 bits of float32 values: ten mantissa bits, the low thirteen bits zero; NaN is 0x7FFFFFFF."""
+    """Return the tf32 bits of float32 values: ten mantissa bits, the low thirteen bits zero; NaN is 0x7FFFFFFF."""
     bits = encode(values.astype(np.float64), _TF32, mode, satfinite=satfinite)
     return np.where(np.isnan(values), np.uint32(0x7FFFFFFF), bits << np.uint32(13))
 
@@ -136,7 +136,7 @@ def float_to_integer(values: Array, dtype: np.dtype[Any], mode: str, *, source_i
 
 
 def round_to_float32(values: Float64, error: Float64 | float, mode: str) -> npt.NDArray[np.float32]:
-    """float32 of the exact number values + error, rounded by `mode`; `error` is below half a unit in the last place."""
+    """Return float32 of the exact values + error, rounded by `mode`; `error` is below half a unit in the last place."""
     nearest = (_to_odd(values, error) if mode == "rn" else values).astype(np.float32)
     if mode == "rn":
         return nearest
@@ -161,7 +161,7 @@ def _to_odd(rounded: Float64, error: Float64 | float) -> Float64:
 
 
 def two_sum(a: Float64, b: Float64) -> tuple[Float64, Float64]:
-    """(s, e): s = fl(a + b), s + e = a + b exactly."""
+    """Return (s, e) with s = fl(a + b), s + e = a + b exactly."""
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)
@@ -174,7 +174,7 @@ def sum_to_odd(a: Float64, b: Float64) -> Float64:
 
 
 def fma32(a: Any, b: Any, c: Any) -> npt.NDArray[np.float32]:
-    """fma.rn.f32, correctly rounded: the product is exact in float64; ties created by float64 are corrected."""
+    """Return fma.rn.f32, correctly rounded: the product is exact in float64; ties created by float64 are corrected."""
     product = np.multiply(a, b, dtype=np.float64)
     total = np.asarray(product + c)
     result = total.astype(np.float32)
@@ -190,7 +190,7 @@ def fma32(a: Any, b: Any, c: Any) -> npt.NDArray[np.float32]:
 
 
 def fma64(a: Any, b: Any, c: Any) -> Float64:
-    """fma.rn.f64, correctly rounded: error-free product and sum, one final rounding (Boldo and Melquiond 2008)."""
+    """Return fma.rn.f64, correctly rounded: error-free product and sum, one rounding (Boldo and Melquiond 2008)."""
     a, b, c = np.broadcast_arrays(np.float64(a), np.float64(b), np.float64(c))
     product = a * b
     rough = product + c
@@ -231,12 +231,12 @@ def _fma_by_fractions(a: float, b: float, c: float) -> float:
 
 
 def flush_subnormals(values: Array) -> Array:
-    """.ftz: replace float32 subnormals by zero of the same sign."""
+    """Apply .ftz: replace float32 subnormals by zero of the same sign."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)
 
 
 def flush_subnormal_bits(bits: Array, name: str) -> Array:
-    """.ftz on the bits of a 16-bit format."""
+    """Apply .ftz to the bits of a 16-bit format."""
     exponent, sign = FORMATS[name].infinity, 0x8000
     assert exponent is not None
     return np.where(bits & exponent, bits, bits & sign)
@@ -248,7 +248,7 @@ def add_flushed(a: Array, b: Array) -> Array:
 
 
 def may_flush(*values: Array) -> bool:
-    """Whether add_flushed may differ from a plain sum of these float32 numbers.
+    """Return whether add_flushed may differ from a plain sum of these float32 numbers.
 
     It cannot if all are 0 or at least 2**-102: they are then multiples of 2**-125, and so are their sums, so that none
     is subnormal.

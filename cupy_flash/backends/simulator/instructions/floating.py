@@ -28,7 +28,7 @@ compiles = registrar(COMPILERS)
 
 
 def _flushed(function: Function, instruction: Instruction, type_: str) -> Function:
-    """The function with the instruction's .ftz and .sat applied."""
+    """Return the function with the instruction's .ftz and .sat applied."""
     modifiers = instruction.modifiers
     if "ftz" in modifiers and type_ == "f32":
         inner = function
@@ -156,7 +156,7 @@ def _truncate_mantissa(function: Function) -> Function:
 
 
 def _in_double(function: Function) -> Function:
-    """An .approx float32 function, computed in float64: a GPU's result is within the error bounds of the PTX ISA."""
+    """Return an .approx float32 function, computed in float64; a GPU's is within the error bounds of the PTX ISA."""
     return lambda a: function(np.float64(a)).astype(np.float32)
 
 

@@ -15,7 +15,7 @@ compiles = registrar(COMPILERS)
 
 
 def _high_product(a: Array, b: Array, type_: str) -> Array:
-    """The upper half of a * b."""
+    """Return the upper half of a * b."""
     if TYPE_BYTES[type_] < 8:
         bits = 8 * TYPE_BYTES[type_]
         wide = DTYPES[f"{type_[0]}{2 * bits}"]
@@ -115,7 +115,7 @@ def with_carry(instruction: Instruction, context: Context) -> Step:
 
 
 def integer_division(a: Any, b: Any) -> tuple[Any, Any]:
-    """(quotient rounded toward zero, remainder). Division by zero, which PTX leaves undefined: (all ones, a)."""
+    """Return (quotient rounded toward zero, remainder). Division by zero, which PTX leaves undefined: (all ones, a)."""
     a, b = np.broadcast_arrays(a, b)
     if a.dtype.kind == "u":
         safe = np.where(b == 0, b.dtype.type(1), b)

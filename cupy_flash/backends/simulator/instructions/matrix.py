@@ -21,7 +21,7 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
 
 
 def fragment_a(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """(row, column) of each lane's elements in fragment A (16 x k), each (32, elements).
+    """Return (row, column) of each lane's elements in fragment A (16 x k), each (32, elements).
 
     9.7.14.5.7 (k8: Figures 71 and 72), 9.7.14.5.8 (k16: Figure 79), 9.7.14.5 for m16n8k32 (8-bit: Figure 88).
     """
@@ -35,14 +35,14 @@ def fragment_a(shape: str, type_: str) -> tuple[Indices, Indices]:
 
 
 def fragment_b(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """(row, column) of each lane's elements in fragment B (k x 8), each (32, elements). Same sections."""
+    """Return (row, column) of each lane's elements in fragment B (k x 8), each (32, elements). Same sections."""
     i = np.arange(8 * int(shape.split("k")[1]) // 32)
     per_register = 32 // _BITS[type_]
     return _THREAD * per_register + i % per_register + 4 * per_register * (i // per_register), _GROUP + 0 * i
 
 
 def fragment_c() -> tuple[Indices, Indices]:
-    """(row, column) of each lane's elements in the accumulator (16 x 8), each (32, 4). Same sections."""
+    """Return (row, column) of each lane's elements in the accumulator (16 x 8), each (32, 4). Same sections."""
     i = np.arange(4)
     return _GROUP + 8 * (i // 2), _THREAD * 2 + i % 2
 
@@ -52,7 +52,7 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
 
 
 def _values(type_: str, words: Array) -> npt.NDArray[np.float64]:
-    """(rows, 32, registers) words -> (rows, 32, elements) values."""
+    """Return the values (rows, 32, elements) in these words (rows, 32, registers)."""
     if type_ == "tf32":
         # The PTX ISA leaves the low 13 bits of a tf32 register undefined; the hardware ignores them.
         return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
@@ -121,9 +121,9 @@ def _row_access(instruction: Instruction, context: Context, *, writes: bool) -> 
 
 
 def _rows(instruction: Instruction, context: Context, operand: Operand, count: int) -> Callable[[Group], Any]:
-    """A function from a group to (lanes, row addresses): lane l addresses row l % 8 of matrix l / 8 (9.7.14.5.15).
+    """Return a function from a group to (lanes, row addresses).
 
-    The addresses of lanes from 8 * count on are unused.
+    Lane l addresses row l % 8 of matrix l / 8 (9.7.14.5.15). The addresses of lanes from 8 * count on are unused.
     """
     address_of = addresses(operand, context, instruction)
     used = np.arange(32) < 8 * count

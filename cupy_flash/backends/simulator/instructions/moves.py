@@ -145,7 +145,7 @@ def _integer_to_integer(to: str, saturate: bool) -> Function:
 
 
 def _values(origin: str, flush: bool) -> Function:
-    """A function from float register bits to float32 or float64 values."""
+    """Return a function from float register bits to float32 or float64 values."""
     if origin in FORMATS:
         return lambda a: decode(np.asarray(a), origin)
     return flush_subnormals if flush and origin == "f32" else lambda a: a
@@ -241,5 +241,5 @@ def _active_mask(instruction: Instruction, context: Context) -> Step:
 
 @compiles("nanosleep", "pmevent", "prefetch", "prefetchu", "griddepcontrol")
 def _nothing(instruction: Instruction, context: Context) -> Step:
-    """Hints, and ordering that the simulator provides anyway."""
+    """Compile hints, and ordering that the simulator provides anyway, to a step without effect."""
     return lambda group: None

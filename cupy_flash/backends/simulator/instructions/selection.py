@@ -34,7 +34,7 @@ _COMPARISONS: dict[str, Function] = {
 
 
 def _comparison(name: str, type_: str) -> Function:
-    """The comparison function. For floats PTX's `ne` is ordered (false with NaN); a final u also accepts unordered."""
+    """Return the comparison function; for floats `ne` is ordered (false with NaN), and a final u accepts unordered."""
     if not type_.startswith(("f", "bf")):
         return _COMPARISONS[name]
     if name.endswith("u"):
@@ -46,7 +46,7 @@ def _comparison(name: str, type_: str) -> Function:
 
 
 def _compare(instruction: Instruction, context: Context) -> tuple[Function, list[Any]]:
-    """(comparison of set or setp including .ftz, source operands)."""
+    """Return (comparison of set or setp including .ftz, source operands)."""
     type_ = operand_type(instruction)
     if type_ in ("f16x2", "bf16x2"):
         raise unsupported(instruction)

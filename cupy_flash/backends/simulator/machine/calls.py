@@ -9,7 +9,7 @@ from .ptx import Address, Function, Immediate, Instruction, Not, Operand, Pair, 
 
 
 def _renamed(operand: Operand, names: dict[str, str], suffix: str) -> Operand:
-    """A callee's operand after inlining: registers get the suffix of this call, symbols are renamed by `names`."""
+    """Return a callee's operand after inlining: registers get this call's suffix, symbols the names in `names`."""
     match operand:
         case Register(name, type_):
             return Register(name + suffix, type_)
@@ -34,7 +34,7 @@ def _renamed(operand: Operand, names: dict[str, str], suffix: str) -> Operand:
 
 
 def inline(function: Function, functions: dict[str, Function], callers: tuple[str, ...]) -> Function:
-    """The function with every call replaced by the callee's body, so that no lane needs a stack or return address.
+    """Replace every call by the callee's body, so that no lane needs a stack or return address; return the function.
 
     `callers` is the chain of callers, to detect recursion.
     """

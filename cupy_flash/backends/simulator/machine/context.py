@@ -53,7 +53,7 @@ class Group:
         return view if self.index is None or isinstance(view, np.generic) else view[self.index]
 
     def spread(self, values: Any) -> Array:
-        """A result of `read`, with constants broadcast to (rows, 32)."""
+        """Return a result of `read`, with constants broadcast to (rows, 32)."""
         return np.broadcast_to(values, (len(self.rows), 32)) if isinstance(values, np.generic) else values
 
     def write(self, view: Array, values: Any) -> None:
@@ -69,18 +69,18 @@ class Group:
             np.copyto(rows, values, where=self.mask, casting="unsafe")
 
     def lanes(self) -> Mask:
-        """The mask (rows, 32), all ones if it is None."""
+        """Return the mask (rows, 32), all ones if it is None."""
         return np.ones((len(self.rows), 32), bool) if self.mask is None else self.mask
 
     def narrowed(self, mask: Mask) -> Group:
-        """The same rows with fewer lanes."""
+        """Return the same rows with fewer lanes."""
         group = Group.__new__(Group)
         group.block, group.rows, group.index, group.total = self.block, self.rows, self.index, self.total
         group.mask, group.plain = mask, False
         return group
 
     def active(self, values: Array) -> Array:
-        """The values (rows, 32) of the active lanes, as a flat array."""
+        """Return the values (rows, 32) of the active lanes, as a flat array."""
         return values.reshape(-1) if self.mask is None else values[self.mask]
 
 
@@ -146,12 +146,12 @@ class Context:
         self._units[type(unit)] = unit
 
     def unit(self, kind: type[U]) -> U:
-        """The registered unit of this class."""
+        """Return the registered unit of this class."""
         unit: U = self._units[kind]
         return unit
 
     def find(self, kind: type[U]) -> U | None:
-        """The registered unit of this class, or None."""
+        """Return the registered unit of this class, or None."""
         return self._units.get(kind)
 
     # ---- layout
@@ -200,7 +200,7 @@ class Context:
         return specials
 
     def _local_layout(self) -> tuple[dict[str, int], int]:
-        """(offset of each variable in a thread's local memory, bytes per thread rounded up to 16)."""
+        """Return (offset of each variable in a thread's local memory, bytes per thread rounded up to 16)."""
         offsets, end = {}, 0
         for variable in self.program.function.variables.values():
             if variable.space in ("local", "param"):
@@ -211,7 +211,7 @@ class Context:
     # ---- operands
 
     def array(self, register: Register) -> Array:
-        """The storage of a register, (warps, 32), as unsigned integers (bool for a predicate)."""
+        """Return the storage of a register, (warps, 32), as unsigned integers (bool for a predicate)."""
         slot = self.program.slots[register.name]
         if slot[0] == "matrix":
             return self.matrix_registers[slot[1]]
@@ -224,7 +224,7 @@ class Context:
         return self.arrays[slot]
 
     def address_of(self, symbol: Symbol, instruction: Instruction) -> int:
-        """The address of a variable in its own state space (for a global variable, the generic address)."""
+        """Return the address of a variable in its own state space (for a global variable, the generic address)."""
         if symbol.name in self.local_offsets:
             return self.local_offsets[symbol.name] + symbol.offset
         if symbol.name not in self.symbols:
@@ -232,7 +232,7 @@ class Context:
         return self.symbols[symbol.name] + symbol.offset
 
     def source(self, operand: Operand, type_: str, instruction: Instruction) -> Any:
-        """A source operand: a (warps, 32) view of its register with the dtype of `type_`, or a NumPy scalar."""
+        """Return a source operand: a (warps, 32) view of its register with the dtype of `type_`, or a NumPy scalar."""
         match operand:
             case Register(name, _):
                 key = self.program.slots[name], type_
@@ -264,7 +264,7 @@ class Context:
         return array.view(dtype)[:, :: array.itemsize // dtype.itemsize]
 
     def destination(self, operand: Operand, type_: str, instruction: Instruction) -> Array:
-        """A view for results of `type_`; a wider register sign- or zero-extends them."""
+        """Return a view for results of `type_`; a wider register sign- or zero-extends them."""
         if operand is None:  # the sink _
             return np.empty((self.warps, 32), DTYPES[type_])
         if not isinstance(operand, Register):
@@ -283,7 +283,7 @@ class Context:
         return array.view(f"{'i' if dtype.kind == 'i' else 'u'}{array.itemsize}")
 
     def predicate(self, operand: Operand, instruction: Instruction) -> Callable[[Group], Any]:
-        """A function from a group to its predicate values."""
+        """Return a function from a group to its predicate values."""
         if isinstance(operand, Not):
             negated = self.source(operand.register, "pred", instruction)
             return lambda group: ~group.read(negated)
@@ -291,7 +291,7 @@ class Context:
         return lambda group: group.read(view)
 
     def thread_name(self, row: int, lane: int) -> str:
-        """The thread for an error message: threadIdx, warp, lane and blockIdx."""
+        """Return the thread for an error message: threadIdx, warp, lane and blockIdx."""
         thread = int(self.warp_of_row[row]) * 32 + lane
         bx, by, _ = self.block
         gx, gy, _ = self.grid
@@ -302,12 +302,12 @@ class Context:
         )
 
     def warp_name(self, cluster: int, warp: int) -> str:
-        """The warp for an error message, by its index in the cluster; its block is named unless the rank is 0."""
+        """Return a warp's name for an error message: its index in the cluster, and its block unless the rank is 0."""
         rank, warp = divmod(warp, self.warps_per_block)
         return f"warp {warp}" + (f" of block {int(self.block_ids[cluster * self.cluster + rank])}" if rank else "")
 
     def shared_byte_name(self, index: int) -> str:
-        """The byte for an error message: offset in its block's shared memory, and offset in the variable."""
+        """Return the byte for an error message: offset in its block's shared memory, and offset in the variable."""
         offset = index % self.shared_stride + SHARED_START
         inside = [(start, name) for name, start in self.shared_symbols.items() if start <= offset]
         name = f" (byte {offset - max(inside)[0]} of {max(inside)[1]})" if inside else ""
@@ -328,7 +328,7 @@ def _scalar(bits: int, dtype: type[np.generic]) -> Any:
 
 
 def operand_type(instruction: Instruction) -> str:
-    """The type of an instruction, its last modifier: f32 of add.rn.f32."""
+    """Return the type of an instruction, its last modifier: f32 of add.rn.f32."""
     type_ = instruction.modifiers[-1]
     if type_ not in TYPE_BYTES:
         raise Unsupported(f"the instruction has no type: {instruction.where}")

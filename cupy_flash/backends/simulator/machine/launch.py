@@ -132,7 +132,7 @@ def _check_limits(module: Module, function: Function, threads: int, shared_bytes
 
 
 def _variable_addresses(module: Module, memory: Memory) -> dict[str, int]:
-    """The address of each .global and .const variable of the module, allocated in this memory at its first launch."""
+    """Return the addresses of the module's .global and .const variables, allocated here at its first launch."""
     addresses = {}
     for variable in module.variables.values():
         if variable.space in ("global", "const"):
@@ -148,7 +148,7 @@ def _allocate(variable: Variable, memory: Memory, name: str) -> int:
 
 
 def _shared_layout(function: Function, module: Module) -> tuple[dict[str, int], int]:
-    """(address of each shared variable, static bytes); dynamic shared memory starts after the static variables."""
+    """Return (address of each shared variable, static bytes); dynamic memory starts after the static variables."""
     static = [v for v in (*function.variables.values(), *module.variables.values()) if v.space == "shared"]
     addresses, end = {}, 0
     for variable in sorted(static, key=lambda v: v.size == 0):

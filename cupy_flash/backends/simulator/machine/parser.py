@@ -55,7 +55,7 @@ _TOKEN = re.compile(
 
 
 def _tokens(text: str) -> tuple[list[str], list[int]]:
-    """The tokens, and the line of each."""
+    """Return the tokens, and the line of each."""
     read = _UNREAD.sub(lambda match: match[0] if match[0][0] == '"' else " " + "\n" * match[0].count("\n"), text)
     tokens: list[str] = []
     lines: list[int] = []

@@ -44,7 +44,7 @@ _WITHOUT_RESULT = JUMPS | {
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether the member lanes of a warp (or warpgroup) must execute this instruction together."""
+    """Return whether the member lanes of a warp (or warpgroup) must execute this instruction together."""
     return instruction.opcode in _CONVERGENT or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
 
 
@@ -66,7 +66,7 @@ def is_block_barrier(instruction: Instruction) -> bool:
 
 
 def is_wait(instruction: Instruction) -> bool:
-    """Whether lanes wait at this instruction for other lanes; they need not converge for it."""
+    """Return whether lanes wait at this instruction for other lanes; they need not converge for it."""
     if instruction.opcode == "mbarrier":
         return instruction.modifiers[0] in ("try_wait", "test_wait")
     if instruction.opcode == "setmaxnreg":
@@ -75,12 +75,12 @@ def is_wait(instruction: Instruction) -> bool:
 
 
 def ends_block(instruction: Instruction) -> bool:
-    """Whether the instruction ends a basic block: a jump or a block barrier."""
+    """Return whether the instruction ends a basic block: a jump or a block barrier."""
     return instruction.opcode in JUMPS or is_block_barrier(instruction)
 
 
 def _synchronises(instruction: Instruction) -> bool:
-    """Whether blocks may synchronise through this instruction.
+    """Return whether blocks may synchronise through this instruction.
 
     It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. A plain (relaxed)
     atomic alone orders nothing.
@@ -166,7 +166,7 @@ class Program:
 
 
 def registers_of(operand: Operand) -> Iterator[Register]:
-    """Every register inside an operand."""
+    """Yield every register inside an operand."""
     match operand:
         case Register():
             yield operand
@@ -247,5 +247,5 @@ def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple
 
 
 def storage_class(type_: str) -> str:
-    """The storage class of a register type: pred, b8, b16, b32 or b64."""
+    """Return the storage class of a register type: pred, b8, b16, b32 or b64."""
     return "pred" if type_ == "pred" else f"b{8 * TYPE_BYTES[type_]}"

@@ -134,7 +134,7 @@ class Function:
     max_registers: int = 0
 
     def parameter_layout(self) -> tuple[dict[str, int], int]:
-        """(byte offset of each parameter, total bytes), as the driver packs them."""
+        """Return (byte offset of each parameter, total bytes), as the driver packs them."""
         offsets, end = {}, 0
         for parameter in self.parameters:
             offsets[parameter.name] = end = -(-end // parameter.align) * parameter.align
@@ -152,7 +152,7 @@ class Module:
 
 
 def constant_bits(immediate: Immediate, type_: str) -> int:
-    """The bits of a constant as an operand of this type."""
+    """Return the bits of a constant as an operand of this type."""
     if immediate.kind == "int":
         if type_ in ("f32", "f64"):
             return int.from_bytes(struct.pack("<f" if type_ == "f32" else "<d", float(immediate.bits)), "little")

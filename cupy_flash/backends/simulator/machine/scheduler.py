@@ -121,7 +121,7 @@ class Scheduler:
     def _guarded_wait(
         self, instruction: Instruction, compiler: Callable[[Instruction, Context], Callable[[Group], Mask]]
     ) -> Callable[[Group], Mask]:
-        """A function from a group to the lanes that need not wait: their wait is over, or their predicate is false."""
+        """Return a function from a group to the lanes that need not wait, or whose predicate is false."""
         ready = compiler(instruction, self.context)
         if instruction.guard is None:
             return ready
@@ -285,7 +285,7 @@ class Scheduler:
             self.ready.setdefault(group.block, []).append(group)
 
     def _whole_warps(self, group: Group, number: int, instruction: Instruction) -> bool:
-        """Whether the group contains all live lanes of its warps; if not, park it until they arrive."""
+        """Return whether the group contains all live lanes of its warps; if not, park it until they arrive."""
         missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
         if not missing.any():
             return True
@@ -368,7 +368,7 @@ class Scheduler:
             self._time_outs = 0
 
     def _awaited_mbarriers(self) -> set[tuple[int, int]]:
-        """(offset in shared memory, block) of the mbarriers that lanes wait for."""
+        """Return (offset in shared memory, block) of the mbarriers that lanes wait for."""
         awaited: set[tuple[int, int]] = set()
         for block, group in self.waiting.items():
             mbarriers_of = self.mbarriers.waits.get(self.blocks[block].start)
@@ -449,7 +449,7 @@ class Scheduler:
                 )
 
     def _converged(self, block: _CompiledBlock, group: Group) -> Group | None:
-        """The rows of the group whose member lanes have all arrived at the collective, or None; the rest is parked."""
+        """Return the rows whose member lanes have all arrived at the collective, or None, and park the others."""
         if group.block in self.parked:
             group = self._merged(group.block, [self.parked.pop(group.block), group])
         opcode = self.code[block.start].opcode
@@ -475,7 +475,7 @@ class Scheduler:
         return group
 
     def _split_ready(self, ready: Callable[[Group], Mask], group: Group) -> Group | None:
-        """The lanes whose wait is over, or None; the others are put into `waiting`."""
+        """Return the lanes whose wait is over, or None; the others are put into `waiting`."""
         mask, lanes = ready(group), group.lanes()
         self.mbarriers.time_out = False
         staying = lanes & ~mask
@@ -527,7 +527,7 @@ def _key(instruction: Instruction) -> str:
 
 
 def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:
-    """The step, executed by the lanes whose guard predicate is true."""
+    """Return the step, executed by the lanes whose guard predicate is true."""
 
     def guarded(group: Group) -> None:
         flags = group.spread(condition(group))

@@ -98,7 +98,7 @@ class Checks(Unit):
     # ---- time
 
     def converge(self, rows: Indices) -> None:
-        """The lanes of each of these warps converge: all their accesses so far happen before all later ones."""
+        """Converge the lanes of each of these warps: all their accesses so far happen before all later ones."""
         self._used_since[rows] = self._unfenced[rows] = False
         self.converged_at[rows] = self.clocks.own(rows)
         if self.order is not None:
@@ -118,12 +118,12 @@ class Checks(Unit):
         self.clocks.fence(rows, lanes, np.where(self._unfenced[rows].any(1), self.converged_at[rows], own))
 
     def barrier_arrive(self, barrier: int, rows: npt.NDArray[np.int64]) -> None:
-        """Warps publish their clocks at a named barrier."""
+        """Publish the clocks of warps at a named barrier."""
         self.clocks.publish(("barrier", barrier), rows, self.context.block_of_row[rows])
         self.converge(rows)
 
     def publishable(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
-        """The warps' own clocks that these lanes (n, 32) may publish, (2, n), for shared and for global memory.
+        """Return the warps' own clocks that these lanes (n, 32) may publish, (2, n), for shared and for global memory.
 
         It is the clock at the last convergence if other lanes have used that memory since.
         """
@@ -132,7 +132,7 @@ class Checks(Unit):
         return np.array([np.where((since[rows] & ~lanes).any(1), self.converged_at[rows], own) for since in used])
 
     def barrier_complete(self, barrier: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.bool_]) -> None:
-        """The waiting warps `rows` acquire what was published at the named barrier in `blocks`."""
+        """Acquire, for the waiting warps `rows`, the clocks published at the named barrier in `blocks`."""
         context = self.context
         self.clocks.acquire(("barrier", barrier), rows, context.block_of_row[rows])
         self.clocks.reset(("barrier", barrier), blocks)
@@ -145,13 +145,13 @@ class Checks(Unit):
     # ---- accesses
 
     def _units(self, index: Indices, width: int) -> Indices:
-        """(accesses, units each): the tracked words of accesses of `width` bytes at byte indices."""
+        """Return the tracked words of accesses of `width` bytes at byte indices, (accesses, units each)."""
         first = index // self.unit
         count = max(width // self.unit, 1)
         return first[:, None] if count == 1 else first[:, None] + np.arange(count)
 
     def _warps(self, group: Group) -> tuple[Indices, Indices, Indices]:
-        """(row, cluster, warp in the cluster) of each active lane."""
+        """Return (row, cluster, warp in the cluster) of each active lane."""
         rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
         return rows, self.context.cluster_of_row[rows], self.context.warp_in_cluster[rows]
 
@@ -220,7 +220,7 @@ class Checks(Unit):
             self._unfenced[group.rows] |= lanes
 
     def shared_read(self, group: Group, index: Indices, width: int, number: int) -> None:
-        """A plain read of shared memory."""
+        """Check and record a plain read of shared memory."""
         instruction = self.code[number]
         self._used(group, writes=False)
         if self.any_pending or self.written or self.atomics is not None:
@@ -247,7 +247,7 @@ class Checks(Unit):
         self.read = True
 
     def shared_write(self, group: Group, index: Indices, width: int, number: int, *, record: bool = True) -> None:
-        """A plain write. `record=False` checks it but does not record it: a copy that writes later is issued."""
+        """Check and record a plain write; `record=False` only checks, at the issue of a copy that writes later."""
         instruction = self.code[number]
         self._used(group, writes=True)
         units = self._units(index, width)
@@ -277,7 +277,7 @@ class Checks(Unit):
             self._raise_race(group, i, int(units[i, j]), int(last[i, j, k]), instruction, "read, then write")
 
     def shared_atomic(self, group: Group, index: Indices, width: int, number: int) -> None:
-        """An atomic, volatile or relaxed access, which races with plain accesses only."""
+        """Check and record an atomic, volatile or relaxed access, which races with plain accesses only."""
         instruction = self.code[number]
         self._used(group, writes=True)
         units = self._units(index, width)
@@ -327,7 +327,7 @@ class Checks(Unit):
         self.read = True
 
     def async_write(self, issue: Issue, index: Indices) -> None:
-        """Bulk copies begin to write 16-byte pieces at index (n, pieces)."""
+        """Record that bulk copies begin to write 16-byte pieces at index (n, pieces)."""
         units = self._pieces(index)
         self._async_not_pending(issue, units)
         if self.written:
@@ -355,7 +355,7 @@ class Checks(Unit):
         return ((index // self.unit)[:, :, None] + np.arange(16 // self.unit)).reshape(len(index), -1)
 
     def _clocks_of(self, issue: Issue, *, fenced: bool) -> npt.NDArray[np.uint64]:
-        """(n, agents): the clocks of the issuing threads, or (`fenced`) the part visible to the async proxy."""
+        """Return the clocks of the issuing threads, or (`fenced`) the part visible to the async proxy, (n, agents)."""
         if issue.lanes is not None:
             by = self.clocks.fenced_by if fenced else self.clocks.known_by
             return by(issue.issuers[:, 0], issue.lanes)
@@ -439,7 +439,7 @@ class Checks(Unit):
         self.any_pending = True
 
     def copy_landed(self, group: Group, index: Indices, width: int, number: int) -> None:
-        """The wait covers the copy: from here on its bytes count as written by the waiting thread."""
+        """Record that a wait covers the copy, so that its bytes now count as written by the waiting thread."""
         self._used(group, writes=True)
         units = self._units(index, width)
         self.pending[units] = 0

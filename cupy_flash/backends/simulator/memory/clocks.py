@@ -68,11 +68,11 @@ class Clocks:
         return self._state[-1, 0]
 
     def known_by(self, rows: Rows, lanes: Rows) -> Clock:
-        """(n, agents): the clocks of threads."""
+        """Return the clocks of threads, (n, agents)."""
         return self._state[0][(self._lead(rows, lanes), *self._place(rows))]
 
     def known_of(self, rows: Rows, lanes: Rows, agents: Rows) -> Clock:
-        """(n, k): the components of agents (n, k) in the clocks of threads."""
+        """Return the components of agents (n, k) in the clocks of threads, (n, k)."""
         cluster, warp = self._place(rows)
         at = cluster * self.warps + warp
         if self.led:
@@ -80,17 +80,17 @@ class Clocks:
         return self._state[0].reshape(-1)[(at * self._state.shape[-1])[:, None] + agents]
 
     def fenced_by(self, rows: Rows, lanes: Rows) -> Clock:
-        """(n, agents): the part of `known_by` that is visible to the async proxy."""
+        """Return the part of `known_by` that is visible to the async proxy, (n, agents)."""
         return self._state[-1][(self._lead(rows, lanes), *self._place(rows))]
 
     def leaders_with(self, row: int, agent: int, clock: int) -> list[int]:
-        """The warp's leaders if their clock includes this one (only convergence is missing then), else []."""
+        """Return the warp's leaders if their clock includes this one (only convergence is missing then), else []."""
         cluster, warp = self._place(np.array(row))
         known = int(self._state[0, 1, cluster, warp, agent]) >= clock
         return [int(lane) for lane in np.flatnonzero(self._leaders[row])] if known else []
 
     def agent(self, agent: Agent) -> int:
-        """The component of an agent other than a warp, added at first use."""
+        """Return the component of an agent other than a warp, added at first use."""
         if agent not in self.agents:
             self.agents[agent] = number = self.warps + len(self.agents)
             if number == AGENTS:
@@ -101,23 +101,23 @@ class Clocks:
         return self.agents[agent]
 
     def name(self, agent: int) -> Agent:
-        """The agent of a component."""
+        """Return the agent of a component."""
         return next(name for name, number in self.agents.items() if number == agent)
 
     def own(self, rows: Rows) -> Clock:
-        """The warps' own clocks."""
+        """Return the warps' own clocks."""
         cluster, warp = self._place(rows)
         return self.known[cluster, warp, warp]
 
     def tick(self, rows: Rows) -> None:
-        """Advance the warps' own clocks: later accesses are not covered by what was published before."""
+        """Advance the warps' own clocks, so that clocks published before do not cover later accesses."""
         cluster, warp = self._place(rows)
         self._state[0][:, cluster, warp, warp] += np.uint64(1)
         if self.grid:
             self._state[0][:, cluster, warp, AGENTS + self.in_grid[rows]] += np.uint64(1)
 
     def converge(self, rows: Rows) -> None:
-        """All lanes of these warps get the leaders' clock."""
+        """Give all lanes of these warps the leaders' clock."""
         if self.led:
             rows = rows[self._leaders[rows].any(1)]
             cluster, warp = self._place(rows)
@@ -159,13 +159,13 @@ class Clocks:
         self.tick(rows)
 
     def _leading(self, rows: Rows, lanes: Mask | None) -> Rows:
-        """(n,): 1 if any of these lanes is a leader of its warp, else 0."""
+        """Return 1 if any of these lanes is a leader of its warp, else 0, (n,)."""
         if lanes is None:
             return np.ones(len(rows), np.int64)
         return np.asarray((self._leaders[rows] & lanes).any(1), np.int64)
 
     def snapshot(self, rows: Rows, lanes: Mask | None = None, up_to: Clock | None = None) -> Clock:
-        """The clocks that lanes of these warps may publish, (planes, n, agents), for shared and for global memory.
+        """Return the clocks that lanes of these warps may publish, (planes, n, agents); planes: shared, global memory.
 
         The warps' own components are limited to `up_to` (2, n).
         """
@@ -181,7 +181,7 @@ class Clocks:
     def publish(
         self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None, up_to: Clock | None = None
     ) -> None:
-        """Warps, or these lanes (n, 32) of them, publish a `snapshot` at a barrier of these blocks (n)."""
+        """Publish a `snapshot` of warps, or of these lanes (n, 32) of them, at a barrier of these blocks (n)."""
         if barrier not in self._published:
             shape = (len(self._state), self.context.blocks, self._state.shape[-1])
             self._published[barrier] = np.zeros(shape, np.uint64)
@@ -190,12 +190,12 @@ class Clocks:
         self.tick(rows)
 
     def acquire(self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None) -> None:
-        """Warps, or these lanes (n, 32) of them, join what was published at a barrier of these blocks (n)."""
+        """Join the clocks published at a barrier of these blocks (n) into those of warps, or of these lanes (n, 32)."""
         if barrier in self._published:
             self._join(rows, lanes, self._published[barrier][:, blocks])
 
     def transfer(self, barrier: Agent, to: Agent, blocks: Rows) -> None:
-        """Join what was published at one barrier of these blocks into another."""
+        """Join the clocks published at one barrier of these blocks into those of another."""
         if barrier not in self._published:
             return
         published = self._published[barrier]
@@ -204,16 +204,16 @@ class Clocks:
         self._published[to][:, blocks] = np.maximum(self._published[to][:, blocks], published[:, blocks])
 
     def reset(self, barrier: Agent, blocks: Any) -> None:
-        """Discard what was published at a barrier of these blocks."""
+        """Discard the clocks published at a barrier of these blocks."""
         if barrier in self._published:
             self._published[barrier][:, blocks] = 0
 
     def acquire_agent(self, agent: int, rows: Rows, clocks: Any, lanes: Mask | None = None) -> None:
-        """Warps, or these lanes (n, 32) of them, raise one agent's component to `clocks` (n)."""
+        """Raise one agent's component to `clocks` (n) in the clocks of warps, or of these lanes (n, 32) of them."""
         self._join(rows, lanes, np.asarray(clocks, np.uint64)[None], slice(0, 1), agent)
 
     def acquire_snapshot(self, row: int, lane: int, clock: Clock, *, same_cluster: bool) -> None:
-        """A thread joins a snapshot (planes, agents) released in global memory.
+        """Join a snapshot (planes, agents) released in global memory into a thread's clock.
 
         From another cluster it joins only the components for global memory, as shared memory is not reachable from
         there.

@@ -116,7 +116,7 @@ class GridOrder:
         return self
 
     def converge(self, rows: Indices) -> None:
-        """The lanes of each of these warps converge: their writes so far happen before all later accesses."""
+        """Converge the lanes of each of these warps: their writes so far happen before all later accesses."""
         self.written[rows] = False
 
     # ---- instructions
@@ -208,7 +208,7 @@ class GridOrder:
     # ---- release and acquire
 
     def _up_to(self, rows: Indices, lanes: npt.NDArray[np.bool_]) -> Clock:
-        """(2, n): the warps' own clocks that these lanes may publish (Checks.publishable), for global memory alone."""
+        """Return the warps' own clocks that these lanes may publish (Checks.publishable) for global memory, (2, n)."""
         own = self.clocks.own(rows)
         limit = np.where((self.written[rows] & ~lanes).any(1), self.converged_at[rows], own)
         return np.array([limit, limit])
@@ -255,7 +255,7 @@ class GridOrder:
             self.clocks.tick(np.unique(rows))
 
     def _acquire(self, form: _Form, tracked: _Tracked, rows: Indices, lanes: Indices, units: Indices) -> None:
-        """Threads acquire the releases visible where they read, now or at their next fence."""
+        """Let threads acquire the releases visible where they read, now or at their next fence."""
         numbers = tracked.released[units]
         # Skip repeated reads of one value: a thread may spin on it.
         how = (numbers * len(_SCOPES) + _SCOPES.index(form.scope)) * 2 + form.acquires
@@ -269,7 +269,7 @@ class GridOrder:
         self._read[rows, lanes] = how
 
     def _join(self, row: int, lane: int, released: _Release, scope: str) -> None:
-        """A thread joins the clock of a release if the scope of each includes the other thread."""
+        """Join the clock of a release into a thread's if the scope of each includes the other thread."""
         mine, block = int(self.clocks.in_grid[row]) // self.per_block, released.warp // self.per_block
         same_cluster = mine // self.cluster == block // self.cluster
         includes = {"cta": mine == block, "cluster": same_cluster}

@@ -30,7 +30,7 @@ class SharedAddresses(NamedTuple):
 def shared_addresses(
     instruction: Instruction, context: Context, group: Group, address: Indices, size: int
 ) -> SharedAddresses:
-    """The shared-memory addresses of lanes within their cluster, checked for bounds and alignment to `size`."""
+    """Return the shared-memory addresses of lanes within their cluster, checked for bounds and alignment to `size`."""
     flat = group.active(address)
     rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
     lanes = group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))

@@ -26,7 +26,7 @@ _WORDS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4
 
 
 def swizzled(address: Indices, span: int) -> Indices:
-    """The addresses of 16-byte pieces after swizzling over `span` bytes (128, 64, 32; 16 is none), as TMA and wgmma do.
+    """Swizzle the addresses of 16-byte pieces over `span` bytes (128, 64, 32; 16 is none), as TMA and wgmma do.
 
     The index of the 128-byte row is XORed into the index of the piece.
     """
@@ -46,7 +46,7 @@ class Store:
         self._items: dict[tuple[int, bool], tuple[npt.NDArray[Any], int]] = {}
 
     def _view(self, data: Bytes, width: int) -> tuple[npt.NDArray[Any], int]:
-        """(aligned items of `width` bytes, index of the first); 16-byte items are rows of two 64-bit words."""
+        """Return (aligned items of `width` bytes, index of the first); 16-byte items are rows of two 64-bit words."""
         skip = -self.origin % width
         usable = max(len(data) - skip, 0) // width * width
         flat = data[skip : skip + usable]
@@ -54,7 +54,7 @@ class Store:
         return items, (self.origin + skip) // width
 
     def items(self, width: int, of_defined: bool = False) -> tuple[npt.NDArray[Any], int]:
-        """The result of `_view`, cached."""
+        """Return the result of `_view`, cached."""
         key = (width, of_defined)
         if key not in self._items:
             data = self.defined if of_defined else self.data
@@ -80,7 +80,7 @@ class Store:
             defined[position] = np.uint64(0x0101010101010101) & np.uint64((1 << 8 * min(width, 8)) - 1)
 
     def undefined(self, index: Indices, width: int) -> npt.NDArray[np.bool_]:
-        """A mask of the items that contain an uninitialised byte."""
+        """Return a mask of the items that contain an uninitialised byte."""
         defined = self.gather(index, width, of_defined=True)
         complete = defined == defined.dtype.type(0x0101010101010101 & ((1 << 8 * defined.dtype.itemsize) - 1))
         return ~(complete.all(-1) if width == 16 else complete)
@@ -129,14 +129,14 @@ class Memory:
         return start + first - low
 
     def find(self, address: int) -> Allocation | None:
-        """The allocation that contains this address, or None."""
+        """Return the allocation that contains this address, or None."""
         i = bisect.bisect_right(self._starts, address) - 1
         if i >= 0 and address < self.allocations[i].stop:
             return self.allocations[i]
         return None
 
     def nearest(self, address: int) -> str:
-        """The location of an invalid address for an error message: its distance from the nearest allocation."""
+        """Return the location of an invalid address for an error message: its distance from the nearest allocation."""
         if address < 1 << WINDOW_BITS:
             return "a null pointer or a 32-bit address, not a generic address"
         if not self.allocations:
@@ -161,7 +161,7 @@ def _owner(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _first_byte(array: npt.NDArray[Any], offset: int) -> Bytes:
-    """A byte array that starts `offset` (<= 0) bytes before the array's first element."""
+    """Return a byte array that starts `offset` (<= 0) bytes before the array's first element."""
     # NumPy cannot create a view that starts before the first element, except from an address.
     interface = {"shape": (1,), "typestr": "|u1", "version": 3}
     interface["data"] = (array.ctypes.data + offset, not array.flags.writeable)

@@ -1,0 +1,27 @@
+// The exact classes of the blocks of a mask_mod, BLOCK_Q x BLOCK_KV pairs each: 0 if no pair is visible, 2 if all are,
+// 1 otherwise. Interval arithmetic decides what it can; else all pairs of the block are evaluated.
+// out: uint8 (b, block of queries, h, block of keys). grid (blocks of keys, blocks of queries, sequences x heads)
+#include "walk.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) block_classes(const __grid_constant__ Params p) {
+  int head = blockIdx.z % p.heads, batch = blockIdx.z / p.heads;
+  int q_start = blockIdx.y * BLOCK_Q, kv_start = blockIdx.x * BLOCK_KV;
+  Sequence sequence(p, batch);
+  Band band(p, sequence);
+  ClassifyKeys classify = {band, {head, head + 1}, {q_start, min(q_start + BLOCK_Q, p.q_len)}};
+  Truth seen = classify({kv_start, min(kv_start + BLOCK_KV, p.kv_len)});
+  if (seen.may && seen.may_not) {
+    seen = {false, false};
+    for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV; n += THREADS) {
+      int i = q_start + n / BLOCK_KV, j = kv_start + n % BLOCK_KV;
+      if (i >= p.q_len || j >= p.kv_len) continue;
+      bool visible = band.mod_sees(head, i, j);
+      seen.may |= visible, seen.may_not |= !visible;
+    }
+    seen = {__syncthreads_or(seen.may) != 0, __syncthreads_or(seen.may_not) != 0};
+  }
+  if (threadIdx.x > 0) return;
+  unsigned char* classes = (unsigned char*)p.out.data;
+  classes += batch * p.out.batch + blockIdx.y * p.out.row + head * p.out.head;
+  classes[blockIdx.x] = seen.may ? 2 - seen.may_not : 0;
+}

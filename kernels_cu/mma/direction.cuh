@@ -1,0 +1,101 @@
+// Tiles, loads and products of inputs that move: those of a JVP and of a double backward. A product with its tangent
+// loads every fragment once.
+#pragma once
+#include "gemm.cuh"
+#include "load.cuh"
+
+constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
+constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
+
+// Addresses in shared memory of the operands of a tile of keys: K, tK [BLOCK_KV][HEAD_DIM], V, tV
+// [BLOCK_KV][HEAD_DIM_V].
+struct KeyTile {
+  static constexpr int BYTES = (1 + TK) * K_BYTES + (1 + TV) * V_BYTES;
+  unsigned int K;
+  unsigned int tK;
+  unsigned int V;
+  unsigned int tV;
+
+  __device__ KeyTile(unsigned int smem) : K(smem), tK(K + K_BYTES), V(tK + TK * K_BYTES), tV(V + V_BYTES) {}
+};
+
+struct KeyLoads {
+  const Params& p;
+  const Sequence& sequence;
+  Loader<BLOCK_KV, HEAD_DIM> K;
+  Loader<BLOCK_KV, HEAD_DIM> tK;
+  Loader<BLOCK_KV, HEAD_DIM_V> V;
+  Loader<BLOCK_KV, HEAD_DIM_V> tV;
+
+  __device__ KeyLoads(const Params& p, const Sequence& sequence)
+      : p(p), sequence(sequence), K(p.k.row), tK(p.tk.row), V(p.v.row), tV(p.tv.row) {}
+  __device__ KeyLoads kept() const {
+    KeyLoads loads = *this;
+    loads.K = K.kept(), loads.tK = tK.kept(), loads.V = V.kept(), loads.tV = tV.kept();
+    return loads;
+  }
+
+  // Loads the tile at kv_start, with zeros for keys that are not in `keys`.
+  __device__ void load(const KeyTile& to, int kv_head, int kv_start, Range keys) const {
+    auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
+    K.load(to.K, rows(p.k), keys);
+    if constexpr (TK) tK.load(to.tK, rows(p.tk), keys);
+    V.load(to.V, rows(p.v), keys);
+    if constexpr (TV) tV.load(to.tV, rows(p.tv), keys);
+  }
+};
+
+// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent.
+template <int M, int N, int DIM, bool MOVES_A, bool MOVES_B>
+__device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned int A_smem, unsigned int tA_smem,
+                             const typename Tile<DIM>::Lane& a_lane, unsigned int B_smem, unsigned int tB_smem,
+                             const typename Tile<DIM>::Lane& b_lane) {
+  unsigned int a[M][4], ta[M][4], b[4], tb[4];
+#pragma unroll
+  for (int k = 0; k < padded(DIM) / 16; ++k) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      ldmatrix_x4(a[m], A_smem + a_lane.at(16 * m, 2 * k));
+      if constexpr (MOVES_A) ldmatrix_x4(ta[m], tA_smem + a_lane.at(16 * m, 2 * k));
+    }
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      ldmatrix_x4(b, B_smem + b_lane.at(8 * n, 2 * k));
+      if constexpr (MOVES_B) ldmatrix_x4(tb, tB_smem + b_lane.at(8 * n, 2 * k));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+          float (&c)[4] = C[m][n + right], (&tc)[4] = tC[m][n + right];
+          mma_m16n8k16<element>(c, a[m], b[2 * right], b[2 * right + 1], c);
+          if constexpr (MOVES_A) mma_m16n8k16<element>(tc, ta[m], b[2 * right], b[2 * right + 1], tc);
+          if constexpr (MOVES_B) mma_m16n8k16<element>(tc, a[m], tb[2 * right], tb[2 * right + 1], tc);
+        }
+    }
+  }
+}
+
+// C += P X and tC += tP X + P tX, as `accumulate`; MOVES_P, MOVES_X: P, X has a tangent.
+template <int M, int K, int DIM, bool MOVES_P, bool MOVES_X>
+__device__ void accumulate_moved(float (&C)[M][fragments_of(DIM)][4], float (&tC)[M][fragments_of(DIM)][4],
+                                 const unsigned int (&P)[M][K][4], const unsigned int (&tP)[M][K][4],
+                                 unsigned int X_smem, unsigned int tX_smem, const typename Tile<DIM>::Lane& x_lane) {
+  unsigned int b[4], tb[4];
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int n = 0; n < fragments_of(DIM); n += 2) {
+      ldmatrix_x4_trans(b, X_smem + x_lane.at(16 * k, n * COLUMN_WARPS));
+      if constexpr (MOVES_X) ldmatrix_x4_trans(tb, tX_smem + x_lane.at(16 * k, n * COLUMN_WARPS));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int right = 0; right < 2; ++right) {
+          float (&c)[4] = C[m][n + right], (&tc)[4] = tC[m][n + right];
+          mma_m16n8k16<element>(c, P[m][k], b[2 * right], b[2 * right + 1], c);
+          if constexpr (MOVES_P) mma_m16n8k16<element>(tc, tP[m][k], b[2 * right], b[2 * right + 1], tc);
+          if constexpr (MOVES_X) mma_m16n8k16<element>(tc, P[m][k], tb[2 * right], tb[2 * right + 1], tc);
+        }
+    }
+}

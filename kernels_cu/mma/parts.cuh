@@ -1,0 +1,86 @@
+// The parts of units that a block of a decode computes, and their tiles of keys.
+#pragma once
+#include "../descales.cuh"
+#include "../split_kv.cuh"
+#include "../walk.cuh"
+
+// The part of a unit that one block computes in one mainloop: a range of keys for the rows of one tile.
+struct Part {
+  Sequence sequence;
+  Band band;
+  int kv_head;
+  int first_row;
+  Range keys;
+  bool whole;  // the part has all keys of the unit: nothing to merge
+  int place;   // index of the partial result in the workspace; unused if `whole`
+
+  __device__ Descales descales(const Params& p) const { return Descales(p, sequence.batch, kv_head); }
+  __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
+  __device__ Range queries(const Params& p) const {
+    return {query(p, 0), min(query(p, BLOCK_Q - 1) + 1, sequence.q_len)};
+  }
+  __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
+};
+
+// The key tiles of a part, first to last. Hidden tiles add zeros, so skipping them changes no bit.
+struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
+  __device__ PartTiles(const Params& p, const Part& part)
+      : Walk(unmasked_keys(p, part), part.keys,
+             {part.band, {part.kv_head * p.group, (part.kv_head + 1) * p.group}, part.queries(p)}) {
+    skip_hidden();
+  }
+  __device__ static Range unmasked_keys(const Params& p, const Part& part) {
+    Range queries = part.queries(p), keys = part.band.sees_all(queries.begin, queries.end);
+    return {keys.begin, min(keys.end, part.keys.end)};
+  }
+};
+
+// Calls visit(part) for all parts of this block, in their order. All lanes of a warp must take part.
+template <typename Visit>
+__device__ void for_each_part(const Params& p, Visit visit) {
+  // Two passes over the sequences: the first sums the line, which determines the run of this block; the second finds
+  // the sequence in which the run begins.
+  int run, place, b = 0, start = 0;
+  {
+    Line line(p, [](int, int, int) {});
+    run = line.run(line_blocks(p, gridDim.x));
+    place = blockIdx.x * run;
+    if (place >= line.total) return;
+    int found = -1, found_start = 0;
+    Line(p, [&](int sequence, int at, int count) {
+      if (at <= place && place < at + count) found = sequence, found_start = at;
+    });
+    int lane = __ffs(__ballot_sync(0xFFFFFFFF, found >= 0)) - 1;
+    b = __shfl_sync(0xFFFFFFFF, found, lane), start = __shfl_sync(0xFFFFFFFF, found_start, lane);
+    run = min(run, line.total - place);
+  }
+  for (int end = place + run; place < end; ++b) {
+    Sequence sequence(p, b);
+    Band band(p, sequence);
+    Places places(p, sequence, band);
+    int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
+    int next = start + places.count();
+    while (place < min(next, end)) {
+      int unit = (place - start) / places.each, begin = place - start - unit * places.each;
+      int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
+      Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
+                 min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
+      Part part{sequence,
+                band,
+                unit / row_tiles,
+                unit % row_tiles * BLOCK_Q,
+                keys,
+                count == places.each,
+                part_of(place, blockIdx.x, begin == 0)};
+      // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
+      // add zeros, so this changes no bit.
+      Range queries = part.queries(p);
+      part.keys.begin = max(keys.begin, band.kv_begin(queries.begin));
+      part.keys.end = min(keys.end, band.kv_end(queries.end));
+      if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
+      visit(part);
+      place += count;
+    }
+    start = next;
+  }
+}

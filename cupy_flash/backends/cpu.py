@@ -4,8 +4,9 @@ The forward runs an online softmax over the key tiles that each query tile sees.
 for each, over the query tiles that see it; it recomputes P from (q, k, lse). Both hold one tile of scores per thread,
 so memory is linear in the sequence length.
 
-A thread runs whole tasks (a head, or some query tiles of one) and calls single-threaded BLAS. Neither the tiles nor
-the work of a task depends on the number of threads, so the result is bitwise independent of it.
+A thread runs whole tasks (a head, some query tiles of one, or in a backward with few heads some key tiles) and calls
+single-threaded BLAS. Neither the tiles nor the order of any sum depends on the number of threads, so the result is
+bitwise independent of it.
 
 NaN and infinities in q, k, v or dO reach only the rows that see them, although 0 * NaN is NaN in a matrix product:
 masked scores are overwritten with -inf, and `product` skips values of weight 0.
@@ -36,7 +37,7 @@ from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
 from .products import product, square_sum
-from .workers import Stop, run_tasks
+from .workers import OrderedSum, Stop, run_tasks
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
@@ -129,41 +130,74 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
     dsink = np.zeros((problem.batch, problem.heads), problem.accumulation)
 
-    def differentiate(sequence: Sequence, kv_head: int) -> None:
+    pieces = engine.pieces(problem, plan.block_kv)
+    dQ_sums = {
+        (sequence.batch, head): OrderedSum(_pieces_of(sequence, plan, pieces))
+        for sequence in call.sequences
+        for head in range(problem.heads)
+    }
+
+    def differentiate(sequence: Sequence, kv_head: int, piece: int) -> None:
+        """Compute dK and dV of every `pieces`-th key tile, and this piece's part of dQ."""
         K = call.k[sequence.row, kv_head, sequence.keys]
         V = call.v[sequence.row, kv_head, sequence.keys]
-        dK, dV = np.zeros(K.shape, problem.accumulation), np.zeros(V.shape, problem.accumulation)
+        tiles = [
+            slice(start, min(start + plan.block_kv, sequence.kv_len))
+            for start in range(piece * plan.block_kv, sequence.kv_len, pieces * plan.block_kv)
+        ]
+        dK, dV = ([np.zeros(x[keys].shape, problem.accumulation) for keys in tiles] for x in (K, V))
         K_norm = _largest_norm(load_rows(K, problem.accumulation))
         for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
             rows = _QueryRows(plan, call, sequence, head, K_norm)
             dQ = np.zeros((sequence.q_len, problem.head_dim), problem.accumulation)
-            for kv_start in range(0, sequence.kv_len, plan.block_kv):
-                keys = slice(kv_start, min(kv_start + plan.block_kv, sequence.kv_len))
-                K_tile, V_tile = _with_column(K[keys], dK.dtype, 1), _with_column(V[keys], dV.dtype, 1)
+            for keys, dK_tile, dV_tile in zip(tiles, dK, dV, strict=True):
+                K_tile, V_tile = (_with_column(x[keys], problem.accumulation, 1) for x in (K, V))
                 for q_start, q_stop, cut in call.q_tiles(sequence, head, keys.start, keys.stop):
                     call.stop.poll()
                     tile = ScoreTile(
                         sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions, cut
                     )
                     P, dS = rows.recompute(tile, K_tile, V_tile)
-                    dV[keys] += product(P.T, rows.dO[q_start:q_stop, :-1])
-                    dK[keys] += product(dS.T, rows.Q[q_start:q_stop, :-1])
+                    dV_tile += product(P.T, rows.dO[q_start:q_stop, :-1])
+                    dK_tile += product(dS.T, rows.Q[q_start:q_stop, :-1])
                     dQ[q_start:q_stop] += product(dS, K_tile[:, :-1])
-            dQ *= problem.accumulation.type(problem.scale)
-            dq_rows[sequence.row, head, sequence.queries] = dQ
-            if call.sink is not None:
+            total = dQ_sums[sequence.batch, head].add(piece, dQ)
+            if total is not None:
+                total *= problem.accumulation.type(problem.scale)
+                dq_rows[sequence.row, head, sequence.queries] = total
+            if call.sink is not None and piece == 0:
                 dsink[sequence.batch, head] = rows.dsink(call.sink[head])
-        call.scale(dK)
-        dk_rows[sequence.row, kv_head, sequence.keys] = dK
-        dv_rows[sequence.row, kv_head, sequence.keys] = dV
+        for keys, dK_tile, dV_tile in zip(tiles, dK, dV, strict=True):
+            call.scale(dK_tile)
+            dk_rows[sequence.row, kv_head, sequence.keys][keys] = dK_tile
+            dv_rows[sequence.row, kv_head, sequence.keys][keys] = dV_tile
 
-    run_tasks(plan.threads, call.gradient_tasks(differentiate), call.stop)
+    run_tasks(plan.threads, _gradient_tasks(plan, call, pieces, differentiate), call.stop)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
     return Gradients(
         dq, dk, dv, **{f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
     )
+
+
+def _gradient_tasks(
+    plan: Plan, call: Call, pieces: int, differentiate: Callable[..., None]
+) -> list[Callable[[], None]]:
+    """Return tasks of differentiate(sequence, kv_head, piece): heads as `Call` groups them, or all pieces of heads."""
+    if pieces == 1:
+        return call.gradient_tasks(partial(differentiate, piece=0))
+    return [
+        partial(differentiate, sequence, kv_head, piece)
+        for sequence in call.sequences
+        for kv_head in range(plan.problem.kv_heads)
+        for piece in range(_pieces_of(sequence, plan, pieces))
+    ]
+
+
+def _pieces_of(sequence: Sequence, plan: Plan, pieces: int) -> int:
+    """Return the number of pieces that have a key tile of a sequence, at least one."""
+    return max(1, min(pieces, -(-sequence.kv_len // plan.block_kv)))
 
 
 def rounded(total: Any, operand: Any, like: Array) -> Any:

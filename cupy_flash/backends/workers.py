@@ -86,6 +86,32 @@ def run_tasks(threads: int, tasks: list[Callable[[], None]], stop: Stop | None =
         _single_threaded_blas.leave(user)
 
 
+class OrderedSum:
+    """A sum of arrays that threads add at any time, bitwise the same: each array waits for those before it.
+
+    Its lock belongs to the threads of one call, which a forked child does not have.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.added = count, 0
+        self.waiting: dict[int, np.ndarray] = {}
+        self.total: np.ndarray | None = None
+        self.lock = threading.Lock()
+
+    def add(self, place: int, array: np.ndarray) -> np.ndarray | None:
+        """Add the array of a place in the order; return the total if it is now complete."""
+        with self.lock:
+            self.waiting[place] = array
+            while self.added in self.waiting:
+                array = self.waiting.pop(self.added)
+                if self.total is None:
+                    self.total = array
+                else:
+                    self.total += array
+                self.added += 1
+            return self.total if self.added == self.count else None
+
+
 class _Helpers:
     """Starts threads and joins them, safely under asynchronous exceptions in the caller or in the threads.
 

@@ -249,17 +249,34 @@ def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         progress(name)
-        for backward in (False, True)[: 1 + PROBLEMS[name].get("backward", True)]:
-            for launch in _chosen(PROBLEMS[name], backward, arch):
-                if launch.function in ("forward", "backward", "backward_q", "backward_kv"):
+        counted = set()  # a deterministic backward adds kernels only if dQ has one of its own
+        for backward, deterministic in ((False, False), (True, False), (True, True)):
+            if backward and not PROBLEMS[name].get("backward", True):
+                continue
+            for launch in _chosen(PROBLEMS[name], backward, arch, deterministic):
+                key = _label(launch), launch.tile
+                if launch.function in ("forward", "backward", "backward_q", "backward_kv") and key not in counted:
+                    counted.add(key)
                     steps.append(_count(name, launch, backward, arch))
     return steps
 
 
-def _chosen(config: dict[str, Any], backward: bool, arch: str) -> tuple[Launch, ...]:
+def _label(launch: Launch) -> str:
+    """Return the name of a kernel, and whether one for dK and dV also adds dQ."""
+    return launch.kernel + " + dQ" * (launch.function == "backward_kv" and _adds_dq(launch))
+
+
+def _adds_dq(launch: Launch) -> bool:
+    """Return whether blocks add to dQ in global memory, as those of wgmma's backward always do."""
+    return launch.function == "backward" or bool(dict(launch.constants).get("ADD_DQ"))
+
+
+def _chosen(config: dict[str, Any], backward: bool, arch: str, deterministic: bool = False) -> tuple[Launch, ...]:
     """Return the launches of the plan for a long problem."""
     (problem,) = {
-        problem._replace(q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS)
+        problem._replace(
+            q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS, deterministic=deterministic
+        )
         for problem in _problems(**config)
         if problem.backward == backward and not problem.dlse
     }
@@ -287,9 +304,9 @@ def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
     bytes_moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
     if launch.boxes:
         bytes_moved = base.global_bytes_read + base.global_bytes_written
-    least = None if "mask" in config else _least_bytes(launch.function, config, block_q, block_kv)
+    least = None if "mask" in config else _least_bytes(launch, config)
     over = None if least is None else bytes_moved / least
-    return Step(name, launch.kernel, tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
+    return Step(name, _label(launch), tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
 
 
 def _sass(launch: Launch, arch: str) -> Sass | None:
@@ -306,18 +323,20 @@ def _sass(launch: Launch, arch: str) -> Sass | None:
     return Sass(per_score, len(mainloop.longest) * of_score, mainloop.waits())
 
 
-def _least_bytes(function: str, config: dict[str, Any], block_q: int, block_kv: int) -> int:
+def _least_bytes(launch: Launch, config: dict[str, Any]) -> int:
     """Return the minimum traffic of a launch of 2 x 2 tiles: resident tiles move once, visited tiles once per block."""
+    assert launch.tile is not None
+    block_q, block_kv, _ = launch.tile
     dtype = np.dtype("uint16" if config["dtype"] == "bfloat16" else config["dtype"])
     k, v = (dtype.itemsize * config.get(name, config["head_dim"]) for name in ("head_dim", "head_dim_v"))
     row_stat = max(dtype.itemsize, 4)  # bytes of one lse or delta
     queries, keys = 2 * block_q, 2 * block_kv
-    if function == "forward":  # Q, O, lse; K and V
+    if launch.function == "forward":  # Q, O, lse; K and V
         return queries * (k + v + row_stat) + 2 * keys * (k + v)
     query_bytes = queries * (k + v + 2 * row_stat)  # Q, dO, lse, delta
-    if function == "backward_q":
+    if launch.function == "backward_q":
         return query_bytes + queries * k + 2 * keys * (k + v)
-    if function == "backward":  # every block also adds to dQ in fp32
+    if _adds_dq(launch):  # every block also adds to dQ in fp32
         query_bytes += queries * 4 * -(-config["head_dim"] // 16) * 16
     return 2 * keys * (k + v) + 2 * query_bytes  # K, V, dK, dV
 

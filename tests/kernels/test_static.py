@@ -56,7 +56,10 @@ def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):
             kernels = {
                 (record.kernel, record.tile) for record in compiled if (record.arch, record.problem) == (arch, problem)
             }
-            assert kernels == {(launch.kernel, launch.tile) for launch in launches}
+            of_plans = {(launch.kernel, launch.tile) for launch in launches}
+            assert of_plans <= kernels
+            # A tune also has decodes with a producer warp to choose from.
+            assert {kernel for kernel, _ in kernels - of_plans} <= {"mma/decode"}
 
 
 def test_fma_per_score(steps):
@@ -72,7 +75,12 @@ def test_instructions_of_the_steady_loop(steps):
     There is one exponential per score, and at D 64 the number of other instructions is bounded.
     """
     sass = {step.kernel: step.sass.per_score for step in steps if step.sass is not None}
-    for kernel, products, most in (("mma/forward", 2, 9.0), ("mma/backward_kv", 4, 16.0), ("mma/backward_q", 3, 13.0)):
+    for kernel, products, most in (
+        ("mma/forward", 2, 9.0),
+        ("mma/backward_kv", 4, 16.0),
+        ("mma/backward_q", 3, 13.0),
+        ("mma/backward_kv + dQ", 5, 24.0),
+    ):
         assert sass[kernel]["products"] == 64 * products / 64
         assert sass[kernel]["exp"] == 1
         assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
@@ -86,11 +94,13 @@ JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inpu
 def test_instructions_of_derivatives(tangents):
     """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
 
-    The products are 6, 5 or 4 of the forward's 2, and 15 of the backward's 7.
+    The products are 6, 5 or 4 of the forward's 2, and 15 of the 7 of a backward with a kernel for dQ.
     """
 
     def per_score(*kernels, **config):
-        chosen = [x for backward in (False, True) for x in static._chosen(config, backward, "sm_80")]
+        chosen = [
+            x for backward in (False, True) for x in static._chosen(config, backward, "sm_80", deterministic=True)
+        ]
         counts = [static._sass(x, "sm_80").per_score for x in chosen if x.kernel in kernels]
         assert len(counts) == len(kernels)
         return np.array([sum(count["products"] for count in counts), sum(sum(count.values()) for count in counts)])

@@ -369,7 +369,7 @@ def kernels_of_derivatives(case):
 
 
 def test_sanitized_calls_start_every_kernel():
-    """They also cover every kind of wgmma tile. fp8 calls are rows of its tests; `_block_mask` starts `block_classes`."""
+    """They also cover every kind of wgmma tile; fp8 calls are rows of its tests. `_block_mask` runs block_classes."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words, tile in sanitize.calls(engine):

@@ -63,10 +63,10 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `cupy_flash.attention` on torch tensors, with the same arguments, results and errors.
 
-    out and lse are differentiable with respect to q, k, v, bias, sink and the tensors that score_mod captures: on the
-    CPU twice and in forward mode, on a GPU once. Autograd saves q, k, v, out, lse, the seed and the caller's tensors
-    among the options. Works under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k
-    and v; torch.use_deterministic_algorithms sets `deterministic`.
+    out and lse are differentiable, twice and in forward mode, with respect to q, k, v, bias, sink and the tensors that
+    score_mod captures. Autograd saves q, k, v, out, lse, the seed and the caller's tensors among the options. Works
+    under torch.compile, torch.export, torch.func, checkpointing and FSDP2. Autocast casts q, k and v;
+    torch.use_deterministic_algorithms sets `deterministic`.
 
     Args:
         q: as in `cupy_flash.attention`.

@@ -286,7 +286,7 @@ class _Writer:
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
         self.fixed, self.measure, self.part = fixed, measure, part
         self.slope = None if by is None else self._in_reals(by.slope)
-        self.moving = None
+        self.directed, self.moving = moved is not None, None
         if moved is not None and program.score is not None:
             self.moving = _Moving.of(program.score, moved, target).map(self._in_reals)
         # (element, derivatives of the score and of its tangent) for each read to whose gradient several blocks may add
@@ -382,12 +382,14 @@ class _Writer:
         return [*lines, f"    return {self._name(self.score)};", "  }"]
 
     def _moved(self) -> list[str]:
-        if self.moving is None:
+        if not self.directed:
             return []
+        head = "real s, real ts, const Query& q, const Key& k, real& tangent, real& slope, real& curve"
+        lines = [f"  __device__ real moved({head}) const {{"]
+        if self.moving is None:
+            return [*lines, "    tangent = ts, slope = 1, curve = 0;", "    return s;", "  }"]
         assert self.score is not None
         values = {"tangent": self.moving.tangent, "slope": self.moving.slope, "curve": self.moving.curve}
-        results = "".join(f", real& {name}" for name in values)
-        lines = [f"  __device__ real moved(real s, real ts, const Query& q, const Key& k{results}) const {{"]
         lines += self._body(SCORE, [self.score, *values.values()])
         lines += [f"    {name} = {self._name(value)};" for name, value in values.items()]
         return [*lines, f"    return {self._name(self.score)};", "  }"]

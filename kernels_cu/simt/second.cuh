@@ -118,7 +118,7 @@ struct SecondGradients {
   }
 };
 
-// O += P X, of which this thread has its part of P in registers.
+// O += P X. P goes from the registers of all threads through P_smem.
 template <int DIM, int ROWS, int COLS>
 __device__ void add_product(real (&O)[ROWS][columns_of(DIM)], const real (&P)[ROWS][COLS], real* P_smem,
                             const real* X_smem) {

@@ -369,7 +369,7 @@ def kernels_of_derivatives(case):
 
 
 def test_sanitized_calls_start_every_kernel():
-    """They also cover every kind of wgmma tile; fp8 calls are rows of its tests."""
+    """They also cover every kind of wgmma tile; fp8 calls are rows of its tests. `_block_mask` runs block_classes."""
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words, tile in sanitize.calls(engine):
@@ -389,7 +389,8 @@ def test_sanitized_calls_start_every_kernel():
     assert of_caches == {"rotary_append", "mma/decode", "merge"}
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
     assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
-    assert kernels == every - of_caches - (of_derivatives - kernels) - {"partials", "wgmma/forward_fp8", "wgmma/vt"}
+    others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
+    assert kernels == every - of_caches - (of_derivatives - kernels) - others
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
     } <= constants

@@ -17,6 +17,7 @@ from typing import Any
 
 import derivatives
 import fp8_cases
+import numpy as np
 import on_gpu
 from cache_cases import CacheCase
 from cache_cases import check as check_cache
@@ -138,6 +139,29 @@ def sanitize(engine: str, *, checked: bool) -> None:
         if checked:
             check(case, result)
         print(f"{engine}: {name}", flush=True)
+    if engine == "simt":  # its kernel belongs to no engine
+        _block_mask(checked)
+
+
+def _block_mask(checked: bool) -> None:
+    """Compute the classes of blocks on the GPU, and compare them with those of the host."""
+    import cupy
+
+    numbers = np.arange(LONG["q_len"]) * 5 // LONG["q_len"]
+
+    def arrays(xp: Any) -> list[Any]:
+        segments = xp.asarray(numbers)
+        mask_mod = cupy_flash.block_mask(
+            lambda b, h, q_idx, kv_idx: segments[q_idx] == segments[kv_idx],
+            q_len=LONG["q_len"], kv_len=LONG["q_len"], block=16,
+        )  # fmt: skip
+        return list(cupy_flash.Mod(mask_mod=mask_mod).arrays)
+
+    computed = arrays(cupy)
+    if checked:
+        for x, expected in zip(computed, arrays(np), strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(x), expected)
+    print("block_mask", flush=True)
 
 
 def _with_mods(case: Case) -> Call:

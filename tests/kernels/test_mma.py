@@ -505,8 +505,8 @@ BUGS = {
     ),
     "no-barrier-before-dbias-is-summed": Bug(
         "mma/backward_bias.cu",
-        f"}}\n    {SYNC}    bias.store",
-        "}\n    bias.store",
+        f"row);\n    {SYNC}    bias.store",
+        "row);\n    bias.store",
         Race,
         replace(EVERYTHING, bias="1h1k"),
     ),
@@ -523,13 +523,13 @@ BUGS = {
         "mma/tile.cuh", "(chunk ^ swizzle(row)) << 4", "(chunk ^ swizzle(row + 1)) << 4", case=LONG
     ),
     "alignment-ignored": Bug(
-        "mma/load.cuh", "if (rows.aligned < 8) {", "if (rows.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
+        "mma/load.cuh", "if (rows.aligned < COUNT) {", "if (rows.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
     ),
     "alignment-ignored-when-stored": Bug(
         "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
     ),
     "columns-past-the-last": Bug(
-        "mma/load.cuh", "min(max(2 * DIM - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
+        "mma/load.cuh", "min(max(ROW - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
     ),
     "elements-of-a-fragment-confused": Bug(
         "dq_sums.cuh", "return {from[0], from[32]", "return {from[32], from[0]", case=LONG, dq="added", arch="sm_80"

@@ -34,7 +34,7 @@ struct QueryTile {
     }
   }
 
-  // The gradients of score x and of its tangent, and the weight of dO in dV, from dO V^T and dO tV^T.
+  // Returns the gradients of score x and of its tangent, and the weight of dO in dV, from dO V^T and dO tV^T.
   __device__ PairGradients differentiate(const Score::Moved& x, real dP, real dtP, real factor, int query) const {
     // A hidden score has P = 0 also where lse is NaN; its tangent and slopes may be NaN.
     real probability = x.score == -infinity() ? 0 : exp(x.score - lse[query]);

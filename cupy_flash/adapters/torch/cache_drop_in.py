@@ -195,7 +195,7 @@ def _has_one_query(q: Any, max_seqlen_q: Any) -> bool:
 
 
 def _positions(q: Any, lengths: Any, advance: bool) -> Any:
-    """Return int32 (B, Sq), n_b for every query of a sequence, plus its index with `advance`."""
+    """Return positions, int32 (B, Sq): lengths[b] for every query of sequence b, plus its index with `advance`."""
     steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
     before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
     return (before[:, None] + steps).to(torch.int32)

@@ -60,44 +60,23 @@ __device__ void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned int K_
   }
 }
 
-// Loads the tiles of queries in their order: Q, dO, lse2 and delta. Addresses are computed anew where the head changes;
-// otherwise they advance by a tile, or under a mask_mod by all tiles that it hides.
-struct QueryLoads {
-  const Params& p;
-  const Sequence& sequence;
-  Loader<BLOCK_Q, HEAD_DIM> Q_loader;
-  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader;
-  int head;  // that of the addresses
-  AdvancingRows Q;
-  AdvancingRows dO;
+// Loads the tiles of queries: Q, dO, lse2 and delta.
+struct QueryLoads : QdOLoads {
   const float* lse2;
   const float* delta;
 
-  __device__ QueryLoads(const Params& p, const Sequence& sequence)
-      : p(p),
-        sequence(sequence),
-        Q_loader(Loader<BLOCK_Q, HEAD_DIM>(p.q.row).kept()),
-        dO_loader(Loader<BLOCK_Q, HEAD_DIM_V>(p.dout.row).kept()),
-        head(-1) {}
-
-  __device__ void move_to(const QTiles& tile) {
-    if (tile.head != head) {
-      head = tile.head;
-      Q.seek(sequence.query_rows<element>(p.q, head), tile.start);
-      dO.seek(sequence.query_rows<element>(p.dout, head), tile.start);
-      lse2 = sequence.queries<float>(p.lse2, head) + tile.start;
-      delta = sequence.queries<float>(p.delta, head) + tile.start;
-    } else {
-      int rows = MASK_MOD ? tile.start - Q.first : BLOCK_Q;
-      Q.advance(rows), dO.advance(rows);
-      lse2 += rows, delta += rows;
-    }
+  __device__ QueryLoads(const Params& p, const Sequence& sequence) : QdOLoads(p, sequence) {
+    Q_loader = Q_loader.kept(), dO_loader = dO_loader.kept();
   }
+
   __device__ void load(unsigned int Q_smem, const QTiles& tile) {
     unsigned int dO_smem = Q_smem + Q_BYTES, lse2_smem = dO_smem + dO_BYTES;
-    move_to(tile);
-    Q_loader.load(Q_smem, Q, tile.visible);
-    load_dO(dO_smem, dO_loader, dO, p, sequence, head, tile.visible);
+    auto seek = [&] {
+      lse2 = sequence.queries<float>(p.lse2, head) + tile.start;
+      delta = sequence.queries<float>(p.delta, head) + tile.start;
+    };
+    move_to(tile.head, tile.start, seek, [&](int rows) { lse2 += rows, delta += rows; });
+    QdOLoads::load(Q_smem, dO_smem, tile.visible);
     load_numbers<BLOCK_Q>(lse2_smem, lse2, tile.start, tile.visible);
     load_numbers<BLOCK_Q>(lse2_smem + 4 * BLOCK_Q, delta, tile.start, tile.visible);
   }

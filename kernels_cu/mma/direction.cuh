@@ -20,29 +20,48 @@ struct KeyTile {
   __device__ KeyTile(unsigned int smem) : K(smem), tK(K + K_BYTES), V(tK + TK * K_BYTES), tV(V + V_BYTES) {}
 };
 
+// Loads the operands of tiles of keys, one after the other.
 struct KeyLoads {
-  const Params& p;
-  const Sequence& sequence;
-  Loader<BLOCK_KV, HEAD_DIM> K;
-  Loader<BLOCK_KV, HEAD_DIM> tK;
-  Loader<BLOCK_KV, HEAD_DIM_V> V;
-  Loader<BLOCK_KV, HEAD_DIM_V> tV;
+  Loader<BLOCK_KV, HEAD_DIM> K_loader;
+  Loader<BLOCK_KV, HEAD_DIM> tK_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V> tV_loader;
+  AdvancingRows K;
+  AdvancingRows tK;
+  AdvancingRows V;
+  AdvancingRows tV;
 
-  __device__ KeyLoads(const Params& p, const Sequence& sequence)
-      : p(p), sequence(sequence), K(p.k.row), tK(p.tk.row), V(p.v.row), tV(p.tv.row) {}
+  // The first tile is that at kv_start.
+  __device__ KeyLoads(const Params& p, const Sequence& sequence, int kv_head, int kv_start)
+      : K_loader(p.k.row), tK_loader(p.tk.row), V_loader(p.v.row), tV_loader(p.tv.row) {
+    auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head); };
+    K.seek(rows(p.k), kv_start), V.seek(rows(p.v), kv_start);
+    if constexpr (TK) tK.seek(rows(p.tk), kv_start);
+    if constexpr (TV) tV.seek(rows(p.tv), kv_start);
+  }
   __device__ KeyLoads kept() const {
     KeyLoads loads = *this;
-    loads.K = K.kept(), loads.tK = tK.kept(), loads.V = V.kept(), loads.tV = tV.kept();
+    loads.K_loader = K_loader.kept(), loads.tK_loader = tK_loader.kept();
+    loads.V_loader = V_loader.kept(), loads.tV_loader = tV_loader.kept();
     return loads;
   }
 
-  // Loads the tile at kv_start, with zeros for keys that are not in `keys`.
-  __device__ void load(const KeyTile& to, int kv_head, int kv_start, Range keys) const {
-    auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
-    K.load(to.K, rows(p.k), keys);
-    if constexpr (TK) tK.load(to.tK, rows(p.tk), keys);
-    V.load(to.V, rows(p.v), keys);
-    if constexpr (TV) tV.load(to.tV, rows(p.tv), keys);
+  // Loads the current tile, with zeros for keys that are not in `keys`.
+  __device__ void load(const KeyTile& to, Range keys) const {
+    K_loader.load(to.K, K, keys);
+    if constexpr (TK) tK_loader.load(to.tK, tK, keys);
+    V_loader.load(to.V, V, keys);
+    if constexpr (TV) tV_loader.load(to.tV, tV, keys);
+  }
+  // Loads the current tile of a walk, and moves both to the next.
+  template <typename Tiles>
+  __device__ void load_next(const KeyTile& to, Tiles& tiles) {
+    load(to, tiles.visible);
+    tiles.next();
+    int rows = MASK_MOD ? tiles.start - K.first : Tiles::STEP;
+    K.advance(rows), V.advance(rows);
+    if constexpr (TK) tK.advance(rows);
+    if constexpr (TV) tV.advance(rows);
   }
 };
 

@@ -121,17 +121,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
   int row = row_warp() * M * 16;
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B();
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
-  auto key_loads = KeyLoads(p, sequence).kept();
 
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q;
     KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
     auto loaded = kv_tiles;  // the tile to load next
+    auto key_loads = KeyLoads(p, sequence, kv_head, loaded.start).kept();
     Pipeline<STAGES, KeyTile::BYTES> stages(KV_smem);
     auto load = [&] {
-      if (loaded.valid()) key_loads.load(KeyTile(stages.next()), kv_head, loaded.start, loaded.visible);
-      loaded.next();
+      if (loaded.valid()) key_loads.load_next(KeyTile(stages.next()), loaded);
       stages.commit();
     };
 
@@ -152,9 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
         load();
       }
       KeyTile keys(stages.wait());
-      if constexpr (STAGES > 1) load();
       float S_rmem[M][N][4] = {}, tS_rmem[M][N][4] = {};
       scores_moved<M, N, HEAD_DIM, TQ, TK>(S_rmem, tS_rmem, Q_smem, tQ_smem, Q_lane, keys.K, keys.tK, K_lane);
+      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       attend(S_rmem, tS_rmem, O_rmem, T_rmem, softmax, mean, kv_tiles.masked(), score, band, dropout, q_start + row,
              kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4], tP_rmem[M][N / 2][4];

@@ -18,28 +18,49 @@ struct QueryTile {
   __device__ QueryTile(unsigned int smem) : Q(smem), tQ(Q + Q_BYTES), dO(tQ + TQ * Q_BYTES), numbers(dO + dO_BYTES) {}
 };
 
-struct QueryLoads {
-  const Params& p;
-  const Sequence& sequence;
-  Loader<BLOCK_Q, HEAD_DIM> Q;
-  Loader<BLOCK_Q, HEAD_DIM> tQ;
-  Loader<BLOCK_Q, HEAD_DIM_V> dO;
+// Loads the operands of a tile of queries.
+struct QueryLoads : QdOLoads {
+  Loader<BLOCK_Q, HEAD_DIM> tQ_loader;
+  AdvancingRows tQ;
+  const RowNumbers* numbers;
 
-  __device__ QueryLoads(const Params& p, const Sequence& sequence)
-      : p(p), sequence(sequence), Q(p.q.row), tQ(p.tq.row), dO(p.dout.row) {}
+  __device__ QueryLoads(const Params& p, const Sequence& sequence) : QdOLoads(p, sequence), tQ_loader(p.tq.row) {}
   __device__ QueryLoads kept() const {
     QueryLoads loads = *this;
-    loads.Q = Q.kept(), loads.tQ = tQ.kept(), loads.dO = dO.kept();
+    loads.Q_loader = Q_loader.kept(), loads.tQ_loader = tQ_loader.kept(), loads.dO_loader = dO_loader.kept();
     return loads;
   }
 
   // Loads the tile at q_start, with zeros for queries that are not in `queries`.
-  __device__ void load(const QueryTile& to, int head, int q_start, Range queries) const {
-    Q.load(to.Q, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
-    if constexpr (TQ) tQ.load(to.tQ, sequence.query_rows<element>(p.tq, head).tile(q_start), queries);
-    load_dO(to.dO, dO, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head, queries);
-    load_numbers<BLOCK_Q>(to.numbers, sequence.queries<RowNumbers>(p.row_numbers, head) + q_start, q_start, queries);
+  __device__ void load(const QueryTile& to, int new_head, int q_start, Range queries) {
+    auto seek = [&] {
+      if constexpr (TQ) tQ.seek(sequence.query_rows<element>(p.tq, head), q_start);
+      numbers = sequence.queries<RowNumbers>(p.row_numbers, head) + q_start;
+    };
+    auto advance = [&](int rows) {
+      if constexpr (TQ) tQ.advance(rows);
+      numbers += rows;
+    };
+    move_to(new_head, q_start, seek, advance);
+    QdOLoads::load(to.Q, to.dO, queries);
+    if constexpr (TQ) tQ_loader.load(to.tQ, tQ, queries);
+    load_numbers<BLOCK_Q>(to.numbers, numbers, q_start, queries);
   }
+};
+
+// This lane's addresses for the products of a tile, of which this warp has the rows from `row`. They stay in registers:
+// the compiler would compute them anew for every tile.
+struct ProductLanes {
+  typename Tile<HEAD_DIM>::Lane A;
+  typename Tile<HEAD_DIM>::Lane B;
+  typename Tile<HEAD_DIM_V>::Lane A_v;
+  typename Tile<HEAD_DIM_V>::Lane B_v;
+
+  __device__ ProductLanes(int row)
+      : A(Tile<HEAD_DIM>::lane_of_A(row).kept()),
+        B(Tile<HEAD_DIM>::lane_of_B().kept()),
+        A_v(Tile<HEAD_DIM_V>::lane_of_A(row).kept()),
+        B_v(Tile<HEAD_DIM_V>::lane_of_B().kept()) {}
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
@@ -51,16 +72,17 @@ struct SecondGradients {
   float W[M][N][4] = {};    // dO V^T before
   float dtP[M][N][4] = {};  // dO tV^T
 
-  // `row`: the first of this warp's rows.
-  __device__ SecondGradients(const QueryTile& queries, const KeyTile& keys, int row) {
-    auto A_lane = Tile<HEAD_DIM>::lane_of_A(row), B_lane = Tile<HEAD_DIM>::lane_of_B();
-    auto A_lane_v = Tile<HEAD_DIM_V>::lane_of_A(row), B_lane_v = Tile<HEAD_DIM_V>::lane_of_B();
+  // `load()` runs behind the first products, so that addresses are computed while the tensor cores run.
+  template <typename Load>
+  __device__ SecondGradients(const QueryTile& queries, const KeyTile& keys, const ProductLanes& lanes, Load load) {
     if constexpr (TRANSPOSED) {
-      scores_moved<M, N, HEAD_DIM, TK, TQ>(dS, dtS, keys.K, keys.tK, A_lane, queries.Q, queries.tQ, B_lane);
-      scores_moved<M, N, HEAD_DIM_V, TV, false>(W, dtP, keys.V, keys.tV, A_lane_v, queries.dO, 0, B_lane_v);
+      scores_moved<M, N, HEAD_DIM, TK, TQ>(dS, dtS, keys.K, keys.tK, lanes.A, queries.Q, queries.tQ, lanes.B);
+      load();
+      scores_moved<M, N, HEAD_DIM_V, TV, false>(W, dtP, keys.V, keys.tV, lanes.A_v, queries.dO, 0, lanes.B_v);
     } else {
-      scores_moved<M, N, HEAD_DIM, TQ, TK>(dS, dtS, queries.Q, queries.tQ, A_lane, keys.K, keys.tK, B_lane);
-      scores_moved<M, N, HEAD_DIM_V, false, TV>(W, dtP, queries.dO, 0, A_lane_v, keys.V, keys.tV, B_lane_v);
+      scores_moved<M, N, HEAD_DIM, TQ, TK>(dS, dtS, queries.Q, queries.tQ, lanes.A, keys.K, keys.tK, lanes.B);
+      load();
+      scores_moved<M, N, HEAD_DIM_V, false, TV>(W, dtP, queries.dO, 0, lanes.A_v, keys.V, keys.tV, lanes.B_v);
     }
   }
 
@@ -104,8 +126,9 @@ struct SecondGradients {
 
 // C += P X for P (16 M rows, 8 N columns), rounded, and the rows of tile X: this warp's columns.
 template <int DIM, int M, int N>
-__device__ void add_rounded(float (&C)[M][fragments_of(DIM)][4], const float (&P)[M][N][4], unsigned int X_smem) {
+__device__ void add_rounded(float (&C)[M][fragments_of(DIM)][4], const float (&P)[M][N][4], unsigned int X_smem,
+                            const typename Tile<DIM>::Lane& x_lane) {
   unsigned int P_rmem[M][N / 2][4];
   round_fragments(P_rmem, P);
-  accumulate<M, N / 2, DIM>(C, P_rmem, X_smem, Tile<DIM>::lane_of_X());
+  accumulate<M, N / 2, DIM>(C, P_rmem, X_smem, x_lane);
 }

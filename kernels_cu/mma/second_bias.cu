@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_bias(const __gri
   KeyTile keys(queries.Q + QueryTile::BYTES);
   float* dS_smem = (float*)smem;
   int row = row_warp() * M * 16;
+  ProductLanes lanes(row);
   auto numbers = (const RowNumbers*)(smem + (queries.numbers - queries.Q)) + row;
 
   for (int tile = blockIdx.x; tile < BiasTile::tiles(p); tile += gridDim.x) {
@@ -29,11 +30,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_bias(const __gri
           for (auto kv_tiles = bias.kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
             __syncthreads();
             QueryLoads(p, sequence).load(queries, head, q_start, Range{0, sequence.q_len});
-            KeyLoads(p, sequence).load(keys, head / p.group, kv_tiles.start, kv_tiles.visible);
+            KeyLoads(p, sequence, head / p.group, kv_tiles.start).load(keys, kv_tiles.visible);
             cp_async_commit_group();
             cp_async_wait_group<0>();
             __syncthreads();
-            SecondGradients<M, N, false, false> gradients(queries, keys, row);
+            SecondGradients<M, N, false, false> gradients(queries, keys, lanes, [] {});
             gradients.differentiate<true>(score, band, dropout, numbers, q_start + row, kv_tiles.start);
 #pragma unroll
             for (int m = 0; m < M; ++m)

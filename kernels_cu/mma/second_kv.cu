@@ -14,23 +14,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_
   int kv_head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
-  auto query_loads = QueryLoads(p, sequence).kept();
   int row = row_warp() * M * 16;
+  ProductLanes lanes(row);
+  auto QT_lane = Tile<HEAD_DIM>::lane_of_X().kept();
+  auto dOT_lane = Tile<HEAD_DIM_V>::lane_of_X().kept();
 
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     QTiles q_tiles(p, band, kv_head, kv_start), loaded = q_tiles;  // `loaded`: the tile to load next
-    Range visible = q_tiles.visible;
+    auto query_loads = QueryLoads(p, sequence).kept();
     Pipeline<STAGES, QueryTile::BYTES> stages(keys.K + KeyTile::BYTES);
     auto load = [&] {
       if (loaded.valid()) {
-        query_loads.load(QueryTile(stages.next()), loaded.head, loaded.start, visible);
+        query_loads.load(QueryTile(stages.next()), loaded.head, loaded.start, loaded.visible);
         loaded.next();
       }
       stages.commit();
     };
 
     __syncthreads();
-    KeyLoads(p, sequence).load(keys, kv_head, kv_start, Range{0, sequence.kv_len});
+    KeyLoads(p, sequence, kv_head, kv_start).load(keys, Range{0, sequence.kv_len});
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
@@ -40,16 +42,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_
         load();
       }
       QueryTile queries(stages.wait());
-      if constexpr (STAGES > 1) load();
 
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       auto numbers = (const RowNumbers*)(smem + (queries.numbers - keys.K));
-      SecondGradients<M, N, true, true> tile(queries, keys, row);
+      SecondGradients<M, N, true, true> tile(queries, keys, lanes, [&] {
+        if constexpr (STAGES > 1) load();
+      });
       tile.differentiate(q_tiles.masked(), score, band, dropout, numbers, q_tiles.start, kv_start + row);
-      if constexpr (SCORES_MOVE) add_rounded<HEAD_DIM_V>(dV_rmem, tile.W, queries.dO);
-      add_rounded<HEAD_DIM>(dK_rmem, tile.dS, queries.Q);
-      if constexpr (TQ) add_rounded<HEAD_DIM>(dK_rmem, tile.dtS, queries.tQ);
+      if constexpr (SCORES_MOVE) add_rounded<HEAD_DIM_V>(dV_rmem, tile.W, queries.dO, dOT_lane);
+      add_rounded<HEAD_DIM>(dK_rmem, tile.dS, queries.Q, QT_lane);
+      if constexpr (TQ) add_rounded<HEAD_DIM>(dK_rmem, tile.dtS, queries.tQ, QT_lane);
     }
 
     cp_async_wait_group<0>();  // the keys may be in flight if no query was visited

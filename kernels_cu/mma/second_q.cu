@@ -10,6 +10,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
   // Shared memory: the tile of queries, then STAGES x one of keys. The epilogue stages dQ in the space of Q.
   QueryTile queries(smem_address(smem));
   int row = row_warp() * M * 16;
+  ProductLanes lanes(row);
+  auto KT_lane = Tile<HEAD_DIM>::lane_of_X().kept();
   auto numbers = (const RowNumbers*)(smem + (queries.numbers - queries.Q)) + row;
 
   int head = blockIdx.y, kv_head = head / p.group;
@@ -17,7 +19,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  auto key_loads = KeyLoads(p, sequence).kept();
 
   // Under a causal mask the last tiles see the most keys, so they start first.
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
@@ -25,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
     int q_start = tile * BLOCK_Q;
     KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
     auto loaded = kv_tiles;  // the tile to load next
+    auto key_loads = KeyLoads(p, sequence, kv_head, loaded.start).kept();
     Pipeline<STAGES, KeyTile::BYTES> stages(queries.Q + QueryTile::BYTES);
     auto load = [&] {
-      if (loaded.valid()) key_loads.load(KeyTile(stages.next()), kv_head, loaded.start, loaded.visible);
-      loaded.next();
+      if (loaded.valid()) key_loads.load_next(KeyTile(stages.next()), loaded);
       stages.commit();
     };
 
@@ -44,11 +45,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
         load();
       }
       KeyTile keys(stages.wait());
-      if constexpr (STAGES > 1) load();
-      SecondGradients<M, N, false, true> gradients(queries, keys, row);
+      SecondGradients<M, N, false, true> gradients(queries, keys, lanes, [&] {
+        if constexpr (STAGES > 1) load();
+      });
       gradients.differentiate(kv_tiles.masked(), score, band, dropout, numbers, q_start + row, kv_tiles.start);
-      add_rounded<HEAD_DIM>(dQ_rmem, gradients.dS, keys.K);
-      if constexpr (TK) add_rounded<HEAD_DIM>(dQ_rmem, gradients.dtS, keys.tK);
+      add_rounded<HEAD_DIM>(dQ_rmem, gradients.dS, keys.K, KT_lane);
+      if constexpr (TK) add_rounded<HEAD_DIM>(dQ_rmem, gradients.dtS, keys.tK, KT_lane);
     }
 
     cp_async_wait_group<0>();  // the queries may be in flight if no key was visited

@@ -1,4 +1,4 @@
-// Steps that the backward kernels of the mma engine share: loading dO, and storing the dS of a bias.
+// Steps that the backward kernels of the mma engine share: loading Q and dO, and storing the dS of a bias.
 #pragma once
 #include "../gradients.cuh"
 #include "gemm.cuh"
@@ -17,6 +17,41 @@ __device__ void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>&
     loader.load(dO_smem, dO, queries);
   }
 }
+
+// Loads tiles of Q and dO in the order of QTiles. Addresses are computed anew where the head changes; otherwise they
+// advance by a tile, or under a mask_mod by all tiles that it hides.
+struct QdOLoads {
+  const Params& p;
+  const Sequence& sequence;
+  Loader<BLOCK_Q, HEAD_DIM> Q_loader;
+  Loader<BLOCK_Q, HEAD_DIM_V> dO_loader;
+  int head;  // that of the addresses
+  AdvancingRows Q;
+  AdvancingRows dO;
+
+  __device__ QdOLoads(const Params& p, const Sequence& sequence)
+      : p(p), sequence(sequence), Q_loader(p.q.row), dO_loader(p.dout.row), head(-1) {}
+
+  // `seek()` and `advance(rows)` do the same for the addresses of the other operands.
+  template <typename Seek, typename Advance>
+  __device__ void move_to(int new_head, int q_start, Seek seek, Advance advance) {
+    if (new_head != head) {
+      head = new_head;
+      Q.seek(sequence.query_rows<element>(p.q, head), q_start);
+      dO.seek(sequence.query_rows<element>(p.dout, head), q_start);
+      seek();
+    } else {
+      int rows = MASK_MOD ? q_start - Q.first : BLOCK_Q;
+      Q.advance(rows), dO.advance(rows);
+      advance(rows);
+    }
+  }
+  // Loads the current tile, with zeros for queries that are not in `queries`.
+  __device__ void load(unsigned int Q_smem, unsigned int dO_smem, Range queries) const {
+    Q_loader.load(Q_smem, Q, queries);
+    load_dO(dO_smem, dO_loader, dO, p, sequence, head, queries);
+  }
+};
 
 constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
 

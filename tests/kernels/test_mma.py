@@ -550,9 +550,7 @@ BUGS = {
     # The walk over tiles
     "tile-loaded-twice": Bug("mma/forward.cu", "loaded.next();", "", case=LONG),
     "tile-of-queries-loaded-twice": Bug("mma/backward_kv.cu", "loaded.next();", "", OutOfBounds, LONG),
-    "addresses-of-another-head": Bug(
-        "mma/backward_kv.cu", "if (tile.head != head) {", "if (head < 0) {", OutOfBounds, LONG
-    ),
+    "addresses-of-another-head": Bug("mma/steps.cuh", "if (new_head != head) {", "if (head < 0) {", OutOfBounds, LONG),
     "first-tile-not-visited": Bug("walk.cuh", "start >= first", "start > first", case=LONG),
     "nothing-seen-passes-a-gradient": Bug(
         "delta.cu",

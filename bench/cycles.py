@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from . import sass
 
-# By unit: opcodes, and clocks between two instructions of a warp (Hopper has 32 FP32 lanes, 16 integer lanes and 4
-# lanes of special functions in a sub-partition).
+# {unit: (its opcodes, clocks between two instructions of a warp)}. A sub-partition of Hopper has 32 FP32 lanes, 16
+# integer lanes and 4 lanes of special functions.
 UNITS = {
     "FMA": (("FFMA", "FMUL", "FADD", "IMAD"), 1),
     "ALU": (

@@ -1,7 +1,7 @@
 """One step of a decode by other implementations, on torch tensors: those that are installed and run on the GPU.
 
-q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and every sequence has so many keys, of which the last Sq are
-the queries. What depends on lengths alone, such as block masks and plans, is computed before the call.
+q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and `lengths` (B,) are the keys of each sequence; its queries
+are at the positions of the last Sq keys. Block masks and plans depend on lengths alone and are made before the call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .peers import FLEX_ATTENTION
 
 Call = Callable[[], Any]
 PAGE = 16  # keys of a page for flashinfer, which takes only paged caches
-WORKSPACE_BYTES = 2**27  # of flashinfer
-WARM_UP = 3
+WORKSPACE_BYTES = 2**27  # workspace of flashinfer
+WARM_UP = 3  # calls before a measurement
 
 
 def working(
     arrays: tuple[Any, Any, Any], lengths: np.ndarray[Any, Any], in_graph: bool
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return the peers that run on CuPy arrays (q, k, v), and why the others do not; in_graph: as captured graphs."""
+    """Return ({peer: call on CuPy arrays (q, k, v), as a CUDA graph if in_graph}, {peer: why it cannot run})."""
     try:
         import torch
 

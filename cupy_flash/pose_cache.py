@@ -644,9 +644,9 @@ def _with_problem(
 def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
     """Check that no array overlaps a cache, because the append would change it, or the result would change the cache.
 
-    Of the two caches only the first element is compared: K and V in one array are found, caches shifted against each
-    other are not.
-    jax arrays are not checked: XLA assigns their memory, and they have none while jax traces.
+    For the two caches only the first elements are compared: one array as both caches is an error, but overlapping views
+    that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
+    have none while jax traces.
     """
     others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
     if not others:

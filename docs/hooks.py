@@ -26,14 +26,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Makes links relative to the site, whose root holds the pages of docs/ and the files added above."""
+    """Make links relative to the site, whose root holds the pages of docs/ and the files added above."""
     if "/" in page.file.src_uri:
         return markdown
     return LINK.sub(r"\1\2", markdown.replace("](docs/", "]("))
 
 
 class Docstrings(griffe.Extension):
-    """Turns doctests into fenced code, as Markdown writes it."""
+    """Turn doctests into fenced Markdown code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

@@ -1,5 +1,5 @@
-// The exact classes of the blocks of a mask_mod, BLOCK_Q x BLOCK_KV pairs each: 0 if no pair is visible, 2 if all are,
-// 1 otherwise. Interval arithmetic decides what it can; else all pairs of the block are evaluated.
+// Computes the exact class of each BLOCK_Q x BLOCK_KV block of a mask_mod: 0 if no pair is visible, 2 if all are, 1
+// otherwise. If interval arithmetic cannot decide, the thread block evaluates all pairs.
 // out: uint8 (b, block of queries, h, block of keys). grid (blocks of keys, blocks of queries, sequences x heads)
 #include "walk.cuh"
 

@@ -1,10 +1,11 @@
-// The numbers of a row that a double backward reads with every score, in one record that a thread loads at once.
+// Record of the numbers of a query row that a double backward reads with every score. delta.cu writes it, and a thread
+// loads it at once.
 #pragma once
 #include "number.cuh"
 
 struct alignas(16) RowNumbers {
-  real lse2;  // lse * log2(e); +inf for a row that sees no key, whose other numbers are 0
-  real mu;
-  real delta;
-  real eps;
+  real lse2;   // lse * log2(e); +inf for a row that sees no key, whose other numbers are 0
+  real mu;     // the tangent of lse
+  real delta;  // rowsum(dO * O) - dlse
+  real eps;    // rowsum(dO * tO)
 };

@@ -1,5 +1,5 @@
-// The gradients that a double backward has at one score. In a direction (tQ, tK, tV, ...) with score tangents tS, m the
-// factors of dropout and mu the tangent of lse:
+// Computes the gradients of a double backward at one score. tS is the score's tangent in the direction (tQ, tK, tV,
+// ...), m its dropout factor; row_numbers.cuh defines mu, delta and eps:
 //
 //     g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
 //     dS = P (c (g - delta) + h - eps) ;  dtS = P (g - delta) ;  W = m P c, of which dV = W^T dO
@@ -13,7 +13,7 @@ struct PairGradients {
   real W;
 };
 
-// The gradients of a score with this probability and tangent, from its dO V^T and dO tV^T.
+// Returns the gradients of a score from its probability and tangent, dP = dO V^T, dtP = dO tV^T and dropout factor.
 __device__ inline PairGradients pair_gradients(real probability, real tangent, real dP, real dtP, real factor, real mu,
                                                real delta, real eps) {
   real moving = tangent - mu, excess = dP * factor - delta;

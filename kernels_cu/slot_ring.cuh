@@ -3,8 +3,8 @@
 #include "hopper.cuh"
 
 constexpr int WARPGROUP = 128;  // threads
-// Threads of the consumers: in a decode all but one warp, else all but the first warpgroup, with 64 rows for each
-// other.
+// Threads of the consumer warps. In a decode THREADS does not count the producer warp; in the wgmma kernels it counts
+// the producer warpgroup, and each consumer warpgroup computes 64 rows.
 constexpr int CONSUMERS = TMA_KV ? THREADS : THREADS - WARPGROUP;
 
 // Ring of SLOTS shared-memory slots, each with a full and an empty mbarrier; producer and consumers each keep their own

@@ -206,7 +206,8 @@ class LazyMask(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# Models that append a bias for additional keys to their mask: in a boolean mask, its -inf would become True.
+# Model types that get an additive mask, because they append a bias for additional keys to it: in a boolean mask the
+# -inf of that bias would become True.
 ADDITIVE = frozenset({"deepseek_v4"})
 
 
@@ -233,8 +234,8 @@ def attention_mask(
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)
     # While tracing, tensors cannot be read.
     is_known = isinstance(q_offset, int) and is_padding and not is_tracing(tokens)
-    # Layers that share keys and values (Gemma 4) may get only the last queries, and slice the mask for them: None would
-    # mean the first queries.
+    # Layers that share keys and values (Gemma 4) may get only the last queries, for which they slice the mask. None
+    # cannot be sliced: the queries would get the positions of the first ones.
     is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
@@ -474,7 +475,8 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
     if padding is None:
         return attention(q, k, v, **options)
     is_relative = mask.causal or mask.window is not None
-    # Only then are queries and keys certainly the same tokens: in cross-attention the lengths can be equal by chance.
+    # Equal lengths alone do not prove self-attention, because they can be equal by chance in cross-attention, which is
+    # neither causal nor windowed.
     is_self_attention = is_relative and q.shape[1] == k.shape[1]
     if padding.is_right and is_self_attention:
         return attention(q, k, v, q_lengths=padding.lengths, kv_lengths=padding.lengths, **options)

@@ -44,7 +44,7 @@ from .workers import OrderedSum, Stop, run_tasks
 # none underflows, and no sum over 2^31 keys, each scaled by up to 2^16 for dropout, overflows.
 BOUND = 20.0
 MAGNITUDES = (2.0**-96, 2.0**50)
-MOST_COUNTED = 2**18  # tiles that tile_counts classifies, within some 0.1 s
+MOST_COUNTED = 2**18  # maximum tiles that tile_counts classifies, which takes about 0.1 s
 
 Place = tuple[int, int, Band, Positions]  # batch index, head, band and positions of a sequence's head in the whole call
 
@@ -231,7 +231,7 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
 def _best_positional_tile(
     problem: Problem, device: Device, numbers: tuple[int | float, ...], place: Place
 ) -> tuple[engine.Tile, float]:
-    """_best_tile of a mask_mod of positions and numbers alone, which is the same in every call."""
+    """Return _best_tile for a mask_mod without arrays, cached because it is the same in every call."""
     mask = parse(problem.mods).mask
     assert mask is not None
     return _best_tile(problem, device, TileClasses(mask, (), numbers), place)

@@ -30,7 +30,7 @@ Results = dict[str, Array | None]
 
 
 class Work(NamedTuple):
-    """Launches and their arrays, which a backend starts in order."""
+    """The launches of a call, which a backend starts in order, and the arrays that they access."""
 
     launches: tuple[Launch, ...]
     arch: str

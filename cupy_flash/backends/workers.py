@@ -168,7 +168,8 @@ class _BlasLimit:
             self._users.add(user)
             if first:
                 limits = [library.num_threads for library in blas_controller().lib_controllers]
-                # Limits of one thread with `_before` set are left over from an interrupted call: keep its `_before`.
+                # If `_before` is set and all limits are one thread, an interrupted call has left them: the limits to
+                # restore are still those in `_before`.
                 if self._before is None or limits != [1] * len(limits):
                     self._before = limits
                 self._set([1] * len(limits))

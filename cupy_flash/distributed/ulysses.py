@@ -180,7 +180,8 @@ def _attend(
     channel = Channel.of(function, group)
     with channel.agreement(function, check_ranks) as request:
         settings = read_options(function, arrays, options)
-        # Check the call on the local shards; for a packed batch with empty sequences, because boundaries are global.
+        # Check the call on the local shards. A packed batch's boundaries count the rows of all ranks, so its check uses
+        # empty sequences instead.
         pose(function, arrays, settings, None if packed is None else _empty_sequences(packed))
         axes = Axes(1, 2) if settings.layout == "bshd" else Axes(2, 1)
         axes = axes if packed is None else Axes(0, 1)

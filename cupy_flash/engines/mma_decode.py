@@ -109,7 +109,8 @@ def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
 def choices(problem: Problem, device: Device) -> list[Tile]:
     """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp.
 
-    A producer warp changes no bit of a piece; without split_size the grid may cut the keys elsewhere.
+    A producer warp does not change how a range of keys is rounded. Without split_size it may change the number of
+    resident blocks, and thus where the keys of a sequence are split.
     """
     by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
     return [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
@@ -300,9 +301,10 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
 
 
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of dynamic shared memory: Q and the stages, and O, row max and row sum of each warp.
+    """Return the bytes of dynamic shared memory: Q and the stages, then O, row max and row sum of each warp.
 
-    The latter reuse the memory of the former, unless a producer warp fills the stages; its mbarriers come last.
+    O, row max and row sum reuse the memory of Q and the stages, unless a producer warp fills the stages; then they have
+    memory of their own, and mbarriers follow.
     """
     k, _ = _padded(problem)
     warps = tile.threads // 32

@@ -1,12 +1,12 @@
-// Tiles of K and V of a KV cache in its dtype, and their products with 16-bit fragments of Q and P: CacheGemm<T> for
-// 16-bit numbers and CacheGemm<e4m3>. A warp has 16 keys and all columns.
+// Products of the K and V tiles of a KV cache with 16-bit fragments of Q and P: CacheGemm<T> for 16-bit caches, and
+// CacheGemm<e4m3>, which converts fragments to 16 bits. A warp multiplies 16 keys and all columns.
 #pragma once
 #include "gemm.cuh"
 #if TMA_KV
 #include "../slot_ring.cuh"
 #endif
 
-// The layout of tiles of K and V: as threads copy them, or as TMA does.
+// Layout of K and V tiles in shared memory: panels if TMA loads them, else rows of swizzled chunks.
 #if TMA_KV
 template <int DIM, typename T>
 using KvTile = PanelTile<BLOCK_KV, 8 * TileOf<DIM, T>::CHUNKS>;
@@ -15,7 +15,7 @@ template <int DIM, typename T>
 using KvTile = TileOf<DIM, T>;
 #endif
 
-// Barrier of the warps that compute.
+// Barrier of the consumer warps.
 __device__ inline void sync_consumers() {
 #if TMA_KV
   named_barrier_sync(1, CONSUMERS);
@@ -28,10 +28,11 @@ template <typename T>
 struct CacheGemm {
   using K = KvTile<HEAD_DIM, T>;
   using V = KvTile<HEAD_DIM_V, T>;
-  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of 16 rows of O, by columns
-  static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats: the rows of two fragments lie in different banks
+  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of O for 16 rows, by columns
+  static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats; the padding prevents bank conflicts of store_row
 
-  // After a barrier: orders the columns of Q as the products expect them.
+  // Permutes the columns of Q in shared memory to the order in which ldmatrix returns those of K, which 16-bit caches
+  // do not need. The caller has waited for Q at a barrier.
   __device__ static void arrange_Q(unsigned int Q_smem) {}
 
   // S = Q K^T
@@ -51,22 +52,23 @@ struct CacheGemm {
                                     const typename V::Lane& lane) {
     ::accumulate<M, 1, HEAD_DIM_V>(O, P, V_smem, lane);
   }
-  // Stores half of the rows of O: this lane's row at `row`, of O_ROW floats.
+  // Stores the lower (0) or upper (1) `half` of the 16 rows of O: `row` is the address of this lane's row.
   __device__ static void store_row(unsigned int row, const float (&O)[FRAGMENTS][4], int half) {
 #pragma unroll
     for (int n = 0; n < FRAGMENTS; ++n) st_shared_v2(row + 4 * column_of(n, 0), O[n][2 * half], O[n][2 * half + 1]);
   }
 };
 
-// ldmatrix moves pairs of bytes. Lane t gets columns 4t .. 4t + 3 of 16 of K. The order of the summed columns does not
-// matter, so arrange_Q permutes those of Q in the same way. With .trans the lane gets two columns of two keys of V: the
-// even and the odd columns of 16 are separate fragments, so that a lane accumulates columns 4t .. 4t + 3 of O.
+// ldmatrix moves pairs of bytes, so lane t (of the four lanes of a row) gets columns 4t .. 4t + 3 of each 16 of K
+// instead of an operand's 2t, 2t + 1, 2t + 8 and 2t + 9. A sum may take the columns in any order, so arrange_Q permutes
+// Q in the same way. With .trans a lane gets two adjacent columns of V per key: the even and the odd columns of each 16
+// become separate fragments, and a lane accumulates columns 4t .. 4t + 3 of O.
 template <>
 struct CacheGemm<e4m3> {
   using K = KvTile<HEAD_DIM, e4m3>;
   using V = KvTile<HEAD_DIM_V, e4m3>;
   static constexpr int FRAGMENTS = round_up(HEAD_DIM_V, 32) / 8;
-  static constexpr int O_ROW = 8 * FRAGMENTS + 16;  // floats: two rows of 16 columns lie in different banks
+  static constexpr int O_ROW = 8 * FRAGMENTS + 16;  // floats; the padding prevents bank conflicts of store_row
 
   // Columns 4t and 4t + 1 of each 16 move to 2t and 2t + 1, and 4t + 2 and 4t + 3 to 2t + 8 and 2t + 9.
   __device__ static void arrange_Q(unsigned int Q_smem) {

@@ -1,9 +1,9 @@
-// KvStages: how the warps that compute get the tiles of K and V of a part, a ring of STAGES slots ahead.
+// KvStages passes the K and V tiles of a part to the consumer warps through STAGES slots of shared memory.
 //
-//   TMA_KV 0   all threads copy tiles with cp.async, with page numbers that are looked up a tile ahead
+//   TMA_KV 0   all threads copy tiles with cp.async, and look up page numbers one tile ahead
 //   TMA_KV 1   a producer warp loads boxes of one page each, and runs ahead into the next part
 //
-// The tiles are those of PartTiles, of the same keys in the same order, so that both forms have the same results.
+// Both forms visit the tiles of PartTiles in the same order, so their results are bitwise equal.
 #pragma once
 #include "cache_gemm.cuh"
 #include "load.cuh"
@@ -16,7 +16,7 @@ constexpr int V_BYTES = BLOCK_KV * TileOf<HEAD_DIM_V, kv_element>::ROW;
 constexpr int SLOT_BYTES = K_BYTES + V_BYTES;
 
 #if TMA_KV
-// Tensor maps; a box has the columns of a panel, and as many keys as a tile has on one page.
+// Tensor maps; a box has the columns of one panel, and those keys of a tile that are on one page.
 struct Maps {
   TensorMap k;
   TensorMap v;
@@ -25,7 +25,7 @@ struct Maps {
 using KvRing = SlotRing<STAGES, SLOT_BYTES, 1>;
 
 // Shared memory: STAGES x (K, V); Q [BLOCK_Q][HEAD_DIM]; O [WARPS][BLOCK_Q][O_ROW], row max and row sum
-// [WARPS][BLOCK_Q]; mbarriers. The slots are the producer's alone, which fills them during the epilogue too.
+// [WARPS][BLOCK_Q]; mbarriers. O does not reuse the slots, because the producer fills them during the epilogue.
 struct KvStages {
   using Shared = KvRing;
   static_assert(Gemm::K::PANELS * Gemm::K::ROW == K_BYTES / BLOCK_KV, "panels hold whole rows");
@@ -37,12 +37,13 @@ struct KvStages {
 
   __device__ KvStages(const Params&, const Part& part, const PartTiles&, unsigned int, KvRing& ring)
       : ring(ring), keys(part.keys) {}
-  // Q, O and the slots have memory of their own, whose uses the barriers of the previous part order.
+  // Nothing to wait for: Q, O and the slots do not share memory, and the previous part ended with a barrier after its
+  // last use of Q.
   __device__ void reuse_memory() {}
   __device__ void begin() {}
   __device__ void wait_for_Q() { cp_async_wait_group<0>(); }
-  // Waits for the tile at `start`. This warp zeroes its rows of V that are not of this part: a probability of 0 does
-  // not cancel a NaN.
+  // Waits for the tile at `start`. This warp zeroes those of its 16 rows of V whose keys are outside the part: a
+  // probability of 0 does not cancel a NaN.
   __device__ unsigned int next(int start) {
     ring.wait();
     if (start < keys.begin || start + BLOCK_KV > keys.end) {
@@ -66,7 +67,8 @@ struct KvStages {
   __device__ void end() {}
 };
 
-// Issues the loads of one operand's tile at `start`, of which this lane has the rows from `row`, in block `block`.
+// Issues the loads of this lane's box of K or V: the rows of `tile` from `row` on, which begin at `row_in_block` of
+// page (or contiguous sequence) `block`.
 template <typename Layout>
 __device__ void load_boxes(unsigned int tile, const TensorMap& map, unsigned int mbarrier, int row, int row_in_block,
                            int kv_head, int block) {
@@ -77,8 +79,9 @@ __device__ void load_boxes(unsigned int tile, const TensorMap& map, unsigned int
              block);
 }
 
-// The producer warp: loads the tiles of a part. Each lane has the keys of one page, whose number it looks up a tile
-// ahead. Blocks that do not exist, or that hold no key of the part, are out of bounds, where TMA reads zeros.
+// Producer warp: loads the tiles of a part. Each lane loads the keys of one page, and looks up its number one tile
+// ahead. A page that does not exist, or holds no key of the part, gets a number out of bounds, for which TMA writes
+// zeros.
 __device__ inline void load_tiles(const Params& p, const Part& part, const Maps& maps, KvRing& ring) {
   const Blocks& blocks = part.sequence.blocks;
   int keys_of_box = PAGED ? min(1 << blocks.page_log2, BLOCK_KV) : BLOCK_KV, row = lane_id() * keys_of_box;

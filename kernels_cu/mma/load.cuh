@@ -177,7 +177,7 @@ struct KvLoads {
     return loads;
   }
 
-  // Loads the `keys` of the tile at `start`, of which the pages have been stored last.
+  // Loads the `keys` of the tile at `start`. The last pages.store() must have stored the page numbers of this tile.
   __device__ void load(unsigned int slot, int start, Range keys) const {
     Range readable = sequence.readable(keys);
     K_loader.load(slot, K.tile(start, pages.stored()), readable);

@@ -1,4 +1,5 @@
-// The parts of units that a block of a decode computes, and their tiles of keys.
+// Enumerates the parts that one block of a decode computes, and the key tiles of a part. split_kv.cuh defines unit,
+// place and line.
 #pragma once
 #include "../descales.cuh"
 #include "../split_kv.cuh"
@@ -38,8 +39,8 @@ struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
 // Calls visit(part) for all parts of this block, in their order. All lanes of a warp must take part.
 template <typename Visit>
 __device__ void for_each_part(const Params& p, Visit visit) {
-  // Two passes over the sequences: the first sums the line, which determines the run of this block; the second finds
-  // the sequence in which the run begins.
+  // Two passes over the sequences: the first counts the places of the line, from which the run of this block follows;
+  // the second finds the sequence in which the run begins.
   int run, place, b = 0, start = 0;
   {
     Line line(p, [](int, int, int) {});

@@ -1,4 +1,4 @@
-// Loads of Q and dO, and the store of the dS of a bias, which the backward kernels of the mma engine share.
+// Steps that the backward kernels of the mma engine share: loading Q and dO, and storing the dS of a bias.
 #pragma once
 #include "../gradients.cuh"
 #include "gemm.cuh"

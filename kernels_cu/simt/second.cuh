@@ -34,7 +34,7 @@ struct QueryTile {
     }
   }
 
-  // The gradients of score x and of its tangent, and the weight of dO in dV, from dO V^T and dO tV^T.
+  // Returns the gradients of score x and of its tangent, and the weight of dO in dV, from dO V^T and dO tV^T.
   __device__ PairGradients differentiate(const Score::Moved& x, real dP, real dtP, real factor, int query) const {
     // A hidden score has P = 0 also where lse is NaN; its tangent and slopes may be NaN.
     real probability = x.score == -infinity() ? 0 : exp(x.score - lse[query]);
@@ -118,7 +118,7 @@ struct SecondGradients {
   }
 };
 
-// O += P X, of which this thread has its part of P in registers.
+// O += P X. P goes from the registers of all threads through P_smem.
 template <int DIM, int ROWS, int COLS>
 __device__ void add_product(real (&O)[ROWS][columns_of(DIM)], const real (&P)[ROWS][COLS], real* P_smem,
                             const real* X_smem) {

@@ -1,5 +1,5 @@
 // Double backward, the gradients of the arrays that a score_mod reads at computed indices, or at neither a query nor a
-// key: blocks, loops and launches of backward_captured.cu. grid (query tiles, heads, sequences)
+// key. The blocks, loops and launches are those of backward_captured.cu. grid (query tiles, heads, sequences)
 #include "second.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;

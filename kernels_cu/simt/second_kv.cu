@@ -1,4 +1,5 @@
-// Double backward, dK and dV: blocks and loops of backward_kv.cu. grid (key tiles, key/value heads, sequences)
+// Double backward, dK and dV: the blocks and loops are those of backward_kv.cu. grid (key tiles, key/value heads,
+// sequences)
 #include "second.cuh"
 
 constexpr int ROWS = BLOCK_KV / ROW_THREADS;  // score tiles are transposed: rows are keys

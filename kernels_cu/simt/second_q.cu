@@ -1,4 +1,4 @@
-// Double backward, dQ: blocks and loops of backward_q.cu. grid (query tiles, heads, sequences)
+// Double backward, dQ: the blocks and loops are those of backward_q.cu. grid (query tiles, heads, sequences)
 #include "second.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;

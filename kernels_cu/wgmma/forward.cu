@@ -175,7 +175,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         issue_QK(S_rmem, Q_smem, rings.K);
         issue_PV<0, EARLY_PV>(O_rmem, P_rmem, rings.V);
         pingpong_signal(warpgroup);
-        // The pass over the scores needs the registers of P.
+        // The pass that modifies the scores needs the registers of P, so it waits for PV.
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         wait_QK<1>(S_rmem, rings.K);
         bool rescales = update();

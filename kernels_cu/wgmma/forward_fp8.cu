@@ -126,7 +126,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     };
 
     if constexpr (SCORE_MODIFIED) {
-      // The pass over the scores needs the registers of PV.
+      // Modified scores: the pass over them needs the registers of PV, so PV does not overlap with it.
       for (; kv_tiles.valid(); kv_tiles.next()) {
         issue_QK(S_rmem, Q_smem, rings.K);
         wait_QK<0>(S_rmem, rings.K);

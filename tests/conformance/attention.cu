@@ -1,6 +1,6 @@
-// Attention of Hopper's kind, small: one producer warp, two warpgroups of consumers; TMA, wgmma, mbarriers. bf16.
-// Defined before: D, BLOCK_Q, BLOCK_KV, STAGES; ACCUMULATORS and CONSTRAINTS, the 32 registers of `d` in an asm
-// statement.
+// A small warp-specialised bf16 attention for Hopper: one producer warp and two consumer warpgroups, with TMA, wgmma
+// and mbarriers. The text that is put in front defines D, BLOCK_Q, BLOCK_KV and STAGES, and ACCUMULATORS and
+// CONSTRAINTS: the 32 registers of `d` as operands of an asm statement.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) TensorMap {
@@ -69,7 +69,7 @@ __device__ void keep(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
-// 128-byte swizzle; the leading offset counts for more than one panel only
+// Descriptor with 128-byte swizzle. wgmma reads the leading offset only if an operand has several panels.
 __device__ u64 descriptor(u32 address) {
   return (u64)(address >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }

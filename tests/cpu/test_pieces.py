@@ -1,4 +1,4 @@
-"""A backward with fewer key/value heads than threads: key tiles in pieces, the parts of dQ added in a fixed order."""
+"""A backward with few key/value heads splits their key tiles into pieces and adds the parts of dQ in a fixed order."""
 
 import itertools
 import threading

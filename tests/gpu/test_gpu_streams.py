@@ -35,8 +35,9 @@ pytestmark = pytest.mark.orders
 @on_both_frameworks
 @on_every_engine
 def test_a_producer_and_a_consumer_on_other_streams(engine: str, framework: str) -> None:
-    """Inputs are zeros until the producer's stream has computed them, and afterwards again; the consumer waits for an
-    event.
+    """Results are right although the inputs are zeros before and after the producer's step.
+
+    The consumer's stream compares them after an event of the producer's.
     """
     values = inputs(framework, engine)
     expected = step(values, engine, deterministic=True)

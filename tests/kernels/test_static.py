@@ -94,7 +94,8 @@ JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inpu
 def test_instructions_of_derivatives(tangents):
     """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
 
-    The products are 6, 5 or 4 of the forward's 2, and 15 of the 7 of a backward with a kernel for dQ.
+    A JVP has 6, 5 or 4 products where the forward has 2; a double backward has 15 where a backward with a kernel for
+    dQ has 7.
     """
 
     def per_score(*kernels, **config):

@@ -89,8 +89,9 @@ def test_a_producer_warp_skips_the_same_tiles(mask):
 
 @pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma")])
 def test_hidden_tiles_are_not_read(engine, watch):
-    """A decode of 1024 keys with a window of 64 as a mask_mod reads at most 192 keys per key/value head, mma per query
-    head.
+    """With 1024 keys and a window of 64 as a mask_mod a decode reads at most 192 keys, once per key/value head.
+
+    The forward kernel of mma reads them once per query head.
     """
     case = CacheCase(lengths=(1024,), capacity=1024, page=16, heads=2, kv_heads=1, dtype="float16", causal=False)
     call = with_mods(case, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 64)

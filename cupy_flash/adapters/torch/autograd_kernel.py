@@ -1,8 +1,8 @@
 """`register_autograd`: adds autograd to an operator, and calls it without torch's dispatcher for plain tensors.
 
-It is for operators without default arguments and lists of tensors. `torch.library.register_autograd` fills in defaults
-at every call by reading the schema once per argument, which takes about 180 us for the operators of attention. The
-dispatcher converts every argument twice, which takes about 20 us each time.
+The operators must have neither default arguments nor lists of tensors. `torch.library.register_autograd` fills in
+defaults at every call by reading the schema once per argument, which takes about 180 us for the operators of attention.
+The dispatcher converts every argument twice, which takes about 20 us each time.
 """
 
 from __future__ import annotations

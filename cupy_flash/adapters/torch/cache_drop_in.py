@@ -116,7 +116,8 @@ def flash_attn_with_kvcache(
         return attend(q, k_cache, v_cache, CacheOptions(k, v, cache_seqlens, **rotary, **options))
     if cu_seqlens_q is not None:
         raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
-    # flash-attn rotates queries by positions that differ from their own, which one call cannot do: append, then attend.
+    # Here flash-attn rotates queries by other positions than those that attend() would use: append first, then attend
+    # with explicit positions.
     places = {key: options[key] for key in ("cache_batch_idx", "block_table", "k_descale", "v_descale")}
     append(k, v, k_cache, v_cache, None, CacheOptions(cache_seqlens=cache_seqlens, **rotary, **places))
     positions = _positions(q, cache_seqlens, advance=is_local)
@@ -194,7 +195,7 @@ def _has_one_query(q: Any, max_seqlen_q: Any) -> bool:
 
 
 def _positions(q: Any, lengths: Any, advance: bool) -> Any:
-    """Return int32 (B, Sq), n_b for every query of a sequence, plus its index with `advance`."""
+    """Return positions, int32 (B, Sq): lengths[b] for every query of sequence b, plus its index with `advance`."""
     steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
     before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
     return (before[:, None] + steps).to(torch.int32)

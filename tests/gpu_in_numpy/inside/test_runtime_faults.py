@@ -1,4 +1,4 @@
-"""Runtime calls of CuPy's own code that fail: trampolines raise, which need a C compiler."""
+"""Failures of runtime calls in CuPy's own code, raised by trampolines that need a C compiler."""
 
 from __future__ import annotations
 

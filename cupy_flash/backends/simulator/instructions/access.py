@@ -414,7 +414,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
                     else:
                         old[chosen, i] = _serialised(function, typed, position, mine, order, in_place=in_place)
                 if store.defined is not None:
-                    # exch initialises these bytes; the other operations have read them, which was checked.
+                    # exch initialises these bytes. The other operations have read them, so they were checked already.
                     defined, first = store.items(access.width, of_defined=True)
                     defined[index // access.width - first] = defined.dtype.type(
                         0x0101010101010101 & ((1 << 8 * defined.itemsize) - 1)

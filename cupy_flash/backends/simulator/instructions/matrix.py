@@ -35,14 +35,14 @@ def fragment_a(shape: str, type_: str) -> tuple[Indices, Indices]:
 
 
 def fragment_b(shape: str, type_: str) -> tuple[Indices, Indices]:
-    """Return (row, column) of each lane's elements in fragment B (k x 8), each (32, elements). Same sections."""
+    """Return (row, column) of each lane's elements in fragment B (k x 8), (32, elements); PTX ISA as fragment_a."""
     i = np.arange(8 * int(shape.split("k")[1]) // 32)
     per_register = 32 // _BITS[type_]
     return _THREAD * per_register + i % per_register + 4 * per_register * (i // per_register), _GROUP + 0 * i
 
 
 def fragment_c() -> tuple[Indices, Indices]:
-    """Return (row, column) of each lane's elements in the accumulator (16 x 8), each (32, 4). Same sections."""
+    """Return (row, column) of each lane's elements in the accumulator (16 x 8), each (32, 4); PTX ISA as fragment_a."""
     i = np.arange(4)
     return _GROUP + 8 * (i // 2), _THREAD * 2 + i % 2
 

@@ -66,7 +66,7 @@ def is_block_barrier(instruction: Instruction) -> bool:
 
 
 def is_wait(instruction: Instruction) -> bool:
-    """Return whether lanes wait at this instruction for other lanes; they need not converge for it."""
+    """Return whether lanes wait at this instruction for other lanes, without having to converge with them."""
     if instruction.opcode == "mbarrier":
         return instruction.modifiers[0] in ("try_wait", "test_wait")
     if instruction.opcode == "setmaxnreg":

@@ -79,8 +79,8 @@ class Checks(Unit):
         # Per warp: the lanes that have used shared memory since it last converged, and its clock at that point.
         self._used_since = np.zeros((context.warps, 32), bool)
         self.converged_at = np.zeros(context.warps, np.uint64)
-        # The lanes that have since written shared memory without a later proxy fence of their own, and the clock of
-        # each lane's last proxy fence.
+        # Per warp: the lanes that have written shared memory since it last converged, without a later proxy fence of
+        # their own, and the clock of each lane's last proxy fence.
         self._unfenced = np.zeros((context.warps, 32), bool)
         self._fenced_at = np.zeros((context.warps, 32), np.uint64)
         self.order = order.resident(context, self.clocks, self.converged_at) if order is not None else None

@@ -65,8 +65,9 @@ struct KeyLoads {
   }
 };
 
-// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent.
-template <int M, int N, int DIM, bool MOVES_A, bool MOVES_B>
+// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent. B_FIRST: A tB^T is added
+// first. A transposed tile of tS needs it to have the bits from which the JVP computed mu: tS - mu is 0 where P is 1.
+template <int M, int N, int DIM, bool MOVES_A, bool MOVES_B, bool B_FIRST = false>
 __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned int A_smem, unsigned int tA_smem,
                              const typename Tile<DIM>::Lane& a_lane, unsigned int B_smem, unsigned int tB_smem,
                              const typename Tile<DIM>::Lane& b_lane) {
@@ -88,8 +89,9 @@ __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned
         for (int right = 0; right < 2; ++right) {
           float (&c)[4] = C[m][n + right], (&tc)[4] = tC[m][n + right];
           mma_m16n8k16<element>(c, a[m], b[2 * right], b[2 * right + 1], c);
-          if constexpr (MOVES_A) mma_m16n8k16<element>(tc, ta[m], b[2 * right], b[2 * right + 1], tc);
+          if constexpr (MOVES_A && !B_FIRST) mma_m16n8k16<element>(tc, ta[m], b[2 * right], b[2 * right + 1], tc);
           if constexpr (MOVES_B) mma_m16n8k16<element>(tc, a[m], tb[2 * right], tb[2 * right + 1], tc);
+          if constexpr (MOVES_A && B_FIRST) mma_m16n8k16<element>(tc, ta[m], b[2 * right], b[2 * right + 1], tc);
         }
     }
   }

@@ -76,7 +76,7 @@ struct SecondGradients {
   template <typename Load>
   __device__ SecondGradients(const QueryTile& queries, const KeyTile& keys, const ProductLanes& lanes, Load load) {
     if constexpr (TRANSPOSED) {
-      scores_moved<M, N, HEAD_DIM, TK, TQ>(dS, dtS, keys.K, keys.tK, lanes.A, queries.Q, queries.tQ, lanes.B);
+      scores_moved<M, N, HEAD_DIM, TK, TQ, true>(dS, dtS, keys.K, keys.tK, lanes.A, queries.Q, queries.tQ, lanes.B);
       load();
       scores_moved<M, N, HEAD_DIM_V, TV, false>(W, dtP, keys.V, keys.tV, lanes.A_v, queries.dO, 0, lanes.B_v);
     } else {

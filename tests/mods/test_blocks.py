@@ -107,7 +107,7 @@ PLANTED = {
     "a block that interval arithmetic cuts counts as cut": ("if (seen.may && seen.may_not) {", "if (false) {"),
     "another thread's pairs are not counted": ("__syncthreads_or(seen.may_not) != 0", "seen.may_not"),
     "keys past the end count": ("if (i >= p.q_len || j >= p.kv_len) continue;", "if (i >= p.q_len) continue;"),
-    "the classes of one head for all": ("+ head * p.out.head +", "+ 0 * p.out.head +"),
+    "the classes of one head for all": ("+ head * p.out.head;", "+ 0 * p.out.head;"),
 }
 
 

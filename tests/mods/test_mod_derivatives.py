@@ -100,6 +100,7 @@ CASES_OF_THE_FORMULA = {
     "choice": Case(score_mod="choice", mask_mod="rows"),
     "choice-beside-others": Case(score_mod="choice", sink=True, dropout=0.2, bias="1hqk", alibi="h"),
     "hides-packed": Case(score_mod="hides", packed=True, q_lengths=(7, 19), kv_lengths=(23, 5)),
+    "mask-alone": Case(mask_mod="sliding"),
     "softcap-bfloat16": Case(score_mod="softcap", mask_mod="causal", dtype="bfloat16"),
 }
 
@@ -135,6 +136,13 @@ def test_every_mod(case):
 @pytest.mark.parametrize("case", in_tiers(CASES, []))
 def test_every_mod_in_kernels(case, deterministic):
     check_against_autograd(case, "simulator", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("engine", in_tiers({"simt": "simt", "mma": "mma"}, ["simt"]))
+def test_a_mask_alone_in_kernels(engine):
+    """Without a score_mod the kernels still pass the tangents of scores through the generated struct."""
+    case = replace(CASES_OF_THE_FORMULA["mask-alone"], dtype={"simt": "float32", "mma": "bfloat16"}[engine])
+    check(case, run_kernels(case, engine=engine))
 
 
 @pytest.mark.exhaustive

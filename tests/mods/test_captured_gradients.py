@@ -123,7 +123,7 @@ def test_deterministic_gradients_are_bitwise_equal_in_any_order():
 # The two places of FixedPoint that define the format of sums, and the text between them.
 INTEGER_SUMS = """atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);
   }
-  // An infinite or NaN contribution leaves no scale: the gradient is NaN.
+  // With an infinite or NaN contribution there is no unit, and the gradient is NaN.
   __device__ real value(long long sum) const {
     return is_finite ? (real)((double)sum *"""
 FLOATING_SUMS = """atomicAdd((double*)sums + place, (double)x * power_of_two(exponent));

@@ -252,7 +252,7 @@ BUGS_OF_MMA = {
     "no-dropout-in-dP": ("mma/second.cuh", "< dropout.drop_below ? 0 :", "< dropout.drop_below ? 2 :"),
     "dtS-without-tK": ("mma/second_q.cu", "if constexpr (TK) add_rounded", "if constexpr (false) add_rounded"),
     "dtS-without-tQ": ("mma/second_kv.cu", "if constexpr (TQ) add_rounded", "if constexpr (false) add_rounded"),
-    "tS-without-tA": ("mma/direction.cuh", "if constexpr (MOVES_A) mma_", "if constexpr (false) mma_"),
+    "tS-without-tA": ("mma/direction.cuh", "if constexpr (MOVES_A && !B_FIRST) mma_", "if constexpr (false) mma_"),
     "keys-do-not-advance": ("mma/direction.cuh", "    K.advance(rows), V.advance(rows);\n", ""),
     "tK-does-not-advance": ("mma/direction.cuh", "if constexpr (TK) tK.advance", "if constexpr (false) tK.advance"),
     "tQ-does-not-advance": ("mma/second.cuh", "if constexpr (TQ) tQ.advance", "if constexpr (false) tQ.advance"),

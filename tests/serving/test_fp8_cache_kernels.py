@@ -131,9 +131,10 @@ def test_every_byte_is_read_once(page, dim, watch):
                      dtype="float16", cache_dtype=FP8.name, descales=True)  # fmt: skip
     run_kernels(case.call(), blocks=3, start=watch.start)
     keys = sum(case.lengths) * case.kv_heads * 2 * dim
-    # two sequences in three blocks have four parts; each reads its queries and, in every thread, two descales
+    # Two sequences in three blocks have four parts. Each reads its queries and, in every thread, both descales: before
+    # the mainloop and again in the epilogue, since registers that keep them would spill.
     parts = 4
-    others = parts * (case.heads * 2 * dim + 128 * 2 * 4)
+    others = parts * (case.heads * 2 * dim + 128 * 2 * 2 * 4)
     assert keys <= watch.counters["decode"].global_bytes_read <= 1.02 * keys + others
     for counters in watch.counters.values():
         assert not counters.conflicting()

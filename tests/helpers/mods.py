@@ -57,6 +57,7 @@ SCORE_MODS = {
 MASK_MODS = {
     "causal": lambda xp, a: lambda b, h, q, kv: q >= kv,
     "sliding": lambda xp, a: lambda b, h, q, kv: (q - kv < 6) & (kv - q < 3),
+    "borders": lambda xp, a: lambda b, h, q, kv: (q < 16) | (kv < 16) | ((q - kv < 6) & (kv - q < 3)),
     "document": lambda xp, a: lambda b, h, q, kv: a["ids"][b, q] == a["ids"][b, kv],
     "blocks": lambda xp, a: lambda b, h, q, kv: a["blocks"][b, q // 4, kv // 4],
     "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # some rows, and all rows of a head, see no key

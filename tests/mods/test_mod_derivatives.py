@@ -8,7 +8,9 @@ import pytest
 from cases import Case
 from derivatives import check, run_kernels
 from mods import SCORE_MODS, arrays_of, mods_of
+from planting import planted_in
 from tiers import in_tiers
+from tiles import SMALL_FRAGMENTS, fragments
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -143,6 +145,32 @@ def test_a_mask_alone_in_kernels(engine):
     """Without a score_mod the kernels still pass the tangents of scores through the generated struct."""
     case = replace(CASES_OF_THE_FORMULA["mask-alone"], dtype={"simt": "float32", "mma": "bfloat16"}[engine])
     check(case, run_kernels(case, engine=engine))
+
+
+# Between the first tile and those on the diagonal, the mask hides tiles of queries and of keys.
+BORDERS = Case(q_len=150, kv_len=150, batch=1, heads=1, kv_heads=1, mask_mod="borders", dtype="bfloat16")
+
+
+def borders(**how):
+    return run_kernels(BORDERS, engine="mma", tile=fragments(SMALL_FRAGMENTS), **how)
+
+
+@pytest.mark.exhaustive
+def test_addresses_advance_over_hidden_tiles():
+    check(BORDERS, borders())
+
+
+STEPS = {
+    "queries": ("mma/steps.cuh", "MASK_MOD ? q_start - Q.first : BLOCK_Q", "BLOCK_Q"),
+    "keys": ("mma/direction.cuh", "MASK_MOD ? tiles.start - K.first : Tiles::STEP", "Tiles::STEP"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_step_of_one_tile_over_hidden_tiles_is_found(step, monkeypatch):
+    with planted_in(monkeypatch, *step), pytest.raises(AssertionError, match="error"):
+        check(BORDERS, borders())
 
 
 @pytest.mark.exhaustive

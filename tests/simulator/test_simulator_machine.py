@@ -734,7 +734,7 @@ def test_every_sum_flushes_subnormals():
     body = "mad.wide.u32 %d0, %t, 4, %p0; ld.global.f32 %f0, [%d0]; red.global.add.f32 [%p1], %f0;"
     out = np.zeros(1, np.float32)
     run(body, numbers, out)
-    # Of every four numbers the first two add up to a subnormal, which is flushed, and the other two to zero.
+    # The first two of every four addends have a subnormal sum, which is flushed to zero; the others sum to zero.
     assert out[0] == 0 and np.cumsum(numbers)[-1] == 4 * np.float32(2.0**-126)
 
 

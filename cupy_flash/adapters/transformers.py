@@ -322,7 +322,8 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
         mod = None
     if mod is None:
         return sdpa_mask(**sizes, **arguments)
-    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)  # `dense` is a tensor
+    # `dense` is a tensor. A function that can be traced takes whole tensors too, and vmap fails in __torch_dispatch__.
+    arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=False)
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
         device=device,

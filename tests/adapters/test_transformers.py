@@ -385,6 +385,8 @@ BY_FUNCTION = {
     "prefix-right": dict(
         mask_function=PREFIX, allow_is_causal_skip=False, attention_mask=token_mask("right").bool()
     ),
+    "with-vmap": CHUNKS
+    | dict(mask_function=and_masks(bidirectional_mask_function, chunk_mask), use_vmap=True, allow_is_causal_skip=False),
     "packed": dict(mask_function=and_masks(PACKED, causal_mask_function), allow_is_causal_skip=False),
     "packed-positions": dict(
         mask_function=packed_sequence_compatibility_function(

@@ -52,6 +52,7 @@ def test_names_of_kernels_are_unique():
 
 WATCHED = (
     "wgmma|cp|mbarrier|fence|barrier|bar|setmaxnreg|stmatrix|ldmatrix|mma|red|elect|mapa|ld.acquire|st.release|ex2|lg2"
+    "|ld.shared::cluster"
 )
 
 

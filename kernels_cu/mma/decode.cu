@@ -1,7 +1,8 @@
 // Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several units (see
 // split_kv.cuh). Rows are (query, head of the GQA group) pairs, so that each key is read once for all heads that share
 // it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
-// the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. grid (blocks)
+// the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. parts.cuh divides the
+// work. grid (blocks), or (CLUSTER x units, sequences)
 #include "kv_stages.cuh"
 #if CLUSTER_MERGE
 #include "../merge_row.cuh"

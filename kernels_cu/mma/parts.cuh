@@ -58,7 +58,7 @@ __device__ inline Part part_of_unit(const Params& p, const Sequence& sequence, c
 #if CLUSTER_MERGE
 // Calls visit(part) for this block's part of every unit of its cluster, and merge(part, parts) in all blocks of the
 // cluster if the unit has more than one part. Part n is that of the block of rank n: the lengths on the device decide
-// how many tiles it has, and whether there are fewer parts than blocks. grid (CLUSTER x units, sequences)
+// how many tiles it has, and whether there are fewer parts than blocks.
 template <typename Visit, typename Merge>
 __device__ void for_each_part(const Params& p, Visit visit, Merge merge) {
   int rank = cluster_ctarank();

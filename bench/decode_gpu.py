@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
+from cupy_flash.backends import plan_for, run_forward
+from cupy_flash.plan import Plan, forms
+from cupy_flash.pose_cache import CacheOptions, pose_with_cache
 
 from . import decode_peers
 from .report import NOTHING, Table
@@ -127,7 +130,11 @@ def inputs(regime: Regime) -> tuple[Any, Any, Any]:
 
 
 def calls(regime: Regime, arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
-    """Return {name: call} on CuPy arrays: a kernel that reads as many bytes, then calls on each form of cache."""
+    """Return {name: call} on CuPy arrays.
+
+    They are a kernel that reads as many bytes, calls on each form of cache, and, on a contiguous cache, the forms of
+    the kernel that only a tune chooses.
+    """
     import cupy
 
     (q, k, v), on_gpu, rng = arrays, cupy.asarray(regime.lengths), np.random.default_rng(0)
@@ -141,6 +148,11 @@ def calls(regime: Regime, arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[]
         table = cupy.asarray(rng.permutation(len(pool_k)).reshape(regime.batch, -1).astype(np.int32))
         return lambda: cupy_flash.attention_with_kv_cache(q, pool_k, pool_v, cache_seqlens=on_gpu, block_table=table)
 
+    problem, operands = pose_with_cache(q, k, v, CacheOptions(cache_seqlens=on_gpu, engine="mma_decode"))
+
+    def in_form(chosen: Plan) -> Callable[[], Any]:
+        return lambda: run_forward(chosen, operands)[0].result()
+
     bytes_read, kernel, sink = _bytes(regime), cupy.RawKernel(READ_KERNEL, "read_all"), cupy.zeros(4, np.uint32)
     both = cupy.concatenate([k.ravel(), v.ravel()])
     blocks = 8 * cupy.cuda.Device().attributes["MultiProcessorCount"]
@@ -153,6 +165,7 @@ def calls(regime: Regime, arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[]
         CONTIGUOUS: contiguous,
         SPLIT: lambda: contiguous(split_size=512),
         **{f"pages of {page}": paged(page) for page in PAGES},
+        **{name: in_form(chosen) for name, chosen in forms(plan_for(problem)).items()},
     }
 
 

@@ -190,20 +190,20 @@ def _use(library: str | None) -> None:
 def _compile(name: str, arch: str) -> list[Kernel]:
     gpu = device.named(arch, "cuda")
     problems = _problems(**PROBLEMS[name])
-    launches = (*ahead.launches_of(problems, gpu), *_with_producer_warp(problems, gpu))
+    launches = (*ahead.launches_of(problems, gpu), *_of_a_tune(problems, gpu))
     return [_compile_launch(name, launch, arch) for launch in launches]
 
 
-def _with_producer_warp(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch, ...]:
-    """Return the decodes on KV caches that only a tune may choose, whose producer warp loads with TMA."""
+def _of_a_tune(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch, ...]:
+    """Return the decodes on KV caches that only a tune may choose: with a producer warp, and in clusters."""
     launches = {}
     for problem in problems:
         if problem.cache is None:
             continue
         pages = None if problem.cache.page is None else 16
         problem = problem._replace(cache=problem.cache._replace(page=pages))
-        # More slots change no register: of each number of rows the tile with the most.
-        deepest = {tile.rows: tile for tile in mma_decode.choices(problem, gpu) if tile.tma}
+        # More slots and blocks of a cluster change no register: of each number of rows the tile with the most.
+        deepest = {(tile.rows, tile.tma): tile for tile in mma_decode.choices(problem, gpu) if tile.form}
         for tile in deepest.values():
             launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function == "decode")
             launches[launch.text_key] = launch

@@ -101,6 +101,8 @@ class Plan(NamedTuple):
         for launch in self.launches:
             grid = " x ".join(map(str, launch.grid))
             boxes = f", TMA boxes of {', '.join(box.operand for box in launch.boxes)}" if launch.boxes else ""
+            cluster = dict(launch.constants).get("CLUSTER", 1)
+            grid += f" in clusters of {cluster} blocks" if cluster != 1 else ""
             lines.append(
                 f"launch     {launch.kernel}: grid {grid}, {launch.shared_bytes / 1024:.1f} KiB of shared memory{boxes}"
             )
@@ -155,6 +157,12 @@ def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
         (tile, _planned(problem, device, Choice(engine, tile, cost, chosen.refused)))
         for cost, tile in _ranked(engine, last_of_bucket(problem), device, measurable(engine, problem, device))
     ]
+
+
+def forms(chosen: Plan) -> dict[str, Plan]:
+    """Return plans like that of a decode in the forms of the kernel that only a tune chooses, by name."""
+    tiles = [(tile, each) for tile, each in candidates(chosen, "mma_decode") if tile.rows == chosen.tile.rows]
+    return {tile.form: each for tile, each in reversed(tiles) if tile.form}
 
 
 def measurable(engine: str, problem: Problem, device: Device) -> Sequence[Any]:

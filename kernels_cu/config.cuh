@@ -48,9 +48,10 @@ constexpr bool O_BUFFER = false;     // forward: O has shared memory of its own;
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
-#define KV_MULTICAST 0  // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
-#define TMA_KV 0        // decode: a warp beside the THREADS that compute loads K and V with TMA
-#define TMA_STORE_O 0   // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
+#define KV_MULTICAST 0   // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
+#define TMA_KV 0         // decode: a warp beside the THREADS that compute loads K and V with TMA
+#define CLUSTER_MERGE 0  // decode: the blocks of a cluster compute the parts of one unit, and merge them
+#define TMA_STORE_O 0    // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
 
 // Options of the call. An option that is absent compiles to nothing.
 constexpr bool PACKED = false;        // varlen: sequences are concatenated along the row axis
@@ -86,6 +87,7 @@ constexpr bool TCAPTURED = false;  // an array that score_mod reads moves
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table
 constexpr int SPLIT_SIZE = 0;  // split-KV: keys of a piece, which ends at a multiple of it; 0: equal runs of tiles
+constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
 constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated
 constexpr bool ROTARY_INTERLEAVED = false;  // pairs are columns 2n, 2n + 1; else n, n + ROTARY_DIM / 2
 using cos_element = float;                  // dtypes of the rotary tables

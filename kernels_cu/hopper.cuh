@@ -98,6 +98,18 @@ __device__ inline void mbarrier_arrive_cluster(unsigned int mbarrier, unsigned i
       : "memory");
 }
 
+// The address, in block `rank` of the cluster, that corresponds to `address` in this block; and a load from it.
+__device__ inline unsigned int mapa(unsigned int address, unsigned int rank) {
+  unsigned int there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ inline float ld_shared_cluster(unsigned int address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // Orders this thread's accesses to shared memory before later ones through the async proxy (TMA, wgmma).
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,8 +1,7 @@
 // Merges the partial results of every unit that decode.cu has computed in several parts: one warp per row, in the order
 // of the keys. A unit of one part needs no merge: decode.cu has written its result. grid (units of a sequence,
 // sequences)
-#include "partials.cuh"
-#include "softmax2.cuh"
+#include "merge_row.cuh"
 #include "split_kv.cuh"
 
 __device__ void merge_unit(const Params& p, const Sequence& sequence, int unit, int place, int each, int run) {
@@ -10,17 +9,11 @@ __device__ void merge_unit(const Params& p, const Sequence& sequence, int unit, 
   int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
   int kv_head = unit / row_tiles, first_row = unit % row_tiles * BLOCK_Q;
   for (int row = threadIdx.x / WARP; row < BLOCK_Q; row += THREADS / WARP) {
-    int i = (first_row + row) / p.group, head = kv_head * p.group + (first_row + row) % p.group;
-    if (i >= sequence.q_len) return;
-    auto part = [&](int c) { return (long long)part_of(c, c, c == first) * BLOCK_Q + row; };
-    float largest = -infinity();
-    for (int c = first; c <= last; ++c) largest = max(largest, p.part_lse[part(c)]);
-    PartialSums sums(largest);
-    for (int c = first; c <= last; ++c) sums.add(p.part_lse[part(c)], p.part_out + part(c) * PART_COLUMNS);
-    Softmax2::Ending ending = with_sink(p, head, sums.lse());
-    element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
-    sums.finish([&](int d, float x) { store(out + d, x * ending.factor); });
-    if (lane_id() == 0) sequence.queries<float>(p.lse, head)[i * p.lse.row] = ending.lse;
+    if ((first_row + row) / p.group >= sequence.q_len) return;
+    auto part = [&](int c) { return (long long)part_of(first + c, first + c, c == 0) * BLOCK_Q + row; };
+    merge_row(
+        p, sequence, kv_head, first_row + row, last - first + 1, [&](int c) { return p.part_lse[part(c)]; },
+        [&](int c) { return p.part_out + part(c) * PART_COLUMNS; });
   }
 }
 

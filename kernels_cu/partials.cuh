@@ -17,8 +17,9 @@ struct PartialSums {
   // True if no part of the row has a key: then the result is 0, with lse -inf.
   __device__ bool empty() const { return largest == -infinity(); }
 
-  template <typename T>
-  __device__ void add(real lse, const T* out) {
+  // out[d] is column d of the part's result.
+  template <typename Row>
+  __device__ void add(real lse, Row out) {
     real weight = empty() ? 0 : exp(lse - largest);
     sum += weight;
 #pragma unroll

@@ -10,6 +10,7 @@
 //                block writes at most two partial results: those of its first and of its last unit
 //   SPLIT_SIZE   a place is a piece of SPLIT_SIZE keys, which ends at a multiple of SPLIT_SIZE and has a partial result
 //                of its own. The pieces of a row and their order depend only on its own sequence
+//   cluster      the blocks of a cluster divide the places of one unit into equal runs (mma/parts.cuh), without a line
 #pragma once
 #include "mask.cuh"
 #include "ptx.cuh"

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import ahead, api, device, kv_cache, reference
-from ..backends import plan_for
+from ..backends import plan_for, run_forward
 from ..backends.kernels import compile_launch
 from ..device import Device
 from ..isolated import Announce
 from ..mods.trace import Mod
-from ..plan import DECODERS, Plan
+from ..plan import DECODERS, Plan, forms
 from ..pose import pose
+from ..pose_cache import CacheOptions, pose_with_cache
 from ..problem import FP8, Options, Packed, Saved
 from ..trial import Call, Trial
 from . import micro_kernels, simulated
@@ -134,7 +135,7 @@ def run_call(task: Task, announce: Announce) -> str | None:
 
 
 def run_on_cache(task: Task, announce: Announce) -> str | None:
-    """Compare a decode on a KV cache, contiguous and then in shuffled pages, with the formula."""
+    """Compare a decode on a KV cache, contiguous and then in shuffled pages, in every form with the formula."""
     trial = _trial(task)
     announce(f"{task.name}: the formula", REFERENCE_SECONDS)
     call = trial.call()
@@ -153,10 +154,15 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
         # The call also compiles the append and merge kernels, so the limit of a compilation is added.
         announce(f"{task.name}: {'pages' if paged else 'contiguous'}", COMPILE_SECONDS + task.seconds)
         arrays, given = move(task.backend, (arrays, given))
-        results = on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))
-        wrong = _compare(results, list(exact[:2]), list(low[:2]))
-        if wrong is not None:
-            return f"{'paged' if paged else 'contiguous'} cache, {wrong}"
+        results = {"": on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))}
+        problem, operands = pose_with_cache(arrays[0], arrays[1], arrays[2], CacheOptions(**given))
+        for form, chosen in forms(plan_for(problem)).items():  # each appends the same rows again
+            announce(f"{task.name}: {form}", COMPILE_SECONDS + task.seconds)
+            results[form] = on_host([x.result() for x in run_forward(chosen, operands)])
+        for form, result in results.items():
+            wrong = _compare(result, list(exact[:2]), list(low[:2]))
+            if wrong is not None:
+                return f"{'paged' if paged else 'contiguous'} cache, {form}{', ' * bool(form)}{wrong}"
     return None
 
 

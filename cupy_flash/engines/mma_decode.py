@@ -2,7 +2,8 @@
 
 Rows of a tile are (query, head of the GQA group) pairs, so a key is read once for all heads that share it. The key
 tiles of all sequences are divided equally among the blocks, by the lengths on the device (split_kv.cuh), and a second
-launch merges the partial results.
+launch merges the partial results. In the one-launch form, which only a tune chooses, the blocks of a cluster divide the
+key tiles of one unit, and merge its parts through distributed shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .mma import (
     RESERVED,
     SHARED_BYTES,
 )
-from .shared import grid_refusals, known_constants, nonempty, with_mods
+from .shared import grid_refusals, known_constants, nonempty, sequences, with_mods
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 MEASURED: str | None = None
@@ -47,6 +48,8 @@ OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
 WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
 STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the slots that a producer warp fills
+WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")  # architectures that have clusters
+CLUSTERS = 4, 8  # candidates for the blocks of a cluster; 8 is the portable maximum
 PANEL_BYTES = 128  # of a row of a TMA box, at most
 LEAST_PAGE = 8  # keys of a page: smaller boxes would load fewer bytes than a swizzle atom
 
@@ -55,7 +58,7 @@ MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global 
 MEMORY_BYTES_OF_OTHERS = 12
 PART_TILES = 2  # prologue and epilogue of a split, in units of the time of a key tile
 PART_TILES_OF_PRODUCER = 1  # the same with a producer warp, which loads the next split during the epilogue
-LAUNCHES = 6e-6  # seconds for two launches in a stream
+LAUNCH = 3e-6  # seconds for a launch in a stream
 
 
 class Tile(NamedTuple):
@@ -69,6 +72,12 @@ class Tile(NamedTuple):
     q_in_registers: bool
     tma: bool  # a producer warp beside `threads` loads K and V with TMA
     blocks: int  # maximum blocks of the grid: as many as are resident on the device
+    cluster: int  # blocks that divide the keys of a unit and merge them in the same launch; 0: two launches
+
+    @property
+    def form(self) -> str:
+        """The name of the kernel's form; "" for the one that a prediction may choose."""
+        return "producer warp" if self.tma else f"clusters of {self.cluster}" if self.cluster else ""
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -107,13 +116,18 @@ def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
-    """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp.
+    """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp or in clusters.
 
-    A producer warp does not change how a range of keys is rounded. Without split_size it may change the number of
-    resident blocks, and thus where the keys of a sequence are split.
+    Neither changes how a range of keys is rounded. Without split_size a producer warp may change the number of resident
+    blocks, and thus where the keys of a sequence are split, and a cluster splits each unit by itself. With split_size
+    there is no cluster form, because a unit may have more pieces than a cluster has blocks.
     """
     by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
-    return [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
+    every = [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
+    assert problem.cache is not None
+    if device.arch in WITH_CLUSTERS and problem.cache.split_size is None:
+        every += [tile._replace(cluster=blocks) for tile in legal_tiles(problem, device) for blocks in CLUSTERS]
+    return every
 
 
 def _has_tma(problem: Problem, device: Device) -> bool:
@@ -139,7 +153,7 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
         tile._replace(blocks=device.units * _resident(problem, device, tile))
         for keys in (KEYS[:1] if tma else KEYS)
         for stages in (STAGES_OF_PRODUCER if tma else (1,) if device.arch == "sm_75" else (2, 3, 4))
-        for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, tma, 0),)
+        for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, tma, 0, 0),)
         if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
     ]
 
@@ -174,11 +188,14 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     split, part = problem.cache.split_size, PART_TILES_OF_PRODUCER if tile.tma else PART_TILES
     places = most_places(problem, tile.rows, split or keys)
     resident = -(-min(tile.blocks, max(places, 1)) // device.units)
-    if split is None:
+    if tile.cluster:
+        waves = -(-_units(problem, tile) * problem.batch * tile.cluster // tile.blocks)
+        steps = waves * (max(-(-_pieces(problem, keys) // tile.cluster), SHORTEST_RUN) + part)
+    elif split is None:
         steps = max(-(-places // tile.blocks), min(places, SHORTEST_RUN)) + part
     else:
         steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // keys + 1 + part)
-    return LAUNCHES + steps * (resident * clocks + latency) / CLOCK
+    return (1 if tile.cluster else 2) * LAUNCH + steps * (resident * clocks + latency) / CLOCK
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:
@@ -188,8 +205,8 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
     """Return the workspaces of partial results, one per place (split_kv.cuh), and of the rotated rows of q."""
-    cache = problem.cache
-    assert cache is not None
+    if tile.cluster:
+        return rotated_rows(problem, q_rows)
     rows = _places(problem, tile), tile.rows
     parts = (
         Workspace("part_out", (*rows, _padded(problem)[1]), np.dtype(np.float32), ()),
@@ -199,7 +216,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """Return the launches: append and rotation if there are any, decode, and merge of the partial results."""
+    """Return the launches: append and rotation if there are any, decode, and without a cluster the merge."""
     cache = problem.cache
     assert cache is not None
     constants = fragment_constants(problem)
@@ -212,22 +229,25 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         "Q_IN_REGISTERS": tile.q_in_registers,
         "SPLIT_SIZE": cache.split_size or 0,
         "TMA_KV": tile.tma,
+        "CLUSTER_MERGE": tile.cluster > 0,
+        "CLUSTER": tile.cluster or 1,
     }
     of_rows = constants | {"THREADS": ROW_THREADS}
     steps = append_launches(problem, of_rows)
-    grid = _grid(problem, tile)
+    grid, units = _grid(problem, tile), _units(problem, tile)
+    clusters = tile.cluster * max(units, problem.layout == "thd"), sequences(problem), 1
     steps.append(
         Launch(
             "mma/decode",
             known_constants("mma/decode", constants),
-            (grid, 1, 1),
+            clusters if tile.cluster else (grid, 1, 1),
             tile.threads + 32 * tile.tma,
             _shared_bytes(problem, tile),
             _boxes(problem, tile) if tile.tma else (),
         )
     )
-    if grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1:
-        units = _row_tiles(problem, tile.rows) * problem.kv_heads
+    merges = grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1
+    if merges and not tile.cluster:
         steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
     return nonempty(with_mods(problem, steps))
 
@@ -244,6 +264,11 @@ def _boxes(problem: Problem, tile: Tile) -> tuple[Box, ...]:
 def most_places(problem: Problem, rows: int, keys: int) -> int:
     """Return the number of places (split_kv.cuh) of `keys` keys, if sequences are as long as the capacity."""
     return problem.batch * problem.kv_heads * _row_tiles(problem, rows) * _pieces(problem, keys)
+
+
+def _units(problem: Problem, tile: Tile) -> int:
+    """Return the units (split_kv.cuh) of a sequence."""
+    return _row_tiles(problem, tile.rows) * problem.kv_heads
 
 
 def _row_tiles(problem: Problem, rows: int) -> int:

@@ -1,8 +1,12 @@
 // Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several units (see
 // split_kv.cuh). Rows are (query, head of the GQA group) pairs, so that each key is read once for all heads that share
 // it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
-// the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. grid (blocks)
+// the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. parts.cuh divides the
+// work. grid (blocks), or (CLUSTER x units, sequences)
 #include "kv_stages.cuh"
+#if CLUSTER_MERGE
+#include "../merge_row.cuh"
+#endif
 
 constexpr int WARPS = THREADS / WARP;
 constexpr int M = BLOCK_Q / 16;
@@ -75,9 +79,34 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
   if (__any_sync(0xFFFFFFFF, any)) rescale(O, factors);
 }
 
+#if CLUSTER_MERGE
+constexpr int LSE_COLUMN = Gemm::O_ROW - 1;  // in the padding of a row of O_smem: lse of the part
+
+// A row of the result of a part, in the shared memory of any block of the cluster.
+struct ClusterRow {
+  unsigned int address;
+
+  __device__ float operator[](int column) const { return ld_shared_cluster(address + 4 * column); }
+};
+
+// Merges the parts of a unit in the order of their keys. The rows are divided among all warps of the cluster, which
+// read the parts in the shared memory of each block. The second barrier keeps this block's part until all have read it.
+__device__ void merge_parts(const Params& p, const Part& part, int parts, const float* O_smem) {
+  cluster_sync();
+  for (int row = threadIdx.x / WARP * CLUSTER + cluster_ctarank(); row < BLOCK_Q; row += WARPS * CLUSTER) {
+    if (part.query(p, row) >= part.sequence.q_len) break;
+    unsigned int row_smem = smem_address(O_smem + row * Gemm::O_ROW);
+    merge_row(
+        p, part.sequence, part.kv_head, part.first_row + row, parts,
+        [&](int c) { return ClusterRow{mapa(row_smem, c)}[LSE_COLUMN]; },
+        [&](int c) { return ClusterRow{mapa(row_smem, c)}; });
+  }
+  cluster_sync();
+}
+#endif
+
 // Merges the results of the warps, in the order of the warps, and stores the result of the part.
-__device__ void store_part(const Params& p, const Part& part, const float* O_smem,
-                           const float (*softmax_smem)[BLOCK_Q][2]) {
+__device__ void store_part(const Params& p, const Part& part, float* O_smem, const float (*softmax_smem)[BLOCK_Q][2]) {
   Descales descales = part.descales(p);
   float scale = descales.scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   constexpr int CHUNKS = PART_COLUMNS / 4;
@@ -105,10 +134,17 @@ __device__ void store_part(const Params& p, const Part& part, const float* O_sme
 #pragma unroll
     for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;
     if (!part.whole) {
+#if CLUSTER_MERGE
+      // In place of warp 0's O: only this thread reads these columns.
+      float* result = O_smem + row * Gemm::O_ROW;
+      *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
+      if (column == 0) result[LSE_COLUMN] = ending.lse;
+#else
       long long at = (long long)part.place * BLOCK_Q + row;
       if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;
+#endif
       continue;
     }
     // Rows past the last sequence of a packed batch have no sink.
@@ -207,9 +243,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1)
     for_each_part(p, [&](const Part& part) { load_tiles(p, part, maps, ring); });
 }
 #else
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if CLUSTER_MERGE
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        decode(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
-  for_each_part(p, [&](const Part& part) { attend(p, part, (unsigned char*)shared, pages_smem); });
+  auto attend_part = [&](const Part& part) { attend(p, part, (unsigned char*)shared, pages_smem); };
+#if CLUSTER_MERGE
+  for_each_part(p, attend_part, [&](const Part& part, int parts) { merge_parts(p, part, parts, (float*)shared); });
+#else
+  for_each_part(p, attend_part);
+#endif
 }
 #endif

@@ -4,6 +4,9 @@
 #include "../descales.cuh"
 #include "../split_kv.cuh"
 #include "../walk.cuh"
+#if CLUSTER_MERGE
+#include "../hopper.cuh"
+#endif
 
 // The part of a unit that one block computes in one mainloop: a range of keys for the rows of one tile.
 struct Part {
@@ -13,7 +16,7 @@ struct Part {
   int first_row;
   Range keys;
   bool whole;  // the part has all keys of the unit: nothing to merge
-  int place;   // index of the partial result in the workspace; unused if `whole`
+  int place;   // index of the partial result in the workspace; unused if `whole`, and in a cluster
 
   __device__ Descales descales(const Params& p) const { return Descales(p, sequence.batch, kv_head); }
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
@@ -36,6 +39,41 @@ struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
   }
 };
 
+// The part that has `count` places of a unit from `begin` on; `place` is the index of its partial result.
+__device__ inline Part part_of_unit(const Params& p, const Sequence& sequence, const Band& band, const Places& places,
+                                    int unit, int begin, int count, int place) {
+  int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
+  Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
+             min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
+  Part part{sequence, band, unit / row_tiles, unit % row_tiles * BLOCK_Q, keys, count == places.each, place};
+  // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys add
+  // zeros, so this changes no bit.
+  Range queries = part.queries(p);
+  part.keys.begin = max(keys.begin, band.kv_begin(queries.begin));
+  part.keys.end = min(keys.end, band.kv_end(queries.end));
+  if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
+  return part;
+}
+
+#if CLUSTER_MERGE
+// Calls visit(part) for this block's part of every unit of its cluster, and merge(part, parts) in all blocks of the
+// cluster if the unit has more than one part. Part n is that of the block of rank n: the lengths on the device decide
+// how many tiles it has, and whether there are fewer parts than blocks.
+template <typename Visit, typename Merge>
+__device__ void for_each_part(const Params& p, Visit visit, Merge merge) {
+  int rank = cluster_ctarank();
+  Sequence sequence(p, blockIdx.y);
+  Band band(p, sequence);
+  Places places(p, sequence, band);
+  int run = max((places.each + CLUSTER - 1) / CLUSTER, SHORTEST_RUN);
+  int parts = (places.each + run - 1) / run, begin = rank * run;
+  for (int unit = blockIdx.x / CLUSTER; unit < places.units; unit += gridDim.x / CLUSTER) {
+    Part part = part_of_unit(p, sequence, band, places, unit, begin, min(run, places.each - begin), 0);
+    if (rank < parts) visit(part);
+    if (parts > 1) merge(part, parts);
+  }
+}
+#else
 // Calls visit(part) for all parts of this block, in their order. All lanes of a warp must take part.
 template <typename Visit>
 __device__ void for_each_part(const Params& p, Visit visit) {
@@ -59,29 +97,14 @@ __device__ void for_each_part(const Params& p, Visit visit) {
     Sequence sequence(p, b);
     Band band(p, sequence);
     Places places(p, sequence, band);
-    int row_tiles = (sequence.q_rows * p.group + BLOCK_Q - 1) / BLOCK_Q;
     int next = start + places.count();
     while (place < min(next, end)) {
       int unit = (place - start) / places.each, begin = place - start - unit * places.each;
       int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
-      Range keys{max(places.keys.begin, (places.first + begin) * PLACE_KEYS),
-                 min(places.keys.end, (places.first + begin + count) * PLACE_KEYS)};
-      Part part{sequence,
-                band,
-                unit / row_tiles,
-                unit % row_tiles * BLOCK_Q,
-                keys,
-                count == places.each,
-                part_of(place, blockIdx.x, begin == 0)};
-      // Skip the keys that no row of this tile sees: `keys` are those that any row of the sequence sees. Hidden keys
-      // add zeros, so this changes no bit.
-      Range queries = part.queries(p);
-      part.keys.begin = max(keys.begin, band.kv_begin(queries.begin));
-      part.keys.end = min(keys.end, band.kv_end(queries.end));
-      if (part.keys.begin >= part.keys.end) part.keys = {0, 0};
-      visit(part);
+      visit(part_of_unit(p, sequence, band, places, unit, begin, count, part_of(place, blockIdx.x, begin == 0)));
       place += count;
     }
     start = next;
   }
 }
+#endif

@@ -221,11 +221,11 @@ def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
 
 def run_kernels(
     call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None,
-    engine: str = "mma_decode", tma: bool = False, start: Any = start,
+    engine: str = "mma_decode", tma: bool = False, cluster: int = 0, start: Any = start,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """(out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
 
-    blocks and rows replace the fields of a decode's planned tile; `tma` adds a producer warp.
+    blocks, rows and cluster replace the fields of a decode's planned tile; `tma` adds a producer warp.
     `start` runs the launches, as in `backends.kernels`.
     """
     problem, operands = posed(call, backend=f"simulator:{arch}", engine=engine)
@@ -237,6 +237,8 @@ def run_kernels(
         tile = next(x for x in legal if x.tma and (x.rows, x.block_kv) == (tile.rows, tile.block_kv))
     if blocks is not None:
         tile = tile._replace(blocks=blocks)
+    if cluster:
+        tile = tile._replace(cluster=cluster)
     out, lse = kernels.forward(plan(problem, device.named(arch), tile), operands, start)
     return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
 

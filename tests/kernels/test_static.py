@@ -58,7 +58,7 @@ def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):
             }
             of_plans = {(launch.kernel, launch.tile) for launch in launches}
             assert of_plans <= kernels
-            # A tune also has decodes with a producer warp to choose from.
+            # A tune also has decodes with a producer warp or in clusters to choose from.
             assert {kernel for kernel, _ in kernels - of_plans} <= {"mma/decode"}
 
 

@@ -1,7 +1,9 @@
 """cupy_flash check: a wrong, hanging or crashing kernel is named and disqualifies its engine, but no other engine."""
 
+import functools
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +71,10 @@ def wrong(task, announce):
 
 def wrong_decode(task, announce):
     return planted(task, patiently(announce), "* ending.factor", "* 1.01f * ending.factor")
+
+
+def wrong_in_clusters(task, announce):
+    return planted(task, patiently(announce), "{mapa(row_smem, c)};", "{mapa(row_smem, 0)};")
 
 
 def hangs(task, announce):
@@ -140,6 +146,15 @@ def test_an_engine_of_kv_caches(monkeypatch):
     assert evidence.check_of("mma_decode", named("sm_80")).passed
     result = run_check("simulator", "mma_decode", False, lambda line: None, wrong_decode)
     assert "contiguous cache, out: error" in result.engines["mma_decode"]
+
+
+@pytest.mark.exhaustive
+def test_forms_of_a_decode_that_only_a_tune_chooses(monkeypatch):
+    """The planted bug is in the merge of a cluster, which other forms do not have."""
+    monkeypatch.setitem(CASES, "mma_decode", [replace(DECODE, head_dim=64, kv_len=1100)])
+    check = functools.partial(run_check, "simulator:sm_90a", "mma_decode", True, lambda line: None)
+    assert check(calls.work).passed
+    assert "contiguous cache, clusters of" in check(wrong_in_clusters).engines["mma_decode"]
 
 
 @pytest.mark.exhaustive

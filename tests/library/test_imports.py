@@ -118,6 +118,7 @@ FLOW = (
     "backends.simulator.asynchrony.barriers",
     "backends.simulator.asynchrony.clusters",
     "backends.simulator.asynchrony.exits",
+    "backends.simulator.asynchrony.cluster_loads",
     "backends.simulator.asynchrony.mbarriers",
     "backends.simulator.asynchrony.fences",
     "backends.simulator.asynchrony.registers",

@@ -444,8 +444,8 @@ BUGS = {
     ),
     "last-part-not-merged": (
         "merge.cu",
-        "for (int c = first; c <= last; ++c) sums.add",
-        "for (int c = first; c < last; ++c) sums.add",
+        "first_row + row, last - first + 1,",
+        "first_row + row, last - first,",
         LONG,
         AssertionError,
     ),

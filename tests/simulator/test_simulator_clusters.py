@@ -9,7 +9,7 @@ from cupy_flash.checks.hopper import BY_NAME
 from cupy_flash.checks.hopper.case import PAIR, wait
 
 ORDERS = ["early", "late", "random"]
-MULTICAST, REMOTE = BY_NAME["cluster.multicast"], BY_NAME["cluster.remote"]
+MULTICAST, REMOTE, LOAD = (BY_NAME[f"cluster.{name}"] for name in ("multicast", "remote", "load"))
 
 
 def result(case, body=None, *, blocks=2, **options):
@@ -33,6 +33,13 @@ def test_multicast_reaches_both_blocks(order):
     expected = np.stack([rows[i, np.arange(8) ^ i % 8] for i in range(32)]).reshape(-1)
     out = result(case, order=order).reshape(2, -1)
     assert np.array_equal(out[0], expected) and np.array_equal(out[1], expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("clusters", [1, 3])
+def test_loads_from_the_other_block(clusters, order):
+    out = result(LOAD, blocks=2 * clusters, order=order).reshape(clusters, 2, 128)
+    assert np.array_equal(out, np.arange(256 * clusters).reshape(clusters, 2, 128)[:, ::-1, ::-1])
 
 
 BARRIER = """barrier.cluster.arrive.release.aligned;
@@ -87,6 +94,30 @@ def test_exit_before_the_other_block_has_arrived(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_load_that_no_barrier_orders_after_the_store(order):
+    """A barrier of each block orders nothing between blocks, nor does a relaxed cluster barrier order memory."""
+    first, load = LOAD.body.index("barrier.cluster.arrive"), LOAD.body.index("sub.u32 %r5")
+    last = LOAD.body.rindex("barrier.cluster.arrive")
+    again = "mad.lo.u32 %r3, %t, 4, %r2; setp.eq.u32 %q1, %r0, 0; @%q1 st.shared.b32 [%r3], %r4;"
+    relaxed = "barrier.cluster.arrive.relaxed; barrier.cluster.wait; bar.sync 0;"
+    for barrier, before, after in (
+        ("bar.sync 0;", "write, then read|is uninitialised|read, then write", "read, then write|write, then read"),
+        (relaxed, "write, then read", "read, then write"),
+    ):
+        with pytest.raises(errors.SimulationError, match=before):
+            result(LOAD, LOAD.body[:first] + barrier + LOAD.body[load:], order=order)
+        with pytest.raises(errors.Race, match=after):
+            result(LOAD, LOAD.body[:last] + barrier + again + LOAD.body[last:], order=order)
+    assert np.array_equal(result(LOAD, LOAD.body + again, order=order), result(LOAD))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exit_before_the_other_block_has_loaded(order):
+    with pytest.raises(errors.EarlyExit, match="reads its shared memory|has exited"):
+        result(LOAD, without_the_last_barrier(LOAD), order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_exit_before_the_copy_of_the_other_block_has_landed(order):
     body = without_the_last_barrier(MULTICAST)
     assert np.array_equal(result(MULTICAST, body, order=order), result(MULTICAST))
@@ -127,9 +158,15 @@ def test_arrivals_and_waits_must_alternate(text):
 
 
 def test_rank_outside_the_cluster():
-    body = REMOTE.body.replace("xor.b32 %r1, %r0, 1;", "mov.b32 %r1, 2;")
-    with pytest.raises(errors.OutOfBounds, match="no block of the cluster"):
-        result(REMOTE, body)
+    for case in REMOTE, LOAD:
+        body = case.body.replace("xor.b32 %r1, %r0, 1;", "mov.b32 %r1, 2;")
+        with pytest.raises(errors.OutOfBounds, match="no block of the cluster"):
+            result(case, body)
+
+
+def test_store_to_the_other_block_is_not_simulated():
+    with pytest.raises(errors.Unsupported, match="this form of st is not simulated"):
+        result(LOAD, LOAD.body.replace("ld.shared::cluster.f32 %f0, [%r3]", "st.shared::cluster.f32 [%r3], %f0"))
 
 
 def test_multicast_to_a_block_outside_the_cluster():

@@ -20,6 +20,7 @@ from cupy_flash import ahead, device, nvrtc
 from cupy_flash.checks import hopper
 from cupy_flash.checks.instructions import BY_NAME, WARP_CASES
 from cupy_flash.checks.micro_kernels import Kernel, difference, every_kernel, kernels, simulate
+from cupy_flash.engines import mma_decode
 from cupy_flash.source import assemble
 
 STORED = sorted((Path(__file__).parents[1] / "conformance" / "gpu").glob("*.npz"))
@@ -52,6 +53,7 @@ def test_names_of_kernels_are_unique():
 
 WATCHED = (
     "wgmma|cp|mbarrier|fence|barrier|bar|setmaxnreg|stmatrix|ldmatrix|mma|red|elect|mapa|ld.acquire|st.release|ex2|lg2"
+    "|ld.shared::cluster"
 )
 
 
@@ -79,15 +81,32 @@ USED = [
 ]
 
 
+def forms_used(launch, arch):
+    name = launch.kernel
+    return forms(nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx)
+
+
 def test_kernels_use_only_forms_that_a_micro_kernel_verifies():
     verified = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
     for arch, name, words in USED:
         launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
         launches = [launch for launch in launches if launch.kernel == name]
         for launch in launches[0], launches[-1]:
-            ptx = nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
-            used = forms(ptx)
+            used = forms_used(launch, arch)
             assert len(used) > 3 and used <= verified, (name, sorted(used - verified))
+
+
+def test_every_form_of_a_decode_uses_only_forms_that_a_micro_kernel_verifies():
+    verified = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
+    on_hopper = device.named("sm_90a", "cuda")
+    problem = ahead.problems(dtype="float16", head_dim=64, backward=False, cache=True, engine="mma_decode")[0]
+    used = {}
+    for tile in {tile.form: tile for tile in mma_decode.choices(problem, on_hopper)}.values():
+        (launch,) = (x for x in mma_decode.launches(problem, on_hopper, tile) if x.function == "decode")
+        used[tile.form] = forms_used(launch, "sm_90a")
+    assert {"ld.shared::cluster.f32", "mapa.shared::cluster.u32"} <= used["clusters of 8"]
+    for name, instructions in used.items():
+        assert instructions <= verified, (name, sorted(instructions - verified))
 
 
 def test_ptxas_assembles_every_micro_kernel_of_several_threads():

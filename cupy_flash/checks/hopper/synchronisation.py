@@ -150,6 +150,25 @@ REMOTE_BODY = f"""
     barrier.cluster.wait.acquire.aligned;
 """
 
+# Thread t of a block stores block * 128 + t, and reads what thread 127 - t of the other block has stored.
+LOAD_BODY = """
+    mov.u32 %r0, %cluster_ctarank;
+    xor.b32 %r1, %r0, 1;
+    mov.u32 %r2, smem;
+    mad.lo.u32 %r3, %t, 4, %r2;
+    mad.lo.u32 %r4, %block, 128, %t;
+    st.shared.b32 [%r3], %r4;
+    barrier.cluster.arrive.release;
+    barrier.cluster.wait.acquire;
+    sub.u32 %r5, 127, %t;
+    mad.lo.u32 %r3, %r5, 4, %r2;
+    mapa.shared::cluster.u32 %r3, %r3, %r1;
+    ld.shared::cluster.f32 %f0, [%r3];
+    mad.wide.u32 %d0, %r4, 4, %p0;
+    st.global.f32 [%d0], %f0;
+    barrier.cluster.arrive.release;
+    barrier.cluster.wait.acquire;
+"""
 
 CASES = [
     turns_case(),
@@ -161,4 +180,5 @@ CASES = [
     registers_case("setmaxnreg.40-232", 384, 40, 232),
     registers_case("setmaxnreg.32-160", 512, 32, 160),
     HopperCase("cluster.remote", REMOTE_BODY, (), np.zeros(256, np.uint32), **PAIR),
+    HopperCase("cluster.load", LOAD_BODY, (), np.zeros(256, np.uint32), **PAIR),
 ]

@@ -24,7 +24,7 @@ from ..memory.checks import Checks, Issue
 from ..memory.shared_addresses import SharedAddresses, shared_addresses
 from .boxes import Pieces, box_pieces, range_pieces, tensor_map_at
 from .copies import Order
-from .exits import Exits
+from .exits import Exits, Use
 from .mbarriers import Mbarriers
 
 Indices = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class BulkCopies(Unit):
         """Start a load."""
         context = self.context
         phases = self.mbarriers.begin_copy(copy.targets, copy.instruction)
-        self.exits.record(copy.targets, phases, copy.instruction, arrives=False)
+        self.exits.record(copy.targets, copy.instruction, Use.COPY, phases)
         _account(copy, context, writes=False)
         if self.checks is not None:
             self._require_source(copy)

@@ -1,4 +1,4 @@
-"""Thread block clusters: barrier.cluster, and mapa for distributed shared memory."""
+"""Thread block clusters: barrier.cluster, and mapa for the addresses of distributed shared memory."""
 
 from __future__ import annotations
 

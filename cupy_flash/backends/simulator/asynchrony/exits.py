@@ -1,11 +1,14 @@
 """Block exit: no other block of the cluster may access an exited block's shared memory.
 
-A remote arrival at a block's mbarrier, or a copy into the block, must happen before one of its warps exits: by a wait
-for the phase that it belongs to or, for an arrival, by anything else that orders it, usually a cluster barrier. The
-check does not depend on whether the access happens to be complete in this run.
+A remote arrival at a block's mbarrier, a copy into the block, or a read of its memory must happen before one of its
+warps exits: by a wait for the phase that an arrival or copy belongs to or, except for a copy, by anything else that
+orders it, usually a cluster barrier. The check does not depend on whether the access happens to be complete in this
+run.
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,14 @@ _UNREACHED = np.iinfo(np.int64).max
 _CLOCK, _CLUSTER_PHASE, _DONE, _NUMBER = range(4)
 
 
+class Use(Enum):
+    """How a block uses the shared memory of another."""
+
+    ARRIVAL = "arrives at"
+    COPY = "copies with"
+    READ = "reads"
+
+
 class Exits(Unit):
     """Exited blocks of one set of resident blocks, and the accesses that each must be ordered after at its exit."""
 
@@ -30,13 +41,15 @@ class Exits(Unit):
         super().__init__(context)
         self.checks, self.cluster_barrier = context.find(Checks), context.unit(ClusterBarrier)
         self.exited = np.zeros(context.blocks, bool)
-        # Last use of each mbarrier (offset, rank of its block, arrival or copy) by each warp, as (4, warps): _CLOCK is
-        # the warp's own clock, _CLUSTER_PHASE its arrivals at the cluster barrier, _DONE the mbarrier's completed
-        # phases once the use is complete (0: no use), _NUMBER the instruction.
-        self._uses: dict[tuple[int, int, bool], Indices] = {}
+        # Last use of each mbarrier (offset, rank of its block, kind of use; reads have offset 0) by each warp, as
+        # (4, warps): _CLOCK is the warp's own clock, _CLUSTER_PHASE its arrivals at the cluster barrier, _DONE the
+        # mbarrier's completed phases once the use is complete (0: no use), _NUMBER the instruction.
+        self._uses: dict[tuple[int, int, Use], Indices] = {}
 
-    def record(self, targets: SharedAddresses, phases: Indices, instruction: Instruction, *, arrives: bool) -> None:
-        """Record lanes that arrive at mbarriers in these phases, or that start copies which signal them."""
+    def record(
+        self, targets: SharedAddresses, instruction: Instruction, use: Use, phases: Indices | None = None
+    ) -> None:
+        """Record lanes that arrive at mbarriers in these phases, start copies which signal them, or read memory."""
         context = self.context
         exited = self.exited[targets.blocks]
         if exited.any():
@@ -48,16 +61,17 @@ class Exits(Unit):
             )
         if self.checks is None:
             return
-        # A block's own warps arrive before it exits anyway.
-        foreign = (targets.blocks != context.block_of_row[targets.rows]) | (not arrives)
+        # A block's own warps arrive and read before it exits anyway.
+        foreign = (targets.blocks != context.block_of_row[targets.rows]) | (use is Use.COPY)
         rank = targets.blocks % context.cluster
-        for offset, r in {(int(o), int(r)) for o, r in zip(targets.offsets[foreign], rank[foreign], strict=True)}:
-            mine = foreign & (targets.offsets == offset) & (rank == r)
+        offsets = np.zeros_like(targets.offsets) if use is Use.READ else targets.offsets
+        for offset, r in {(int(o), int(r)) for o, r in zip(offsets[foreign], rank[foreign], strict=True)}:
+            mine = foreign & (offsets == offset) & (rank == r)
             rows = targets.rows[mine]
-            uses = self._uses.setdefault((offset, r, arrives), np.zeros((4, context.warps), np.int64))
-            uses[_CLOCK, rows] = self.checks.clocks.own(rows) if arrives else _UNREACHED
-            uses[_CLUSTER_PHASE, rows] = self.cluster_barrier.arrivals[rows] if arrives else _UNREACHED
-            uses[_DONE, rows] = phases[mine] + 1
+            uses = self._uses.setdefault((offset, r, use), np.zeros((4, context.warps), np.int64))
+            uses[_CLOCK, rows] = _UNREACHED if use is Use.COPY else self.checks.clocks.own(rows)
+            uses[_CLUSTER_PHASE, rows] = _UNREACHED if use is Use.COPY else self.cluster_barrier.arrivals[rows]
+            uses[_DONE, rows] = _UNREACHED if phases is None else phases[mine] + 1
             uses[_NUMBER, rows] = context.number_of[id(instruction)]
 
     def check_exited(self) -> None:
@@ -66,20 +80,20 @@ class Exits(Unit):
         exited = np.logical_not(context.live.reshape(-1, context.blocks, 32).any(axis=(0, 2)))
         ended = np.flatnonzero(exited & ~self.exited)
         self.exited = exited
-        for (offset, rank, arrives), uses in self._uses.items():
+        for (offset, rank, use), uses in self._uses.items():
             for block in ended[ended % context.cluster == rank]:
-                self._require_order(int(block), offset, uses, arrives=arrives)
+                self._require_order(int(block), offset, uses, use)
 
-    def _require_order(self, block: int, offset: int, uses: Indices, *, arrives: bool) -> None:
+    def _require_order(self, block: int, offset: int, uses: Indices, use: Use) -> None:
         context = self.context
         assert self.checks is not None
         clocks = self.checks.clocks
         cluster, rank = divmod(block, context.cluster)
         rows = np.flatnonzero(context.block_of_row == block)
         users = np.flatnonzero((context.cluster_of_row == cluster) & (uses[_DONE] > 0))
-        agent = clocks.agent(("mbarrier", offset, rank))
+        agent = None if use is Use.READ else clocks.agent(("mbarrier", offset, rank))
         known = clocks.known[cluster, context.warp_in_cluster[rows]].max(0).astype(np.int64)
-        done = known[agent] >= uses[_DONE, users]
+        done = np.zeros(len(users), bool) if agent is None else known[agent] >= uses[_DONE, users]
         done |= known[context.warp_in_cluster[users]] >= uses[_CLOCK, users]
         done |= self.cluster_barrier.waited[rows].max() > uses[_CLUSTER_PHASE, users]
         if done.all():
@@ -89,7 +103,12 @@ class Exits(Unit):
         other = context.warp_name(cluster, int(context.warp_in_cluster[user]))
         mbarrier = f"the mbarrier at shared byte {context.shared_byte_name(block * context.shared_stride + offset)}"
         instruction = context.program.function.instructions[int(uses[_NUMBER, user])]
-        if not arrives:
+        if use is Use.READ:
+            raise EarlyExit(
+                f"{name} may exit before {other} of its cluster reads its shared memory: it does not wait at a cluster "
+                f"barrier after the read\n  {instruction.where}"
+            )
+        if use is Use.COPY:
             raise PendingCopy(
                 f"{name} ends before its bulk copy completes: none of its warps has waited for phase "
                 f"{int(uses[_DONE, user]) - 1} of {mbarrier}\n  {instruction.where}"

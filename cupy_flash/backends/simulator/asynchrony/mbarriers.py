@@ -19,7 +19,7 @@ from ..machine.context import Context, Group, Mask, Step, Unit
 from ..machine.ptx import Immediate, Instruction
 from ..memory.checks import Checks
 from ..memory.shared_addresses import SharedAddresses, shared_addresses
-from .exits import Exits
+from .exits import Exits, Use
 
 Indices = npt.NDArray[np.int64]
 
@@ -121,7 +121,7 @@ class Mbarriers(Unit):
         context = self.context
         at = self.lookup(targets, instruction), targets.blocks
         before = self.phase[at]
-        self.exits.record(targets, before, instruction, arrives=True)
+        self.exits.record(targets, instruction, Use.ARRIVAL, before)
         if release and self.checks is not None:
             for offset in np.unique(targets.offsets):
                 mine = targets.offsets == offset

@@ -48,7 +48,7 @@ def describe(instruction: Instruction, context: Context, *, writes: bool) -> Acc
     modifiers = instruction.modifiers
     space = next((m.split("::")[0] for m in modifiers if m.split("::")[0] in _SPACES), "generic")
     types = [m for m in modifiers if m in TYPE_BYTES]
-    if not types or "shared::cluster" in modifiers:
+    if not types or ("shared::cluster" in modifiers and instruction.opcode != "ld"):
         raise Unsupported(f"this form of {instruction.opcode} is not simulated: {instruction.where}")
     count = next((int(m[1:]) for m in modifiers if m in ("v2", "v4", "v8")), 1)
     if TYPE_BYTES[types[-1]] * count > 16:
@@ -220,7 +220,8 @@ def check(
 # ---- ld and st
 
 
-def _components(operand: Operand, access: Access) -> tuple[Operand, ...]:
+def components(operand: Operand, access: Access) -> tuple[Operand, ...]:
+    """Return the registers of an access, one per component of its vector."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != access.count:
         raise Unsupported(f"{len(items)} registers for .v{access.count}: {access.instruction.where}")
@@ -230,7 +231,7 @@ def _components(operand: Operand, access: Access) -> tuple[Operand, ...]:
 def _load(instruction: Instruction, context: Context) -> Step:
     access = describe(instruction, context, writes=False)
     target, source = instruction.operands[:2]
-    results = [context.destination(item, access.type, instruction) for item in _components(target, access)]
+    results = [context.destination(item, access.type, instruction) for item in components(target, access)]
     address_of = addresses(source, context, instruction)
     dtype = DTYPES[access.type]
     strong = bool(STRONG & set(instruction.modifiers))
@@ -257,12 +258,12 @@ def _load(instruction: Instruction, context: Context) -> Step:
                         loaded = np.empty((len(lanes.active(address)), access.count), dtype)
                     loaded[selection] = values
             assert loaded is not None
-            _write_lanes(lanes, results, loaded)
+            write_lanes(lanes, results, loaded)
 
     return step
 
 
-def _write_lanes(group: Group, results: list[Array], values: Array) -> None:
+def write_lanes(group: Group, results: list[Array], values: Array) -> None:
     """Write values (active lanes, components) to one register per component."""
     for i, result in enumerate(results):
         column = values[:, i]
@@ -293,7 +294,7 @@ def _load_parameter(
 def _store(instruction: Instruction, context: Context) -> Step:
     access = describe(instruction, context, writes=True)
     target, value = instruction.operands[:2]
-    sources = [context.source(item, access.type, instruction) for item in _components(value, access)]
+    sources = [context.source(item, access.type, instruction) for item in components(value, access)]
     address_of = addresses(target, context, instruction)
     strong = bool(STRONG & set(instruction.modifiers))
     checks = context.find(Checks)
@@ -383,10 +384,10 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     results: list[Array] = []
     if returns:
         results = [
-            context.destination(item, type_, instruction) for item in _components(instruction.operands[0], access)
+            context.destination(item, type_, instruction) for item in components(instruction.operands[0], access)
         ]
     # sources[operand][component]
-    sources = [[context.source(item, type_, instruction) for item in _components(v, access)] for v in values]
+    sources = [[context.source(item, type_, instruction) for item in components(v, access)] for v in values]
     address_of = addresses(target, context, instruction)
     function, dtype = atomic_function(operation, type_), np.dtype(DTYPES[type_])
     in_place = isinstance(function, np.ufunc) and not returns
@@ -420,7 +421,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
                         0x0101010101010101 & ((1 << 8 * defined.itemsize) - 1)
                     )
             if returns:
-                _write_lanes(lanes, results, old)
+                write_lanes(lanes, results, old)
 
     return step
 

@@ -53,6 +53,11 @@ def is_warp_barrier(instruction: Instruction) -> bool:
     return instruction.opcode in ("bar", "barrier") and instruction.modifiers[:1] == ("warp",)
 
 
+def is_cluster_load(instruction: Instruction) -> bool:
+    """ld.shared::cluster."""
+    return instruction.opcode == "ld" and "shared::cluster" in instruction.modifiers
+
+
 def is_cluster_barrier(instruction: Instruction) -> bool:
     """barrier.cluster.arrive and .wait."""
     return instruction.opcode == "barrier" and instruction.modifiers[:1] == ("cluster",)
@@ -153,6 +158,7 @@ class Program:
         self.asynchronous = any(
             instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
         )
+        self.reads_cluster = any(is_cluster_load(instruction) for instruction in code)
 
     def _jump_targets(self) -> set[int]:
         function, targets = self.function, set()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..asynchrony import bulk, clusters, copies, fences, mbarriers, registers, wgmma
+from ..asynchrony import bulk, cluster_loads, clusters, copies, fences, mbarriers, registers, wgmma
 from ..asynchrony.barriers import Barriers
 from ..asynchrony.bulk import BulkCopies
 from ..asynchrony.clusters import ClusterBarrier
@@ -26,6 +26,7 @@ from .program import (
     ends_block,
     is_block_barrier,
     is_cluster_barrier,
+    is_cluster_load,
     is_collective,
     is_wait,
     is_warp_barrier,
@@ -44,6 +45,7 @@ COMPILERS: dict[str, Compiler] = {
     **fences.COMPILERS,
     **mbarriers.COMPILERS,
     **clusters.COMPILERS,
+    **cluster_loads.COMPILERS,
     **registers.COMPILERS,
     **bulk.COMPILERS,
     **wgmma.COMPILERS,
@@ -523,6 +525,8 @@ def _key(instruction: Instruction) -> str:
         return "bar.warp"
     if is_cluster_barrier(instruction):
         return "barrier.cluster"
+    if is_cluster_load(instruction):
+        return "ld.shared::cluster"
     return "cp.bulk" if instruction.opcode == "cp" and "bulk" in instruction.modifiers else instruction.opcode
 
 

@@ -88,10 +88,15 @@ class Checks(Unit):
         self.written = False
         self.read = False
         self.log: list[_Read] = []
-        # Columns of `readers`: the warps of a block, then its asynchronous readers. _agents maps (rank of the block,
-        # column) to the agent.
+        # Columns of `readers`: the warps of a block (if blocks read each other's memory, of its cluster), then its
+        # asynchronous readers. _agents maps (rank of the block, column) to the agent.
         self._columns: dict[Agent, int] = {}
         self._agents = np.arange(self.clocks.warps).reshape(context.cluster, -1)
+        self._column_of_row = context.warp_of_row
+        if context.program.reads_cluster:
+            self._agents = np.tile(np.arange(self.clocks.warps), (context.cluster, 1))
+            self._column_of_row = context.warp_in_cluster
+        self._first_async_column = self._agents.shape[1]
         if context.program.asynchronous:
             self._agents = np.pad(self._agents, ((0, 0), (0, _MORE_READERS)))
 
@@ -137,8 +142,9 @@ class Checks(Unit):
         self.clocks.acquire(("barrier", barrier), rows, context.block_of_row[rows])
         self.clocks.reset(("barrier", barrier), blocks)
         # The log may be cleared only if all warps took part, because an exited warp's writes still need ordering, and
-        # only without asynchronous instructions, whose accesses the barrier does not order.
-        if len(rows) == context.warps and not context.program.asynchronous:
+        # only without asynchronous instructions and reads by other blocks, whose accesses the barrier does not order.
+        program = context.program
+        if len(rows) == context.warps and not (program.asynchronous or program.reads_cluster):
             self.written = self.read = False
             self.log.clear()
 
@@ -241,7 +247,7 @@ class Checks(Unit):
         for read in self.log:
             rows, _, _ = self._warps(read.group)
             units = self._units(read.index, read.width)
-            column = self.context.warp_of_row[rows][:, None]
+            column = self._column_of_row[rows][:, None]
             readers[units, column] = self._tags(read.group, read.clocks, read.number)[:, None]
         self.log.clear()
         self.read = True
@@ -421,7 +427,7 @@ class Checks(Unit):
 
     def _column(self, reader: Agent) -> int:
         if reader not in self._columns:
-            column = self.context.warps_per_block + len(self._columns)
+            column = self._first_async_column + len(self._columns)
             if column == self._agents.shape[1]:
                 # Unused columns map to agent 0 and hold no reads.
                 self._agents = np.pad(self._agents, ((0, 0), (0, _MORE_READERS)))

@@ -1,0 +1,21 @@
+// Merges the partial results of one row of a decode, with the sink, and stores the row.
+#pragma once
+#include "partials.cuh"
+#include "sequence.cuh"
+#include "softmax2.cuh"
+
+// One warp merges the parts 0 to count - 1, in this order: lse_of(c) is the lse of part c, and row_of(c)[d] column
+// d of its result. `row` counts the rows of the sequence for this kv_head (split_kv.cuh).
+template <typename Lse, typename Row>
+__device__ void merge_row(const Params& p, const Sequence& sequence, int kv_head, int row, int count, Lse lse_of,
+                          Row row_of) {
+  int i = row / p.group, head = kv_head * p.group + row % p.group;
+  float largest = -infinity();
+  for (int c = 0; c < count; ++c) largest = max(largest, lse_of(c));
+  PartialSums sums(largest);
+  for (int c = 0; c < count; ++c) sums.add(lse_of(c), row_of(c));
+  Softmax2::Ending ending = with_sink(p, head, sums.lse());
+  element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
+  sums.finish([&](int d, float x) { store(out + d, x * ending.factor); });
+  if (lane_id() == 0) sequence.queries<float>(p.lse, head)[i * p.lse.row] = ending.lse;
+}

@@ -93,18 +93,17 @@ __device__ void for_each_part(const Params& p, Visit visit) {
     b = __shfl_sync(0xFFFFFFFF, found, lane), start = __shfl_sync(0xFFFFFFFF, found_start, lane);
     run = min(run, line.total - place);
   }
-  for (int end = place + run; place < end; ++b) {
+  for (int at = place - start; run > 0; ++b, at = 0) {
     Sequence sequence(p, b);
     Band band(p, sequence);
     Places places(p, sequence, band);
-    int next = start + places.count();
-    while (place < min(next, end)) {
-      int unit = (place - start) / places.each, begin = place - start - unit * places.each;
-      int count = SPLIT_SIZE ? 1 : min(places.each - begin, end - place);
-      visit(part_of_unit(p, sequence, band, places, unit, begin, count, part_of(place, blockIdx.x, begin == 0)));
-      place += count;
+    while (at < places.count() && run > 0) {
+      int unit = at / places.each, begin = at - unit * places.each;
+      int count = SPLIT_SIZE ? 1 : min(places.each - begin, run);
+      visit(part_of_unit(p, sequence, band, places, unit, begin, count, part_of(start + at, blockIdx.x, begin == 0)));
+      at += count, run -= count;
     }
-    start = next;
+    start += places.count();
   }
 }
 #endif

@@ -1,5 +1,6 @@
 """score_mod and mask_mod with a KV cache in the kernels of mma_decode, mma and simt, on the simulator."""
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,11 @@ from test_invariance import assert_bits, at
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import ahead, backends, device
+from cupy_flash import ahead, backends, device, nvrtc
 from cupy_flash.backends.simulator.errors import SimulationError
+from cupy_flash.engines import mma_decode
 from cupy_flash.plan import plan
+from cupy_flash.source import assemble
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -168,6 +171,25 @@ def test_compile_covers_mods(arch):
         call = with_mods(CacheCase(q_len=q_len, kv_heads=4, appended=1, dtype="float16", page=8), **given)
         problem = posed(call)[0]._replace(device="cuda:0")
         assert {x.text_key for x in plan(problem, on).launches} <= built
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("arch", "dim"), [("sm_80", 256), ("sm_90a", 256), ("sm_120", 64), ("sm_120", 128)])
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("mask_mod", [None, lambda b, h, q_idx, kv_idx: DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]])
+def test_every_tile_compiles_without_spills(arch, dim, page, mask_mod, monkeypatch):
+    """The registers of the loop over the parts of a block are live in the mainloop."""
+    monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
+    call = CacheCase(lengths=(500,), capacity=CAPACITY, heads=8, kv_heads=1, dtype="float16", head_dim=dim,
+                     head_dim_v=dim, page=page).call()  # fmt: skip
+    call = call._replace(options=call.options | dict(mask_mod=mask_mod))
+    problem, _ = posed(call, backend=f"simulator:{arch}", engine="mma_decode")
+    on = device.named(arch)
+    for tile in mma_decode.legal_tiles(problem, on):
+        (decode,) = (launch for launch in mma_decode.launches(problem, on, tile) if launch.function == "decode")
+        text = assemble(decode.kernel, dict(decode.constants), dict(decode.headers))
+        took = nvrtc.compile(text, decode.kernel, arch).resources["decode"]
+        assert (took.spill_stores, took.spill_loads) == (0, 0), tile
 
 
 EITHER = (AssertionError, SimulationError)

@@ -10,13 +10,14 @@
 
 // Consumer: one warpgroup.
 __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
-                        int kv_head) {
+                        const BlockIndex& block) {
   float scale_log2 = log2_scale_of(p);
   const Consumer consumer;
   unsigned char* dQ_smem = smem + (rings.dQ - rings.K.start) + (consumer.warpgroup * 4 + consumer.warp) * 512 * N_Q;
   unsigned int dS_index = 0;
 
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
+    int kv_start = kv_tiles.kv_start, kv_head = block.kv_head;
     // Prologue: the block's K and V.
     Range keys = {kv_start + consumer.keys, kv_start + consumer.keys + 64};
     float dK_rmem[1][N_K][4] = {}, dV_rmem[1][N_V][4] = {};
@@ -57,7 +58,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       dS.issue(dK_rmem, Q_smem);
       wait_dV_dQ(dV_rmem, P, dQ_rmem);
       rings.dO.release();
-      add_dQ_in_turn(p, sequence, band, dQ_rmem, q_tiles.head, q_tiles.start, kv_start, consumer, dQ_smem);
+      add_dQ_in_turn(p, rings, sequence, dQ_rmem, q_tiles.head, q_tiles.start, consumer, dQ_smem);
       wait_dK(dK_rmem, dS);
       rings.Q.release();
     }
@@ -78,23 +79,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     rings.init();
     fence_mbarrier_init();
+    if constexpr (DQ_IN_ORDER) *(int*)(smem + Rings::DRAWN) = atomicAdd(p.drawn, 1);
   }
   __syncthreads();
 
-  int kv_head = blockIdx.y;
-  Sequence sequence(p, blockIdx.z);
+  BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + Rings::DRAWN) : 0);
+  Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < WARP) {
-      if (MASK_MOD || elect_one()) load_tiles(p, maps, rings, sequence, band, kv_head);
+      if (MASK_MOD || elect_one()) load_tiles(p, maps, rings, sequence, band, block);
     } else if (threadIdx.x < 2 * WARP) {
-      load_lse_delta(p, smem, rings, sequence, band, kv_head);
-    } else if (MASK_MOD && DQ_IN_ORDER && threadIdx.x < 3 * WARP) {
-      pass_turns(p, sequence, band, kv_head);
+      load_lse_delta(p, smem, rings, sequence, band, block);
+    } else if (DQ_IN_ORDER && threadIdx.x < 3 * WARP) {
+      take_turns(p, rings, sequence, band, block);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    compute(p, rings, smem, sequence, band, kv_head);
+    compute(p, rings, smem, sequence, band, block);
   }
 }

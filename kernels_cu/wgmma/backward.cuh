@@ -1,11 +1,12 @@
 // Parts of backward.cu:
 //
+//   BlockIndex        the keys of a block, and the order in which blocks add to dQ
 //   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
 //   Rings             shared memory
 //   load_tiles        producer of K, V, Q and dO
 //   load_lse_delta    producer of lse2 and delta, and of the records of tiles of queries
 //   PublishedQTiles   the tiles of queries as consumers read them under a mask_mod
-//   pass_turns        the turns of tiles that the mask_mod hides
+//   take_turns        deterministic: waits for this block's turn at every tile of dQ, and passes it on
 //   clear_keys        zeroes rows of K and V that belong to another sequence; clear_queries: rows of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
 //   issue_S_dP ..     the asynchronous steps of the mainloop
@@ -47,6 +48,45 @@ struct Consumer {
   int dQ_rows = warpgroup / DQ_SHARES * 64;
   int dQ_share = warpgroup % DQ_SHARES;
   int row = keys + 16 * warp;  // first key of this warp
+};
+
+// The work of a block: tile `tile` of the keys of a key/value head of a sequence. If the grid has fewer blocks than the
+// sequence has tiles, BlockTiles gives a block several.
+struct BlockIndex {
+  int tile;
+  int kv_head;
+  int batch;
+
+  // DQ_IN_ORDER: a block draws a number from a counter. The last keys of all heads have the lowest numbers, and a block
+  // adds to dQ after those of higher keys: it waits for lower numbers only, which have started before it. The lowest
+  // number that is still running waits for none, so there is no deadlock, in whatever order and however few at a time
+  // the GPU starts blocks.
+  //
+  // Under a causal mask or a window, of two blocks the one of higher keys starts at a higher query, and has added to it
+  // before the other one reaches it. The heads alternate so that few blocks wait for each other at the same time.
+  __device__ BlockIndex(int drawn) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
+    if constexpr (DQ_IN_ORDER) {
+      int number = __shfl_sync(0xFFFFFFFF, drawn, 0), heads = gridDim.y * gridDim.z;
+      tile = number / heads, kv_head = number % heads % gridDim.y, batch = number % heads / gridDim.y;
+    }
+  }
+};
+
+// Iterator over the tiles of keys of a block: every gridDim.x-th tile. DQ_IN_ORDER: consecutive tiles from the last one
+// on, so that a block that has several waits for lower numbers only, too.
+struct BlockTiles {
+  int kv_start;
+  int end;
+
+  __device__ BlockTiles(const Sequence& sequence, int tile) : kv_start(tile * BLOCK_KV), end(sequence.kv_rows) {
+    if constexpr (DQ_IN_ORDER) {
+      int tiles = (sequence.kv_rows + BLOCK_KV - 1) / BLOCK_KV, per_block = (tiles + gridDim.x - 1) / gridDim.x;
+      kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;
+      end = max(kv_start - per_block * BLOCK_KV, -1);
+    }
+  }
+  __device__ bool valid() const { return DQ_IN_ORDER ? kv_start > end : kv_start < end; }
+  __device__ void next() { kv_start += DQ_IN_ORDER ? -BLOCK_KV : (int)gridDim.x * BLOCK_KV; }
 };
 
 // Operand A of dV += P^T dO and of dK += dS^T Q: this consumer's 64 keys x BLOCK_Q queries. Each consumer rounds the
@@ -138,6 +178,7 @@ struct Rings {
   unsigned int dS;
   unsigned int dQ;
   RowRing rows;
+  SlotRing<1, 0, 1> turn;  // DQ_IN_ORDER: full while it is this block's turn to add to a tile of dQ
 
   __device__ Rings(unsigned int smem)
       : K(smem, smem + MBARRIERS),
@@ -146,23 +187,32 @@ struct Rings {
         dO(Q.start + Q.BYTES, Q.mbarriers + Q.MBARRIER_BYTES),
         dS(dO.start + dO.BYTES),
         dQ(dS + 2 * (dS_BYTES + P_BYTES)),
-        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES) {}
+        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES),
+        turn(0, rows.mbarriers + rows.MBARRIER_BYTES) {}
   static constexpr int MBARRIERS = decltype(K)::BYTES + decltype(V)::BYTES + decltype(Q)::BYTES + decltype(dO)::BYTES +
                                    2 * (dS_BYTES + P_BYTES) + dQ_BYTES + RowRing::BYTES;
 
-  __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
+  // DQ_IN_ORDER: where a block keeps the number that it has drawn.
+  static constexpr int DRAWN = MBARRIERS + decltype(K)::MBARRIER_BYTES + decltype(V)::MBARRIER_BYTES +
+                               decltype(Q)::MBARRIER_BYTES + decltype(dO)::MBARRIER_BYTES + RowRing::MBARRIER_BYTES +
+                               decltype(turn)::MBARRIER_BYTES;
+
+  __device__ void init() const {
+    K.init(), V.init(), Q.init(), dO.init(), rows.init();
+    if constexpr (DQ_IN_ORDER) turn.init();
+  }
 };
 
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band,
-                           int kv_head) {
+                           const BlockIndex& block) {
   int batch = PACKED ? 0 : sequence.batch;
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     if (issues_loads()) {
-      Box keys = sequence.key_box(kv_start);
-      rings.K.load(maps.k, keys.row, kv_head, keys.batch);
-      rings.V.load(maps.v, keys.row, kv_head, keys.batch);
+      Box keys = sequence.key_box(kv_tiles.kv_start);
+      rings.K.load(maps.k, keys.row, block.kv_head, keys.batch);
+      rings.V.load(maps.v, keys.row, block.kv_head, keys.batch);
     }
-    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+    for (QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start); q_tiles.valid(); q_tiles.next()) {
       if (!issues_loads()) continue;
       rings.Q.load(maps.q, sequence.q_start + q_tiles.start, q_tiles.head, batch);
       rings.dO.load(maps.dout, sequence.q_start + q_tiles.start, q_tiles.head, batch);
@@ -173,13 +223,13 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
 // Producer of lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0.
 __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
-                               const Band& band, int kv_head) {
+                               const Band& band, const BlockIndex& block) {
   auto write_record = [&](int head, int start) {
     unsigned int record = rings.rows.slot() + RECORD;
     if (lane_id() == 0) st_shared(record, start), st_shared(record + 4, head);
   };
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
+    for (QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start); q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();
       if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
       float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
@@ -330,41 +380,43 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
   }
 }
 
-// The number of blocks that add to a tile of dQ before the block of kv_start. The first of them has the first key that
-// the tile's first query sees.
-__device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
-  return kv_start / BLOCK_KV - band.kv_begin(q_start) / BLOCK_KV;
-}
-
-// Adds this warp's 16 rows of dQ to the workspace; deterministic: after the blocks of lower keys.
-__device__ void add_dQ_in_turn(const Params& p, const Sequence& sequence, const Band& band,
-                               const float (&dQ)[1][N_Q][4], int head, int q_start, int kv_start,
-                               const Consumer& consumer, unsigned char* dQ_smem) {
+// Adds this warp's 16 rows of dQ to the workspace; deterministic: when it is this block's turn.
+__device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& sequence, const float (&dQ)[1][N_Q][4],
+                               int head, int q_start, const Consumer& consumer, unsigned char* dQ_smem) {
   int row = q_start + consumer.dQ_rows + 16 * consumer.warp;
-  if (row >= sequence.q_len) return;
-  unsigned int before = DQ_IN_ORDER ? blocks_before(band, q_start, kv_start) : 0;
-  DqTurns turns(p, sequence, head);
-  if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);
-  add_dQ(DqSums(p, sequence, head), dQ, row, 8 * N_Q * consumer.dQ_share, dQ_smem);
-  if constexpr (DQ_IN_ORDER) turns.pass(row, consumer.dQ_share, before);
+  if constexpr (DQ_IN_ORDER) rings.turn.wait();
+  if (row < sequence.q_len) add_dQ(DqSums(p, sequence, head), dQ, row, 8 * N_Q * consumer.dQ_share, dQ_smem);
+  if constexpr (DQ_IN_ORDER) {
+    __syncwarp();  // all lanes have added, not only the one that arrives
+    rings.turn.release();
+  }
 }
 
-// Deterministic dQ: passes this block's turn at the tiles of queries that the mask_mod hides from it, because later
-// blocks wait for that turn. A warp of its own runs this, because each turn waits for the blocks before.
-__device__ void pass_turns(const Params& p, const Sequence& sequence, const Band& band, int kv_head) {
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    QTiles q_tiles(p, band, kv_head, kv_start);
-    for (int head = kv_head * p.group; head < q_tiles.head_end; ++head) {
+// The number of tiles of keys whose blocks add to a tile of dQ before that of kv_start: all from the one with the last
+// key that the tile's last query sees.
+__device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
+  return (band.kv_end(min(q_start + BLOCK_Q, band.q_len)) - 1) / BLOCK_KV - kv_start / BLOCK_KV;
+}
+
+// Deterministic dQ. A warp of its own waits for the turns and passes them on, so that the consumers' loop contains
+// neither the latency of an acquire nor that of a release. A tile that the mask_mod hides from this block has its turn,
+// too, because the blocks after this one wait for it.
+__device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequence, const Band& band,
+                           const BlockIndex& block) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
+    QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start);
+    for (int head = block.kv_head * p.group; head < q_tiles.head_end; ++head) {
       DqTurns turns(p, sequence, head);
       for (int q_start = q_tiles.first; q_start < q_tiles.visible.end; q_start += BLOCK_Q) {
+        unsigned int before = blocks_before(band, q_start, kv_tiles.kv_start);
+        if (lane_id() == 0) turns.wait(q_start, before);
         if (q_tiles.head == head && q_tiles.start == q_start) {
+          if (lane_id() == 0) mbarrier_arrive(rings.turn.full());
+          ++rings.turn.index;
+          rings.turn.acquire();  // all consumer warps have added
           q_tiles.next();
-          continue;
         }
-        unsigned int before = blocks_before(band, q_start, kv_start);
-        for (int row = q_start; row < min(q_start + BLOCK_Q, sequence.q_len); row += 16)
-          for (int share = 0; share < DQ_SHARES; ++share)
-            turns.wait(row, share, before), turns.pass(row, share, before);
+        if (lane_id() == 0) turns.pass(q_start, before);
       }
     }
   }

@@ -13,6 +13,7 @@ from wgmma_cases import LONG, OPTIONS
 
 from cupy_flash import ahead, backends, device, nvrtc
 from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator import run as simulator
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
@@ -129,22 +130,67 @@ def test_bitwise_equal_in_any_order(tile):
         assert_bitwise_equal(run(IN_ORDER, start=functools.partial(start, **order), **how), first, IN_ORDER)
 
 
+def few_resident(work, blocks, most=100_000, **order):
+    """Run launches with at most this many blocks of the backward resident, and `most` basic blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = functools.partial(simulator.launch, resident_lanes=3 * 128 * blocks, most_basic_blocks=most)
+        patch.setattr(simulator, "launch", few)
+        return start(work, **order)
+
+
+# A causal mask and more keys than queries: blocks of higher keys start at higher queries.
+CAUSAL = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, causal=True))
+
+
+@pytest.mark.parametrize("blocks", [1, exhaustive(2)])
+@pytest.mark.parametrize("case", [CAUSAL, exhaustive(IN_ORDER)], ids=["causal", "window"])
+def test_no_deadlock_in_any_order_of_blocks(case, blocks):
+    """Whichever blocks start first, and however few at a time: a block waits for none that has not started."""
+    how = dict(tile=TILES["keys"], deterministic=True)
+    first = run(case, **how)
+    for seed in range(2):
+        starts = functools.partial(few_resident, blocks=blocks, order="random", seed=seed)
+        assert_bitwise_equal(run(case, start=starts, **how), first, case)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        ("if constexpr (DQ_IN_ORDER) {\n      int number", "if constexpr (false) {\n      int number"),
+        ("kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;", "kv_start = tile * per_block * BLOCK_KV;"),
+    ],
+    ids=["not drawn", "lowest keys first"],
+)
+def test_planted_deadlock_is_found(plant, monkeypatch):
+    starts = functools.partial(few_resident, blocks=1, most=5000, order="random", seed=1)
+    with planted(monkeypatch, plant), pytest.raises(errors.Deadlock):
+        run(CAUSAL, TILES["keys"], deterministic=True, start=starts)
+
+
+def test_a_short_grid_adds_in_order():
+    """Blocks of a grid with fewer blocks than tiles of keys take several consecutive tiles each."""
+    how = dict(tile=TILES["keys"], deterministic=True)
+
+    def short(work, **order):
+        launches = tuple(
+            step._replace(grid=(2, *step.grid[1:])) if step.function == "backward" else step for step in work.launches
+        )
+        return few_resident(work._replace(launches=launches), 1, order="random", **order)
+
+    assert_bitwise_equal(run(CAUSAL, start=short, **how), run(CAUSAL, **how), CAUSAL)
+
+
 # name -> (original text, which several headers contain, planted text, error message)
 SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
-WAITED = "while (ld_acquire(of(row, half)) != before) {}"
 TURNS_PLANTED = {
-    "no wait": ("if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);", "", SCOPES),
+    "no wait": ("if constexpr (DQ_IN_ORDER) rings.turn.wait();", "", SCOPES),
+    "no wait for the blocks before": ("if (lane_id() == 0) turns.wait(q_start, before);", "", SCOPES),
+    "passed before the consumers have added": ("rings.turn.acquire();  // all", "// all", SUM),
     "released relaxed": ("st.release.gpu.global", "st.relaxed.gpu.global", SCOPES),
     "acquired relaxed": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", SCOPES),
     "acquired from the block": ("ld.acquire.gpu.global", "ld.acquire.cta.global", SCOPES),
-    "one lane waits for its turn alone": (
-        f"{WAITED}\n    __syncwarp();", WAITED, SUM,
-    ),
-    "one lane passes the turn of others": (
-        "__syncwarp();\n    if (threadIdx.x % 32 == 0) st_release", "if (threadIdx.x % 32 == 0) st_release",
-        "release without a __syncwarp after the write of lane",
-    ),
+    "one lane signals for all": ("__syncwarp();  // all lanes have added", "// all lanes have added", SUM),
 }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_turns."""
+    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_turns and drawn."""
     return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 
@@ -157,11 +157,12 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of shared memory.
 
     It holds K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and
-    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot.
+    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot. A deterministic backward has
+    another pair, and the number that the block has drawn.
     """
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)
     scores = 2 * 2 * tile.block_q * tile.block_kv * (1 if tile.shares == 1 else 2)
     dq = 4 * tile.block_q * (columns(problem.head_dim) if tile.dq_shares == 1 else k) if tile.dq_in_bulk else 0
     rows = 2 * (2 * 4 * tile.block_q + (RECORD_BYTES if problem.mask_mod else 0))
-    return operands + scores + dq + rows + 16 * (2 + 2 * tile.stages + 2)
+    return operands + scores + dq + rows + 16 * (2 + 2 * tile.stages + 2 + 2 * problem.deterministic)

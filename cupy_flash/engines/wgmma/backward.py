@@ -157,8 +157,8 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of shared memory.
 
     It holds K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and
-    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot. A deterministic backward has
-    another pair, and the number that the block has drawn.
+    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot. A deterministic backward
+    has another pair, and the number that the block has drawn.
     """
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)

@@ -18,21 +18,24 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Fragments, by columns, of one of `shares` consumers that split the columns of a tile: a share is whole panels.
-__device__ constexpr int fragments_of_share(int dim, int shares) {
-  return fragments_of(shares == 1 ? dim : round_up(dim, PANEL * shares) / shares);
+// Panels of a tile whose columns `shares` consumers split: at least one for each of them. Consumers with keys of their
+// own have equal shares of dQ, because two mainloops would exceed their registers.
+__device__ constexpr int panels_of_shares(int dim, int shares) {
+  int panels = panels_of(dim);
+  return SHARES == 1 ? round_up(panels, shares) : panels > shares ? panels : shares;
+}
+// Fragments, by columns, of such a share: whole panels, one more for the larger share of an odd number.
+__device__ constexpr int fragments_of_share(int dim, int shares, bool larger) {
+  return shares == 1 ? fragments_of(dim) : (panels_of_shares(dim, shares) + larger) / 2 * (PANEL / 8);
 }
 
 constexpr int QUERIES = BLOCK_Q / SHARES;  // columns of S^T per consumer
 constexpr int N = QUERIES / 8;             // score fragments, by columns
 // A consumer computes dQ of 64 queries; consumers with the same queries split its columns.
 constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
-// Columns of tiles: whole panels for every share.
-constexpr int DIM = round_up(HEAD_DIM, PANEL*(SHARES > DQ_SHARES ? SHARES : DQ_SHARES));
-constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
-constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES);     // fragments of dK, by columns
-constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES);   // fragments of dV
-constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES);  // fragments of dQ
+// Columns of tiles.
+constexpr int DIM = PANEL * panels_of_shares(HEAD_DIM, SHARES > DQ_SHARES ? SHARES : DQ_SHARES);
+constexpr int DIM_V = PANEL * panels_of_shares(HEAD_DIM_V, SHARES);
 
 // Registers per thread: the producer keeps more to classify tiles by a mask_mod.
 constexpr int PRODUCER_REGISTERS = MASK_MOD ? 56 : 40, CONSUMER_REGISTERS = MASK_MOD ? 224 : 232;
@@ -49,6 +52,28 @@ struct Consumer {
   int dQ_share = warpgroup % DQ_SHARES;
   int row = keys + 16 * warp;  // first key of this warp
 };
+
+// A consumer's columns of dK, dV and dQ, in fragments. If consumers split an odd number of panels, the first one has
+// more of dK, and the second one (SECOND) more of dV and dQ.
+template <bool SECOND>
+struct Share {
+  static constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES, !SECOND);
+  static constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES, SECOND);
+  static constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES, SECOND);
+  int K, V, Q;  // the first fragment of each
+
+  __device__ Share(const Consumer& consumer)
+      : K(consumer.share * (DIM / 8 - N_K)),
+        V(consumer.share * (DIM_V / 8 - N_V)),
+        Q(consumer.dQ_share * (DIM / 8 - N_Q)) {}
+  // Address of the panel that starts with a fragment, in a tile of ROWS rows.
+  template <int ROWS>
+  __device__ static unsigned int panel(unsigned int tile, int fragment) {
+    return tile + fragment / 8 * ROWS * PANEL_ROW;
+  }
+};
+constexpr bool UNEQUAL_SHARES = Share<false>::N_K != Share<true>::N_K || Share<false>::N_V != Share<true>::N_V ||
+                                Share<false>::N_Q != Share<true>::N_Q;
 
 // The work of a block: tile `tile` of the keys of a key/value head of a sequence. If the grid has fewer blocks than the
 // sequence has tiles, BlockTiles gives a block several.
@@ -109,7 +134,7 @@ struct FromRegisters : RoundedTile {
   using RoundedTile::RoundedTile;
 
   __device__ void fence() { fence_operand(rmem); }
-  // Issues C += A X, for tile X of queries.
+  // Issues C += A X, for tile X of queries from the first panel of this consumer's columns on.
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     accumulate<0, N / 2>(C, rmem, X_smem);
@@ -124,7 +149,7 @@ struct FromRegisters : RoundedTile {
   __device__ void issue_stored(float (&)[1][COLUMNS][4], unsigned int) const {}
 };
 
-// If consumers share keys, A is read from shared memory, and each consumer issues its share of the columns of X.
+// If consumers share keys, A is read from shared memory.
 struct FromShared : RoundedTile {
   static constexpr bool IN_SMEM = true;
   using RoundedTile::RoundedTile;
@@ -133,8 +158,7 @@ struct FromShared : RoundedTile {
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     unsigned long long a = smem_descriptor(smem + consumer.keys * PANEL_ROW, BLOCK_KV * PANEL_ROW),
-                       x = smem_descriptor(X_smem + consumer.share * (COLUMNS / 8) * BLOCK_Q * PANEL_ROW,
-                                           BLOCK_Q * PANEL_ROW);
+                       x = smem_descriptor(X_smem, BLOCK_Q * PANEL_ROW);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)
       wgmma<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
@@ -169,7 +193,8 @@ using RowRing = SlotRing<2, RECORD + RECORD_BYTES, WARP>;
 // share keys, P^T; DQ_IN_BULK: dQ; lse2 and delta; mbarriers.
 struct Rings {
   static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = LeftOperand::IN_SMEM ? dS_BYTES : 0;
-  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * 8 * N_Q * DQ_SHARES : 0;
+  static constexpr int dQ_COLUMNS = DQ_SHARES == 1 ? 8 * fragments_of(HEAD_DIM) : DIM;
+  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * dQ_COLUMNS : 0;
 
   TileRing<1, BLOCK_KV, DIM> K;
   TileRing<1, BLOCK_KV, DIM_V> V;
@@ -333,31 +358,36 @@ __device__ void wait_dP(float (&dP)[1][N][4]) {
 }
 // Orders earlier accesses to the registers of dV, dQ and dK before their wgmmas. Nothing else accesses these registers
 // until the wgmmas have been waited for, so one fence serves all three.
+template <int N_V, int N_Q, int N_K>
 __device__ void fence_gradients(float (&dV)[1][N_V][4], float (&dQ)[1][N_Q][4], float (&dK)[1][N_K][4], LeftOperand& P,
                                 LeftOperand& dS) {
   fence_operand(dV), fence_operand(dQ), fence_operand(dK), P.fence(), dS.fence();
   wgmma_fence();
 }
-// Issues dQ = dS K for 64 queries of tile dS^T and this consumer's columns of K.
+// Issues dQ = dS K for 64 queries of tile dS^T and the columns of K from K_smem on.
+template <int N_Q>
 __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned int K_smem, const Consumer& consumer) {
   constexpr int PANEL_BYTES = BLOCK_KV * PANEL_ROW;
   unsigned long long dS = smem_descriptor(dS_smem + consumer.dQ_rows / 64 * PANEL_BYTES, PANEL_BYTES),
-                     K = smem_descriptor(K_smem + consumer.dQ_share * (N_Q / 8) * PANEL_BYTES, PANEL_BYTES);
+                     K = smem_descriptor(K_smem, PANEL_BYTES);
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 16; ++k)
     wgmma<element, MN_MAJOR, MN_MAJOR>(dQ, dS + k * NEXT_16_ROWS, K + k * NEXT_16_ROWS, k > 0);
   wgmma_commit_group();
 }
+template <int N_V, int N_Q>
 __device__ void wait_dV_dQ(float (&dV)[1][N_V][4], LeftOperand& P, float (&dQ)[1][N_Q][4]) {
   wgmma_wait_group<1>();
   fence_operand(dV), P.fence(), fence_operand(dQ);
 }
+template <int N_K>
 __device__ void wait_dK(float (&dK)[1][N_K][4], LeftOperand& dS) {
   wgmma_wait_group<0>();
   fence_operand(dK), dS.fence();
 }
 
 // Adds this warp's 16 rows of dQ, from column `column`, to the workspace.
+template <int N_Q>
 __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
   if constexpr (DQ_IN_BULK) {
     // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
@@ -381,11 +411,12 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
 }
 
 // Adds this warp's 16 rows of dQ to the workspace; deterministic: when it is this block's turn.
+template <int N_Q>
 __device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& sequence, const float (&dQ)[1][N_Q][4],
-                               int head, int q_start, const Consumer& consumer, unsigned char* dQ_smem) {
+                               int head, int q_start, const Consumer& consumer, int column, unsigned char* dQ_smem) {
   int row = q_start + consumer.dQ_rows + 16 * consumer.warp;
   if constexpr (DQ_IN_ORDER) rings.turn.wait();
-  if (row < sequence.q_len) add_dQ(DqSums(p, sequence, head), dQ, row, 8 * N_Q * consumer.dQ_share, dQ_smem);
+  if (row < sequence.q_len) add_dQ(DqSums(p, sequence, head), dQ, row, column, dQ_smem);
   if constexpr (DQ_IN_ORDER) {
     __syncwarp();  // all lanes have added, not only the one that arrives
     rings.turn.release();
@@ -423,18 +454,19 @@ __device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequen
 }
 
 // Epilogue: scales dK, rounds dK and dV, and stores this warp's 16 rows through K_smem and V_smem.
+template <typename Share, int N_K, int N_V>
 __device__ void store_dK_dV(float (&dK)[1][N_K][4], const float (&dV)[1][N_V][4], const Params& p,
                             const Sequence& sequence, unsigned char* K_smem, unsigned char* V_smem, int kv_head,
-                            int kv_start, const Consumer& consumer) {
+                            int kv_start, const Consumer& consumer, const Share& share) {
   const float scales[1][2] = {{(float)p.scale, (float)p.scale}};
   rescale(dK, scales);
   unsigned int dK_rounded[1][N_K / 2][4], dV_rounded[1][N_V / 2][4];
   round_fragments(dK_rounded, dK);
   round_fragments(dV_rounded, dV);
   element *dk = sequence.keys<element>(p.dk, kv_head), *dv = sequence.keys<element>(p.dv, kv_head);
-  int row = consumer.row, share = consumer.share, first = kv_start + row;
-  store_rows<BLOCK_KV, HEAD_DIM>(dk, p.dk, K_smem, dK_rounded, row, share * N_K, first, sequence.kv_rows);
-  store_rows<BLOCK_KV, HEAD_DIM_V>(dv, p.dv, V_smem, dV_rounded, row, share * N_V, first, sequence.kv_rows);
+  int row = consumer.row, first = kv_start + row;
+  store_rows<BLOCK_KV, HEAD_DIM>(dk, p.dk, K_smem, dK_rounded, row, share.K, first, sequence.kv_rows);
+  store_rows<BLOCK_KV, HEAD_DIM_V>(dv, p.dv, V_smem, dV_rounded, row, share.V, first, sequence.kv_rows);
   fence_proxy_async();
   __syncwarp();
 }

@@ -101,7 +101,7 @@ def posed_backwards(dims, **words):
 
 
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), exhaustive((96, 96)), exhaustive((160, 192))], ids=str
 )
 def test_every_tile(dims):
     """Runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
@@ -109,8 +109,8 @@ def test_every_tile(dims):
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
     hopper = device.named("sm_90a", "cuda")
     legal_tiles = {tile for problem in posed_backwards(dims) for tile in wgmma.backward.tiles(problem, hopper)}
-    assert {tile.dq_in_bulk for tile in legal_tiles} == ({False, True} if dim < 192 else {False})
-    assert {tile.shares for tile in legal_tiles} == {1 if dim < 192 else 2}
+    assert {tile.dq_in_bulk for tile in legal_tiles} == ({False, True} if dim < 256 else {False})
+    assert {tile.shares for tile in legal_tiles} == {1 if dim + dim_v <= 256 else 2}
     for tile in legal_tiles:
         check_gradients(case, run(case, tile))
 
@@ -297,7 +297,7 @@ PLANTED = {
     "gradients not fenced": ("keys", "P.fence(), dS.fence();\n  wgmma_fence();", "P.fence(), dS.fence();",
                              errors.MissingFence),
     "columns of the other share": (
-        "shared keys", "consumer.share * (COLUMNS / 8)", "(1 - consumer.share) * (COLUMNS / 8)", AssertionError,
+        "shared keys", "share.panel<BLOCK_Q>(Q_smem, share.K)", "Q_smem", AssertionError,
     ),
     "keys of the other share": (
         "keys", "K_smem + keys, Q_smem", "K_smem + 64 * PANEL_ROW - keys, Q_smem", AssertionError,
@@ -346,6 +346,22 @@ def test_planted_bug_is_found(bug, monkeypatch):
     tile, good, bad, error = PLANTED[bug]
     with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
+
+
+# Of three panels of D one consumer has two.
+UNEQUAL_SHARES = Case(**LONG | dict(q_len=64, kv_len=64, heads=1, head_dim=192, head_dim_v=128, dtype="bfloat16"))
+UNEQUAL_PLANTED = {
+    "dK from the middle": ("K(consumer.share * (DIM / 8 - N_K))", "K(consumer.share * N_K)"),
+    "dQ from the middle": ("Q(consumer.dQ_share * (DIM / 8 - N_Q))", "Q(consumer.dQ_share * N_Q)"),
+    "one share for both": ("if (UNEQUAL_SHARES && Consumer().warpgroup > 0)", "if (false)"),
+}
+
+
+@pytest.mark.parametrize("bug", in_tiers(UNEQUAL_PLANTED, ["dQ from the middle"]))
+def test_planted_bug_of_unequal_shares_is_found(bug, monkeypatch):
+    good, bad = UNEQUAL_PLANTED[bug]
+    with planted(monkeypatch, (good, bad)), pytest.raises((AssertionError, errors.SimulationError)):
+        check_gradients(UNEQUAL_SHARES, run(UNEQUAL_SHARES))
 
 
 @pytest.mark.parametrize(

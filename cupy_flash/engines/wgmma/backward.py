@@ -132,16 +132,22 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """Return (D, Dv) rounded up to whole panels per sharing warpgroup, as DIM and DIM_V in wgmma/backward.cuh."""
-    k, v = PANEL * max(tile.shares, tile.dq_shares), PANEL * tile.shares
-    return -(-problem.head_dim // k) * k, -(-problem.head_dim_v // v) * v
+    """Return (D, Dv) rounded up to whole panels, as DIM and DIM_V in wgmma/backward.cuh.
+
+    Warpgroups that share keys have at least one panel each, others equal numbers of those of dQ.
+    """
+    k, v = -(-problem.head_dim // PANEL), -(-problem.head_dim_v // PANEL)
+    if tile.shares == 1:
+        return PANEL * (k + k % tile.dq_shares), PANEL * v
+    return PANEL * max(k, tile.shares), PANEL * max(v, tile.shares)
 
 
 def _live(problem: Problem, tile: Tile) -> int:
     """Return the registers per thread for S, dP, dK and dV, plus those for the options."""
+    # Of an odd number of panels the larger share counts for dK and for dV: a softcap at D 192 would spill otherwise.
     sums = (
-        columns(dim) if tile.shares == 1 else padded // tile.shares
-        for dim, padded in zip((problem.head_dim, problem.head_dim_v), _padded(problem, tile), strict=True)
+        columns(dim) if tile.shares == 1 else PANEL * -(-dim // (PANEL * tile.shares))
+        for dim in (problem.head_dim, problem.head_dim_v)
     )
     scores = tile.block_q // tile.shares // 2
     loads_in_mask = problem.mask_mod and loads_by_key(problem)

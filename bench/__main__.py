@@ -177,9 +177,7 @@ def _first(out: Path, arguments: list[str]) -> int:
 
 
 def _predict(out: Path, arguments: list[str]) -> int:
-    regimes = [
-        regime for regime, mark in marks.MARKS.items() if regime.dtype in predict.DTYPES and not regime.deterministic
-    ]
+    regimes = [regime for regime in marks.MARKS if regime.dtype in predict.DTYPES]
     with progress("compile", len(regimes)) as step:
         predictions = [each._asdict() for each in predict.predict(regimes, step)]
     write(describe(arguments, 1) | {"predict": predictions}, out / "predict.json")

@@ -8,8 +8,9 @@ overlap; a card that throttles its clock explains them as well. A GPU decides (b
 
 A work tile costs TILE_OVERHEAD steps more than its mainloop has: the first load and product and the last ones overlap
 nothing. Work is spread evenly over the SMs. With these two rules FlashAttention-3's published speeds at D 128 from 512
-to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Not modelled are the clock
-under load, which lowers predictions near 1, and the backward's traffic to dQ: its rows are upper bounds.
+to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Blocks of a deterministic
+backward also wait for their turns (`bench.turns`). Not modelled are the clock under load, which lowers predictions near
+1, and the backward's traffic to dQ: its rows are upper bounds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cupy_flash.plan import plan
 from cupy_flash.problem import FP8
 from cupy_flash.source import assemble
 
-from . import cycles, sass
+from . import cycles, sass, turns
 from .costs import problem_of
 from .gpu import Regime
 from .marks import MARKS
@@ -67,6 +68,7 @@ class Prediction(NamedTuple):
     kernel: str
     tile: tuple[int, int, int]
     goal: float | None  # TFLOP/s over torch.matmul, as R_mm
+    turns: float  # time in any order over time with the turns of a deterministic backward; else 1
     r_mm: tuple[float, float]  # R_mm without overlap of warpgroups, and with
     binding: tuple[str, str]  # the slowest resource of a step, without and with overlap
     tensor_clocks: float  # tensor-core clocks of a step
@@ -99,13 +101,18 @@ def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
         clocks = modelled.resources | {"waits": modelled.overlapping}
         together = max(clocks, key=clocks.__getitem__)
         without = "one warpgroup's chain" if modelled.alone > clocks[together] else together
-        count = steps(regime, block_q, block_kv)
+        units = device.named(ARCH, "cuda").units
+        in_turn = 1.0
+        if regime.deterministic:
+            in_turn = turns.efficiency(regime, block_q, block_kv, clocks[together], TILE_OVERHEAD, units)
+        count = steps(regime, block_q, block_kv) / in_turn
         predictions.append(
             Prediction(
                 regime.name,
                 launch.kernel,
                 launch.tile,
                 MARKS[regime].goal.get("mm") if regime in MARKS else None,
+                in_turn,
                 (r_mm(regime, count * max(modelled.alone, *clocks.values())), r_mm(regime, count * clocks[together])),
                 (without, together),
                 tensor,
@@ -149,6 +156,7 @@ def table(predictions: list[dict[str, Any]]) -> Table:
                 f"{each['tile'][0]}x{each['tile'][1]}",
                 f"{low:.2f} to {high:.2f}",
                 NOTHING if each["goal"] is None else f"{each['goal']:.2f}",
+                NOTHING if each["turns"] == 1 else f"{each['turns']:.2f}",
                 " / ".join(each["binding"]),
                 f"{each['tensor_clocks']:.0f}",
                 f"{each['shared']:.0%}",
@@ -158,7 +166,7 @@ def table(predictions: list[dict[str, Any]]) -> Table:
             ]
         )
     columns = [
-        "regime", "tile", "R_mm", "goal", "bound by", "tensor clocks", "shared memory", "MUFU", "exps before waits",
-        "instructions",
+        "regime", "tile", "R_mm", "goal", "turns", "bound by", "tensor clocks", "shared memory", "MUFU",
+        "exps before waits", "instructions",
     ]  # fmt: skip
     return Table("Predicted speed over torch.matmul, without and with overlap of consumer warpgroups", columns, rows)

@@ -40,7 +40,7 @@ constexpr bool ADD_DQ = false;          // blocks accumulate dQ in global memory
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
-constexpr bool DQ_IN_ORDER = false;  // deterministic dQ: blocks add in the order of their keys
+constexpr bool DQ_IN_ORDER = false;  // deterministic dQ: blocks add in the reverse order of their keys
 constexpr bool DQ_IN_BULK = false;  // dQ is added by cp.reduce.async.bulk from shared memory, not by red from registers
 constexpr bool PERSISTENT = false;  // persistent grid: one block per SM computes several query tiles
 constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else each takes every gridDim.x-th

@@ -1,7 +1,8 @@
 // delta = rowsum(dO * O) - dlse of every query, one warp per row. LSE2: also writes lse * log2(e), for engines without
 // a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so that its probabilities are 0. ADD_DQ:
-// also zeroes the dQ workspace. DIRECTION: also writes eps = rowsum(dO * tO); with LSE2 beside the other numbers of the
-// row, in one record that a thread loads at once. grid (row tiles, heads, sequences)
+// also zeroes the dQ workspace; DQ_IN_ORDER: and the counters of the blocks. DIRECTION: also writes eps = rowsum(dO *
+// tO); with LSE2 beside the other numbers of the row, in one record that a thread loads at once. grid (row tiles,
+// heads, sequences)
 #include "dq_sums.cuh"
 #include "row_numbers.cuh"
 #include "sequence.cuh"
@@ -27,7 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     if constexpr (DQ_IN_ORDER) {
       DqTurns turns(p, sequence, head);
       for (int i = first; i < sequence.q_len; i += step)
-        if (i % 16 == 0 && lane < 2) *turns.of(i, lane) = 0;
+        if (i % 16 == 0 && lane == 0) *turns.of(i) = 0;
+      if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.drawn = 0;
     }
   }
   for (int i = first; i < sequence.q_len; i += step) {

@@ -53,29 +53,22 @@ struct DqSums {
   }
 };
 
-// Semaphores for deterministic dQ: one counter per 16 rows and half of the columns counts the blocks that have added.
-//
-// A block spins on blocks of lower blockIdx.x while it occupies an SM. This is free of deadlock only because GPUs start
-// blocks in the order of their index, which CUDA does not guarantee: otherwise the block that the others wait for might
-// never become resident.
+// Semaphores for deterministic dQ: the counter of a tile of queries is the number of blocks that have added to it. One
+// thread of a block calls both functions.
 struct DqTurns {
   unsigned int* data;
 
   __device__ DqTurns(const Params& p, const Sequence& sequence, int head) {
     data = (unsigned int*)p.dq_turns.data + (PACKED ? 0 : sequence.batch * p.dq_turns.batch) + head * p.dq_turns.head +
-           first_block(sequence) * 2;
+           first_block(sequence);
   }
-  __device__ unsigned int* of(int row, int half) const { return data + row / 16 * 2 + half; }
+  // The counter of the tile that starts at query `row`, a multiple of 16.
+  __device__ unsigned int* of(int row) const { return data + row / 16; }
 
-  // Waits until `before` blocks have added. All lanes of a warp must take part.
-  __device__ void wait(int row, int half, unsigned int before) const {
-    if (threadIdx.x % 32 == 0)
-      while (ld_acquire(of(row, half)) != before) {}
-    __syncwarp();
+  // Waits until `before` blocks have added.
+  __device__ void wait(int row, unsigned int before) const {
+    while (ld_acquire(of(row)) != before) {}
   }
-  // Signals that this warp has added. The __syncwarp makes the release cover the additions of all lanes.
-  __device__ void pass(int row, int half, unsigned int before) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) st_release(of(row, half), before + 1);
-  }
+  // Signals that this block has added. The release covers the additions that this thread has observed.
+  __device__ void pass(int row, unsigned int before) const { st_release(of(row), before + 1); }
 };

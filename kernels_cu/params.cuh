@@ -41,7 +41,7 @@ struct Params {
   Operand q_descale;  // fp8: (b, kv head); a null pointer means 1
   Operand k_descale;
   Operand v_descale;
-  int* drawn;  // workspace: number of tiles that a persistent grid has drawn (wgmma/tile_scheduler.cuh)
+  int* drawn;  // workspace: number of tiles that a grid has drawn (wgmma/tile_scheduler.cuh, wgmma/backward.cuh)
   Operand dq;
   Operand dk;
   Operand dv;

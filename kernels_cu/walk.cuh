@@ -146,7 +146,8 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
 
   __device__ static Range visible_queries(const Band& band, int kv_start) {
     int kv_stop = min(kv_start + BLOCK_KV, band.kv_len);
-    return {band.q_begin(kv_start), kv_start < kv_stop ? band.q_end(kv_stop) : 0};
+    // A window between two positions of a shard (band.high < band.low) has no pair.
+    return {band.q_begin(kv_start), kv_start < kv_stop && band.low <= band.high ? band.q_end(kv_stop) : 0};
   }
   __device__ bool valid() const { return head < head_end; }
   __device__ void next() {

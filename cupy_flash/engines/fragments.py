@@ -73,7 +73,7 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, and with `in_order` dq_turns.
+    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, with `in_order` dq_turns, drawn.
 
     Those of a double backward are delta, eps, and row_numbers, the records of both with lse2 and mu.
     """
@@ -90,6 +90,9 @@ def backward_workspaces(
     shape, strides = rows_of_heads(problem, SQUARE * squares, columns)
     workspaces += (Workspace("dq_sums", (*shape, columns), problem.accumulation, (*strides, 8)),)
     if in_order:
-        shape, strides = rows_of_heads(problem, 2 * squares)
-        workspaces += (Workspace("dq_turns", shape, np.dtype(np.int32), (*strides, 1)),)
+        shape, strides = rows_of_heads(problem, squares)
+        workspaces += (
+            Workspace("dq_turns", shape, np.dtype(np.int32), (*strides, 1)),
+            Workspace("drawn", (1,), np.dtype(np.int32), ()),
+        )
     return workspaces

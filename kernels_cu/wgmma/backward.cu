@@ -9,14 +9,19 @@
 #include "backward.cuh"
 
 // Consumer: one warpgroup.
+template <typename Share>
 __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
-                        int kv_head) {
+                        const BlockIndex& block) {
   float scale_log2 = log2_scale_of(p);
+  constexpr int N_K = Share::N_K, N_V = Share::N_V, N_Q = Share::N_Q;
   const Consumer consumer;
-  unsigned char* dQ_smem = smem + (rings.dQ - rings.K.start) + (consumer.warpgroup * 4 + consumer.warp) * 512 * N_Q;
+  const Share share(consumer);
+  int dQ_fragments = 4 * (consumer.dQ_rows / 64 * N_Q + share.Q) + consumer.warp * N_Q;  // before this warp's
+  unsigned char* dQ_smem = smem + (rings.dQ - rings.K.start) + 512 * dQ_fragments;
   unsigned int dS_index = 0;
 
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
+    int kv_start = kv_tiles.kv_start, kv_head = block.kv_head;
     // Prologue: the block's K and V.
     Range keys = {kv_start + consumer.keys, kv_start + consumer.keys + 64};
     float dK_rmem[1][N_K][4] = {}, dV_rmem[1][N_V][4] = {};
@@ -49,22 +54,23 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       LeftOperand P(S_rmem, P_smem, consumer), dS(dP_rmem, dS_smem, consumer);
       dS.store();  // dQ needs dS of all consumers
       fence_gradients(dV_rmem, dQ_rmem, dK_rmem, P, dS);
-      P.issue_or_store(dV_rmem, dO_smem);
+      unsigned int dO_panel = share.panel<BLOCK_Q>(dO_smem, share.V);
+      P.issue_or_store(dV_rmem, dO_panel);
       fence_proxy_async();
       named_barrier_sync(COMMON_BARRIER, CONSUMERS);
-      P.issue_stored(dV_rmem, dO_smem);
-      issue_dQ(dQ_rmem, dS_smem, K_smem, consumer);
-      dS.issue(dK_rmem, Q_smem);
+      P.issue_stored(dV_rmem, dO_panel);
+      issue_dQ(dQ_rmem, dS_smem, share.panel<BLOCK_KV>(K_smem, share.Q), consumer);
+      dS.issue(dK_rmem, share.panel<BLOCK_Q>(Q_smem, share.K));
       wait_dV_dQ(dV_rmem, P, dQ_rmem);
       rings.dO.release();
-      add_dQ_in_turn(p, sequence, band, dQ_rmem, q_tiles.head, q_tiles.start, kv_start, consumer, dQ_smem);
+      add_dQ_in_turn(p, rings, sequence, dQ_rmem, q_tiles.head, q_tiles.start, consumer, 8 * share.Q, dQ_smem);
       wait_dK(dK_rmem, dS);
       rings.Q.release();
     }
 
     // Epilogue: dK and dV go through the shared memory of K and V, once all consumers' wgmmas have read them.
     named_barrier_sync(COMMON_BARRIER, CONSUMERS);
-    store_dK_dV(dK_rmem, dV_rmem, p, sequence, smem, smem + rings.K.BYTES, kv_head, kv_start, consumer);
+    store_dK_dV(dK_rmem, dV_rmem, p, sequence, smem, smem + rings.K.BYTES, kv_head, kv_start, consumer, share);
     rings.K.release(), rings.V.release();
   }
   if constexpr (DQ_IN_BULK)
@@ -78,23 +84,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     rings.init();
     fence_mbarrier_init();
+    if constexpr (DQ_IN_ORDER) *(int*)(smem + Rings::DRAWN) = atomicAdd(p.drawn, 1);
   }
   __syncthreads();
 
-  int kv_head = blockIdx.y;
-  Sequence sequence(p, blockIdx.z);
+  BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + Rings::DRAWN) : 0);
+  Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < WARP) {
-      if (MASK_MOD || elect_one()) load_tiles(p, maps, rings, sequence, band, kv_head);
+      if (MASK_MOD || elect_one()) load_tiles(p, maps, rings, sequence, band, block);
     } else if (threadIdx.x < 2 * WARP) {
-      load_lse_delta(p, smem, rings, sequence, band, kv_head);
-    } else if (MASK_MOD && DQ_IN_ORDER && threadIdx.x < 3 * WARP) {
-      pass_turns(p, sequence, band, kv_head);
+      load_lse_delta(p, smem, rings, sequence, band, block);
+    } else if (DQ_IN_ORDER && threadIdx.x < 3 * WARP) {
+      take_turns(p, rings, sequence, band, block);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    compute(p, rings, smem, sequence, band, kv_head);
+    if (UNEQUAL_SHARES && Consumer().warpgroup > 0)
+      compute<Share<true>>(p, rings, smem, sequence, band, block);
+    else
+      compute<Share<false>>(p, rings, smem, sequence, band, block);
   }
 }

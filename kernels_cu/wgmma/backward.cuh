@@ -1,11 +1,12 @@
 // Parts of backward.cu:
 //
+//   BlockIndex        the keys of a block, and the order in which blocks add to dQ
 //   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
 //   Rings             shared memory
 //   load_tiles        producer of K, V, Q and dO
 //   load_lse_delta    producer of lse2 and delta, and of the records of tiles of queries
 //   PublishedQTiles   the tiles of queries as consumers read them under a mask_mod
-//   pass_turns        the turns of tiles that the mask_mod hides
+//   take_turns        deterministic: waits for this block's turn at every tile of dQ, and passes it on
 //   clear_keys        zeroes rows of K and V that belong to another sequence; clear_queries: rows of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
 //   issue_S_dP ..     the asynchronous steps of the mainloop
@@ -17,21 +18,24 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Fragments, by columns, of one of `shares` consumers that split the columns of a tile: a share is whole panels.
-__device__ constexpr int fragments_of_share(int dim, int shares) {
-  return fragments_of(shares == 1 ? dim : round_up(dim, PANEL * shares) / shares);
+// Panels of a tile whose columns `shares` consumers split: at least one for each of them. Consumers with keys of their
+// own have equal shares of dQ, because two mainloops would exceed their registers.
+__device__ constexpr int panels_of_shares(int dim, int shares) {
+  int panels = panels_of(dim);
+  return SHARES == 1 ? round_up(panels, shares) : panels > shares ? panels : shares;
+}
+// Fragments, by columns, of such a share: whole panels, one more for the larger share of an odd number.
+__device__ constexpr int fragments_of_share(int dim, int shares, bool larger) {
+  return shares == 1 ? fragments_of(dim) : (panels_of_shares(dim, shares) + larger) / 2 * (PANEL / 8);
 }
 
 constexpr int QUERIES = BLOCK_Q / SHARES;  // columns of S^T per consumer
 constexpr int N = QUERIES / 8;             // score fragments, by columns
 // A consumer computes dQ of 64 queries; consumers with the same queries split its columns.
 constexpr int DQ_SHARES = CONSUMERS / WARPGROUP / (BLOCK_Q / 64);
-// Columns of tiles: whole panels for every share.
-constexpr int DIM = round_up(HEAD_DIM, PANEL*(SHARES > DQ_SHARES ? SHARES : DQ_SHARES));
-constexpr int DIM_V = round_up(HEAD_DIM_V, PANEL* SHARES);
-constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES);     // fragments of dK, by columns
-constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES);   // fragments of dV
-constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES);  // fragments of dQ
+// Columns of tiles.
+constexpr int DIM = PANEL * panels_of_shares(HEAD_DIM, SHARES > DQ_SHARES ? SHARES : DQ_SHARES);
+constexpr int DIM_V = PANEL * panels_of_shares(HEAD_DIM_V, SHARES);
 
 // Registers per thread: the producer keeps more to classify tiles by a mask_mod.
 constexpr int PRODUCER_REGISTERS = MASK_MOD ? 56 : 40, CONSUMER_REGISTERS = MASK_MOD ? 224 : 232;
@@ -47,6 +51,67 @@ struct Consumer {
   int dQ_rows = warpgroup / DQ_SHARES * 64;
   int dQ_share = warpgroup % DQ_SHARES;
   int row = keys + 16 * warp;  // first key of this warp
+};
+
+// A consumer's columns of dK, dV and dQ, in fragments. If consumers split an odd number of panels, the first one has
+// more of dK, and the second one (SECOND) more of dV and dQ.
+template <bool SECOND>
+struct Share {
+  static constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES, !SECOND);
+  static constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES, SECOND);
+  static constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES, SECOND);
+  int K, V, Q;  // the first fragment of each
+
+  __device__ Share(const Consumer& consumer)
+      : K(consumer.share * (DIM / 8 - N_K)),
+        V(consumer.share * (DIM_V / 8 - N_V)),
+        Q(consumer.dQ_share * (DIM / 8 - N_Q)) {}
+  // Address of the panel that starts with a fragment, in a tile of ROWS rows.
+  template <int ROWS>
+  __device__ static unsigned int panel(unsigned int tile, int fragment) {
+    return tile + fragment / 8 * ROWS * PANEL_ROW;
+  }
+};
+constexpr bool UNEQUAL_SHARES = Share<false>::N_K != Share<true>::N_K || Share<false>::N_V != Share<true>::N_V ||
+                                Share<false>::N_Q != Share<true>::N_Q;
+
+// The work of a block: tile `tile` of the keys of a key/value head of a sequence. If the grid has fewer blocks than the
+// sequence has tiles, BlockTiles gives a block several.
+struct BlockIndex {
+  int tile;
+  int kv_head;
+  int batch;
+
+  // DQ_IN_ORDER: a block draws a number from a counter. The last keys of all heads have the lowest numbers, and a block
+  // adds to dQ after those of higher keys: it waits for lower numbers only, which have started before it. The lowest
+  // number that is still running waits for none, so there is no deadlock, in whatever order and however few at a time
+  // the GPU starts blocks.
+  //
+  // Under a causal mask or a window, of two blocks the one of higher keys starts at a higher query, and has added to it
+  // before the other one reaches it. The heads alternate so that few blocks wait for each other at the same time.
+  __device__ BlockIndex(int drawn) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
+    if constexpr (DQ_IN_ORDER) {
+      int number = __shfl_sync(0xFFFFFFFF, drawn, 0), heads = gridDim.y * gridDim.z;
+      tile = number / heads, kv_head = number % heads % gridDim.y, batch = number % heads / gridDim.y;
+    }
+  }
+};
+
+// Iterator over the tiles of keys of a block: every gridDim.x-th tile. DQ_IN_ORDER: consecutive tiles from the last one
+// on, so that a block that has several waits for lower numbers only, too.
+struct BlockTiles {
+  int kv_start;
+  int end;
+
+  __device__ BlockTiles(const Sequence& sequence, int tile) : kv_start(tile * BLOCK_KV), end(sequence.kv_rows) {
+    if constexpr (DQ_IN_ORDER) {
+      int tiles = (sequence.kv_rows + BLOCK_KV - 1) / BLOCK_KV, per_block = (tiles + gridDim.x - 1) / gridDim.x;
+      kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;
+      end = max(kv_start - per_block * BLOCK_KV, -1);
+    }
+  }
+  __device__ bool valid() const { return DQ_IN_ORDER ? kv_start > end : kv_start < end; }
+  __device__ void next() { kv_start += DQ_IN_ORDER ? -BLOCK_KV : (int)gridDim.x * BLOCK_KV; }
 };
 
 // Operand A of dV += P^T dO and of dK += dS^T Q: this consumer's 64 keys x BLOCK_Q queries. Each consumer rounds the
@@ -69,7 +134,7 @@ struct FromRegisters : RoundedTile {
   using RoundedTile::RoundedTile;
 
   __device__ void fence() { fence_operand(rmem); }
-  // Issues C += A X, for tile X of queries.
+  // Issues C += A X, for tile X of queries from the first panel of this consumer's columns on.
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     accumulate<0, N / 2>(C, rmem, X_smem);
@@ -84,7 +149,7 @@ struct FromRegisters : RoundedTile {
   __device__ void issue_stored(float (&)[1][COLUMNS][4], unsigned int) const {}
 };
 
-// If consumers share keys, A is read from shared memory, and each consumer issues its share of the columns of X.
+// If consumers share keys, A is read from shared memory.
 struct FromShared : RoundedTile {
   static constexpr bool IN_SMEM = true;
   using RoundedTile::RoundedTile;
@@ -93,8 +158,7 @@ struct FromShared : RoundedTile {
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     unsigned long long a = smem_descriptor(smem + consumer.keys * PANEL_ROW, BLOCK_KV * PANEL_ROW),
-                       x = smem_descriptor(X_smem + consumer.share * (COLUMNS / 8) * BLOCK_Q * PANEL_ROW,
-                                           BLOCK_Q * PANEL_ROW);
+                       x = smem_descriptor(X_smem, BLOCK_Q * PANEL_ROW);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)
       wgmma<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
@@ -129,7 +193,8 @@ using RowRing = SlotRing<2, RECORD + RECORD_BYTES, WARP>;
 // share keys, P^T; DQ_IN_BULK: dQ; lse2 and delta; mbarriers.
 struct Rings {
   static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = LeftOperand::IN_SMEM ? dS_BYTES : 0;
-  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * 8 * N_Q * DQ_SHARES : 0;
+  static constexpr int dQ_COLUMNS = DQ_SHARES == 1 ? 8 * fragments_of(HEAD_DIM) : DIM;
+  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * dQ_COLUMNS : 0;
 
   TileRing<1, BLOCK_KV, DIM> K;
   TileRing<1, BLOCK_KV, DIM_V> V;
@@ -138,6 +203,7 @@ struct Rings {
   unsigned int dS;
   unsigned int dQ;
   RowRing rows;
+  SlotRing<1, 0, 1> turn;  // DQ_IN_ORDER: full while it is this block's turn to add to a tile of dQ
 
   __device__ Rings(unsigned int smem)
       : K(smem, smem + MBARRIERS),
@@ -146,23 +212,32 @@ struct Rings {
         dO(Q.start + Q.BYTES, Q.mbarriers + Q.MBARRIER_BYTES),
         dS(dO.start + dO.BYTES),
         dQ(dS + 2 * (dS_BYTES + P_BYTES)),
-        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES) {}
+        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES),
+        turn(0, rows.mbarriers + rows.MBARRIER_BYTES) {}
   static constexpr int MBARRIERS = decltype(K)::BYTES + decltype(V)::BYTES + decltype(Q)::BYTES + decltype(dO)::BYTES +
                                    2 * (dS_BYTES + P_BYTES) + dQ_BYTES + RowRing::BYTES;
 
-  __device__ void init() const { K.init(), V.init(), Q.init(), dO.init(), rows.init(); }
+  // DQ_IN_ORDER: where a block keeps the number that it has drawn.
+  static constexpr int DRAWN = MBARRIERS + decltype(K)::MBARRIER_BYTES + decltype(V)::MBARRIER_BYTES +
+                               decltype(Q)::MBARRIER_BYTES + decltype(dO)::MBARRIER_BYTES + RowRing::MBARRIER_BYTES +
+                               decltype(turn)::MBARRIER_BYTES;
+
+  __device__ void init() const {
+    K.init(), V.init(), Q.init(), dO.init(), rows.init();
+    if constexpr (DQ_IN_ORDER) turn.init();
+  }
 };
 
 __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band,
-                           int kv_head) {
+                           const BlockIndex& block) {
   int batch = PACKED ? 0 : sequence.batch;
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     if (issues_loads()) {
-      Box keys = sequence.key_box(kv_start);
-      rings.K.load(maps.k, keys.row, kv_head, keys.batch);
-      rings.V.load(maps.v, keys.row, kv_head, keys.batch);
+      Box keys = sequence.key_box(kv_tiles.kv_start);
+      rings.K.load(maps.k, keys.row, block.kv_head, keys.batch);
+      rings.V.load(maps.v, keys.row, block.kv_head, keys.batch);
     }
-    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+    for (QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start); q_tiles.valid(); q_tiles.next()) {
       if (!issues_loads()) continue;
       rings.Q.load(maps.q, sequence.q_start + q_tiles.start, q_tiles.head, batch);
       rings.dO.load(maps.dout, sequence.q_start + q_tiles.start, q_tiles.head, batch);
@@ -173,13 +248,13 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, cons
 // Producer of lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0.
 __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& rings, const Sequence& sequence,
-                               const Band& band, int kv_head) {
+                               const Band& band, const BlockIndex& block) {
   auto write_record = [&](int head, int start) {
     unsigned int record = rings.rows.slot() + RECORD;
     if (lane_id() == 0) st_shared(record, start), st_shared(record + 4, head);
   };
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
+    for (QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start); q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();
       if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
       float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
@@ -283,31 +358,36 @@ __device__ void wait_dP(float (&dP)[1][N][4]) {
 }
 // Orders earlier accesses to the registers of dV, dQ and dK before their wgmmas. Nothing else accesses these registers
 // until the wgmmas have been waited for, so one fence serves all three.
+template <int N_V, int N_Q, int N_K>
 __device__ void fence_gradients(float (&dV)[1][N_V][4], float (&dQ)[1][N_Q][4], float (&dK)[1][N_K][4], LeftOperand& P,
                                 LeftOperand& dS) {
   fence_operand(dV), fence_operand(dQ), fence_operand(dK), P.fence(), dS.fence();
   wgmma_fence();
 }
-// Issues dQ = dS K for 64 queries of tile dS^T and this consumer's columns of K.
+// Issues dQ = dS K for 64 queries of tile dS^T and the columns of K from K_smem on.
+template <int N_Q>
 __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned int K_smem, const Consumer& consumer) {
   constexpr int PANEL_BYTES = BLOCK_KV * PANEL_ROW;
   unsigned long long dS = smem_descriptor(dS_smem + consumer.dQ_rows / 64 * PANEL_BYTES, PANEL_BYTES),
-                     K = smem_descriptor(K_smem + consumer.dQ_share * (N_Q / 8) * PANEL_BYTES, PANEL_BYTES);
+                     K = smem_descriptor(K_smem, PANEL_BYTES);
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 16; ++k)
     wgmma<element, MN_MAJOR, MN_MAJOR>(dQ, dS + k * NEXT_16_ROWS, K + k * NEXT_16_ROWS, k > 0);
   wgmma_commit_group();
 }
+template <int N_V, int N_Q>
 __device__ void wait_dV_dQ(float (&dV)[1][N_V][4], LeftOperand& P, float (&dQ)[1][N_Q][4]) {
   wgmma_wait_group<1>();
   fence_operand(dV), P.fence(), fence_operand(dQ);
 }
+template <int N_K>
 __device__ void wait_dK(float (&dK)[1][N_K][4], LeftOperand& dS) {
   wgmma_wait_group<0>();
   fence_operand(dK), dS.fence();
 }
 
 // Adds this warp's 16 rows of dQ, from column `column`, to the workspace.
+template <int N_Q>
 __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
   if constexpr (DQ_IN_BULK) {
     // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
@@ -330,59 +410,63 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
   }
 }
 
-// The number of blocks that add to a tile of dQ before the block of kv_start. The first of them has the first key that
-// the tile's first query sees.
-__device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
-  return kv_start / BLOCK_KV - band.kv_begin(q_start) / BLOCK_KV;
-}
-
-// Adds this warp's 16 rows of dQ to the workspace; deterministic: after the blocks of lower keys.
-__device__ void add_dQ_in_turn(const Params& p, const Sequence& sequence, const Band& band,
-                               const float (&dQ)[1][N_Q][4], int head, int q_start, int kv_start,
-                               const Consumer& consumer, unsigned char* dQ_smem) {
+// Adds this warp's 16 rows of dQ to the workspace; deterministic: when it is this block's turn.
+template <int N_Q>
+__device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& sequence, const float (&dQ)[1][N_Q][4],
+                               int head, int q_start, const Consumer& consumer, int column, unsigned char* dQ_smem) {
   int row = q_start + consumer.dQ_rows + 16 * consumer.warp;
-  if (row >= sequence.q_len) return;
-  unsigned int before = DQ_IN_ORDER ? blocks_before(band, q_start, kv_start) : 0;
-  DqTurns turns(p, sequence, head);
-  if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);
-  add_dQ(DqSums(p, sequence, head), dQ, row, 8 * N_Q * consumer.dQ_share, dQ_smem);
-  if constexpr (DQ_IN_ORDER) turns.pass(row, consumer.dQ_share, before);
+  if constexpr (DQ_IN_ORDER) rings.turn.wait();
+  if (row < sequence.q_len) add_dQ(DqSums(p, sequence, head), dQ, row, column, dQ_smem);
+  if constexpr (DQ_IN_ORDER) {
+    __syncwarp();  // all lanes have added, not only the one that arrives
+    rings.turn.release();
+  }
 }
 
-// Deterministic dQ: passes this block's turn at the tiles of queries that the mask_mod hides from it, because later
-// blocks wait for that turn. A warp of its own runs this, because each turn waits for the blocks before.
-__device__ void pass_turns(const Params& p, const Sequence& sequence, const Band& band, int kv_head) {
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    QTiles q_tiles(p, band, kv_head, kv_start);
-    for (int head = kv_head * p.group; head < q_tiles.head_end; ++head) {
+// The number of tiles of keys whose blocks add to a tile of dQ before that of kv_start: all from the one with the last
+// key that the tile's last query sees.
+__device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
+  return (band.kv_end(min(q_start + BLOCK_Q, band.q_len)) - 1) / BLOCK_KV - kv_start / BLOCK_KV;
+}
+
+// Deterministic dQ. A warp of its own waits for the turns and passes them on, so that the consumers' loop contains
+// neither the latency of an acquire nor that of a release. A tile that the mask_mod hides from this block has its turn,
+// too, because the blocks after this one wait for it.
+__device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequence, const Band& band,
+                           const BlockIndex& block) {
+  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
+    QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start);
+    for (int head = block.kv_head * p.group; head < q_tiles.head_end; ++head) {
       DqTurns turns(p, sequence, head);
       for (int q_start = q_tiles.first; q_start < q_tiles.visible.end; q_start += BLOCK_Q) {
+        unsigned int before = blocks_before(band, q_start, kv_tiles.kv_start);
+        if (lane_id() == 0) turns.wait(q_start, before);
         if (q_tiles.head == head && q_tiles.start == q_start) {
+          if (lane_id() == 0) mbarrier_arrive(rings.turn.full());
+          ++rings.turn.index;
+          rings.turn.acquire();  // all consumer warps have added
           q_tiles.next();
-          continue;
         }
-        unsigned int before = blocks_before(band, q_start, kv_start);
-        for (int row = q_start; row < min(q_start + BLOCK_Q, sequence.q_len); row += 16)
-          for (int share = 0; share < DQ_SHARES; ++share)
-            turns.wait(row, share, before), turns.pass(row, share, before);
+        if (lane_id() == 0) turns.pass(q_start, before);
       }
     }
   }
 }
 
 // Epilogue: scales dK, rounds dK and dV, and stores this warp's 16 rows through K_smem and V_smem.
+template <typename Share, int N_K, int N_V>
 __device__ void store_dK_dV(float (&dK)[1][N_K][4], const float (&dV)[1][N_V][4], const Params& p,
                             const Sequence& sequence, unsigned char* K_smem, unsigned char* V_smem, int kv_head,
-                            int kv_start, const Consumer& consumer) {
+                            int kv_start, const Consumer& consumer, const Share& share) {
   const float scales[1][2] = {{(float)p.scale, (float)p.scale}};
   rescale(dK, scales);
   unsigned int dK_rounded[1][N_K / 2][4], dV_rounded[1][N_V / 2][4];
   round_fragments(dK_rounded, dK);
   round_fragments(dV_rounded, dV);
   element *dk = sequence.keys<element>(p.dk, kv_head), *dv = sequence.keys<element>(p.dv, kv_head);
-  int row = consumer.row, share = consumer.share, first = kv_start + row;
-  store_rows<BLOCK_KV, HEAD_DIM>(dk, p.dk, K_smem, dK_rounded, row, share * N_K, first, sequence.kv_rows);
-  store_rows<BLOCK_KV, HEAD_DIM_V>(dv, p.dv, V_smem, dV_rounded, row, share * N_V, first, sequence.kv_rows);
+  int row = consumer.row, first = kv_start + row;
+  store_rows<BLOCK_KV, HEAD_DIM>(dk, p.dk, K_smem, dK_rounded, row, share.K, first, sequence.kv_rows);
+  store_rows<BLOCK_KV, HEAD_DIM_V>(dv, p.dv, V_smem, dV_rounded, row, share.V, first, sequence.kv_rows);
   fence_proxy_async();
   __syncwarp();
 }

@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from bench import cycles, predict, sass
+from bench import cycles, predict, sass, turns
 from bench.gpu import Regime
 from bench.published import FLASH_ATTENTION_3, LENGTHS
 
@@ -133,3 +133,17 @@ def test_a_regime_is_predicted():
     assert [wait.products for wait in waits] == [8 + 4, 8 + prediction.tile[1] // 16]
     (row,) = predict.table([prediction._asdict()]).rows
     assert row[0] == regime.name and row[3] == "0.92"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_turns_of_one_head(causal):
+    """One head of 4 tiles of keys and of queries, an SM each: a block of a full mask adds to a tile when the block of
+    higher keys has passed its turn on; blocks of a causal mask never wait, as that block starts at a later query.
+    """
+    step, regime = 3000.0, Regime("bfloat16", 2048, 512, causal, backward=True, tokens=512)
+    waited = 0.0 if causal else 3 * (turns.WAIT + turns.PASS)
+    assert regime.batch * regime.heads == 1
+    efficiency = turns.efficiency(regime, 128, 128, step, overhead=1, units=4)
+    assert efficiency == pytest.approx(5 * step / (5 * step + waited))
+    # One SM runs one block after the other: the last turn has long been passed on.
+    assert turns.efficiency(regime, 128, 128, step, overhead=1, units=1) == pytest.approx(1)

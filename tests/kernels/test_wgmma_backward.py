@@ -13,6 +13,7 @@ from wgmma_cases import LONG, OPTIONS
 
 from cupy_flash import ahead, backends, device, nvrtc
 from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator import run as simulator
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
@@ -100,7 +101,7 @@ def posed_backwards(dims, **words):
 
 
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (128, 128), (256, 256), exhaustive((96, 96)), exhaustive((192, 128))], ids=str
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), exhaustive((96, 96)), exhaustive((160, 192))], ids=str
 )
 def test_every_tile(dims):
     """Runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
@@ -108,8 +109,8 @@ def test_every_tile(dims):
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
     hopper = device.named("sm_90a", "cuda")
     legal_tiles = {tile for problem in posed_backwards(dims) for tile in wgmma.backward.tiles(problem, hopper)}
-    assert {tile.dq_in_bulk for tile in legal_tiles} == ({False, True} if dim < 192 else {False})
-    assert {tile.shares for tile in legal_tiles} == {1 if dim < 192 else 2}
+    assert {tile.dq_in_bulk for tile in legal_tiles} == ({False, True} if dim < 256 else {False})
+    assert {tile.shares for tile in legal_tiles} == {1 if dim + dim_v <= 256 else 2}
     for tile in legal_tiles:
         check_gradients(case, run(case, tile))
 
@@ -129,22 +130,67 @@ def test_bitwise_equal_in_any_order(tile):
         assert_bitwise_equal(run(IN_ORDER, start=functools.partial(start, **order), **how), first, IN_ORDER)
 
 
+def few_resident(work, blocks, most=100_000, **order):
+    """Run launches with at most this many blocks of the backward resident, and `most` basic blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = functools.partial(simulator.launch, resident_lanes=3 * 128 * blocks, most_basic_blocks=most)
+        patch.setattr(simulator, "launch", few)
+        return start(work, **order)
+
+
+# A causal mask and more keys than queries: blocks of higher keys start at higher queries.
+CAUSAL = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, causal=True))
+
+
+@pytest.mark.parametrize("blocks", [1, exhaustive(2)])
+@pytest.mark.parametrize("case", [CAUSAL, exhaustive(IN_ORDER)], ids=["causal", "window"])
+def test_no_deadlock_in_any_order_of_blocks(case, blocks):
+    """Whichever blocks start first, and however few at a time: a block waits for none that has not started."""
+    how = dict(tile=TILES["keys"], deterministic=True)
+    first = run(case, **how)
+    for seed in range(2):
+        starts = functools.partial(few_resident, blocks=blocks, order="random", seed=seed)
+        assert_bitwise_equal(run(case, start=starts, **how), first, case)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        ("if constexpr (DQ_IN_ORDER) {\n      int number", "if constexpr (false) {\n      int number"),
+        ("kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;", "kv_start = tile * per_block * BLOCK_KV;"),
+    ],
+    ids=["not drawn", "lowest keys first"],
+)
+def test_planted_deadlock_is_found(plant, monkeypatch):
+    starts = functools.partial(few_resident, blocks=1, most=5000, order="random", seed=1)
+    with planted(monkeypatch, plant), pytest.raises(errors.Deadlock):
+        run(CAUSAL, TILES["keys"], deterministic=True, start=starts)
+
+
+def test_a_short_grid_adds_in_order():
+    """Blocks of a grid with fewer blocks than tiles of keys take several consecutive tiles each."""
+    how = dict(tile=TILES["keys"], deterministic=True)
+
+    def short(work, **order):
+        launches = tuple(
+            step._replace(grid=(2, *step.grid[1:])) if step.function == "backward" else step for step in work.launches
+        )
+        return few_resident(work._replace(launches=launches), 1, order="random", **order)
+
+    assert_bitwise_equal(run(CAUSAL, start=short, **how), run(CAUSAL, **how), CAUSAL)
+
+
 # name -> (original text, which several headers contain, planted text, error message)
 SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
-WAITED = "while (ld_acquire(of(row, half)) != before) {}"
 TURNS_PLANTED = {
-    "no wait": ("if constexpr (DQ_IN_ORDER) turns.wait(row, consumer.dQ_share, before);", "", SCOPES),
+    "no wait": ("if constexpr (DQ_IN_ORDER) rings.turn.wait();", "", SCOPES),
+    "no wait for the blocks before": ("if (lane_id() == 0) turns.wait(q_start, before);", "", SCOPES),
+    "passed before the consumers have added": ("rings.turn.acquire();  // all", "// all", SUM),
     "released relaxed": ("st.release.gpu.global", "st.relaxed.gpu.global", SCOPES),
     "acquired relaxed": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", SCOPES),
     "acquired from the block": ("ld.acquire.gpu.global", "ld.acquire.cta.global", SCOPES),
-    "one lane waits for its turn alone": (
-        f"{WAITED}\n    __syncwarp();", WAITED, SUM,
-    ),
-    "one lane passes the turn of others": (
-        "__syncwarp();\n    if (threadIdx.x % 32 == 0) st_release", "if (threadIdx.x % 32 == 0) st_release",
-        "release without a __syncwarp after the write of lane",
-    ),
+    "one lane signals for all": ("__syncwarp();  // all lanes have added", "// all lanes have added", SUM),
 }  # fmt: skip
 
 
@@ -244,14 +290,14 @@ PLANTED = {
     ),
     "P read before the other consumer has stored it": (
         "shared keys",
-        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);\n      P.issue_stored(dV_rmem, dO_smem);",
-        "P.issue_stored(dV_rmem, dO_smem);\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);\n      P.issue_stored(dV_rmem, dO_panel);",
+        "P.issue_stored(dV_rmem, dO_panel);\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
         (errors.Race, errors.MissingFence, errors.Uninitialised),
     ),
     "gradients not fenced": ("keys", "P.fence(), dS.fence();\n  wgmma_fence();", "P.fence(), dS.fence();",
                              errors.MissingFence),
     "columns of the other share": (
-        "shared keys", "consumer.share * (COLUMNS / 8)", "(1 - consumer.share) * (COLUMNS / 8)", AssertionError,
+        "shared keys", "(Q_smem, share.K)", "(Q_smem, 8 - share.K)", AssertionError,
     ),
     "keys of the other share": (
         "keys", "K_smem + keys, Q_smem", "K_smem + 64 * PANEL_ROW - keys, Q_smem", AssertionError,
@@ -300,6 +346,21 @@ def test_planted_bug_is_found(bug, monkeypatch):
     tile, good, bad, error = PLANTED[bug]
     with planted(monkeypatch, (good, bad)), pytest.raises(error):
         check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
+
+
+# Of three panels of D one consumer has two.
+UNEQUAL_SHARES = Case(**LONG | dict(q_len=64, kv_len=64, heads=1, head_dim=192, head_dim_v=128, dtype="bfloat16"))
+UNEQUAL_PLANTED = {
+    "dK from the middle": ("K(consumer.share * (DIM / 8 - N_K))", "K(consumer.share * N_K)"),
+    "dQ from the middle": ("Q(consumer.dQ_share * (DIM / 8 - N_Q))", "Q(consumer.dQ_share * N_Q)"),
+    "one share for both": ("if (UNEQUAL_SHARES && Consumer().warpgroup > 0)", "if (false)"),
+}
+
+
+@pytest.mark.parametrize("bug", in_tiers(UNEQUAL_PLANTED, ["dQ from the middle"]))
+def test_planted_bug_of_unequal_shares_is_found(bug, monkeypatch):
+    with planted(monkeypatch, bug), pytest.raises((AssertionError, errors.SimulationError)):
+        check_gradients(UNEQUAL_SHARES, run(UNEQUAL_SHARES))
 
 
 @pytest.mark.parametrize(

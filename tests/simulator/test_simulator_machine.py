@@ -686,7 +686,7 @@ def test_blocks_start_in_any_order():
 
 
 def test_turns_require_blocks_to_start_in_order():
-    """Otherwise turns deadlock unless all blocks are resident, as kernels_cu/dq_sums.cuh documents."""
+    """A kernel whose blocks wait in the order of their index deadlocks otherwise, unless all blocks are resident."""
     case, out = launched("turns", resident_lanes=32 * 32)
     assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
     with pytest.raises(errors.Deadlock, match="no end after 2000 basic blocks"):

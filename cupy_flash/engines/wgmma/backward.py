@@ -106,7 +106,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_turns."""
+    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_turns and drawn."""
     return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 
@@ -132,16 +132,22 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 
 
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """Return (D, Dv) rounded up to whole panels per sharing warpgroup, as DIM and DIM_V in wgmma/backward.cuh."""
-    k, v = PANEL * max(tile.shares, tile.dq_shares), PANEL * tile.shares
-    return -(-problem.head_dim // k) * k, -(-problem.head_dim_v // v) * v
+    """Return (D, Dv) rounded up to whole panels, as DIM and DIM_V in wgmma/backward.cuh.
+
+    Warpgroups that share keys have at least one panel each, others equal numbers of those of dQ.
+    """
+    k, v = -(-problem.head_dim // PANEL), -(-problem.head_dim_v // PANEL)
+    if tile.shares == 1:
+        return PANEL * (k + k % tile.dq_shares), PANEL * v
+    return PANEL * max(k, tile.shares), PANEL * max(v, tile.shares)
 
 
 def _live(problem: Problem, tile: Tile) -> int:
     """Return the registers per thread for S, dP, dK and dV, plus those for the options."""
+    # Of an odd number of panels the larger share counts for dK and for dV: a softcap at D 192 would spill otherwise.
     sums = (
-        columns(dim) if tile.shares == 1 else padded // tile.shares
-        for dim, padded in zip((problem.head_dim, problem.head_dim_v), _padded(problem, tile), strict=True)
+        columns(dim) if tile.shares == 1 else PANEL * -(-dim // (PANEL * tile.shares))
+        for dim in (problem.head_dim, problem.head_dim_v)
     )
     scores = tile.block_q // tile.shares // 2
     loads_in_mask = problem.mask_mod and loads_by_key(problem)
@@ -157,11 +163,12 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of shared memory.
 
     It holds K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and
-    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot.
+    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot. A deterministic backward
+    has another pair, and the number that the block has drawn.
     """
     k, v = _padded(problem, tile)
     operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)
     scores = 2 * 2 * tile.block_q * tile.block_kv * (1 if tile.shares == 1 else 2)
     dq = 4 * tile.block_q * (columns(problem.head_dim) if tile.dq_shares == 1 else k) if tile.dq_in_bulk else 0
     rows = 2 * (2 * 4 * tile.block_q + (RECORD_BYTES if problem.mask_mod else 0))
-    return operands + scores + dq + rows + 16 * (2 + 2 * tile.stages + 2)
+    return operands + scores + dq + rows + 16 * (2 + 2 * tile.stages + 2 + 2 * problem.deterministic)

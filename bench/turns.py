@@ -1,0 +1,52 @@
+"""A model of the turns of a deterministic backward: how much of its time blocks do not spend waiting for each other.
+
+Every block adds to the tiles of dQ that it visits after the blocks of higher keys (kernels_cu/wgmma/backward.cuh).
+Blocks start in the order in which they draw their keys, each on the SM that is free first, and a step takes the same
+time in all of them. WAIT and PASS are estimates from latencies of the L2 cache; no GPU has confirmed them.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from .gpu import Regime
+
+# Clocks from the release of a turn until the consumers of the block that waits for it may add, and from there until
+# they have added and the turn is released.
+WAIT, PASS = 1000, 1300
+
+
+def efficiency(regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int) -> float:
+    """Return the time of a backward in any order over that of a deterministic one with the same steps.
+
+    A step takes `clocks` clocks, the start of a block `overhead` steps. Without turns the first keys, which most
+    queries see under a causal mask, start first.
+    """
+    in_any_order = _clocks(regime, block_q, block_kv, clocks, overhead, units, turns=False)
+    return in_any_order / _clocks(regime, block_q, block_kv, clocks, overhead, units, turns=True)
+
+
+def _clocks(
+    regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int, turns: bool
+) -> float:
+    """Return the clocks until the last block has ended."""
+    keys = range(0, regime.seqlen, block_kv)
+    heads = range(regime.batch * regime.heads)
+    q_tiles = -(-regime.seqlen // block_q)
+    free = [0.0] * units  # clock at which each SM is free
+    passed = np.full((len(heads), q_tiles), -np.inf)  # clock at which the last turn of each tile of dQ was released
+    if turns:
+        order = [(start, head) for start in reversed(keys) for head in heads]
+    else:
+        order = [(start, head) for head in heads for start in keys]
+    for kv_start, head in order:
+        first = kv_start // block_q if regime.causal else 0
+        steps = clocks * (overhead + np.arange(1, q_tiles - first + 1))
+        # A step that waits delays all later ones.
+        waits = np.maximum(passed[head, first:] + WAIT - steps, free[0]) if turns else np.full(len(steps), free[0])
+        added = np.maximum.accumulate(waits) + steps
+        passed[head, first:] = added + PASS
+        heapq.heapreplace(free, float(added[-1]))
+    return max(free)

@@ -242,8 +242,10 @@ class ModInputs:
     def of(self, tile: ScoreTile) -> tuple[Any, ...]:
         """Return (b, h, q, kv, arrays, numbers, real) with global positions q (rows, 1) and kv (1, columns)."""
         q_first, kv_first, _, step = tile.positions
-        q = np.arange(*tile.queries, dtype=np.int32) * np.int32(step) + np.int32(q_first)
-        kv = np.arange(*tile.keys, dtype=np.int32) * np.int32(step) + np.int32(kv_first)
+        q, kv = (
+            np.arange(first + step * start, first + step * stop, step, dtype=np.int32)
+            for first, (start, stop) in ((q_first, tile.queries), (kv_first, tile.keys))
+        )
         head = np.int32(self.first_head + tile.head)
         batch = np.int32(self.first_batch + tile.batch)
         return batch, head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real

@@ -246,7 +246,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
     by_query, heads = not problem.backward, problem.batch * problem.heads
 
     def cost(tile: engine.Tile) -> float:
-        visits, pairs, cut = estimate.count(*tile, by_query)
+        visits, pairs, masked, cut = estimate.count(*tile, by_query)
         # Visits end where the mask_mod hides the rest of a tile, so their mean size is what each costs.
         if by_query:
             tiles = -(-problem.q_len // tile.block_q)
@@ -254,7 +254,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
         else:
             tiles = -(-problem.kv_len // tile.block_kv)
             visited = tile._replace(block_q=max(pairs // max(visits * tile.block_kv, 1), 1))
-        beside = heads * (tiles * engine.ROWS + cut * masking) * 1e-9
+        beside = heads * (tiles * engine.ROWS + masked * engine.MASKED + cut * masking) * 1e-9
         return engine.seconds(unbounded, pairs, device, visited) + beside
 
     return min(((tile, cost(tile)) for tile in engine.tiles(problem, device)), key=itemgetter(1))

@@ -21,6 +21,7 @@ LOAD = 0.35  # per element of Q, K, V, O or a gradient: load, packing by BLAS, a
 EDGE = 0.75  # per score of a partly masked tile: compare positions, write -inf
 TILE = (8e3, 16e3)  # per tile: overhead of the NumPy calls
 ROWS = 5e4  # per query tile (backward: key tile) with a mask_mod: find its visits, start and finish its sums
+MASKED = 2e4  # per visit of a tile to which a mask_mod is applied: overhead of its NumPy calls
 SPILL = 0.2  # per score and MiB of scores in a tile, which evict operands from the L2 cache
 
 # Tiles are chosen for this many threads on every machine, because tile sizes determine the rounding and results must

@@ -8,11 +8,11 @@ real the accumulation dtype of the call. Integers wrap; x // 0 and x % 0 are 0; 
     const=value, argument=n                          numbers: in the text, or given at run time
     load=slot i j ...                                an element of a captured array; indices are clamped
     add sub mul floordiv mod pow min max neg abs sign    of the widest kind of the operands, at least int; pow is real
+    shl shr                                          the same; shr keeps the sign
     div exp exp2 expm1 log log2 log1p sqrt sin cos tanh erf    real
     floor ceil trunc round                           real to real; round ties to even
     lt le eq ne                                      bool; gt and ge are lt and le with swapped operands
     and or xor not                                   of bools, or bitwise
-    shl shr                                          of the left operand's kind; shr keeps the sign
     where c x y                                      of the wider kind of x and y
     int long real                                    conversions; int and long truncate, and ne 0 converts to bool
     stop                                             the operand, with derivative 0
@@ -164,8 +164,6 @@ class Graph:
             kind = REAL
         elif op in LOGIC or op in COMPARISONS or op == "not":
             kind = widest(args)
-        elif op in ("shl", "shr"):
-            return tuple(self.cast(arg, INT) if arg.kind == BOOL else arg for arg in args), widest((args[0],), INT)
         else:
             kind = widest(args, INT)
         return tuple(self.cast(arg, kind) for arg in args), BOOL if op in COMPARISONS else kind

@@ -136,6 +136,8 @@ def _followed(name: str, result: Callable[[Any], Any] | None = None) -> Callable
             return NotImplemented
         self._require(name)
         value = self.__getattr__(name)(*args)
+        if value is NotImplemented and isinstance(args[0], Traced):
+            raise Untraceable(f"a mod computes with numbers and arrays, not with {type(original(self)).__name__}")
         return value if result is None else result(value)
 
     return method

@@ -44,6 +44,10 @@ class Sources:
             self._constants[name] = value
         return name
 
+    def release(self) -> None:
+        """Release the values of the trace; conditions that are compiled have references of their own."""
+        self._constants.clear()
+
     def require(self, condition: str) -> None:
         """Reuse this trace in a later call only if the condition holds."""
         if condition not in self._conditions:

@@ -10,6 +10,7 @@ collected in every call.
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import inspect
@@ -41,7 +42,7 @@ MOST_TRACES = 256
 PROTOCOL = ("numpy", "torch")
 WRAPPED = ("jax", "jaxlib", "cupy", "cupyx")
 HERE = str(Path(__file__).parent)
-CONSTANTS = (str, bytes, bool, complex, np.generic, np.dtype, range, enum.Enum, type(None), type(Ellipsis))
+CONSTANTS = (str, bytes, int, float, complex, np.generic, np.dtype, range, enum.Enum, type(None), type(Ellipsis))
 
 
 class Mod:
@@ -83,6 +84,9 @@ class Mod:
         """
         return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (self.encoded, self.names, self.arrays)
+
     def __repr__(self) -> str:
         arrays = ", ".join(
             f"array{n} {element.dtype} {tuple(a.shape)}" for n, (element, a) in enumerate(self._arrays())
@@ -105,6 +109,11 @@ def decoded(encoded: str, arrays: Any) -> Mod:
     """Return the Mod of `Mod.encoded` with arrays."""
     program, text, numbers = _decoded(encoded)
     return _mod(program, text, (), tuple(arrays), numbers)
+
+
+def _copied(encoded: str, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Mod:
+    program, text, numbers = _decoded(encoded)
+    return _mod(program, text, names, arrays, numbers)
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,7 +166,19 @@ def traced(score_mod: Any, mask_mod: Any) -> Mod:
         collected = kept.collect(score_mod, mask_mod)
         if collected is not None:
             return _mod(kept.program, kept.text, kept.names, *collected)
-    trace, roots = Trace(), {}
+    trace = Trace()
+    try:
+        mod, new = _trace(trace, codes, score_mod, mask_mod)
+    finally:
+        trace.release()
+    if new is not None:
+        _keep(key, new)
+    return mod
+
+
+def _trace(trace: Trace, codes: tuple[Any, Any], score_mod: Any, mask_mod: Any) -> tuple[Mod, _Kept | None]:
+    """Return the Mod of the functions, and its trace if a later call may reuse it."""
+    roots = {}
     for name, function, inputs in (("f0", score_mod, SCORE_INPUTS), ("f1", mask_mod, MASK_INPUTS)):
         roots[name] = None if function is None else _root(trace, name, function, inputs)
     program, slots, arguments = _program(trace, roots["f0"], roots["f1"])
@@ -166,12 +187,12 @@ def traced(score_mod: Any, mask_mod: Any) -> Mod:
         program, program.text, names, tuple(trace.arrays[slot] for slot in slots),
         tuple(trace.numbers[index] for index in arguments),
     )  # fmt: skip
-    if trace.sources.reproducible:
-        collect = trace.sources.collect(
-            [trace.array_sources[slot] for slot in slots], [trace.number_sources[index] for index in arguments]
-        )
-        _keep(key, _Kept(codes, collect, program, mod.text, names))
-    return mod
+    if not trace.sources.reproducible:
+        return mod, None
+    collect = trace.sources.collect(
+        [trace.array_sources[slot] for slot in slots], [trace.number_sources[index] for index in arguments]
+    )
+    return mod, _Kept(codes, collect, program, mod.text, names)
 
 
 def _keep(key: tuple[int, int], kept: _Kept) -> None:
@@ -202,7 +223,7 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
         if not callable(function):
             raise Untraceable(f"it must be a function ({', '.join(inputs)}), not {type(function).__name__}")
         _require_parameters(function, inputs)
-        callee = _Rebuilder(trace).rebuild(function, source)
+        callee = _Rebuilder(trace, source).rebuild(function, source)
         result = callee(*(Value(trace, trace.graph.input(name)) for name in inputs))
         value = None if result is None else lift(trace, result)
         if not isinstance(value, Value):
@@ -296,11 +317,9 @@ def _library(module: Any) -> str:
 class _Rebuilder:
     """Replaces the captured values of functions by stand-ins, and records the expressions that reach them."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, function: str) -> None:
         self.trace, self.sources = trace, trace.sources
-        self._rebuilt: dict[
-            int, tuple[Any, Any, str]
-        ] = {}  # id -> (the original, referenced so that its id is not reused, stand-in, local)
+        self._rebuilt = trace.rebuilt.setdefault(function, {})
 
     def rebuild(self, x: Any, source: str, depth: int = 0) -> Any:
         """Return x with stand-ins for arrays, numbers and whatever holds them; `source` is an expression for x."""
@@ -325,24 +344,28 @@ class _Rebuilder:
         return stand_in
 
     def _stand_in(self, x: Any, local: str, depth: int) -> Any:
-        if type(x) in (list, tuple) or (isinstance(x, tuple) and hasattr(x, "_fields")):
+        if type(x) in (list, tuple, collections.deque) or (isinstance(x, tuple) and hasattr(x, "_fields")):
             self._require_type(x, local)
             self._check_size(x)
             self.sources.require(f"len({local}) == {len(x)}")
             items = [self.rebuild(item, f"{local}[{n}]", depth + 1) for n, item in enumerate(x)]
             return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        if type(x) is dict:
+        if type(x) in (dict, collections.OrderedDict):
             self._require_type(x, local)
             self._check_size(x)
-            self.sources.require(f"list({local}) == {self.sources.constant(list(x))}")
-            return {key: self.rebuild(item, f"{local}[{self._key(key)}]", depth + 1) for key, item in x.items()}
+            if all(isinstance(key, (*CONSTANTS, tuple)) for key in x):
+                self.sources.require(f"list({local}) == {self.sources.constant(list(x))}")
+            else:
+                self.sources.reproducible = False  # a cached trace would keep the keys alive
+            pairs = ((key, self.rebuild(x[key], f"{local}[{self._key(key)}]", depth + 1)) for key in x)
+            return type(x)(pairs)
         if isinstance(x, functools.partial):
             self._require_type(x, local)
             function, args, keywords = (
                 self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1) for name in ("func", "args", "keywords")
             )
             return functools.partial(function, *args, **keywords)
-        if isinstance(x, functools._lru_cache_wrapper):
+        if isinstance(x, functools._lru_cache_wrapper) or type(x).__name__ == "PjitFunction":  # jax.jit
             self._require_type(x, local)
             return self.rebuild(x.__wrapped__, f"{local}.__wrapped__", depth + 1)
         if isinstance(x, types.MethodType):
@@ -352,6 +375,7 @@ class _Rebuilder:
         if self._is_opaque(x):
             self.sources.require(f"{local} is {self.sources.constant(x)}")
             if isinstance(x, types.ModuleType):
+                self.trace.uses_torch |= _library(x.__name__) == "torch"
                 return _Namespace(x) if _library(x.__name__) in WRAPPED else x
             wrapped = _library(getattr(x, "__module__", None)) in WRAPPED and not isinstance(x, type)
             return _accepting_stand_ins(x) if wrapped and callable(x) else x
@@ -410,7 +434,9 @@ class _Rebuilder:
             if name in function.__globals__:
                 content = function.__globals__[name]
                 replaced[name] = self.rebuild(content, f"{local}.__globals__[{name!r}]", depth + 1)
-            elif name in ("isinstance", "type"):
+                continue
+            self.sources.require(f"{name!r} not in {local}.__globals__")  # a later global may hide this builtin
+            if name in ("isinstance", "type"):
                 replaced[name] = getattr(self, f"_{name}")
         for name in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(function, name)

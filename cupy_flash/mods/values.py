@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
+from types import MethodDescriptorType
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -36,9 +38,12 @@ class Trace:
         self.arrays: list[Any] = []
         self.array_sources: list[str] = []
         self.captured: list[Captured] = []  # one stand-in per array, so that `is` works for two names of it
+        # For each function, {id: (the original, referenced so that its id is not reused, stand-in, local)}.
+        self.rebuilt: dict[str, dict[int, tuple[Any, Any, str]]] = {}
         self.numbers: list[Any] = []
         self.number_sources: list[str] = []
         self.kinds: list[str] = []
+        self.uses_torch = False  # whether the mod reads the module torch, whose dtypes its numbers then have
 
     def capture(self, array: Any, source: str | None = None) -> Captured:
         """Return the stand-in of an array; one without a source was made by the mod itself, so every call is traced."""
@@ -69,6 +74,14 @@ class Trace:
         self.sources.require(f"{name}.dtype == {self.sources.constant(array.dtype)}")
         self.sources.require(f"len({name}.shape) == {element.rank}")
 
+    def release(self) -> None:
+        """Release the caller's arrays and objects, which reference cycles of the stand-ins would keep alive."""
+        self.arrays.clear()
+        self.captured.clear()
+        for stand_ins in self.rebuilt.values():
+            stand_ins.clear()
+        self.sources.release()
+
     def number(self, value: Any, source: str | None = None, in_text: bool = False) -> Node:
         """Return the node of a Python number, a constant of the text or a run-time argument."""
         kind = kind_of(value)
@@ -78,11 +91,7 @@ class Trace:
             if source is not None:
                 self._require_value(value, source)
             return self.graph.const(value)
-        source = (
-            self.sources.constant(value.item() if isinstance(value, np.generic) else value)
-            if source is None
-            else source
-        )
+        source = self.sources.constant(value) if source is None else source
         for index, (other, other_kind) in enumerate(zip(self.number_sources, self.kinds, strict=True)):
             if (other, other_kind) == (source, kind):
                 return self.graph.argument(index, kind)
@@ -150,11 +159,16 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ == "where" and isinstance(function, MethodDescriptorType):
+            x, condition, *others = args  # Tensor.where, unlike torch.where, has the condition second
+            args = (condition, x, *others)
         return call(function.__name__, args, kwargs, function)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__" or kwargs.get("out") is not None:
             raise Untraceable(f"np.{ufunc.__name__}.{method} is not elementwise")
+        # A NumPy scalar on the left of a comparison comes as an array without dimensions.
+        inputs = tuple(x[()] if type(x) is np.ndarray and not x.ndim else x for x in inputs)
         return call(ufunc.__name__, inputs, kwargs, ufunc)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -181,6 +195,10 @@ class Traced:
         if name.endswith("_") or (canonical(name) not in FUNCTIONS and name not in STRUCTURAL):
             raise UnknownMethod(f"{self.described} has no {name!r} in a mod")
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
+
+    def where(self, condition: Any, other: Any) -> Any:
+        """Return self where the condition is true, else other, as torch's method."""
+        return call("where", (condition, self, other))
 
     def _refuse_value(self, what: str, instead: str) -> NoReturn:
         raise Untraceable(
@@ -269,8 +287,9 @@ class Value(Traced):
 
     @property
     def dtype(self) -> Any:
-        """The NumPy dtype of the value's kind."""
-        return {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
+        """The dtype of the value's kind, torch's if the mod uses torch, else NumPy's."""
+        dtype = {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
+        return getattr(sys.modules["torch"], np.dtype(dtype).name) if self.trace.uses_torch else dtype
 
     @property
     def device(self) -> None:
@@ -395,13 +414,17 @@ def is_number(x: Any) -> bool:
 
 
 def value_of(number: Any) -> Any:
-    """Return the value of a number without its source."""
-    return number.value if type(number) is Number else number
+    """Return the bool, int or float of a number, which may be a stand-in, a NumPy scalar or a member of an IntEnum."""
+    if type(number) is Number:
+        return number.value
+    if isinstance(number, (bool, np.bool_)):
+        return bool(number)
+    return int(number) if isinstance(number, (int, np.integer)) else float(number)
 
 
 def source_of(trace: Trace, number: Any) -> str:
     """Return the expression that fetches a number in a later call."""
-    return number.source if type(number) is Number else trace.sources.constant(number)
+    return number.source if type(number) is Number else trace.sources.constant(value_of(number))
 
 
 class Row(Traced):
@@ -469,9 +492,11 @@ class Captured(Traced):
         """Return `ndim`, as torch."""
         return self.ndim
 
-    def size(self, axis: int | None = None) -> Any:
-        """Return the shape or one of its dimensions, as torch."""
-        return self.shape if axis is None else self.shape[axis]
+    @property
+    def size(self) -> Any:
+        """The number of elements; for torch a method that returns the shape or one of its dimensions."""
+        is_method = callable(getattr(self.array, "size", None))
+        return (lambda axis=None: self.shape if axis is None else self.shape[axis]) if is_method else self.numel()
 
     def numel(self) -> Any:
         """Return the number of elements, as torch."""
@@ -527,7 +552,7 @@ class Captured(Traced):
 
 def _known(number: Any) -> tuple[Any, str | None]:
     """Return the value and the source of a Python number."""
-    return (number.value, number.source) if type(number) is Number else (number, None)
+    return value_of(number), number.source if type(number) is Number else None
 
 
 def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
@@ -588,8 +613,12 @@ def _elementwise(
     trace: Trace, name: str, function: Callable[..., Node], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Value | Row:
     in_text = IN_TEXT.get(name, ())
-    inputs = [_operand(trace, arg, position in in_text) for position, arg in enumerate(args)]
-    named = {key: x if key in OPTIONS else _operand(trace, x, False) for key, x in kwargs.items() if key not in IGNORED}
+    inputs = [
+        None if arg is None and name == "clip" else lift(trace, arg, position in in_text)
+        for position, arg in enumerate(args)
+    ]
+    kwargs = {key: x for key, x in kwargs.items() if x is not None and key not in IGNORED}
+    named = {key: x if key in OPTIONS else lift(trace, x) for key, x in kwargs.items()}
     lengths = {len(x) for x in (*inputs, *named.values()) if isinstance(x, Row)}
     if len(lengths) > 1:
         raise Untraceable(f"{name} of rows of different lengths, {' and '.join(map(str, sorted(lengths)))}")
@@ -604,10 +633,6 @@ def _elementwise(
             raise Untraceable(f"{name}: {error}") from None
 
     return Row(trace, [apply(n) for n in range(lengths.pop())]) if lengths else apply(0)
-
-
-def _operand(trace: Trace, x: Any, in_text: bool) -> Any:
-    return x if x is None or isinstance(x, str) else lift(trace, x, in_text)
 
 
 def _nth(x: Any, n: int) -> Any:

@@ -42,18 +42,14 @@ def test_inputs_of_a_node_are_those_it_depends_on(graph):
         ("exp", ("int",), "real", "real"),
         ("floor", ("long",), "real", "real"),
         ("neg", ("bool",), "int", "int"),
+        ("shl", ("int", "long"), "long", "long"),
+        ("shr", ("bool", "int"), "int", "int"),
     ],
 )
 def test_kinds_widen(graph, op, kinds, operand_kind, kind):
     made = graph.make(op, *(graph.argument(index, kind) for index, kind in enumerate(kinds)))
     assert made.kind == kind
     assert {arg.kind for arg in made.args} == {operand_kind}
-
-
-def test_a_shift_has_the_kind_of_its_left_operand(graph):
-    narrow, wide = graph.argument(0, "int"), graph.argument(1, "long")
-    assert graph.make("shl", narrow, wide).kind == "int"
-    assert graph.make("shr", wide, narrow).kind == "long"
 
 
 def test_where_casts_its_condition_and_widens_its_branches(graph):

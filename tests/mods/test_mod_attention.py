@@ -66,6 +66,21 @@ def test_a_mask_is_computed_for_the_cut_part_of_a_tile(block_q, block_kv):
     check(banded, run_planned(banded, call._replace(options=options), block_q=block_q, block_kv=block_kv))
 
 
+def test_masked_visits_that_cost_more_are_fewer(monkeypatch):
+    case = Case(q_len=512, kv_len=512, batch=1)
+    options = dict(mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv <= 256))
+
+    def chosen(nanoseconds):
+        monkeypatch.setattr(cpu.engine, "MASKED", nanoseconds)
+        cpu._best_positional_tile.cache_clear()
+        return cpu.fitted(*posed(case, call=case.call()._replace(options=options)))
+
+    few, many = chosen(1e9), chosen(0)
+    cpu._best_positional_tile.cache_clear()
+    assert (few.block_q, few.block_kv) == (512, 512)
+    assert many.block_q * many.block_kv < 512 * 512
+
+
 # ---------------------------------------------------------------------------------------- gradients of captured arrays
 
 

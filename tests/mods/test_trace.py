@@ -1,14 +1,21 @@
 """Tracing: functions of NumPy, torch and jax, captured arrays and numbers, reuse of traces, and errors."""
 
+import collections
+import copy
+import enum
+import fractions
 import functools
+import gc
 import math
+import pickle
 import types
+import weakref
 
 import numpy as np
 import pytest
 
 from cupy_flash.mods import trace
-from cupy_flash.mods.trace import Mod, traced
+from cupy_flash.mods.trace import Mod, decoded, traced
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
@@ -39,7 +46,8 @@ SPELLINGS = {
         lambda s, b, h, q, kv: np.where(q < kv, s, 0.0),
         lambda s, b, h, q, kv: torch.where(kv > q, s, 0.0),
         lambda s, b, h, q, kv: jnp.where(q < kv, s, 0.0),
-        lambda s, b, h, q, kv: s.where(q < kv, 0.0) if False else torch.where(~(q >= kv), s, 0.0),
+        lambda s, b, h, q, kv: torch.where(~(q >= kv), s, 0.0),
+        lambda s, b, h, q, kv: s.where(q < kv, 0.0),
     ],
     "functions": [
         lambda s, b, h, q, kv: np.tanh(s) + np.exp2(s) - np.log1p(np.abs(s)) + np.sqrt(np.square(s)),
@@ -306,6 +314,30 @@ def test_shapes_are_numbers(kept):
     assert len(kept) == 1
 
 
+class Size(enum.IntEnum):
+    WIDE = 7
+
+
+class Whole(int):
+    """An int with a name of its own."""
+
+
+@pytest.mark.parametrize("number", [np.float32(2.5), np.float64(2.5), np.int8(5), Size.WIDE, Whole(5)], ids=repr)
+def test_numbers_of_other_types_are_python_numbers(kept, number):
+    """torch operators pass a Mod as text, which holds the digits of int and float alone."""
+    width = 3
+    for _ in range(2):
+        mod = traced(lambda s, b, h, q, kv: s * number + number * kv * (width * number), None)
+        assert {type(value) for value in mod.numbers} <= {int, float}
+        assert decoded(mod.encoded, mod.arrays).numbers == mod.numbers
+    assert len(kept) == 1
+
+
+def test_numbers_of_numpy_on_the_left_of_a_comparison_are_no_arrays():
+    width = np.int64(7)
+    assert text(None, lambda b, h, q, kv: width >= q - kv) == text(None, lambda b, h, q, kv: q - kv <= 7)
+
+
 # ------------------------------------------------------------------------------------------------------ kept traces
 
 
@@ -347,6 +379,40 @@ def test_a_changed_attribute_item_or_global_is_seen(kept, monkeypatch):
     assert len(kept) == 3
 
 
+def test_a_global_that_hides_a_builtin_is_seen(kept):
+    space = {}
+    exec("def mod(s, b, h, q, kv): return s + abs(q - kv)", space)
+    assert "abs" in expressions(space["mod"])
+    space["abs"] = lambda x: x * 3.5
+    assert expressions(space["mod"]) == "score: score + (real((q - kv)) * n0)"
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_trace_does_not_keep_what_a_mod_captures(is_cached):
+    """The traces that are cached hold none of it, and no reference cycle delays its release."""
+
+    def references():
+        owner, array = Plain(), np.ones(9, np.float32)
+        owner.array = array
+        keys = {owner: 1.5}
+
+        def cached(s, b, h, q, kv):
+            return s + owner.array[q]
+
+        def not_cached(s, b, h, q, kv):
+            return s + owner.array[q] * sum(keys.values())
+
+        traced(cached if is_cached else not_cached, None)
+        return weakref.ref(owner), weakref.ref(array)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [reference() for reference in references()] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_captures_that_cannot_be_compared_are_traced_in_every_call(kept):
     chosen = {1, 2}
     mod = lambda s, b, h, q, kv: s * 3 if 2 in chosen else s  # noqa: E731
@@ -372,6 +438,22 @@ def test_a_mod_keeps_arrays_and_numbers():
     assert mod.with_arrays((other,)).arrays[0] is other
     with pytest.raises(TypeError, match="score_mod or mask_mod must be given"):
         Mod()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda mod: pickle.loads(pickle.dumps(mod))])
+def test_a_copy_of_a_mod_is_equal(duplicate):
+    """A long chain of operations too, and with the same module's arrays if both are copied."""
+
+    def long(s, b, h, q, kv):
+        for n in range(3, 1000):
+            s = s * kv + n
+        return s + table[h, q]
+
+    mod = Mod(long)
+    (copied, array), members = duplicate([mod, mod.arrays[0]]), ("text", "names", "numbers")
+    assert [getattr(copied, name) for name in members] == [getattr(mod, name) for name in members]
+    assert repr(copied) == repr(mod)
+    assert copied.arrays[0] is array
 
 
 # ----------------------------------------------------------------------------------------------------------- errors
@@ -419,6 +501,10 @@ ERRORS = {
     "rows": (lambda s, b, h, q, kv: np.dot(table[h], table[h, :][:3]), "rows of different lengths, 3 and 4"),
     "where": (lambda s, b, h, q, kv: torch.where(q > kv), "where takes a condition and two branches"),
     "dtype": (lambda s, b, h, q, kv: s + unreadable[h], "a captured array cannot be complex64"),
+    "operator of an object": (lambda s, b, h, q, kv: s * THIRD, "not with Fraction"),
+    "order of an object": (lambda s, b, h, q, kv: s * (q < THIRD), "not with Fraction"),
+    "None": (lambda s, b, h, q, kv: s * None, "not with NoneType"),
+    "text": (lambda s, b, h, q, kv: s + "1", "not with str"),
     "huge": (lambda s, b, h, q, kv: s + 2**70, "does not fit 64 bits"),
 }
 
@@ -518,6 +604,9 @@ def two(x):
     return 2.0
 
 
+THIRD = fractions.Fraction(1, 3)
+TABLES_BY_NAME = collections.OrderedDict(table=np.ones(64, np.float32))
+QUEUE = collections.deque([TABLES_BY_NAME["table"]])
 ARRAY, PLAIN, SEVEN, EQUAL, HOLDS, OWN = np.ones(64, np.float32), Plain(), 7, EqualToAll(), Holds3(), Own()
 SAME = ARRAY
 
@@ -545,6 +634,44 @@ SAME = ARRAY
 )
 def test_python_operations_on_traced_numbers(mod, factor):
     assert traced(mod, None).text == traced(lambda s, b, h, q, kv: s * float(factor), None).text
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        pytest.param(lambda s, b, h, q, kv: s + TABLES_BY_NAME["table"][q], id="ordered"),
+        pytest.param(lambda s, b, h, q, kv: s + QUEUE[0][q], id="deque"),
+        pytest.param(jax.jit(lambda s, b, h, q, kv: s + ARRAY[q]), id="jit"),
+    ],
+)
+def test_containers_and_wrappers_hold_arrays(kept, mod):
+    assert [str(traced(mod, None).program) for _ in range(2)] == ["score: score + array0[q]"] * 2
+    assert len(kept) == 1
+
+
+def test_numbers_have_a_dtype_of_the_library_that_a_mod_uses():
+    lowest = float(torch.finfo(torch.float32).min)
+    expected = traced(lambda s, b, h, q, kv: s + lowest, None)
+    for mod in (
+        lambda s, b, h, q, kv: s + torch.finfo(s.dtype).min,
+        lambda s, b, h, q, kv: s + float(np.finfo(s.dtype).min),
+    ):
+        assert str(traced(mod, None)) == str(expected)
+    made_inside = traced(lambda s, b, h, q, kv: s + torch.tensor(2.5, dtype=s.dtype, device=s.device), None)
+    assert made_inside.arrays[0].dtype == torch.float32
+
+
+def test_a_tensor_chooses_like_its_method_where():
+    mod = traced(lambda s, b, h, q, kv: torch.zeros(()).where(q < kv, s), None)
+    assert str(mod.program) == "score: where((q < kv), array0[], score)"
+
+
+def test_the_size_of_an_array_is_that_of_its_library():
+    numbers = {
+        "numpy": traced(lambda s, b, h, q, kv: s + TABLES["numpy"].size, None),
+        "torch": traced(lambda s, b, h, q, kv: s + TABLES["torch"].size(0) * TABLES["torch"].size()[1], None),
+    }
+    assert {name: mod.numbers for name, mod in numbers.items()} == {"numpy": (12,), "torch": (12,)}
 
 
 def test_user_defined_operators_are_traced_in_every_call():

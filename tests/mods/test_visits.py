@@ -7,9 +7,10 @@ from helpers.tiers import in_tiers
 
 from cupy_flash.mask import Mask
 from cupy_flash.mods import tiles
+from cupy_flash.mods import visits as visits_module
 from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.mods.visits import GRAIN, TileCounts, VisitEstimate, Visits, count_tiles, runs
+from cupy_flash.mods.visits import GRAIN, TileCounts, VisitEstimate, Visits, count_tiles, rows_of, runs
 from cupy_flash.score import KEYS, QUERIES, Positions
 
 WHOLE = Positions(0, 0, 0, 1)
@@ -62,6 +63,77 @@ def test_visits_of_random_masks(seeds):
         mask_mod = random_mask(seed, 1 + seed % 4)
         check_visits(mask_mod, BANDS["causal"], 301, 320, 64, 128)
         check_visits(mask_mod, BANDS["none"], 150, 107, 50, 30, Positions(5, 90, 0, 2))
+
+
+def use_small_super_tiles(monkeypatch):
+    """Classify super-tiles of 3 x 3 tiles first, also for short sequences, and few tiles at a time."""
+    for name, value in (("FEW", 0), ("SUPER", 3), ("AT_ONCE", 9)):
+        monkeypatch.setattr(visits_module, name, value)
+
+
+@pytest.mark.parametrize("seeds", in_tiers({"few": range(30), "many": range(30, 300)}, ["few"]))
+def test_super_tiles_change_no_visit(monkeypatch, seeds):
+    """The visits of known and of random masks, with lengths that are not multiples of a super-tile."""
+    cases = [(row[0], 1000, 1500, 192, 256, WHOLE) for row in MASKS.values()]
+    for seed in seeds:
+        cases.append((random_mask(seed, 1 + seed % 4), 301, 320, 64, 128, WHOLE))
+        cases.append((random_mask(seed, 1 + seed % 4), 150, 107, 50, 30, Positions(5, 90, 0, 2)))
+
+    def visits_of(case):
+        mask_mod, *lengths, block_q, block_kv, positions = case
+        mod = Mod(mask_mod=mask_mod)
+        if mod.program.mask is None:
+            return []
+        classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
+        return [
+            [[(*run[:2], *(run[2:] if run.cut_start < run.cut_stop else ())) for run in row] for row in rows]
+            for rows in (rows_of(classes, 0, 1, *lengths, positions, block_q, block_kv, by) for by in (True, False))
+        ]
+
+    expected = [visits_of(case) for case in cases]
+    use_small_super_tiles(monkeypatch)
+    assert [visits_of(case) for case in cases] == expected
+
+
+def test_a_super_tile_that_is_classified_by_its_first_tile_is_found(monkeypatch):
+    use_small_super_tiles(monkeypatch)
+    monkeypatch.setattr(visits_module, "_merged", lambda tiles: tuple(bounds[::3] for bounds in tiles))
+    with pytest.raises(AssertionError):
+        check_visits(MASKS["causal"][0], Mask(), 1000, 1000, 128, 256)
+
+
+def test_a_window_in_a_long_sequence_classifies_few_tiles(monkeypatch):
+    """Twice the length doubles the number of classified tiles; super-tiles, one per 1024 tiles, add little to it."""
+
+    def classified(length):
+        counts = []
+        of = TileClasses.of
+
+        def counted(self, *args):
+            found = of(self, *args)
+            counts.append(found.size)
+            return found
+
+        monkeypatch.setattr(TileClasses, "of", counted)
+        mod = Mod(mask_mod=MASKS["sliding"][0])
+        classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
+        rows_of(classes, 0, 0, length, length, WHOLE, 128, 256, True)
+        monkeypatch.setattr(TileClasses, "of", of)
+        return sum(counts)
+
+    assert classified(2**17) <= 2.1 * classified(2**16)
+    assert classified(2**16) < 2**16 // 128 * 4 * visits_module.SUPER
+
+
+def test_visits_of_a_positional_mask_are_computed_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(visits_module, "rows_of", lambda *args: made.append(args) or [[]])
+    mod = Mod(mask_mod=lambda b, h, q, kv: (q - kv < 301) & (h < 2))
+    band = Mask().band(90, 90)
+    for numbers, head in ((mod.numbers, 0), (mod.numbers, 0), (mod.numbers, 1), ((7,), 0)):
+        visits = Visits(TileClasses(mod.program.mask, (), numbers), 64, 128)
+        visits.kv_tiles(0, head, band, WHOLE, 0)
+    assert len(made) == 3
 
 
 def test_a_sliding_mask_visits_few_hidden_pairs():
@@ -128,5 +200,5 @@ def test_the_estimate_of_visits_is_exact_for_whole_grains(mask_mod, blocks):
     ):
         listed = [visit for start in range(0, length, rows) for visit in find(0, 0, band, WHOLE, start)]
         pairs = rows * sum(visit.stop - visit.start for visit in listed)
-        cut = rows * sum(visit.cut.stop - visit.cut.start for visit in listed if visit.cut is not None)
-        assert estimate.count(*blocks, by_query) == (len(listed), pairs, cut)
+        cuts = [visit.cut.stop - visit.cut.start for visit in listed if visit.cut is not None]
+        assert estimate.count(*blocks, by_query) == (len(listed), pairs, len(cuts), rows * sum(cuts))

@@ -7,7 +7,7 @@ The dispatcher converts every argument twice, which takes about 20 us each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def register_autograd(
         return below_autograd(keyset, arguments)
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain(arguments):
+        tensors = [x for x in arguments if x is not None and isinstance(x, torch.Tensor)]
+        if torch.compiler.is_compiling() or not are_plain(tensors):
             return operator(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return recorded.apply(*arguments, None)
@@ -63,8 +64,8 @@ def register_autograd(
     return call
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Return whether autograd suffices: no mode, trace or profiler is active, and no tensor is of a subclass."""
+def are_plain(tensors: Iterable[Any]) -> bool:
+    """Return whether only autograd may observe a call: no mode, trace or profiler is active, no tensor a subclass."""
     if (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -72,5 +73,4 @@ def _is_plain(arguments: tuple[Any, ...]) -> bool:
         or torch.autograd._profiler_enabled()
     ):
         return False
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)

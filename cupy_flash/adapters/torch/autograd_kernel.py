@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types without __torch_function__ of their own
 
@@ -65,12 +66,18 @@ def register_autograd(
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:
-    """Return whether only autograd may observe a call: no mode, trace or profiler is active, no tensor a subclass."""
+    """Return whether only autograd may observe a call: no mode, transform, trace, profiler or tensor of a subclass."""
     if (
-        torch._C._len_torch_dispatch_stack()
+        is_transformed()
+        or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
     ):
         return False
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func or a level of dual tensors is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

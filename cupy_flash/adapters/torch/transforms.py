@@ -13,14 +13,13 @@ import operator
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ... import backends
 from ...features import DIFFERENTIATED
 from ...mods.trace import Mod
 from ...pose import pose
 from ...problem import Options, Packed
-from .autograd_kernel import are_plain
+from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .op import (
     ARRAY_NAMES,
@@ -73,7 +72,6 @@ def _is_unobserved(arrays: tuple[Any, Any, Any], options: Options, packed: Packe
         or options.dropout != 0
         or not are_plain(tensors)
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
-        or _is_transformed()
         or torch.is_autocast_enabled("cuda" if arrays[0].is_cuda else "cpu")
         or torch.are_deterministic_algorithms_enabled()
     )
@@ -88,7 +86,7 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
             pose(function, arrays, options, packed)  # raises the same reason together with all others
         raise
     captured = [] if mod is None else list(mod.arrays)
-    if not torch.compiler.is_compiling() and _is_transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         settings = Settings(arguments[len(TENSORS) :], "" if mod is None else mod.encoded)
         out, lse = Attention.apply(settings, *arguments[: len(TENSORS)], *captured)
     elif mod is None:
@@ -102,11 +100,6 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
 _recorded_outside_of_graph = torch.compiler.disable(
     _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
 )
-
-
-def _is_transformed() -> bool:
-    """Return whether a transform of torch.func or a level of dual tensors is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class Settings:

@@ -67,7 +67,6 @@ def _is_unobserved(arrays: tuple[Any, Any, Any], options: Options, packed: Packe
     return not (
         options.score_mod is not None
         or options.mask_mod is not None
-        or options.seed is not None
         or type(options.dropout) is not float
         or options.dropout != 0
         or not are_plain(tensors)

@@ -65,12 +65,12 @@ def _is_unobserved(arrays: tuple[Any, Any, Any], options: Options, packed: Packe
     if packed is not None:
         tensors += packed[:2]
     return not (
-        options.score_mod is not None
+        (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
+        or options.score_mod is not None
         or options.mask_mod is not None
         or type(options.dropout) is not float
         or options.dropout != 0
         or not are_plain(tensors)
-        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
         or torch.is_autocast_enabled("cuda" if arrays[0].is_cuda else "cpu")
         or torch.are_deterministic_algorithms_enabled()
     )

@@ -72,6 +72,9 @@ class Array:
             raise TypeError(f"an array on {self.device} has no view in host memory")
         if isinstance(self.owner, np.ndarray):
             return self.owner
+        if self.framework == "torch" and self.dtype.isbuiltin == 1 and _is_plain_tensor(self.owner):
+            view: np.ndarray[Any, Any] = self.owner.detach().numpy()  # takes two thirds of the time of the way below
+            return view
         memory = SimpleNamespace(
             array=self,  # NumPy keeps `memory` as the base of the view
             __array_interface__={
@@ -222,6 +225,13 @@ def _call_producer(function: Callable[..., Any], *arguments: Any) -> Any:
 def _is_instance(x: Any, module: str, name: str) -> bool:
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(x, cls)
+
+
+def _is_plain_tensor(x: Any) -> bool:
+    """Return whether a tensor's methods are torch's own, not those of a subclass."""
+    import torch
+
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _device_index(device: str) -> int:

@@ -39,10 +39,11 @@ class Cache(NamedTuple):
         return ", ".join(texts)
 
 
-_CacheOperands: Any = record(
+_ARRAYS = (
     *("k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions"),
     *("rotary_cos", "rotary_sin", "out"),
 )
+_CacheOperands: Any = record(*_ARRAYS, optional=len(_ARRAYS))
 
 
 class CacheOperands(_CacheOperands):

@@ -67,12 +67,15 @@ def pose(
     """
     requirements = Requirements(function)
     mod = traced_mod(requirements, options)
-    direction = {} if tangents is None else _direction(requirements, tangents, mod)
-    call = read(requirements, _given(arrays, options, packed, saved, shard, mod) | direction)
+    given = _given(arrays, options, packed, saved, shard, mod)
+    if tangents is not None:
+        given |= _direction(requirements, tangents, mod)
+    call = read(requirements, given)
     facts = _facts(call, options, packed, saved, shard, mod, tangents is not None)
     stated: Stated = cached_if_plain(_state, facts.types)(facts)
-    requirements.unmet += stated.unmet
-    requirements.about_type |= stated.about_type
+    if stated.unmet:
+        requirements.unmet += stated.unmet
+        requirements.about_type |= stated.about_type
     # Array contents and the seed are not cached facts: check them on every call.
     seed = check_seed(requirements, call, options.seed, stated.dropout, saved is not None)
     if packed is not None:
@@ -85,17 +88,14 @@ def pose(
     elif seed is None:
         # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
+    named = {name: x for name, x in call.items() if name in OPERANDS}
     names = captured_names(mod)
-    operands: dict[str, Any] = {
-        **call,
-        "seed": seed,
-        "captured": tuple(call[name] for name in names),
-        "numbers": mod.numbers if mod else (),
-        "tcaptured": tuple(call.get(f"t{name}") for name in names),
-    }
-    return stated.problem, Operands._make(map(operands.get, Operands._fields))
+    captured, tcaptured = tuple(call[name] for name in names), tuple(call.get(f"t{name}") for name in names)
+    numbers = mod.numbers if mod else ()
+    return stated.problem, Operands(**named, seed=seed, captured=captured, numbers=numbers, tcaptured=tcaptured)
 
 
+OPERANDS = frozenset(Operands._fields)
 ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 _arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
@@ -168,7 +168,7 @@ PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not i
 _plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 # Calls with options of other types are not cached: such a value may be mutable, unhashable, or equal to one with
 # another meaning.
-PLAIN = frozenset((bool, int, float, str, type(None)))
+PLAIN = frozenset((bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64))
 
 
 class Facts(NamedTuple):

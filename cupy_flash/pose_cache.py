@@ -43,6 +43,8 @@ PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size must be a multiple
 CACHES = ("k_cache", "v_cache")
+OF_CACHE = frozenset(CacheOperands._fields)
+OF_BOTH = frozenset(Operands._fields) - OF_CACHE - {"q", "cu_seqlens_q"}  # arrays that are options of attention() too
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
 SHOWN = 8  # maximum entries of an array that an error lists
 
@@ -126,18 +128,20 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
 
 def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
     """Return the operands of a call, for the arrays that could be read; an append has an empty q."""
-    nested: dict[str, Any] = {name: call.get(name) for name in CacheOperands._fields}
+    nested: dict[str, Any] = {name: x for name, x in call.items() if name in OF_CACHE}
     if length is not None:
         nested["cache_seqlens"] = length
     q = call.get("q")
     if q is None and "k" in call:
         k = call["k"]
         q = empty((0,) * len(k.shape), k.dtype, k)
-    named: dict[str, Any] = {name: call.get(name) for name in Operands._fields}
-    named |= {"q": q, "k": call.get("k_cache"), "v": call.get("v_cache"), "out": None}
+    named: dict[str, Any] = {name: x for name, x in call.items() if name in OF_BOTH}
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
-    return Operands(**named | {"cu_seqlens_q": call.get(bounds), "cache": CacheOperands(**nested)})
+    return Operands(
+        q, call.get("k_cache"), call.get("v_cache"),
+        cu_seqlens_q=call.get(bounds), cache=CacheOperands(**nested), **named,
+    )  # fmt: skip
 
 
 # Facts
@@ -189,20 +193,19 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
     sides = window if type(window) is tuple else (window,)
     arrays = []
     for name, x in call.items():
-        layout = _has_rows(x), _repeats(x), name in CACHES and has_boxes(x)
+        layout = *_rows_and_repeats(x.shape, x.strides), name in CACHES and has_boxes(x)
         arrays.append((name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, *layout)))
     types = tuple(map(type, (*plain, backend, *sides)))
     text = "" if mod is None else mod.text
     return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
 
 
-def _has_rows(array: Array) -> bool:
-    return 0 in array.shape or array.shape[-1:] == (1,) or array.strides[-1:] == (1,)
-
-
-def _repeats(array: Array) -> bool:
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True))
-    return overlaps and 0 not in array.shape
+@lru_cache(maxsize=CACHED)
+def _rows_and_repeats(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, bool]:
+    """Return whether the last dimension of an array is contiguous, and whether several elements share an address."""
+    has_rows = 0 in shape or shape[-1:] == (1,) or strides[-1:] == (1,)
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True))
+    return has_rows, overlaps and 0 not in shape
 
 
 @lru_cache(maxsize=CACHED)

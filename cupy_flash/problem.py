@@ -299,10 +299,11 @@ class Problem(_Problem, _Call):
         return f"{feature.name} {fact}" if feature.broadcast else feature.field
 
 
-_Operands: Any = record(
-    *("q", "k", "v", *(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
+_OPTIONAL = (
+    *(*(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
     *("captured", "numbers", "dout", "out", "lse", "dlse", *Tangents._fields, "tout", "tlse", "cache"),
 )
+_Operands: Any = record("q", "k", "v", *_OPTIONAL, optional=len(_OPTIONAL))
 
 
 class Operands(_Operands):

@@ -7,6 +7,7 @@ keys, s_b is 0, and the rows of k are the last keys of their sequence.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,22 +39,29 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
     """Return the lengths of the sequences of a call."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
-    every = np.ones(problem.batch, np.int64)
+    none = _equal(problem.batch, 0)
     if operands.cu_seqlens_q is not None:
-        rows = np.diff(operands.cu_seqlens_q.numpy().astype(np.int64))
-        q_rows, k_rows = rows, rows
+        q_rows = k_rows = np.diff(operands.cu_seqlens_q.numpy().astype(np.int64))
     else:
-        q_rows, k_rows = problem.q_len * every, (cache.appended or 0) * every
+        q_rows, k_rows = _equal(problem.batch, problem.q_len), _equal(problem.batch, cache.appended or 0)
     if operands.q.shape[-1] == 0:  # an append has no queries
-        q_rows = 0 * every
+        q_rows = none
     if given.k is None:
-        k_rows = 0 * every
+        k_rows = none
     lengths = given.cache_seqlens
     if isinstance(lengths, Array):
         before = lengths.numpy().astype(np.int64)
     else:
-        before = (problem.kv_len if lengths is None else lengths) * every
-    return Spans(q_rows, k_rows, before, 0 * every if cache.slots else k_rows)
+        before = _equal(problem.batch, problem.kv_len if lengths is None else lengths)
+    return Spans(q_rows, k_rows, before, none if cache.slots else k_rows)
+
+
+@lru_cache(maxsize=16)
+def _equal(batch: int, length: int) -> np.ndarray:
+    """Return the lengths of a batch whose sequences have one length, int64 (B,), read-only because it is shared."""
+    lengths = np.full(batch, length, np.int64)
+    lengths.flags.writeable = False
+    return lengths
 
 
 def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:

@@ -6,6 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .. import device, environment, partials
@@ -197,9 +198,15 @@ DERIVATIVES = {"cpu": ".cpu_derivatives", "cuda": ".cuda", "simulator": ".simula
 
 def _derivatives(chosen: Plan) -> Any:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
-    return importlib.import_module(DERIVATIVES[chosen.device.backend], __package__)
+    return _imported(DERIVATIVES[chosen.device.backend])
 
 
 def _module(chosen: Plan) -> Any:
     """Return the backend's module, imported lazily: its dependencies may be slow to import or not installed."""
-    return importlib.import_module(MODULES.get(chosen.engine, MODULES[chosen.device.backend]), __package__)
+    return _imported(MODULES.get(chosen.engine, MODULES[chosen.device.backend]))
+
+
+@cache
+def _imported(name: str) -> Any:
+    """Return a module, cached because `import_module` takes microseconds even if the module has been imported."""
+    return importlib.import_module(name, __package__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -12,7 +14,7 @@ def product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
     infinite K and Q.
     """
     result: np.ndarray = W @ X
-    if np.isfinite(square_sum(result)):
+    if math.isfinite(square_sum(result)):
         return result
     finite = np.isfinite(X)
     if finite.all():

@@ -168,11 +168,11 @@ class _BlasLimit:
             self._users.add(user)
             if first:
                 limits = [library.num_threads for library in blas_controller().lib_controllers]
-                # If `_before` is set and all limits are one thread, an interrupted call has left them: the limits to
-                # restore are still those in `_before`.
-                if self._before is None or limits != [1] * len(limits):
+                # If all limits are one thread, either nothing has to be set, or an interrupted call has left them: the
+                # limits to restore are still those in `_before`.
+                if limits != [1] * len(limits):
                     self._before = limits
-                self._set([1] * len(limits))
+                    self._set([1] * len(limits))
 
     def leave(self, user: _User) -> None:
         with self._lock:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cupy_flash
+from cupy_flash import backends
 from cupy_flash.adapters import torch as adapter
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 2, 5, 7, 4, 2, 8, 6
@@ -467,3 +468,29 @@ def test_modes_traces_profilers_and_subclasses_see_the_operator(requires_grad):
     wrapped = adapter.attention(q.as_subclass(Wrapped), k, v, causal=True)
     assert Wrapped.operators == 1 and isinstance(wrapped, Wrapped)
     Wrapped.operators = 0
+
+
+def test_settings_of_torch_apply_to_calls_without_gradients(monkeypatch):
+    """Such calls have no operator, but autocast, torch's generator and torch's flags apply to them too."""
+    q, k, v = inputs(requires_grad=False)
+    out = adapter.attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert adapter.attention(q, k, v).dtype == torch.bfloat16
+    dropped = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        dropped.append(adapter.attention(q, k, v, dropout=0.5))
+    assert torch.equal(dropped[0], dropped[1])
+    assert not torch.equal(dropped[0], dropped[2])
+    problems = []
+    forward = backends.forward
+    monkeypatch.setattr(
+        backends, "forward", lambda problem, operands: (problems.append(problem), forward(problem, operands))[1]
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(adapter.attention(q, k, v), out, rtol=0, atol=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    adapter.attention(q, k, v)
+    assert [problem.deterministic for problem in problems] == [True, False]

@@ -1,5 +1,7 @@
 """KV caches as torch tensors: the formula, appends in place, no gradients, torch.compile without a copy of a cache."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -153,6 +155,22 @@ def test_opcheck():
     arguments = cache._arguments(cache.ATTEND, {**given, **cache._tensors(given_options)}, given_options, ())
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(cache.attention_with_kv_cache, arguments, test_utils=tests)
+
+
+def test_a_profiler_sees_the_operator_and_both_ways_write_the_caches():
+    """A call that nothing observes has no operator, but the same results and versions of the tensors it writes."""
+    results, versions = [], []
+    for observe in (contextlib.nullcontext, torch.profiler.profile):
+        (q, *caches), options = step()
+        before = [cache._version for cache in caches]
+        with observe() as profile:
+            out = cupy_flash.attention_with_kv_cache(q, *caches, **options)
+        results.append((out, *caches))
+        versions.append([cache._version > version for cache, version in zip(caches, before, strict=True)])
+    assert any(event.key == "cupy_flash::attention_with_kv_cache" for event in profile.key_averages())
+    assert versions == [[True, True]] * 2
+    for direct, observed in zip(*results, strict=True):
+        torch.testing.assert_close(direct, observed, rtol=0, atol=0, equal_nan=True)
 
 
 def test_all_reasons_at_once():

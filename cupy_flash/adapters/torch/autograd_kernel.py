@@ -7,10 +7,11 @@ The dispatcher converts every argument twice, which takes about 20 us each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types without __torch_function__ of their own
 
@@ -53,7 +54,8 @@ def register_autograd(
         return below_autograd(keyset, arguments)
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain(arguments):
+        tensors = [x for x in arguments if x is not None and isinstance(x, torch.Tensor)]
+        if torch.compiler.is_compiling() or not are_plain(tensors):
             return operator(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return recorded.apply(*arguments, None)
@@ -63,14 +65,19 @@ def register_autograd(
     return call
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Return whether autograd suffices: no mode, trace or profiler is active, and no tensor is of a subclass."""
+def are_plain(tensors: Iterable[Any]) -> bool:
+    """Return whether only autograd may observe a call: no mode, transform, trace, profiler or tensor of a subclass."""
     if (
-        torch._C._len_torch_dispatch_stack()
+        is_transformed()
+        or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
     ):
         return False
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func or a level of dual tensors is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

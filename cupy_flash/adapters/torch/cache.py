@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from ... import backends
 from ...features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
 from ...pose_cache import CacheOptions, pose_append, pose_with_cache
 from ...problem import UnsupportedError
+from .autograd_kernel import are_plain
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
@@ -50,8 +51,15 @@ append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
 def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     """Return the result of `cupy_flash.attention_with_kv_cache` on tensors, which is `out` if that is given."""
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
-    if options.score_mod is not None or options.mask_mod is not None:
-        return _attend_with_mods(q, k_cache, v_cache, options, given)
+    if torch.compiler.is_compiling():
+        if options.score_mod is not None or options.mask_mod is not None:
+            raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
+    elif (
+        options.score_mod is not None
+        or options.mask_mod is not None
+        or are_plain([x for x in given.values() if x is not None])
+    ):
+        return _attend_directly(q, k_cache, v_cache, options, given)
     reasons = _recorded(given)
     try:
         arguments = _arguments(ATTEND, given, options, reasons)
@@ -65,10 +73,8 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     return (result, lse) if options.return_lse else result
 
 
-def _attend_with_mods(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
-    """Compute `attend` without the operator, whose schema has no functions; torch.compile cannot trace this."""
-    if torch.compiler.is_compiling():
-        raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
+def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
+    """Compute `attend` without the operator, whose schema has no functions, or which nothing of torch observes."""
     reasons = _recorded(given | _captured(options))
     with on_device_of(q):
         result, lse = backends.forward(*pose_with_cache(q, k_cache, v_cache, options, reasons))
@@ -79,6 +85,8 @@ def _attend_with_mods(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions,
 
 def _captured(options: CacheOptions) -> dict[str, Any]:
     """Return the arrays that the mods capture, by their names in errors; {} if a trace fails, which pose reports."""
+    if options.score_mod is None and options.mask_mod is None:
+        return {}
     from ...mods.ir import Untraceable
     from ...mods.trace import mod_of
 
@@ -116,12 +124,14 @@ def _is_whole(value: Any) -> bool:
 
 def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
     """Return the reason for an error if autograd had to record the call; a silent detach would lose gradients."""
-    tangents = [name for name, x in given.items() if isinstance(x, torch.Tensor) and unpack_dual(x).tangent is not None]
+    tensors = {name: x for name, x in given.items() if x is not None and isinstance(x, torch.Tensor)}
+    is_dual = forward_ad._current_level >= 0
+    tangents = [name for name, x in tensors.items() if is_dual and forward_ad.unpack_dual(x).tangent is not None]
     if tangents:
         return (f"{', '.join(tangents)}: a KV cache has no forward-mode derivative",)
     if not torch.is_grad_enabled():
         return ()
-    names = [name for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+    names = [name for name, x in tensors.items() if x.requires_grad]
     if not names:
         return ()
     return (f"{', '.join(names)} require grad, and a KV cache records no gradients: call it under torch.no_grad()",)

@@ -214,7 +214,7 @@ def scaled_dot_product_attention(
         return _nested(query, key, value, dropout_p, is_causal, scale, enable_gqa)
     trailing = 3 if enable_gqa else 2
     _require_dimensions((query, key, value), trailing)
-    if 0 in (value.shape[-1], *(heads for x in (query, key, value) for heads in x.shape[-3:-2])):
+    if 0 in (*query.shape[-3:-2], *key.shape[-3:-2], *value.shape[-3:-2], value.shape[-1]):
         return _zeros(query, key, value)
     given_shape = query.shape
     query, key, value, attn_mask = _broadcast((query, key, value), attn_mask, trailing)
@@ -381,6 +381,8 @@ def _causal_of(bias: Any, query: Any, key: Any, is_causal: bool) -> Any:
 
 def _four_dimensional(x: Any) -> Any:
     """Return (..., H, L, E) as (B, H, L, E)."""
+    if x.dim() == 4:
+        return x
     return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 

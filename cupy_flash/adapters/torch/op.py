@@ -94,6 +94,7 @@ class Call(_Call):
         return pose("attention_varlen", (self.q, self.k, self.v), options, packed, saved, tangents=tangents)
 
 
+SEED, DROPOUT = (Call._fields.index(name) for name in ("seed", "dropout"))
 SCHEMA = ", ".join(
     [f"Tensor{'?' * (name not in ('q', 'k', 'v'))} {name}" for name in TENSORS]
     + [f"{kind} {name}" for name, kind in OTHERS.items()]
@@ -405,11 +406,11 @@ def fake_gradients(call: Call, saved: Saved) -> tuple[Any, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     """Save tensors only by save_for_backward: an attribute of ctx exists as long as anything refers to the graph."""
     ctx.set_materialize_grads(False)
-    *plain, captured, ctx.mods = inputs if len(inputs) > len(Call._fields) else (*inputs, [], None)
-    call = Call(*plain)
-    arguments = tuple(call._replace(seed=call.seed if call.dropout else None))
+    *arguments, captured, ctx.mods = inputs if len(inputs) > len(Call._fields) else (*inputs, [], None)
+    if not arguments[DROPOUT]:
+        arguments[SEED] = None
     ctx.save_for_backward(*arguments[: len(TENSORS)], *captured, *output)
-    ctx.others = arguments[len(TENSORS) :]
+    ctx.others = tuple(arguments[len(TENSORS) :])
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:

@@ -9,17 +9,20 @@ compiling the operators are always called.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from ... import backends
 from ...features import DIFFERENTIATED
 from ...mods.trace import Mod
 from ...pose import pose
 from ...problem import Options, Packed
+from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .op import (
+    ARRAY_NAMES,
     TENSORS,
     arguments_of,
     attend,
@@ -28,6 +31,7 @@ from .op import (
     mod_of_options,
     modified_attention_backward,
     modified_attention_forward,
+    on_device_of,
 )
 
 
@@ -36,13 +40,40 @@ def forward(
 ) -> Any:
     """Return the result of `cupy_flash.<function>`, recorded for autograd and for the transforms of torch.func.
 
-    The operator checks the call with `pose`; this function only checks what the operator's schema cannot express.
+    `pose` checks the call, in the operator if there is one; `_recorded` only checks what a schema cannot express.
     """
-    mods = [given for given in (options.score_mod, options.mask_mod) if given is not None]
-    is_traced = all(isinstance(mod, Mod) for mod in mods)
-    if torch.compiler.is_compiling() and not is_traced:
-        return _recorded_outside_of_graph(function, arrays, options, packed, fp8)
+    if torch.compiler.is_compiling():
+        is_traced = all(mod is None or isinstance(mod, Mod) for mod in (options.score_mod, options.mask_mod))
+        record = _recorded if is_traced else _recorded_outside_of_graph
+        return record(function, arrays, options, packed, fp8)
+    if fp8 is False and _is_unobserved(arrays, options, packed):
+        with on_device_of(arrays[0]):
+            out, lse = backends.forward(*pose(function, arrays, options, packed))
+        return (out.result(), lse.result()) if options.return_lse else out.result()
     return _recorded(function, arrays, options, packed, fp8)
+
+
+_arrays_of = operator.attrgetter(*ARRAY_NAMES)
+
+
+def _is_unobserved(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> bool:
+    """Return whether no part of torch changes, records or observes a call, so that it needs no operator.
+
+    A call with mods or dropout counts as observed, because captured arrays and the seed may have to be saved.
+    """
+    tensors = [*arrays, *[x for x in _arrays_of(options) if x is not None]]
+    if packed is not None:
+        tensors += packed[:2]
+    return not (
+        (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors))
+        or options.score_mod is not None
+        or options.mask_mod is not None
+        or type(options.dropout) is not float
+        or options.dropout != 0
+        or not are_plain(tensors)
+        or torch.is_autocast_enabled("cuda" if arrays[0].is_cuda else "cpu")
+        or torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, fp8: bool) -> Any:
@@ -54,7 +85,7 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
             pose(function, arrays, options, packed)  # raises the same reason together with all others
         raise
     captured = [] if mod is None else list(mod.arrays)
-    if not torch.compiler.is_compiling() and _is_transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         settings = Settings(arguments[len(TENSORS) :], "" if mod is None else mod.encoded)
         out, lse = Attention.apply(settings, *arguments[: len(TENSORS)], *captured)
     elif mod is None:
@@ -68,11 +99,6 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
 _recorded_outside_of_graph = torch.compiler.disable(
     _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
 )
-
-
-def _is_transformed() -> bool:
-    """Return whether a transform of torch.func or a level of dual tensors is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class Settings:

@@ -14,6 +14,7 @@ row sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -115,6 +116,7 @@ class _Call:
         # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
         scale, one = dtype.type(problem.scale), dtype.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
+        self.lowest = np.finfo(dtype).min
         self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
         self.modifies |= problem.dense_mask is not None or problem.mods != ""
         self.mods = Mods(problem, operands) if problem.mods else None
@@ -148,17 +150,15 @@ class _Call:
     ) -> None:
         """Compute parts[index], the attention of the tile over the keys of these chunks."""
         part = self._attend(tile, Q, chunks, np.matmul)
-        if not np.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
+        if not math.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
             part = self._attend(tile, Q, chunks, product)
         parts[index] = part
 
     def _attend(
         self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
     ) -> Part:
-        shape, dtype, width = Q.shape[:2], Q.dtype, 0
-        # m starts at the lowest finite number, not at -inf, so that a hidden score minus m is -inf, not NaN.
-        m, l = np.full(shape, np.finfo(dtype).min, dtype), np.zeros(shape, dtype)
-        O = np.zeros((*shape, self.problem.head_dim_v), dtype)
+        shape, dtype, width, m = Q.shape[:2], Q.dtype, 0, None
+        O, l = np.zeros((*shape, self.problem.head_dim_v), dtype), np.zeros((*shape, 1), dtype)
         for start, stop in chunks:
             self.stop.poll()
             K, V = tile.sequence.keys.load(start, stop)
@@ -168,19 +168,23 @@ class _Call:
             np.matmul(Q, K.swapaxes(1, 2), out=S)
             if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
                 self.modify(S, tile, start)
-            top = np.maximum.reduce(S, axis=2)
-            if (top > m).any():  # otherwise the factor is 1
+            # m is at least the lowest finite number, not -inf, so that a hidden score minus m is -inf, not NaN.
+            top = np.maximum.reduce(S, axis=2, keepdims=True, initial=self.lowest)
+            if m is None:
+                m = top
+            elif (top > m).any():  # otherwise the factor is 1
                 reference = np.maximum(m, top)
                 rescale = np.exp(m - reference)
                 l *= rescale
-                O *= rescale[..., None]
+                O *= rescale
                 m = reference
-            S -= m[..., None]
+            S -= m
             np.exp(S, out=S)
-            l += np.add.reduce(S, axis=2)
+            l += np.add.reduce(S, axis=2, keepdims=True)
             O += multiply(S, V)
-        O /= np.where(l == 0, 1, l)[..., None]
-        return Part(O, m + np.log(l))
+        O /= np.maximum(l, 1)  # a row that sees a key has l >= exp(m - m) = 1, any other 0
+        assert m is not None  # a piece has at least one chunk
+        return Part(O, (m + np.log(l))[..., 0])
 
     def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
         """Turn the products with the keys [start, start + S.shape[2]) into scores, in place; hidden ones are -inf."""

@@ -22,21 +22,19 @@ class Keys:
         self.start, self.stop = start, stop
 
         # Chunks of a contiguous sequence in the accumulation dtype are views.
-        self.views: tuple[np.ndarray, np.ndarray] | None = None
-        if isinstance(place, tuple) and all(_is_for_blas(pool, dtype) for pool in self.pools):
-            block, row = place
-            self.views = (k[block, row:].transpose(1, 0, 2), v[block, row:].transpose(1, 0, 2))
+        self.are_views = isinstance(place, tuple) and _is_for_blas(k, dtype) and _is_for_blas(v, dtype)
 
     def load(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return K (Hk, stop - start, D) and V (Hk, stop - start, Dv) of keys [start, stop), in the accumulation dtype.
 
         The range may exceed [self.start, self.stop): keys outside are 0.
         """
-        if self.views is not None and self.start <= start and stop <= self.stop:
-            K, V = self.views
-            return K[:, start:stop], V[:, start:stop]
-        K, V = (self._load(pool, start, stop) for pool in self.pools)
-        return K, V
+        k, v = self.pools
+        if self.are_views and self.start <= start and stop <= self.stop:
+            block, row = self.place
+            rows = slice(row + start, row + stop)
+            return k[block, rows].transpose(1, 0, 2), v[block, rows].transpose(1, 0, 2)
+        return self._load(k, start, stop), self._load(v, start, stop)
 
     def _load(self, pool: np.ndarray, start: int, stop: int) -> np.ndarray:
         first, last = max(start, self.start), min(stop, self.stop)
@@ -76,8 +74,8 @@ def in_accumulation(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _is_for_blas(rows: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether BLAS accepts each head of (..., keys, heads, dim) without a copy."""
-    fits = rows.strides[-1] == rows.itemsize and rows.strides[-3] >= rows.itemsize * rows.shape[-1]
-    return rows.dtype == dtype and fits
+    strides, size = rows.strides, dtype.itemsize
+    return rows.dtype == dtype and strides[-1] == size and strides[-3] >= size * rows.shape[-1]
 
 
 @lru_cache(maxsize=2)

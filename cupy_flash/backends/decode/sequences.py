@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...arrays import Array
 from ...engines.cpu_decode import FIXED_ROWS
 from ...mask import Mask
 from ...plan import Plan
@@ -156,7 +157,7 @@ def sequences_of_cache(
 
 def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, lse: np.ndarray) -> list[Sequence]:
     """Return the sequences of a padded or packed batch without a cache."""
-    q, k, v = (array.numpy() for array in (operands.q, operands.k, operands.v))
+    q, k, v = operands.q.numpy(), operands.k.numpy(), operands.v.numpy()
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
         q_ends, k_ends = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
         return [
@@ -171,12 +172,12 @@ def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, ls
         ]  # fmt: skip
     if problem.layout == "bhsd":
         q, k, v, out = (x.transpose(0, 2, 1, 3) for x in (q, k, v, out))
-    q_lengths, kv_lengths = (
-        [longest] * problem.batch if lengths is None else lengths.numpy().tolist()
-        for lengths, longest in ((operands.q_lengths, problem.q_len), (operands.kv_lengths, problem.kv_len))
-    )
-    shape = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
-    mask = None if operands.mask is None else np.broadcast_to(four_dimensional(operands.mask.numpy()), shape)
+    q_lengths = _lengths(operands.q_lengths, problem.q_len, problem)
+    kv_lengths = _lengths(operands.kv_lengths, problem.kv_len, problem)
+    mask = None
+    if operands.mask is not None:
+        shape = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
+        mask = np.broadcast_to(four_dimensional(operands.mask.numpy()), shape)
     return [
         Sequence(
             b, q[b, :q_len], out[b, :q_len], lse[b, :, :q_len], Keys(k, v, (b, 0), 0, kv_len, problem.accumulation),
@@ -184,3 +185,11 @@ def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, ls
         )
         for b, (q_len, kv_len) in enumerate(zip(q_lengths, kv_lengths, strict=True))
     ]  # fmt: skip
+
+
+def _lengths(lengths: Array | None, longest: int, problem: Problem) -> list[int]:
+    """Return the lengths of the sequences of a padded batch, all `longest` if there are none."""
+    if lengths is None:
+        return [longest] * problem.batch
+    values: list[int] = lengths.numpy().tolist()
+    return values

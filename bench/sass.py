@@ -163,8 +163,9 @@ def _best_round(
         instruction = instructions[n]
         name = opcode(instruction)
         value = tuple(map(add, best[n], worth(name)))
-        branch_target = target(instruction, labels)
-        branches_always = name == "BRA" and not re.match(r"@|BRA\S* !?U?P", instruction)
+        diverges = instruction.startswith("BRA.DIV")  # taken only if the lanes of a warp have diverged: no steady path
+        branch_target = None if diverges else target(instruction, labels)
+        branches_always = name == "BRA" and not diverges and not re.match(r"@|BRA\S* !?U?P", instruction)
         successors = [] if branches_always or name in ("EXIT", "RET") and "@" not in instruction else [n + 1]
         if branch_target is not None and n < branch_target <= back:
             successors.append(branch_target)

@@ -174,6 +174,7 @@ LISTING = """
         /*0030*/                   LDGSTS.E.128 [R4], [R6.64] ;
 .L_x_2:
         /*0040*/                   HMMA.16816.F32 R8, R12, R16, R8 ;
+        /*0048*/                   BRA.DIV ~URZ, `(.L_x_4) ;
         /*0050*/             @!P1 BRA `(.L_x_3) ;
         /*0060*/                   FMUL R20, R20, R21 ;
         /*0070*/                   FMUL R22, R22, R21 ;
@@ -181,15 +182,19 @@ LISTING = """
         /*0080*/                   MUFU.EX2 R24, R24 ;
         /*0090*/              @P2 BRA `(.L_x_1) ;
         /*00a0*/                   EXIT ;
+.L_x_4:
+        /*00b0*/                   BRA `(.L_x_3) ;
 """
 
 
 def test_the_shortest_path_through_a_loop():
-    """The shortest path through the loop includes the predicated copy and skips the rescaling of O."""
+    """The shortest path through the loop includes the predicated copy, skips the rescaling of O, and takes no branch for
+    lanes that have diverged.
+    """
     instructions, labels = sass.parse(LISTING)
-    assert sass.loops(instructions, labels) == [(1, 9)]
-    executed = [sass.opcode(x) for x in sass.shortest_round(instructions, labels, 1, 9)]
-    assert executed == ["ISETP", "BRA", "LDGSTS", "HMMA", "BRA", "MUFU", "BRA"]
+    assert sass.loops(instructions, labels)[0] == (1, 10)
+    executed = [sass.opcode(x) for x in sass.shortest_round(instructions, labels, 1, 10)]
+    assert executed == ["ISETP", "BRA", "LDGSTS", "HMMA", "BRA", "BRA", "MUFU", "BRA"]
 
 
 @pytest.mark.parametrize(

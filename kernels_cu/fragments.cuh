@@ -60,8 +60,8 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
           if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
           float derivative;
           if constexpr (SCORE_MOD) {
-            Position query(q_start + row_of(0, 0), row_of(m, e) - row_of(0, 0));
-            Position key(kv_start + column_of(0, 0), column_of(n, e) - column_of(0, 0), column_of(n, e));
+            Position query(q_start + row_of(0, 0), row_offset(m, e));
+            Position key(kv_start + column_of(0, 0), column_offset(n, e), column_of(n, e));
             if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
             float s = score.apply(S[m][n][e], query, key, derivative);
             S[m][n][e] = seen ? s : -infinity();

@@ -67,8 +67,10 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
       if (MASK_MOD && masked) seen &= band.mod_sees(score.head, band.query(i), band.key(j));
       if constexpr (SCORE_MOD) {
-        Position at_query(i0 + query_of(0, 0, 0), query - query_of(0, 0, 0));
-        Position at_key(j0 + key_of(0, 0, 0), key_of(m, n, e) - key_of(0, 0, 0));
+        // Offsets are constants, so that the compiler evaluates a score_mod once for scores at the same distance.
+        int row = row_offset(m, e % 4), column = column_offset(n + e / 4, e % 4);
+        Position at_query(i0 + query_of(0, 0, 0), TRANSPOSED ? column : row);
+        Position at_key(j0 + key_of(0, 0, 0), TRANSPOSED ? row : column);
         if (masked) at_query = band.query(i), at_key = band.key(j);
         float x = score.apply<SCORE_GRADIENT>(s, at_query, at_key, derivatives[e]);
         s = seen ? x : -infinity();

@@ -119,12 +119,19 @@ __device__ inline int lane_id() {
   return threadIdx.x % WARP;
 }
 
-// Row and column, within the warp's rows and columns of C, of element e of fragment (m, n).
+// Row and column, within the warp's rows and columns of C, of element e of fragment (m, n). An offset is the distance
+// from the lane's first element, a constant.
+__device__ constexpr int row_offset(int m, int e) {
+  return 16 * m + 8 * (e / 2);
+}
+__device__ constexpr int column_offset(int n, int e) {
+  return 8 * n + e % 2;
+}
 __device__ inline int row_of(int m, int e) {
-  return 16 * m + 8 * (e / 2) + lane_id() / 4;
+  return row_offset(m, e) + lane_id() / 4;
 }
 __device__ inline int column_of(int n, int e) {
-  return 8 * n + 2 * (lane_id() % 4) + e % 2;
+  return column_offset(n, e) + 2 * (lane_id() % 4);
 }
 
 // Loads four 8 x 8 matrices of 16-bit numbers, matrix n into x[n]. Lane l supplies the address of row l % 8 of matrix l

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array, empty
 from ..problem import Operands, Problem
-from .cuda_code import captured_numbers, captured_struct, chunked, sum_type, table_of, with_tangents
+from .cuda_code import captured_numbers, captured_struct, chunked, computed_axes, sum_type, table_of, with_tangents
 from .ir import parse
 
 
@@ -56,9 +56,15 @@ class Captured:
 
     def members(self, address: Callable[[Array], int]) -> tuple[float, ...]:
         """Return the values of the members of `struct Captured`; ValueError for a stride of more than 32 bits."""
-        for name, array in self.arrays.items():
-            if any(abs(stride) >= 2**31 for stride in array.strides):
-                raise ValueError(f"{name} of a mod has strides {array.strides}, which kernels index with 32 bits")
+        by_bytes = computed_axes(self.program)
+        for slot, array in enumerate(self.captured):
+            if array is None:
+                continue
+            for axis, stride in enumerate(array.strides):
+                unit = array.dtype.itemsize if (slot % self.count, axis) in by_bytes else 1
+                if abs(stride) * unit >= 2**31:
+                    strides = f"strides {array.strides}"
+                    raise ValueError(f"captured{slot} of a mod has {strides}, which kernels index with 32 bits")
         ranks = [(0,) * element.rank for element in self.program.arrays]
         arrays = [
             (0, zeros, zeros) if array is None else (address(array), array.shape, array.strides)

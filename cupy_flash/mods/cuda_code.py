@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .clamps import folded
 from .derive import Derivative, Read, derivative, gradient_reads, may_be_infinite, tangent
 from .intervals import Abstraction
-from .ir import BOOL, INT, LONG, REAL, Node, Program, order, parse
+from .ir import ARGUMENTS, BOOL, INT, LONG, REAL, Node, Program, order, parse
 from .tiles import CHUNK, FUNCTIONS, Interval, TileDomain, Truth
 
 TYPES = {BOOL: "bool", INT: "int", LONG: "long long", REAL: "real"}
@@ -54,7 +55,9 @@ CALLS = {
     "shl": "mod_shl", "shr": "mod_shr",
 }  # fmt: skip
 
-DISTANCE = "distance"  # q - kv or kv - q as a real; only this module has this operator
+# Operators of this module alone:
+DISTANCE = "distance"  # q - kv or kv - q as a real
+LAST = "last"  # last index of an array's dimension; the value is (slot, axis)
 
 BATCH, QUERY, KEY, SCORE = STAGES = ("batch", "query", "key", "score")
 
@@ -107,6 +110,18 @@ def captured_numbers(
         names = [f"{name}{slot}" for name in ("chunks", "sums", "gradient", "largest") if f"{name}{slot}" in workspaces]
         members += [address, *(workspaces[name] for name in names), *shape, *strides]
     return (*members, *numbers) or (0,)
+
+
+@lru_cache(maxsize=256)
+def computed_axes(program: Program) -> frozenset[tuple[int, int]]:
+    """Return (slot, axis) of the dimensions that a mod indexes with a value of a query and a key.
+
+    Kernels index these by bytes, and all others by elements.
+    """
+    loads = [node for node in order(program.roots) if node.op == "load"]
+    return frozenset(
+        (load.value, axis) for load in loads for axis, index in enumerate(load.args) if stage(index) == SCORE
+    )
 
 
 @lru_cache(maxsize=256)
@@ -204,6 +219,13 @@ def staged_bytes(mods: str, longest: int, part: bool) -> int:
     return writer.staged_bytes
 
 
+@lru_cache(maxsize=256)
+def reads_at_scores(mods: str) -> bool:
+    """Return whether the score_mod reads elements that differ from score to score."""
+    score = parse(mods).score
+    return score is not None and any(node.op == "load" and stage(node) == SCORE for node in order((score,)))
+
+
 def mod_struct(
     program: Program,
     by: Derivative | None = None,
@@ -282,18 +304,19 @@ class _Writer:
         moved: tuple[bool, ...] | None,
     ) -> None:
         self.bounds = Abstraction(_Bounds(program, largest))
-        self.score = None if program.score is None else self._in_reals(program.score)
+        self.inside: set[Node] = set()  # indices that are within their dimension
+        self.score = None if program.score is None else self._prepared(program.score)
         self.program, self.largest, self.wanted, self.target = program, largest, wanted, target
         self.fixed, self.measure, self.part = fixed, measure, part
-        self.slope = None if by is None else self._in_reals(by.slope)
+        self.slope = None if by is None else self._prepared(by.slope)
         self.directed, self.moving = moved is not None, None
         if moved is not None and program.score is not None:
-            self.moving = _Moving.of(program.score, moved, target).map(self._in_reals)
+            self.moving = _Moving.of(program.score, moved, target).map(self._prepared)
         # (element, derivatives of the score and of its tangent) for each read to whose gradient several blocks may add
         self.reads = []
         for read in (read for read in reads if not read.is_owned):
             of_tangent = () if self.moving is None else (self.moving.by(read),)
-            self.reads.append((read.element, (self._in_reals(read.factor), *of_tangent)))
+            self.reads.append((self._prepared(read.element), (self._prepared(read.factor), *of_tangent)))
         self.roots = [root for root in (self.score, self.slope, program.mask) if root is not None]
         self.roots += self.moving.roots if self.moving is not None else []
         for load, factors in self.reads:
@@ -522,16 +545,36 @@ class _Writer:
 
     # ---- values
 
-    def _in_reals(self, root: Node) -> Node:
-        """Return a real expression with sums of ints done in reals, to convert a term once per query or key."""
+    def _prepared(self, root: Node) -> Node:
+        """Return a real expression with sums of ints done in reals, and with one clamp per index.
+
+        A term of such a sum is converted once per query or key.
+        """
         renamed: dict[Node, Node] = {}
         for node in order((root,)):
             if node.op == REAL:
                 renamed[node] = self._real_sum(node.args[0])
             else:
                 args = tuple(renamed[arg] for arg in node.args)
+                if node.op == "load":
+                    args = tuple(
+                        self._clamped_once(node, axis, index) or args[axis] for axis, index in enumerate(node.args)
+                    )
                 renamed[node] = node.graph.node(node.op, node.kind, args, node.value)
         return renamed[root]
+
+    def _clamped_once(self, load: Node, axis: int, index: Node) -> Node | None:
+        """Return an index of a score within its dimension, with one clamp for its own clamps and the dimension's."""
+        graph = load.graph
+        last = graph.node(LAST, INT, value=(load.value, axis))
+        fold = folded(index, last, lambda node: stage(node) == BATCH, self._may_wrap) if stage(index) == SCORE else None
+        if fold is None:
+            return None
+        x, low, high = fold
+        is_low_enough = low.op == "const" and self._lowest(x) >= low.value
+        inside = graph.make("min", x if is_low_enough else graph.make("max", x, low), high)
+        self.inside.add(inside)
+        return inside
 
     def _real_sum(self, x: Node) -> Node:
         """Return an int or bool as a real; the terms of a sum are converted instead of the sum if all are exact."""
@@ -595,6 +638,9 @@ class _Writer:
 
     def _expression(self, node: Node) -> str:
         op, kind = node.op, node.kind
+        if op == LAST:
+            slot, axis = node.value
+            return f"p.captured.size{slot}_{axis} - 1"
         if op == "argument":
             return f"({TYPES[kind]})p.captured.number{node.value}"
         if op == "load":
@@ -631,19 +677,25 @@ class _Writer:
         return f"{CALLS[op]}({', '.join(x)})"
 
     def _load(self, node: Node) -> str:
-        dtype = self.program.arrays[node.value].dtype
-        terms = []
+        kind = STORED[self.program.arrays[node.value].dtype]
+        array, row, places = f"(const {kind}*)p.captured.array{node.value}", [], []
         for axis, index in enumerate(node.args):
-            text = self._clamped(node, axis, index)
-            terms.append(f"(long long){text} * p.captured.stride{node.value}_{axis}")
-        element = f"((const {STORED[dtype]}*)p.captured.array{node.value})[{' + '.join(terms) or '0'}]"
+            text, stride = self._clamped(node, axis, index), f"p.captured.stride{node.value}_{axis}"
+            if stage(index) == SCORE:
+                places.append(f"(long long){text} * ({stride} * (int)sizeof({kind}))")
+            else:
+                row.append(f"(long long){text} * {stride}")
+        if places:
+            element = f"element_of({' + '.join([array, *row])}, {' + '.join(places)})"
+        else:
+            element = f"({array})[{' + '.join(row) or '0'}]"
         if node.kind == BOOL:
             return f"{element} != 0"
         return f"(real)to_real({element})" if node.kind == REAL else element
 
     def _clamped(self, load: Node, axis: int, index: Node) -> str:
         """Return an index clamped to its axis; an input needs no clamp, as the host has checked it against the axis."""
-        if index.op in ("b", "h", "q", "kv"):
+        if index.op in ("b", "h", "q", "kv") or index in self.inside:
             return self._name(index)
         clamp = "below" if self._lowest(index) >= 0 else "clamped"
         return f"{clamp}({self._name(index)}, p.captured.size{load.value}_{axis})"
@@ -700,11 +752,14 @@ class _Bounds(TileDomain):
 
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))
-        super().__init__(dict.fromkeys(("b", "h", "q", "kv"), whole), (), {})
+        last = Interval(np.int64(-1), np.int64(2**31 - 2))
+        super().__init__({**dict.fromkeys(("b", "h", "q", "kv"), whole), LAST: last}, (), {})
         self.program = program
 
     def argument(self, node: Node) -> Interval:
-        return self.call("any_int" if node.kind == INT else "any_long")
+        if node.kind == INT:
+            return Interval(np.int64(ARGUMENTS[0]), np.int64(ARGUMENTS[-1]))
+        return self.call("any_long")
 
     def load(self, node: Node, indices: Sequence[Interval]) -> Interval:
         return _limits(self.program.arrays[node.value].dtype)

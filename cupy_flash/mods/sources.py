@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from .ir import ARGUMENTS, INT32
+
 LOCAL = r"\bv\d+\b"
 Collect = Callable[[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
 
@@ -65,7 +67,7 @@ class Sources:
             elif local in needed:
                 lines.append(f"        {local} = {expression}")
         lines += [f"        return {', '.join(results)}", "    except Exception: return None"]
-        namespace = {**self._constants, "INT32": (-(2**31), 2**31 - 1)}
+        namespace = {**self._constants, "ARGUMENTS": ARGUMENTS, "INT32": INT32}
         exec(compile("\n".join(lines), "<the captured values of a mod>", "exec"), namespace)
         collect: Collect = namespace["collect"]
         return collect

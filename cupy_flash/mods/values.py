@@ -17,7 +17,7 @@ import numpy as np
 
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
-from .ir import BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
+from .ir import ARGUMENTS, BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
 from .sources import Sources
 
 LONGEST_ROW = 1024  # maximum elements of a captured row, which is computed element by element
@@ -87,7 +87,8 @@ class Trace:
         kind = kind_of(value)
         if kind == LONG and not -(2**63) <= value < 2**63:
             raise Untraceable(f"{value} does not fit 64 bits")
-        if kind == BOOL or in_text or value in SMALL or not math.isfinite(value):
+        is_far = kind == INT and value not in ARGUMENTS
+        if kind == BOOL or in_text or value in SMALL or is_far or not math.isfinite(value):
             if source is not None:
                 self._require_value(value, source)
             return self.graph.const(value)
@@ -110,9 +111,8 @@ class Trace:
     def _kind_condition(self, source: str, kind: str) -> str:
         if kind == REAL:
             return f"type({source}) is {self.sources.constant(float)}"
-        condition = f"INT32[0] <= {source} <= INT32[1]"
-        whole = f"type({source}) is {self.sources.constant(int)}"
-        return f"{whole} and {condition}" if kind == INT else f"{whole} and not {condition}"
+        condition = f"{source} in ARGUMENTS" if kind == INT else f"{source} not in INT32"
+        return f"type({source}) is {self.sources.constant(int)} and {condition}"
 
 
 def element_of(array: Any) -> Element:

@@ -188,8 +188,8 @@ LISTING = """
 
 
 def test_the_shortest_path_through_a_loop():
-    """The shortest path through the loop includes the predicated copy, skips the rescaling of O, and takes no branch for
-    lanes that have diverged.
+    """The shortest path through the loop includes the predicated copy and skips the rescaling of O; lanes do not
+    diverge.
     """
     instructions, labels = sass.parse(LISTING)
     assert sass.loops(instructions, labels)[0] == (1, 10)

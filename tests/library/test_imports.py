@@ -34,6 +34,7 @@ FLOW = (
     "mods.numpy_code",
     "mods.intervals",
     "mods.tiles",
+    "mods.clamps",
     "mods.cuda_code",
     "mods.masks",
     "score",

@@ -266,6 +266,29 @@ def test_a_missing_clamp_is_found():
         pairs_of(mod, np.float32, plant=("clamped(v", "(v"))
 
 
+RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # its rows are not contiguous
+LIMIT, HUGE = 12, 2**31 - 1  # a run-time number, and one of the text
+
+
+def folded_reads(s, b, h, q, kv):
+    """Reads at clamped distances, of which the last two wrap."""
+    near = RELATIVE[h, np.clip(q - kv, -LIMIT, LIMIT) + LIMIT] + RELATIVE[1, np.minimum(abs(q - kv), 40)]
+    return s + near + RELATIVE[h, np.maximum(q - kv, 3) + HUGE] + RELATIVE[h, np.minimum(kv - q, 9) - HUGE - 9]
+
+
+def test_folded_clamps_read_what_numpy_reads():
+    (score, _, _), (expected, _, _) = pairs_of(Mod(folded_reads), np.float32)
+    np.testing.assert_allclose(score, expected, 1e-5, 1e-5)
+    text = cuda_code.mod_struct(Mod(folded_reads).program)
+    assert text.count("clamped(") == 2  # of the reads that wrap
+
+
+def test_a_clamp_that_is_folded_away_is_found(monkeypatch):
+    monkeypatch.setattr(cuda_code, "folded", lambda x, *_: (x, x.graph.const(-HUGE - 1), x.graph.const(HUGE)))
+    with pytest.raises(SimulationError, match="past the end|before"):
+        pairs_of(Mod(lambda s, b, h, q, kv: s + RELATIVE[h, np.maximum(q - kv, 3)]), np.float32)
+
+
 # name -> (mask_mod, rounds in which a warp may classify the 8,192 tiles of 2^20 keys; tile by tile these are 256)
 NARROW = {
     "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),

@@ -16,6 +16,7 @@ from .shared import (
     known_constants,
     nonempty,
     owned_launches,
+    reads_at_scores,
     sequences,
     with_mods,
 )
@@ -31,9 +32,11 @@ LIVE = {
     "forward": 164, "jvp": 168, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112,
 }  # fmt: skip
-LIVE_IN_OPTIONS = 30  # subtracted with modified scores, dropout, or a mask_mod in the forward
+LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
+LIVE_OF_WALK = 34  # subtracted instead with a mask_mod in the forward, whose loads classify tiles ahead of the mainloop
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
 LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
+FREE_READS = 32  # reads per thread of a score_mod whose addresses fit the rest; each further one subtracts 2
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
 # Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
@@ -269,10 +272,14 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
-    walks = problem.mask_mod and kernel == "forward"  # the loads classify tiles themselves, ahead of the mainloop
-    limit -= LIVE_IN_OPTIONS if is_modified(problem) or problem.dropout or walks else 0
+    if problem.mask_mod and kernel == "forward":
+        limit -= LIVE_OF_WALK
+    elif is_modified(problem) or problem.dropout:
+        limit -= LIVE_IN_OPTIONS
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
+    if reads_at_scores(problem):
+        limit -= 2 * max(_scores(shape) - FREE_READS, 0)
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
@@ -300,11 +307,20 @@ def _padded(problem: Problem, column_warps: int) -> tuple[int, int]:
     return k, v
 
 
+def _fragment_rows(tile: Tile) -> int:
+    """Return the number of 16-row fragments of a warp."""
+    return tile.rows * 32 * tile.column_warps // (16 * tile.threads)
+
+
+def _scores(tile: Tile) -> int:
+    """Return the number of scores of a thread."""
+    return _fragment_rows(tile) * tile.step // 2
+
+
 def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     """Return the registers per thread that hold score tiles, accumulators and Q."""
-    m = tile.rows * 32 * tile.column_warps // (16 * tile.threads)
+    m = _fragment_rows(tile)
     k, v = _padded(problem, tile.column_warps)
-    scores = m * tile.step // 2
     # fp32 score tiles live at once: S; S + dP + their packed halves; plus the dbias accumulator.
     # JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
@@ -315,7 +331,7 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
         "forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "second_q": k, "second_kv": k + v,
     }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
-    return int(copies * scores) + m * columns // (2 * tile.column_warps) + q
+    return int(copies * _scores(tile)) + m * columns // (2 * tile.column_warps) + q
 
 
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:

@@ -211,6 +211,15 @@ def added_launches(problem: Problem, one: Launch) -> list[Launch]:
     return [one._replace(headers=_mod_headers(problem, measure=True)), one] if problem.deterministic else [one]
 
 
+def reads_at_scores(problem: Problem) -> bool:
+    """Return whether a score_mod reads elements of captured arrays that differ from score to score."""
+    if not problem.mods:
+        return False
+    from ..mods import cuda_code
+
+    return cuda_code.reads_at_scores(problem.mods)
+
+
 def key_bytes(problem: Problem) -> int:
     """Return the bytes per key of values that mods compute from a key alone and a wgmma forward stages; 0 without."""
     if not problem.mods:

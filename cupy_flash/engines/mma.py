@@ -33,7 +33,7 @@ LIVE = {
     "second_q": 167, "second_kv": 168, "second_bias": 112,
 }  # fmt: skip
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
-LIVE_OF_WALK = 34  # subtracted instead with a mask_mod in the forward, whose loads classify tiles ahead of the mainloop
+LIVE_OF_MODS = 34  # subtracted instead with mods in the forward; loads classify the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
 LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
 FREE_READS = 32  # reads per thread of a score_mod whose addresses fit the rest; each further one subtracts 2
@@ -272,8 +272,8 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
-    if problem.mask_mod and kernel == "forward":
-        limit -= LIVE_OF_WALK
+    if problem.mods and kernel == "forward":
+        limit -= LIVE_OF_MODS
     elif is_modified(problem) or problem.dropout:
         limit -= LIVE_IN_OPTIONS
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0

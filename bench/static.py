@@ -61,6 +61,9 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "bf16 D 64 derivatives, all options": dict(dtype="bfloat16", head_dim=64, tangents=QKV) | EVERY_OPTION,
     "bf16 D 64 derivatives": dict(dtype="bfloat16", head_dim=64, tangents=QKV),
     "bf16 D 128 derivatives": dict(dtype="bfloat16", head_dim=128, tangents=QKV),
+    "fp16 D 64 derivatives": dict(dtype="float16", head_dim=64, tangents=QKV),
+    "fp16 D 64 derivatives, all options": dict(dtype="float16", head_dim=64, tangents=QKV) | EVERY_OPTION,
+    "fp16 D 128 derivatives": dict(dtype="float16", head_dim=128, tangents=QKV),
     # Tensor cores. bf16 differs in two instructions only, and sm_75 does not have it.
     "fp16 D 64": dict(dtype="float16", head_dim=64, engine="mma"),
     "fp16 D 96": dict(dtype="float16", head_dim=96, engine="mma"),

@@ -40,6 +40,16 @@ __device__ inline unsigned int cvt_rn_x2<bfloat16>(float low, float high) {
 }
 #endif
 
+// Products of two pairs of numbers, rounded to nearest even.
+template <typename T>
+__device__ unsigned int mul_rn_x2(unsigned int x, unsigned int y);
+template <>
+__device__ inline unsigned int mul_rn_x2<half16>(unsigned int x, unsigned int y) {
+  unsigned int z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
 // Four numbers of e4m3 as two pairs of T: y[0] has the two low bytes of x. Exact. Before sm_89, which has an
 // instruction, an fp16 gets the bits of the byte and is multiplied by 2^8, the difference of the biases.
 template <typename T>
@@ -59,7 +69,7 @@ __device__ inline void cvt_e4m3x4<half16>(unsigned int (&y)[2], unsigned int x) 
     unsigned int bytes = __byte_perm(x, 0, n ? 0x3424 : 0x1404);  // in the upper halves
     unsigned int magnitude = bytes >> 1 & 0x3F803F80;
     unsigned int nan = magnitude + 0x00800080 & 0x40004000;  // 0x7F alone carries into the last bit of the exponent
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y[n]) : "r"(bytes & 0x80008000 | magnitude | nan), "r"(0x5C005C00));
+    y[n] = mul_rn_x2<half16>(bytes & 0x80008000 | magnitude | nan, 0x5C005C00);
   }
 #endif
 }

@@ -36,7 +36,7 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
     return shared_constants(problem) | {
         "LARGEST_LOG2": 0,
         "KEY_BYTES": 0,
-        # A JVP needs P <= 1, because it also multiplies V by P (tS - mu) in 16 bits.
+        # P <= 1 in a JVP, which in fp16 multiplies it by up to 2^15 (factor_scale.cuh).
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,
         "MODIFIED": is_modified(problem) or problem.derivative != "" or not low <= problem.scale <= high,

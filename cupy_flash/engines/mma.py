@@ -95,17 +95,13 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, fp16 in a direction, and D or Dv > LARGEST."""
+    """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
     dtype = problem.dtype.name
     if dtype not in ("float16", "bfloat16"):
         reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
     elif dtype == "bfloat16" and device.arch == "sm_75":
         reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
-    elif dtype == "float16" and problem.derivative:
-        reasons.append(
-            "P (tS - mu), a factor of the products, may exceed the range of float16; bfloat16 has that of the scores"
-        )
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

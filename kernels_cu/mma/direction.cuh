@@ -1,7 +1,7 @@
 // Tiles, loads and products of inputs that move: those of a JVP and of a double backward. A product with its tangent
 // loads every fragment once.
 #pragma once
-#include "gemm.cuh"
+#include "factor_scale.cuh"
 #include "load.cuh"
 
 constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
@@ -97,14 +97,18 @@ __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned
   }
 }
 
-// C += P X and tC += tP X + P tX, as `accumulate`; MOVES_P, MOVES_X: P, X has a tangent.
+// C += P X and tC += tP X + P tX, as `accumulate`; MOVES_P, MOVES_X: P, X has a tangent. `scale` is that of tP and tC.
 template <int M, int K, int DIM, bool MOVES_P, bool MOVES_X>
 __device__ void accumulate_moved(float (&C)[M][fragments_of(DIM)][4], float (&tC)[M][fragments_of(DIM)][4],
                                  const unsigned int (&P)[M][K][4], const unsigned int (&tP)[M][K][4],
-                                 unsigned int X_smem, unsigned int tX_smem, const typename Tile<DIM>::Lane& x_lane) {
+                                 const FactorScale& scale, unsigned int X_smem, unsigned int tX_smem,
+                                 const typename Tile<DIM>::Lane& x_lane) {
   unsigned int b[4], tb[4];
 #pragma unroll
-  for (int k = 0; k < K; ++k)
+  for (int k = 0; k < K; ++k) {
+    unsigned int scaled[M][4];
+#pragma unroll
+    for (int e = 0; e < 4 * M; ++e) scaled[e / 4][e % 4] = scale.times(P[e / 4][k][e % 4]);
 #pragma unroll
     for (int n = 0; n < fragments_of(DIM); n += 2) {
       ldmatrix_x4_trans(b, X_smem + x_lane.at(16 * k, n * COLUMN_WARPS));
@@ -116,7 +120,8 @@ __device__ void accumulate_moved(float (&C)[M][fragments_of(DIM)][4], float (&tC
           float (&c)[4] = C[m][n + right], (&tc)[4] = tC[m][n + right];
           mma_m16n8k16<element>(c, P[m][k], b[2 * right], b[2 * right + 1], c);
           if constexpr (MOVES_P) mma_m16n8k16<element>(tc, tP[m][k], b[2 * right], b[2 * right + 1], tc);
-          if constexpr (MOVES_X) mma_m16n8k16<element>(tc, P[m][k], tb[2 * right], tb[2 * right + 1], tc);
+          if constexpr (MOVES_X) mma_m16n8k16<element>(tc, scaled[m], tb[2 * right], tb[2 * right + 1], tc);
         }
     }
+  }
 }

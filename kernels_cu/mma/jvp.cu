@@ -25,8 +25,8 @@ __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& s
 
 // Moves the means to those that include a tile with probabilities P, and T with them.
 __device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
-                       const Softmax2 (&softmax)[M][2], const float (&rescaling)[M][2], const float (&P)[M][N][4],
-                       const float (&tS)[M][N][4]) {
+                       const FactorScale& scale, const Softmax2 (&softmax)[M][2], const float (&rescaling)[M][2],
+                       const float (&P)[M][N][4], const float (&tS)[M][N][4]) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -37,6 +37,7 @@ __device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) moving += P[m][n][e] * tS[m][n][e];
       float change = mean[m][half].update(rescaling[m][half], row_sum(moving), row_sum(softmax[m][half].l));
+      change *= scale.power();
 #pragma unroll
       for (int n = 0; n < SUMS; ++n)
 #pragma unroll
@@ -44,10 +45,10 @@ __device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (
     }
 }
 
-// S and tS become the weights of V in O and in T; both sums are rescaled to the new row max.
+// S and tS become the weights of V in O and in T; both sums are rescaled to the new row max. `scale`: of tS and T.
 __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][SUMS][4], float (&T)[M][SUMS][4],
-                       Softmax2 (&softmax)[M][2], Mean (&mean)[M][2], bool masked, const Score& score, const Band& band,
-                       const Dropout& dropout, int q_start, int kv_start) {
+                       const FactorScale& scale, Softmax2 (&softmax)[M][2], Mean (&mean)[M][2], bool masked,
+                       const Score& score, const Band& band, const Dropout& dropout, int q_start, int kv_start) {
   if (masked)
     modify<true>(S, tS, score, band, q_start, kv_start);
   else
@@ -61,14 +62,17 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
     for (int n = 0; n < 2 * M; ++n) rescaling[n / 2][n % 2] = 1;
   }
   exponentiate(S, softmax, LOG2_E);
-  if constexpr (SCORES_MOVE) follow(mean, T, O, softmax, rescaling, S, tS);
+  if constexpr (SCORES_MOVE) follow(mean, T, O, scale, softmax, rescaling, S, tS);
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu);
+      for (int e = 0; e < 4; ++e) {
+        float power = scale.power();
+        tS[m][n][e] = S[m][n][e] * (tS[m][n][e] * power - mean[m][e / 2].mu * power);
+      }
 }
 
 // Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last
@@ -144,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][SUMS][4] = {}, T_rmem[M][SUMS][4] = {};
+    FactorScale scale;
 
     for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
@@ -154,14 +159,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
       float S_rmem[M][N][4] = {}, tS_rmem[M][N][4] = {};
       scores_moved<M, N, HEAD_DIM, TQ, TK>(S_rmem, tS_rmem, Q_smem, tQ_smem, Q_lane, keys.K, keys.tK, K_lane);
       if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
-      attend(S_rmem, tS_rmem, O_rmem, T_rmem, softmax, mean, kv_tiles.masked(), score, band, dropout, q_start + row,
-             kv_tiles.start);
-      unsigned int P_rmem[M][N / 2][4], tP_rmem[M][N / 2][4];
+      attend(S_rmem, tS_rmem, O_rmem, T_rmem, scale, softmax, mean, kv_tiles.masked(), score, band, dropout,
+             q_start + row, kv_tiles.start);
+      unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
-      round_fragments(tP_rmem, tS_rmem);
-      accumulate_moved<M, N / 2, HEAD_DIM_V, SCORES_MOVE, TV>(O_rmem, T_rmem, P_rmem, tP_rmem, keys.V, keys.tV, V_lane);
+      auto tP = factor<SCORES_MOVE>(tS_rmem);
+      scale.round([&](float by) { multiply(T_rmem, by); }, tP);
+      accumulate_moved<M, N / 2, HEAD_DIM_V, SCORES_MOVE, TV>(O_rmem, T_rmem, P_rmem, tP.rounded, scale, keys.V,
+                                                              keys.tV, V_lane);
     }
 
+    multiply(T_rmem, scale.inverse());
     float factors[M][2];
     finish(factors, T_rmem, O_rmem, softmax, mean, p, sequence, dropout, head, q_start + row);
     cp_async_wait_group<0>();  // Q may be in flight if no key was visited

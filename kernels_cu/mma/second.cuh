@@ -86,9 +86,10 @@ struct SecondGradients {
     }
   }
 
+  // Gradients are multiplied by 2^log2_scale.
   template <bool MASKED>
-  __device__ void differentiate(const Score& score, const Band& band, const Dropout& dropout, const RowNumbers* queries,
-                                int i0, int j0) {
+  __device__ void differentiate(float log2_scale, const Score& score, const Band& band, const Dropout& dropout,
+                                const RowNumbers* queries, int i0, int j0) {
     using RandomBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
     // Query and key of element e of fragments (m, n) and (m, n + 1).
     auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
@@ -106,7 +107,7 @@ struct SecondGradients {
         Score::Moved x = moved<MASKED, !QK_GRADIENT>(score, band, ds, dts, i0 + query, j0 + key_of(m, n, e));
         float factor = 1;
         if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : (float)dropout.keep_scale;
-        float probability = ex2_approx(x.score * LOG2_E - row.lse2);
+        float probability = ex2_approx(x.score * LOG2_E - (row.lse2 - log2_scale));
         PairGradients gradients =
             pair_gradients(probability, x.tangent, w, dtP[m][n + e / 4][e % 4], factor, row.mu, row.delta, row.eps);
         if constexpr (QK_GRADIENT || SCORE_MOD) score.second_gradient(gradients.dS, gradients.dtS, x);
@@ -115,20 +116,11 @@ struct SecondGradients {
     }
   }
 
-  __device__ void differentiate(bool masked, const Score& score, const Band& band, const Dropout& dropout,
-                                const RowNumbers* queries, int i0, int j0) {
+  __device__ void differentiate(bool masked, float log2_scale, const Score& score, const Band& band,
+                                const Dropout& dropout, const RowNumbers* queries, int i0, int j0) {
     if (masked)
-      differentiate<true>(score, band, dropout, queries, i0, j0);
+      differentiate<true>(log2_scale, score, band, dropout, queries, i0, j0);
     else
-      differentiate<false>(score, band, dropout, queries, i0, j0);
+      differentiate<false>(log2_scale, score, band, dropout, queries, i0, j0);
   }
 };
-
-// C += P X for P (16 M rows, 8 N columns), rounded, and the rows of tile X: this warp's columns.
-template <int DIM, int M, int N>
-__device__ void add_rounded(float (&C)[M][fragments_of(DIM)][4], const float (&P)[M][N][4], unsigned int X_smem,
-                            const typename Tile<DIM>::Lane& x_lane) {
-  unsigned int P_rmem[M][N / 2][4];
-  round_fragments(P_rmem, P);
-  accumulate<M, N / 2, DIM>(C, P_rmem, X_smem, x_lane);
-}

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_bias(const __gri
             cp_async_wait_group<0>();
             __syncthreads();
             SecondGradients<M, N, false, false> gradients(queries, keys, lanes, [] {});
-            gradients.differentiate<true>(score, band, dropout, numbers, q_start + row, kv_tiles.start);
+            gradients.differentiate<true>(0, score, band, dropout, numbers, q_start + row, kv_tiles.start);
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll

@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_
     KeyLoads(p, sequence, kv_head, kv_start).load(keys, Range{0, sequence.kv_len});
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+    FactorScale scale;
 
     for (; q_tiles.valid(); q_tiles.next()) {
       if constexpr (STAGES == 1) {
@@ -49,16 +50,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_
       SecondGradients<M, N, true, true> tile(queries, keys, lanes, [&] {
         if constexpr (STAGES > 1) load();
       });
-      tile.differentiate(q_tiles.masked(), score, band, dropout, numbers, q_tiles.start, kv_start + row);
-      if constexpr (SCORES_MOVE) add_rounded<HEAD_DIM_V>(dV_rmem, tile.W, queries.dO, dOT_lane);
-      add_rounded<HEAD_DIM>(dK_rmem, tile.dS, queries.Q, QT_lane);
-      if constexpr (TQ) add_rounded<HEAD_DIM>(dK_rmem, tile.dtS, queries.tQ, QT_lane);
+      tile.differentiate(q_tiles.masked(), scale.log2, score, band, dropout, numbers, q_tiles.start, kv_start + row);
+      auto W = factor<SCORES_MOVE>(tile.W);
+      auto dS = factor(tile.dS);
+      auto dtS = factor<TQ>(tile.dtS);
+      scale.round([&](float by) { multiply(dK_rmem, by), multiply(dV_rmem, by); }, W, dS, dtS);
+      if constexpr (SCORES_MOVE) accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, W.rounded, queries.dO, dOT_lane);
+      accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS.rounded, queries.Q, QT_lane);
+      if constexpr (TQ) accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dtS.rounded, queries.tQ, QT_lane);
     }
 
     cp_async_wait_group<0>();  // the keys may be in flight if no query was visited
     __syncthreads();
-    store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });
-    store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [](int, int) { return 1.0f; });
+    store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale * scale.inverse(); });
+    store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [&](int, int) { return scale.inverse(); });
     __syncthreads();
     store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem, kv_start, sequence.kv_rows);
     store_tile<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head), p.dv, smem + K_BYTES, kv_start,

@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
     QueryLoads(p, sequence).load(queries, head, q_start, seeing);
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     float dQ_rmem[M][fragments_of(HEAD_DIM)][4] = {};
+    FactorScale scale;
 
     for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
@@ -48,14 +49,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
       SecondGradients<M, N, false, true> gradients(queries, keys, lanes, [&] {
         if constexpr (STAGES > 1) load();
       });
-      gradients.differentiate(kv_tiles.masked(), score, band, dropout, numbers, q_start + row, kv_tiles.start);
-      add_rounded<HEAD_DIM>(dQ_rmem, gradients.dS, keys.K, KT_lane);
-      if constexpr (TK) add_rounded<HEAD_DIM>(dQ_rmem, gradients.dtS, keys.tK, KT_lane);
+      gradients.differentiate(kv_tiles.masked(), scale.log2, score, band, dropout, numbers, q_start + row,
+                              kv_tiles.start);
+      auto dS = factor(gradients.dS);
+      auto dtS = factor<TK>(gradients.dtS);
+      scale.round([&](float by) { multiply(dQ_rmem, by); }, dS, dtS);
+      accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS.rounded, keys.K, KT_lane);
+      if constexpr (TK) accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dtS.rounded, keys.tK, KT_lane);
     }
 
     cp_async_wait_group<0>();  // the queries may be in flight if no key was visited
     __syncthreads();
-    store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });
+    store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale * scale.inverse(); });
     __syncthreads();
     store_tile<BLOCK_Q, HEAD_DIM>(sequence.queries<element>(p.dq, head), p.dq, smem, q_start, sequence.q_rows);
   }

@@ -79,6 +79,8 @@ class Case:
     packed: bool = False  # pack the sequences into one, followed by rows of NaN
     dropout: float = 0.0
     dlse: bool = True
+    dout_size: float = 1.0  # also of dlse
+    tangent_size: float = 1.0  # a power of two; of derivatives.py
     seed: int = 0
 
     def call(self) -> Call:
@@ -88,8 +90,8 @@ class Case:
         q = rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim))
         k = rng.normal(size=(self.batch, self.kv_len, self.kv_heads, self.head_dim))
         v = rng.normal(size=(self.batch, self.kv_len, self.kv_heads, self.head_dim_v))
-        dout = rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim_v))
-        dlse = rng.normal(size=(self.batch, self.heads, self.q_len))
+        dout = self.dout_size * rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim_v))
+        dlse = self.dout_size * rng.normal(size=(self.batch, self.heads, self.q_len))
         SCORES[self.scores](q, k)
         options = {name: getattr(self, name) for name in ("causal", "window", "scale", "softcap")}
         options |= {} if self.packed else {"layout": self.layout}

@@ -49,7 +49,7 @@ def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
             tangent = np.rint(2 * tangent)
         if name in moving and x is not None:
             wide = x.astype(np.float64)
-            tangents[name] = np.where(np.isnan(wide), np.nan, tangent).astype(x.dtype)
+            tangents[name] = np.where(np.isnan(wide), np.nan, case.tangent_size * tangent).astype(x.dtype)
     return reference.Tangents(**tangents)
 
 
@@ -124,7 +124,8 @@ def references(case: Case, moving=ALL, orders=8) -> tuple[Derivatives, Derivativ
     """Results of the formula in fp64 (longdouble for fp64), and the least accurate ones of several low-precision runs.
 
     The runs permute the head dimensions, which changes the order of the sums. The least accurate value is chosen per
-    element.
+    element. Derivatives are linear in the tangents: these are divided by their size, and the results multiplied by it,
+    so that it changes nothing but the rounding of results.
     """
     with threadpool_limits(1, user_api="blas"):
         exact = _run_reference(case, moving, None)
@@ -145,7 +146,9 @@ def _furthest(exact, a, b):
 def _run_reference(case, moving, dtype, rng=None) -> Derivatives:
     call = case.call()
     q, k, v, options, dout, dlse, packed = call
+    size = case.tangent_size
     direction = direction_of(case, call, moving)
+    direction = reference.Tangents(*(None if x is None else (x / x.dtype.type(size)) for x in direction))
     inner, outer = (np.arange(n) if rng is None else rng.permutation(n) for n in (case.head_dim, case.head_dim_v))
     q, k, v, dout = q[..., inner], k[..., inner], v[..., outer], dout[..., outer]
     moved = (None if x is None else x[..., axes] for x, axes in zip(direction[:3], (inner, inner, outer), strict=True))
@@ -161,10 +164,12 @@ def _run_reference(case, moving, dtype, rng=None) -> Derivatives:
         dq, dk, dv, dbias, dsink, ddout, ddlse = double_backward(
             direction, dout, q, k, v, *bounds, dlse=dlse, dtype=dtype, **options
         )
-    return Derivatives(
+    results = Derivatives(
         out[..., outer], tout[..., outer], lse, tlse, dq[..., inner], dk[..., inner], dv[..., outer], dbias, dsink,
         ddout[..., outer], ddlse,
     )  # fmt: skip
+    linear = {name: x for name, x in results._asdict().items() if name not in ("out", "lse") and x is not None}
+    return results._replace(**{name: (x * float(size)).astype(x.dtype) for name, x in linear.items()})
 
 
 def references_of_seeds(case: Case, moving=ALL) -> tuple[Derivatives, Derivatives]:
@@ -187,14 +192,14 @@ def _errors_of(exact: Derivatives, low: Derivatives) -> list[float]:
     return [0 if x is None else largest(x, y) for x, y in zip(exact, low, strict=True)]
 
 
-def check(case: Case, result=None, backend="cpu", moving=ALL, references=references) -> None:
-    """Compare derivatives, by default those of the public functions, with the formula by the rule of tolerance.py."""
+def check(case: Case, result=None, backend="cpu", moving=ALL, references=references, names=Derivatives._fields) -> None:
+    """Compare derivatives, by default all of the public functions, with the formula by the rule of tolerance.py."""
     result = run(case, backend, moving) if result is None else result
     exact, low = references(case, moving)
     dtypes = dict.fromkeys(Derivatives._fields, DTYPES[case.dtype])
     dtypes |= dict.fromkeys(("lse", "tlse", "ddlse"), case.accumulation)
     dtypes["dbias"] = DTYPES[case.bias_dtype or case.dtype]
-    for name in Derivatives._fields:
+    for name in names:
         actual, expected, what = getattr(result, name), getattr(exact, name), f"{name} of {case}, moving {moving}"
         assert (actual is None) == (expected is None), what
         if actual is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import cases
 import pytest
 from cases import OPTIONS, PACKED_OPTIONS, PAIRS, SIMULATED_PAIRS, Case
-from derivatives import ALL, check, run_kernels
+from derivatives import ALL, Derivatives, check, run_kernels
 from planting import planted_in
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE
@@ -16,7 +16,6 @@ from cupy_flash import nvrtc
 from cupy_flash.backends.simulator.errors import OutOfBounds
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import mma, simt
-from cupy_flash.problem import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -199,45 +198,52 @@ def run_mma(case, moving=ALL, which=0, **how):
 # A bias that is broadcast over queries and keys has only a few gradients, whose exact value is 0. The low-precision run
 # sets their tolerance by its error, which is near 0 by chance with other seeds.
 OF_SUMS = {name: replace(EVERY[name], seed=1) for name in ("bias-1h11", "bias-single")}
-IN_HALF = {name: replace(case, dtype="bfloat16") for name, case in (EVERY | OF_SUMS).items()}
-
-# Without "huge": exponents in base 2 round scores of 10^4 to 10^-3, of which tlse has the error and lse has not.
-PAIRS_IN_HALF = {
-    name: replace(case, dtype="bfloat16")
-    for name, case in cases.covering(6, without=("bfloat16", "float64", "float16", "huge")).items()
+HALVES = ("bfloat16", "float16")
+IN_HALF = {f"{name}-bfloat16": replace(case, dtype="bfloat16") for name, case in (EVERY | OF_SUMS).items()}
+# fp16 cannot hold second derivatives of scores of 10^4, up to 10^8, unless dout is small; nor those of a large scale.
+IN_HALF |= {
+    f"{name}-float16": replace(case, dtype="float16", dout_size=2.0**-12 if "huge" in name else 1.0)
+    for name, case in (EVERY | OF_SUMS).items()
+    if name != "scale-large"
 }
 
+# Without "huge": exponents in base 2 round scores of 10^4 to 10^-3, of which tlse has the error and lse has not.
+PAIRS_IN_HALF = cases.covering(6, without=("bfloat16", "float64", "float16", "huge"))
+GPUS = [("sm_80", "bfloat16"), ("sm_90", "bfloat16"), ("sm_75", "float16"), ("sm_80", "float16")]
 
-@pytest.mark.parametrize("case", in_tiers(IN_HALF, ["causal-more-queries"]))
+
+@pytest.mark.parametrize("case", in_tiers(IN_HALF, [f"causal-more-queries-{dtype}" for dtype in HALVES]))
 def test_every_option_on_tensor_cores(case):
     check(case, run_mma(case))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("arch", "dtype"), GPUS)
 @pytest.mark.parametrize("case", PAIRS_IN_HALF.values(), ids=PAIRS_IN_HALF)
-def test_all_pairs_of_options_on_tensor_cores(case, arch):
+def test_all_pairs_of_options_on_tensor_cores(case, arch, dtype):
+    case = replace(case, dtype=dtype)
     check(case, run_mma(case, arch=arch))
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("moving", DIRECTIONS.values(), ids=DIRECTIONS)
-def test_any_direction_on_tensor_cores(moving):
-    case = replace(EVERYTHING, dtype="bfloat16")
+def test_any_direction_on_tensor_cores(moving, dtype):
+    case = replace(EVERYTHING, dtype=dtype)
     check(case, run_mma(case, moving), moving=moving)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head_dim", [64, 256])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("arch", "dtype"), GPUS)
 @pytest.mark.parametrize("which", [0, -1])
-def test_all_options_in_any_tiles_on_tensor_cores(arch, which, head_dim):
-    case = replace(EVERYTHING, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim)
+def test_all_options_in_any_tiles_on_tensor_cores(arch, dtype, which, head_dim):
+    case = replace(EVERYTHING, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
     check(case, run_mma(case, which=which, arch=arch))
 
 
 BUGS_OF_MMA = {
-    "mu-not-subtracted": ("mma/jvp.cu", "S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu)", "S[m][n][e] * tS[m][n][e]"),
+    "mu-not-subtracted": ("mma/jvp.cu", " - mean[m][e / 2].mu * power)", ")"),
     "T-does-not-follow-mu": ("mma/jvp.cu", "if constexpr (SCORES_MOVE) follow(", "if constexpr (false) follow("),
     "T-not-rescaled": ("mma/jvp.cu", "    rescale(T, rescaling);\n", ""),
     "sum-of-mu-not-rescaled": ("mma/jvp.cu", "mean[m][half].update(rescaling[m][half],", "mean[m][half].update(1,"),
@@ -250,8 +256,8 @@ BUGS_OF_MMA = {
     "no-dropout-in-dV": ("second_gradients.cuh", "probability * factor * moving}", "probability * moving}"),
     "mu-of-no-row": ("delta.cu", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum", "0, sum"),
     "no-dropout-in-dP": ("mma/second.cuh", "< dropout.drop_below ? 0 :", "< dropout.drop_below ? 2 :"),
-    "dtS-without-tK": ("mma/second_q.cu", "if constexpr (TK) add_rounded", "if constexpr (false) add_rounded"),
-    "dtS-without-tQ": ("mma/second_kv.cu", "if constexpr (TQ) add_rounded", "if constexpr (false) add_rounded"),
+    "dtS-without-tK": ("mma/second_q.cu", "if constexpr (TK) accumulate", "if constexpr (false) accumulate"),
+    "dtS-without-tQ": ("mma/second_kv.cu", "if constexpr (TQ) accumulate", "if constexpr (false) accumulate"),
     "tS-without-tA": ("mma/direction.cuh", "if constexpr (MOVES_A && !B_FIRST) mma_", "if constexpr (false) mma_"),
     "keys-do-not-advance": ("mma/direction.cuh", "    K.advance(rows), V.advance(rows);\n", ""),
     "tK-does-not-advance": ("mma/direction.cuh", "if constexpr (TK) tK.advance", "if constexpr (false) tK.advance"),
@@ -295,6 +301,60 @@ def test_bitwise_equal_in_any_order_of_blocks_on_tensor_cores():
             assert a.tobytes() == b.tobytes(), name
 
 
-def test_float16_is_refused_because_of_its_range():
-    with pytest.raises(UnsupportedError, match="may exceed the range of float16"):
-        run_mma(replace(EVERYTHING, dtype="float16"))
+# Factors of fp16 products, such as P (tS - mu), have a power of two, without which they could be 0 or infinite.
+IN_FP16 = replace(EVERYTHING, softcap=None, dtype="float16")
+SIZES = {
+    "small": replace(IN_FP16, tangent_size=2.0**-12),
+    "large": replace(IN_FP16, tangent_size=2.0**10),
+    "large-dout": replace(IN_FP16, dout_size=2.0**10),
+    "largest": replace(IN_FP16, tangent_size=2.0**13, dout_size=2.0**-10),
+}
+
+
+@pytest.mark.parametrize("arch", in_tiers({"sm_80": "sm_80", "sm_75": "sm_75"}, ["sm_80"]))
+@pytest.mark.parametrize("case", in_tiers(SIZES, ["small", "largest"]))
+def test_tangents_of_any_size_in_fp16(case, arch):
+    check(case, run_mma(case, arch=arch))
+
+
+# dq and dk would also have the error of tout, a subnormal number, in the row sums of dout * tout.
+TINY, OF_TINY = replace(IN_FP16, tangent_size=2.0**-18, dout_size=2.0**5), ("tout", "tlse", "dv")
+
+
+@pytest.mark.exhaustive
+def test_tiny_tangents_keep_their_digits_in_fp16():
+    check(TINY, run_mma(TINY), names=OF_TINY)
+
+
+LARGEST, UNIT = SIZES["largest"], IN_FP16
+ODD = replace(UNIT, q_len=1, kv_len=32, causal=False, seed=2)  # only the last 16 keys have an infinite factor
+RISING = replace(UNIT, q_len=150, scores="rising", seed=1)  # the power is lowered again after the first queries
+# (case, file, original text, planted text)
+BUGS_OF_FP16 = {
+    "power-starts-at-1": (TINY, "mma/factor_scale.cuh", "FIRST = 15,", "FIRST = 0,"),
+    "power-is-not-lowered": (LARGEST, "mma/factor_scale.cuh", "int down = max(0,", "int down = 0 * max(0,"),
+    "infinities-are-not-found": (LARGEST, "mma/factor_scale.cuh", "(factors.add_zeros(zeros), ...);", ""),
+    "infinities-of-odd-fragments": (ODD, "mma/factor_scale.cuh", " + zeros[1][0] + zeros[1][2]", ""),
+    "infinities-of-the-upper-rows": (
+        LARGEST, "mma/factor_scale.cuh", "zeros[0][0] + zeros[0][2] + zeros[1][0] + zeros[1][2]",
+        "zeros[0][0] + zeros[1][0]",
+    ),
+    "sums-are-not-lowered": (UNIT, "mma/factor_scale.cuh", "      lower(by);\n", ""),
+    "factors-are-not-lowered": (UNIT, "mma/factor_scale.cuh", "      (multiply(factors.exact, by), ...);\n", ""),
+    "factors-are-not-rounded-again": (
+        UNIT, "mma/factor_scale.cuh", "lower(by);\n      (factors.round(), ...);", "lower(by);",
+    ),
+    "T-keeps-the-power": (UNIT, "mma/jvp.cu", "multiply(T_rmem, scale.inverse());", ""),
+    "P-of-tV-without-power": (UNIT, "mma/direction.cuh", "scale.times(P[e / 4][k][e % 4]);", "P[e / 4][k][e % 4];"),
+    "change-of-mu-without-power": (UNIT, "mma/jvp.cu", "      change *= scale.power();\n", ""),
+    "dV-is-not-lowered": (RISING, "mma/second_kv.cu", ", multiply(dV_rmem, by);", ";"),
+    "dV-keeps-the-power": (UNIT, "mma/second_kv.cu", "return scale.inverse(); }", "return 1.0f; }"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_FP16, ["power-is-not-lowered"]))
+def test_planted_bugs_are_found_in_fp16(bug, monkeypatch):
+    case, *bug = bug
+    names = OF_TINY if case is TINY else Derivatives._fields
+    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error|other places"):
+        check(case, run_mma(case), names=names)

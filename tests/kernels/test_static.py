@@ -90,8 +90,9 @@ JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inpu
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tangents", JVP_LIMITS, ids="-".join)
-def test_instructions_of_derivatives(tangents):
+def test_instructions_of_derivatives(tangents, dtype):
     """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
 
     A JVP has 6, 5 or 4 products where the forward has 2; a double backward has 15 where a backward with a kernel for
@@ -106,7 +107,7 @@ def test_instructions_of_derivatives(tangents):
         assert len(counts) == len(kernels)
         return np.array([sum(count["products"] for count in counts), sum(sum(count.values()) for count in counts)])
 
-    first = functools.partial(per_score, dtype="bfloat16", head_dim=64, engine="mma")
+    first = functools.partial(per_score, dtype=dtype, head_dim=64, engine="mma")
     derivatives = functools.partial(first, tangents=tangents)
     backward, second = first("mma/backward_kv", "mma/backward_q"), derivatives("mma/second_kv", "mma/second_q")
     jvp = derivatives("mma/jvp")

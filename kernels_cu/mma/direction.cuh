@@ -20,48 +20,68 @@ struct KeyTile {
   __device__ KeyTile(unsigned int smem) : K(smem), tK(K + K_BYTES), V(tK + TK * K_BYTES), tV(V + V_BYTES) {}
 };
 
-// Loads the operands of tiles of keys, one after the other.
+// Loads the operands of tiles of keys, one after the other. For aligned rows and whole tiles each thread has an address
+// per operand, which advances; other tiles share code that computes addresses anew, so that it takes no registers.
 struct KeyLoads {
-  Loader<BLOCK_KV, HEAD_DIM> K_loader;
-  Loader<BLOCK_KV, HEAD_DIM> tK_loader;
-  Loader<BLOCK_KV, HEAD_DIM_V> V_loader;
-  Loader<BLOCK_KV, HEAD_DIM_V> tV_loader;
-  AdvancingRows K;
-  AdvancingRows tK;
-  AdvancingRows V;
-  AdvancingRows tV;
+  using KLoader = Loader<BLOCK_KV, HEAD_DIM>;
+  using VLoader = Loader<BLOCK_KV, HEAD_DIM_V>;
+  const Params& p;
+  const Sequence& sequence;
+  int kv_head;
+  int first;      // position of the current tile
+  bool advances;  // rows are aligned
+  KLoader K_loader;
+  VLoader V_loader;
+  const element* K;
+  const element* tK;
+  const element* V;
+  const element* tV;
 
   // The first tile is that at kv_start.
   __device__ KeyLoads(const Params& p, const Sequence& sequence, int kv_head, int kv_start)
-      : K_loader(p.k.row), tK_loader(p.tk.row), V_loader(p.v.row), tV_loader(p.tv.row) {
-    auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head); };
-    K.seek(rows(p.k), kv_start), V.seek(rows(p.v), kv_start);
-    if constexpr (TK) tK.seek(rows(p.tk), kv_start);
-    if constexpr (TV) tV.seek(rows(p.tv), kv_start);
+      : p(p), sequence(sequence), kv_head(kv_head), first(kv_start), K_loader(p.k.row), V_loader(p.v.row) {
+    int aligned = min(min(p.k.aligned, p.v.aligned), min(TK ? p.tk.aligned : 8, TV ? p.tv.aligned : 8));
+    advances = KLoader::REGULAR && VLoader::REGULAR && aligned == 8;
+    auto chunk = [&](const Operand& x, long long from) {
+      auto rows = sequence.key_rows<element>(x, kv_head);
+      return rows.data + kv_start * rows.stride + from;
+    };
+    K = chunk(p.k, K_loader.from), V = chunk(p.v, V_loader.from);
+    if constexpr (TK) tK = chunk(p.tk, KLoader(p.tk.row).from);
+    if constexpr (TV) tV = chunk(p.tv, VLoader(p.tv.row).from);
   }
   __device__ KeyLoads kept() const {
     KeyLoads loads = *this;
-    loads.K_loader = K_loader.kept(), loads.tK_loader = tK_loader.kept();
-    loads.V_loader = V_loader.kept(), loads.tV_loader = tV_loader.kept();
+    loads.K_loader.to = keep(K_loader.to), loads.V_loader.to = keep(V_loader.to);
+    loads.advances = keep((int)advances);
     return loads;
   }
 
   // Loads the current tile, with zeros for keys that are not in `keys`.
   __device__ void load(const KeyTile& to, Range keys) const {
-    K_loader.load(to.K, K, keys);
-    if constexpr (TK) tK_loader.load(to.tK, tK, keys);
-    V_loader.load(to.V, V, keys);
-    if constexpr (TV) tV_loader.load(to.tV, tV, keys);
+    if (advances && first >= keys.begin && first + BLOCK_KV <= keys.end) {
+      K_loader.load_whole(to.K, K, p.k.row);
+      if constexpr (TK) K_loader.load_whole(to.tK, tK, p.tk.row);
+      V_loader.load_whole(to.V, V, p.v.row);
+      if constexpr (TV) V_loader.load_whole(to.tV, tV, p.tv.row);
+    } else {
+      auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(first); };
+#pragma unroll 1
+      for (int tangent = 0; tangent < 2; ++tangent) {
+        if (TK || !tangent) load_tile<BLOCK_KV, HEAD_DIM>(tangent ? to.tK : to.K, rows(tangent ? p.tk : p.k), keys);
+        if (TV || !tangent) load_tile<BLOCK_KV, HEAD_DIM_V>(tangent ? to.tV : to.V, rows(tangent ? p.tv : p.v), keys);
+      }
+    }
   }
   // Loads the current tile of a walk, and moves both to the next.
   template <typename Tiles>
   __device__ void load_next(const KeyTile& to, Tiles& tiles) {
     load(to, tiles.visible);
     tiles.next();
-    int rows = MASK_MOD ? tiles.start - K.first : Tiles::STEP;
-    K.advance(rows), V.advance(rows);
-    if constexpr (TK) tK.advance(rows);
-    if constexpr (TV) tV.advance(rows);
+    int rows = MASK_MOD ? tiles.start - first : Tiles::STEP;
+    first += rows, K += rows * p.k.row, V += rows * p.v.row;
+    if constexpr (TK) tK += rows * p.tk.row;
+    if constexpr (TV) tV += rows * p.tv.row;
   }
 };
 

@@ -23,20 +23,58 @@ __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& s
       }
 }
 
-// Moves the means to those that include a tile with probabilities P, and T with them.
-__device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
-                       const FactorScale& scale, const Softmax2 (&softmax)[M][2], const float (&rescaling)[M][2],
+// The mean of tS over the keys so far, in the way of lazy rescaling: T sums P (tS - mu) V for a mu that moves, and T
+// with it, only if the mean departed from it by more than the mean deviation of tS. So P (tS - mu) is rounded with at
+// most twice the error that it would have at the mean itself.
+struct LazyMean {
+  float mu;
+  float sum;     // this lane's sum of P (tS - mu)
+  float spread;  // at most that of P |tS - mu|
+
+  __device__ void rescale(float factor) { sum *= factor, spread *= factor; }
+  // Adds half of the rows of a tile.
+  __device__ void add(const float (&P)[N][4], const float (&tS)[N][4], int half) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        float weight = P[n][e] * (tS[n][e] - mu);
+        sum += weight, spread += fabsf(weight);
+      }
+  }
+  // Where this is false in all four lanes, |mean - mu| <= sum(P |tS - mu|) / 2 l <= sum(P |tS - mean|) / l.
+  __device__ bool departed() const { return fabsf(sum) > 0.5f * spread; }
+  // `row_l` is the row sum of all four lanes.
+  __device__ float mean(float row_l) const {
+    float row = row_sum(sum);
+    return row_l == 0 ? 0 : mu + row / row_l;
+  }
+  // Replaces mu, and returns the change; `l` is the partial row sum of the keys that were added.
+  __device__ float move(float new_mu, float l) {
+    float change = new_mu - mu;
+    mu = new_mu, sum -= change * l;
+    spread = max(spread - fabsf(change) * l, 0.0f);
+    return change;
+  }
+};
+
+// Adds a tile with probabilities P to the means. Where one departed, its mu moves, and T with it. `l_before` are the
+// partial row sums without the tile, which is added again: differences from a mu that is far off are less precise.
+__device__ void follow(LazyMean (&mean)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
+                       const FactorScale& scale, const Softmax2 (&softmax)[M][2], const float (&l_before)[M][2],
                        const float (&P)[M][N][4], const float (&tS)[M][N][4]) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float moving = 0;
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) moving += P[m][n][e] * tS[m][n][e];
-      float change = mean[m][half].update(rescaling[m][half], row_sum(moving), row_sum(softmax[m][half].l));
+      LazyMean with_tile = mean[m][half];
+      with_tile.add(P[m], tS[m], half);
+      if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {
+        mean[m][half] = with_tile;
+        continue;
+      }
+      float change = mean[m][half].move(with_tile.mean(row_sum(softmax[m][half].l)), l_before[m][half]);
+      mean[m][half].add(P[m], tS[m], half);
       change *= scale.power();
 #pragma unroll
       for (int n = 0; n < SUMS; ++n)
@@ -47,7 +85,7 @@ __device__ void follow(Mean (&mean)[M][2], float (&T)[M][SUMS][4], const float (
 
 // S and tS become the weights of V in O and in T; both sums are rescaled to the new row max. `scale`: of tS and T.
 __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][SUMS][4], float (&T)[M][SUMS][4],
-                       const FactorScale& scale, Softmax2 (&softmax)[M][2], Mean (&mean)[M][2], bool masked,
+                       const FactorScale& scale, Softmax2 (&softmax)[M][2], LazyMean (&mean)[M][2], bool masked,
                        const Score& score, const Band& band, const Dropout& dropout, int q_start, int kv_start) {
   if (masked)
     modify<true>(S, tS, score, band, q_start, kv_start);
@@ -57,12 +95,14 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
   if (update_max(rescaling, softmax, S, LOG2_E)) {
     rescale(O, rescaling);
     rescale(T, rescaling);
-  } else {
 #pragma unroll
-    for (int n = 0; n < 2 * M; ++n) rescaling[n / 2][n % 2] = 1;
+    for (int n = 0; n < 2 * M; ++n) mean[n / 2][n % 2].rescale(rescaling[n / 2][n % 2]);
   }
+  float l_before[M][2];
+#pragma unroll
+  for (int n = 0; n < 2 * M; ++n) l_before[n / 2][n % 2] = softmax[n / 2][n % 2].l;
   exponentiate(S, softmax, LOG2_E);
-  if constexpr (SCORES_MOVE) follow(mean, T, O, scale, softmax, rescaling, S, tS);
+  if constexpr (SCORES_MOVE) follow(mean, T, O, scale, softmax, l_before, S, tS);
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -78,8 +118,8 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
 // Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last
 // key, moves mu and T.
 __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
-                       Softmax2 (&softmax)[M][2], const Mean (&mean)[M][2], const Params& p, const Sequence& sequence,
-                       const Dropout& dropout, int head, int q_start) {
+                       Softmax2 (&softmax)[M][2], const LazyMean (&mean)[M][2], const Params& p,
+                       const Sequence& sequence, const Dropout& dropout, int head, int q_start) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -88,7 +128,7 @@ __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const flo
       bool exists = i < sequence.q_len;
       softmax[m][half].l = row_sum(softmax[m][half].l);
       Softmax2::Ending ending = softmax[m][half].end(LOG2_E, 1.0f);
-      float tlse = mean[m][half].mu;
+      float tlse = mean[m][half].mean(softmax[m][half].l);
       if constexpr (SINK) {
         float sink = to_real(((const sink_element*)p.sink)[head]), of_keys = ending.factor;
         float tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
@@ -97,12 +137,13 @@ __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const flo
           float share = of_keys == 0 ? 0 : ending.factor / of_keys;
           tlse = share * tlse + expf(sink - ending.lse) * tsink;
         }
-        float change = tlse - mean[m][half].mu;
+      }
+      float change = tlse - mean[m][half].mu;
+      if constexpr (SCORES_MOVE)
 #pragma unroll
         for (int n = 0; n < SUMS; ++n)
 #pragma unroll
           for (int e = 2 * half; e < 2 * half + 2; ++e) T[m][n][e] -= change * O[m][n][e];
-      }
       factors[m][half] = exists ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
       if (column_warp() != 0 || lane_id() % 4 != 0 || i >= sequence.q_rows) continue;
       sequence.queries<float>(p.lse, head)[i * p.lse.row] = exists ? ending.lse : -infinity();
@@ -123,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   int row = row_warp() * M * 16;
-  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row), K_lane = Tile<HEAD_DIM>::lane_of_B();
-  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X();
+  auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row).first_kept(), K_lane = Tile<HEAD_DIM>::lane_of_B().first_kept();
+  auto V_lane = Tile<HEAD_DIM_V>::lane_of_X().first_kept();
 
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
@@ -144,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
     if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, rows(p.tq), Range{0, sequence.q_len});
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
     Softmax2 softmax[M][2];
-    Mean mean[M][2] = {};
+    LazyMean mean[M][2] = {};
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][SUMS][4] = {}, T_rmem[M][SUMS][4] = {};

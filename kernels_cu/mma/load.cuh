@@ -59,6 +59,14 @@ struct Loader {
     return ROW == T::ROW ? 16 : min(max(ROW - 16 * chunk, 0), 16);
   }
 
+  // REGULAR: loads a tile of which all rows are read; `next` is the address of this thread's chunk of its first rows.
+  __device__ void load_whole(unsigned int tile, const Number* next, long long stride) const {
+    if (idle()) return;
+#pragma unroll
+    for (int n = 0; n < ROWS / STEP; ++n, next += STEP * stride)
+      cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
+  }
+
   // Loads a tile. Rows for which read(position) is false become zeros, and their memory is not accessed; `whole`: it is
   // true for all rows.
   template <typename Rows, typename Read>
@@ -70,13 +78,10 @@ struct Loader {
         load_numbers_of_chunk<DIM>(tile + T::at(row, chunk), rows(row), chunk, read(rows.first + row));
       }
     } else if constexpr (REGULAR && Rows::EQUIDISTANT) {
-      if (idle()) return;
       const Number* next = rows(0) + from;
       if (whole) {
-#pragma unroll
-        for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride)
-          cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
-      } else {
+        load_whole(tile, next, rows.stride);
+      } else if (!idle()) {
 #pragma unroll 1
         for (int n = 0; n < ROWS / STEP; ++n, next += STEP * rows.stride) {
           bool valid = read(rows.first + threadIdx.x / LANES + n * STEP);

@@ -45,7 +45,9 @@ struct Tile {
 
     // A row is a multiple of a group, so these offsets differ in the bits of the chunk alone.
     __device__ Lane(int row, int chunk) {
-      unsigned int first = row * ROW + (((chunk % GROUP ^ swizzle(row)) + chunk / GROUP * GROUP) << 4);
+      begin_at(row * ROW + (((chunk % GROUP ^ swizzle(row)) + chunk / GROUP * GROUP) << 4));
+    }
+    __device__ void begin_at(unsigned int first) {
 #pragma unroll
       for (int n = 0; n < GROUP / 2; ++n) offset[n] = first ^ 2 * n << 4;
     }
@@ -53,6 +55,12 @@ struct Tile {
       Lane lane = *this;
 #pragma unroll
       for (int n = 0; n < GROUP / 2; ++n) lane.offset[n] = keep(offset[n]);
+      return lane;
+    }
+    // Keeps one offset, from which each of the others takes an instruction, where registers are scarce.
+    __device__ Lane first_kept() const {
+      Lane lane = *this;
+      lane.begin_at(keep(offset[0]));
       return lane;
     }
     // `row` is a multiple of 8, and `chunk` has no bit in common with the lane's chunk.

@@ -244,10 +244,10 @@ def test_all_options_in_any_tiles_on_tensor_cores(arch, dtype, which, head_dim):
 
 BUGS_OF_MMA = {
     "mu-not-subtracted": ("mma/jvp.cu", " - mean[m][e / 2].mu * power)", ")"),
-    "T-does-not-follow-mu": ("mma/jvp.cu", "if constexpr (SCORES_MOVE) follow(", "if constexpr (false) follow("),
+    "T-does-not-follow-mu": ("mma/jvp.cu", "mean[m][half].add(P[m]", "change = 0, mean[m][half].add(P[m]"),
+    "sum-does-not-follow-mu": ("mma/jvp.cu", "mu = new_mu, sum -= change * l;", "mu = new_mu;"),
     "T-not-rescaled": ("mma/jvp.cu", "    rescale(T, rescaling);\n", ""),
-    "sum-of-mu-not-rescaled": ("mma/jvp.cu", "mean[m][half].update(rescaling[m][half],", "mean[m][half].update(1,"),
-    "dropout-in-mu": ("mma/jvp.cu", "moving += P[m][n][e] *", "moving += (n % 2 ? 0 : 2) * P[m][n][e] *"),
+    "dropout-in-mu": ("mma/jvp.cu", "float weight = P[n][e] *", "float weight = (n % 2 ? 0 : 2) * P[n][e] *"),
     "no-dropout": ("mma/jvp.cu", "if constexpr (DROPOUT) drop(", "if constexpr (false) drop("),
     "sink-does-not-move-mu": ("mma/jvp.cu", "tlse = share * tlse +", "tlse = tlse + 0 *"),
     "tlse-of-the-sink-in-T": ("mma/jvp.cu", "float change = tlse - mean[m][half].mu;", "float change = 0;"),
@@ -259,8 +259,6 @@ BUGS_OF_MMA = {
     "dtS-without-tK": ("mma/second_q.cu", "if constexpr (TK) accumulate", "if constexpr (false) accumulate"),
     "dtS-without-tQ": ("mma/second_kv.cu", "if constexpr (TQ) accumulate", "if constexpr (false) accumulate"),
     "tS-without-tA": ("mma/direction.cuh", "if constexpr (MOVES_A && !B_FIRST) mma_", "if constexpr (false) mma_"),
-    "keys-do-not-advance": ("mma/direction.cuh", "    K.advance(rows), V.advance(rows);\n", ""),
-    "tK-does-not-advance": ("mma/direction.cuh", "if constexpr (TK) tK.advance", "if constexpr (false) tK.advance"),
     "tQ-does-not-advance": ("mma/second.cuh", "if constexpr (TQ) tQ.advance", "if constexpr (false) tQ.advance"),
     "tS-without-tB": ("mma/direction.cuh", "      if constexpr (MOVES_B) mma_", "      if constexpr (false) mma_"),
     "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
@@ -270,6 +268,36 @@ BUGS_OF_MMA = {
 @pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MMA, ["delta-for-eps"]))
 def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
     case = replace(EVERYTHING, dtype="bfloat16", q_len=40)
+    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+        check(case, run_mma(case))
+
+
+MANY_TILES = Case(q_len=40, kv_len=160, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1, dtype="bfloat16")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scores", cases.SCORES)
+def test_means_of_many_tiles(scores, head_dim):
+    """mu stays, moves a little or jumps from tile to tile, with the scores and their tangents."""
+    case = replace(MANY_TILES, scores=scores, head_dim=head_dim, head_dim_v=head_dim)
+    check(case, run_mma(case))
+
+
+BUGS_OF_MANY_TILES = {  # (scores, bug)
+    "mu-does-not-move": ("rising", "mma/jvp.cu", "if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {", "if (true) {"),
+    "tile-not-added-again": ("falling", "mma/jvp.cu", "mean[m][half].add(P[m], tS[m], half);\n#", "\n#"),
+    "sum-of-mu-not-rescaled": ("falling", "mma/jvp.cu", ".rescale(rescaling[n / 2][n % 2]);", ";"),
+    "keys-do-not-advance": ("normal", "mma/direction.cuh", "K += rows * p.k.row, V += rows * p.v.row;", "rows;"),
+    "tK-does-not-advance": ("normal", "mma/direction.cuh", "if constexpr (TK) tK +=", "if constexpr (false) tK +="),
+    "tV-does-not-advance": ("normal", "mma/direction.cuh", "if constexpr (TV) tV +=", "if constexpr (false) tV +="),
+}
+
+
+@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MANY_TILES, ["mu-does-not-move"]))
+def test_planted_bugs_of_many_tiles_are_found(bug, monkeypatch):
+    scores, *bug = bug
+    case = replace(MANY_TILES, scores=scores)
     with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
         check(case, run_mma(case))
 

@@ -87,13 +87,14 @@ def test_instructions_of_the_steady_loop(steps):
 
 
 JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inputs that move
+JVP_LIMITS_OF_128 = JVP_LIMITS | {("q",): 3.2}  # bench/NOTES.md has the reason
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("bfloat16", 128), ("float16", 64), ("float16", 128)])
 @pytest.mark.parametrize("tangents", JVP_LIMITS, ids="-".join)
-def test_instructions_of_derivatives(tangents, dtype):
-    """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward at D 64.
+def test_instructions_of_derivatives(tangents, dtype, head_dim):
+    """Instructions per score on sm_80, in the tiles of plans, relative to the forward and the backward.
 
     A JVP has 6, 5 or 4 products where the forward has 2; a double backward has 15 where a backward with a kernel for
     dQ has 7.
@@ -107,11 +108,12 @@ def test_instructions_of_derivatives(tangents, dtype):
         assert len(counts) == len(kernels)
         return np.array([sum(count["products"] for count in counts), sum(sum(count.values()) for count in counts)])
 
-    first = functools.partial(per_score, dtype=dtype, head_dim=64, engine="mma")
+    first = functools.partial(per_score, dtype=dtype, head_dim=head_dim, engine="mma")
     derivatives = functools.partial(first, tangents=tangents)
     backward, second = first("mma/backward_kv", "mma/backward_q"), derivatives("mma/second_kv", "mma/second_q")
     jvp = derivatives("mma/jvp")
-    assert (jvp <= JVP_LIMITS[tangents] * first("mma/forward")).all()
+    limits = JVP_LIMITS if head_dim == 64 else JVP_LIMITS_OF_128
+    assert (jvp <= limits[tangents] * first("mma/forward")).all()
     assert (second <= 2.3 * backward).all()
     assert (jvp + second <= 3.3 * backward).all()
 

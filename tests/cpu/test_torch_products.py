@@ -180,6 +180,7 @@ def test_an_error_in_a_region_reaches_the_caller(failing):
 def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
     """ctypes drops an exception that strikes between its call of Python and the code that catches it."""
     region, errors = products._region(), np.geterr()
+    workers.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
     for moment in itertools.count():
         moments = itertools.count()
 

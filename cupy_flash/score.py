@@ -63,6 +63,11 @@ class ScoreTile(NamedTuple):
         """The half-open range of keys."""
         return self.kv_start, self.kv_stop
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.q_stop - self.q_start, self.kv_stop - self.kv_start
+
     def cut(self, dense: np.ndarray) -> np.ndarray:
         """Return this tile of an array (B or 1, Hq or 1, Sq or 1, Sk or 1); dimensions of size 1 stay 1."""
         batch, head, rows, columns = dense.shape
@@ -336,18 +341,18 @@ class MaskMod:
         (visible,) = self.function(None, *self.inputs.of(tile))
         return np.asarray(visible)
 
-    def hide(self, S: np.ndarray[Any, Any], tile: ScoreTile) -> None:
-        """Set the scores of a tile that the mask hides to -inf, which are all inside tile.masked."""
+    def hide(self, S: np.ndarray[Any, Any], tile: ScoreTile, value: float) -> None:
+        """Set the scores (..., queries, keys) that the mask hides to `value`, which are all inside tile.masked."""
         if tile.masked is None:
             return
         axis, start, stop = tile.masked
         if axis == KEYS:
-            S = S[:, start - tile.kv_start : stop - tile.kv_start]
+            S = S[..., start - tile.kv_start : stop - tile.kv_start]
             tile = tile._replace(kv_start=start, kv_stop=stop)
         else:
-            S = S[start - tile.q_start : stop - tile.q_start]
+            S = S[..., start - tile.q_start : stop - tile.q_start, :]
             tile = tile._replace(q_start=start, q_stop=stop)
-        np.copyto(S, -np.inf, where=~self.visible(tile))
+        np.copyto(S, value, where=~self.visible(tile))
 
 
 def _times(dS: np.ndarray[Any, Any], factor: Any) -> np.ndarray[Any, Any]:

@@ -17,6 +17,7 @@ l row sum, delta = rowsum(dO * O) - dlse.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
@@ -36,7 +37,7 @@ from ..mods.visits import TileCounts, Visit, VisitEstimate, Visits, count_tiles
 from ..plan import Plan
 from ..problem import Gradients, Operands, Problem
 from ..score import MaskMod, Positions, ScoreTile, four_dimensional, steps
-from .products import product, square_sum
+from .products import Products, Scratch, products_of, shaped, square_sum
 from .workers import OrderedSum, Stop, run_tasks
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
@@ -58,61 +59,76 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     call = Call(plan, operands)
+    plan, products = call.plan, call.products
     if problem.has_lengths:  # no task writes the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
 
-    def attend(sequence: Sequence, head: int, q_tiles: range) -> None:
-        kv_head = head // problem.group
-        K = load_rows(call.k[sequence.row, kv_head, sequence.keys], problem.accumulation)
-        V = load_rows(call.v[sequence.row, kv_head, sequence.keys], problem.accumulation)
+    def attend(sequence: Sequence, heads: slice, q_tiles: range) -> None:
+        kv_heads = call.kv_heads_of(heads)
+        K = load_rows(call.k[sequence.row, kv_heads, sequence.keys], problem.accumulation)
+        V = load_rows(call.v[sequence.row, kv_heads, sequence.keys], problem.accumulation)
+        scratch = Scratch(
+            problem.accumulation,
+            *(len(K) * plan.block_q * n for n in (plan.block_kv, problem.head_dim, problem.head_dim_v)),
+        )
+        buffer, Q_buffer, O_buffer = scratch.arrays
         # The bound costs a pass over K and one over V, which is not worth it for a single query.
-        boundable = sequence.q_len > 1 and not call.additive and _are_moderate(V)
+        worthwhile = sequence.q_len > 1 and not call.additive
+        V_finite, boundable = _magnitudes(V, products, buffer) if worthwhile else (False, False)
         K_norm = _largest_norm(K) if boundable else np.inf
-        q_rows = call.q[sequence.row, head, sequence.queries]
-        O_rows = out_rows[sequence.row, head, sequence.queries]
-        L_rows = lse_rows[sequence.row, head, sequence.queries]
-        buffer = np.empty(plan.block_q * plan.block_kv, problem.accumulation)
+        q_rows = call.q[sequence.row, heads, sequence.queries]
+        O_rows = out_rows[sequence.row, heads, sequence.queries]
+        L_rows = lse_rows[sequence.row, heads, sequence.queries]
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
-            Q = load_rows(q_rows[queries], problem.accumulation) * call.q_scale
-            O = np.zeros((len(Q), problem.head_dim_v), problem.accumulation)
+            Q = load_rows(q_rows[:, queries], problem.accumulation)
+            Q = products.scale(Q, call.q_scale, out=shaped(Q_buffer, *Q.shape))
+            O = shaped(O_buffer, *Q.shape[:-1], problem.head_dim_v)
+            O[...] = 0
             bounded = boundable and _largest_norm(Q) * K_norm * abs(call.product_scale) <= BOUND
-            softmax = Softmax(len(Q), problem.accumulation, call.sink_of(head), bounded)
-            for kv_start, kv_stop, cut in call.kv_tiles(sequence, head, queries.start, queries.stop):
+            softmax = Softmax(Q.shape[:-1], problem.accumulation, call.sinks_of(heads), bounded, products)
+            for kv_start, kv_stop, cut in call.kv_tiles(sequence, heads.start, queries.start, queries.stop):
                 call.stop.poll()
                 tile = ScoreTile(
-                    sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions, cut
+                    sequence.batch, heads.start, queries.start, queries.stop, kv_start, kv_stop, sequence.positions, cut
                 )
-                S = np.matmul(Q, K[kv_start:kv_stop].T, out=tile_of(buffer, tile))
+                S = products.matmul(Q, K[:, kv_start:kv_stop].swapaxes(1, 2), out=shaped(buffer, len(Q), *tile.shape))
                 call.scale(S)
                 for step in call.score_steps:
-                    step.apply(S, tile, save=False)
-                call.hide(S, sequence.band, tile)
-                softmax.update(S, O)
+                    step.apply(S[0], tile, save=False)
+                softmax.update(S, O, partial(call.hide, S, sequence.band, tile))
                 if problem.dropout:
                     S *= call.keep(tile)
-                O += product(S, V[kv_start:kv_stop])
-            softmax.finish(O, O_rows[queries], L_rows[queries])
+                products.add_product(O, S, V[:, kv_start:kv_stop], V_finite)
+            softmax.finish(O, O_rows[:, queries], L_rows[:, queries])
 
     run_query_tiles(plan, call, attend)
     return out, lse
 
 
-def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, int, range], None]) -> None:
-    """Run `attend(sequence, head, starts)` on the plan's threads, where starts are those of some of the query tiles."""
-    pairs = [(sequence, head) for sequence in call.sequences if sequence.q_len for head in range(plan.problem.heads)]
-    # Split heads so that each thread gets two tasks; query tiles are dealt round-robin to balance a causal triangle.
-    pieces = 1 if plan.threads == 1 or not pairs else -(-2 * plan.threads // len(pairs))
+def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, slice, range], None]) -> None:
+    """Run `attend(sequence, heads, starts)` on the plan's threads, where starts are those of some query tiles."""
+    pairs = [
+        (sequence, heads)
+        for sequence in call.sequences
+        if sequence.q_len
+        for kv_heads in call.kv_head_batches()
+        for heads in call.heads_of(kv_heads)
+    ]
+    # Split heads so that each thread gets two tasks, unless each gets the same number of whole heads; query tiles are
+    # dealt round-robin to balance a causal triangle.
+    pieces = 1 if len(pairs) % plan.threads == 0 else -(-2 * plan.threads // len(pairs))
     run_tasks(
         plan.threads,
         [
-            partial(attend, sequence, head, range(piece * plan.block_q, sequence.q_len, pieces * plan.block_q))
-            for sequence, head in pairs
+            partial(attend, sequence, heads, range(piece * plan.block_q, sequence.q_len, pieces * plan.block_q))
+            for sequence, heads in pairs
             for piece in range(pieces)
         ],
         call.stop,
+        call.products.region,
     )
 
 
@@ -124,6 +140,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     problem, q = plan.problem, operands.q
     dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
     call = Call(plan, operands)
+    plan, products = call.plan, call.products
     if problem.has_lengths:
         for gradient in (dq, dk, dv):
             gradient.numpy()[...] = 0
@@ -137,42 +154,44 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         for head in range(problem.heads)
     }
 
-    def differentiate(sequence: Sequence, kv_head: int, piece: int) -> None:
+    def differentiate(sequence: Sequence, kv_heads: slice, piece: int) -> None:
         """Compute dK and dV of every `pieces`-th key tile, and this piece's part of dQ."""
-        K = call.k[sequence.row, kv_head, sequence.keys]
-        V = call.v[sequence.row, kv_head, sequence.keys]
+        K = call.k[sequence.row, kv_heads, sequence.keys]
+        V = call.v[sequence.row, kv_heads, sequence.keys]
         tiles = [
             slice(start, min(start + plan.block_kv, sequence.kv_len))
             for start in range(piece * plan.block_kv, sequence.kv_len, pieces * plan.block_kv)
         ]
-        dK, dV = ([np.zeros(x[keys].shape, problem.accumulation) for keys in tiles] for x in (K, V))
+        dK, dV = ([np.zeros(x[:, keys].shape, problem.accumulation) for keys in tiles] for x in (K, V))
         K_norm = _largest_norm(load_rows(K, problem.accumulation))
-        for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-            rows = _QueryRows(plan, call, sequence, head, K_norm)
-            dQ = np.zeros((sequence.q_len, problem.head_dim), problem.accumulation)
+        K_finite = products.is_finite(load_rows(K, problem.accumulation))
+        for heads in call.heads_of(kv_heads):
+            rows = _QueryRows(plan, call, sequence, heads, K_norm)
+            dQ = np.zeros((len(K), sequence.q_len, problem.head_dim), problem.accumulation)
             for keys, dK_tile, dV_tile in zip(tiles, dK, dV, strict=True):
-                K_tile, V_tile = (_with_column(x[keys], problem.accumulation, 1) for x in (K, V))
-                for q_start, q_stop, cut in call.q_tiles(sequence, head, keys.start, keys.stop):
+                K_tile, V_tile = (_with_column(x[:, keys], problem.accumulation, 1) for x in (K, V))
+                for q_start, q_stop, cut in call.q_tiles(sequence, heads.start, keys.start, keys.stop):
                     call.stop.poll()
                     tile = ScoreTile(
-                        sequence.batch, head, q_start, q_stop, keys.start, keys.stop, sequence.positions, cut
+                        sequence.batch, heads.start, q_start, q_stop, keys.start, keys.stop, sequence.positions, cut
                     )
                     P, dS = rows.recompute(tile, K_tile, V_tile)
-                    dV_tile += product(P.T, rows.dO[q_start:q_stop, :-1])
-                    dK_tile += product(dS.T, rows.Q[q_start:q_stop, :-1])
-                    dQ[q_start:q_stop] += product(dS, K_tile[:, :-1])
-            total = dQ_sums[sequence.batch, head].add(piece, dQ)
+                    Q, dO = (x[:, q_start:q_stop, :-1] for x in (rows.Q, rows.dO))
+                    products.add_product(dV_tile, P.swapaxes(1, 2), dO, rows.finite)
+                    products.add_product(dK_tile, dS.swapaxes(1, 2), Q, rows.finite)
+                    products.add_product(dQ[:, q_start:q_stop], dS, K_tile[:, :, :-1], K_finite)
+            total = dQ_sums[sequence.batch, heads.start].add(piece, dQ)
             if total is not None:
                 total *= problem.accumulation.type(problem.scale)
-                dq_rows[sequence.row, head, sequence.queries] = total
+                dq_rows[sequence.row, heads, sequence.queries] = total
             if call.sink is not None and piece == 0:
-                dsink[sequence.batch, head] = rows.dsink(call.sink[head])
+                dsink[sequence.batch, heads] = rows.dsink(call.sink[heads])
         for keys, dK_tile, dV_tile in zip(tiles, dK, dV, strict=True):
             call.scale(dK_tile)
-            dk_rows[sequence.row, kv_head, sequence.keys][keys] = dK_tile
-            dv_rows[sequence.row, kv_head, sequence.keys][keys] = dV_tile
+            dk_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dK_tile
+            dv_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dV_tile
 
-    run_tasks(plan.threads, _gradient_tasks(plan, call, pieces, differentiate), call.stop)
+    run_tasks(plan.threads, _gradient_tasks(plan, call, pieces, differentiate), call.stop, products.region)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
@@ -188,9 +207,9 @@ def _gradient_tasks(
     if pieces == 1:
         return call.gradient_tasks(partial(differentiate, piece=0))
     return [
-        partial(differentiate, sequence, kv_head, piece)
+        partial(differentiate, sequence, kv_heads, piece)
         for sequence in call.sequences
-        for kv_head in range(plan.problem.kv_heads)
+        for kv_heads in call.kv_head_batches()
         for piece in range(_pieces_of(sequence, plan, pieces))
     ]
 
@@ -287,33 +306,42 @@ class Softmax:
     to lie within BOUND: m stays 0, and nothing is rescaled.
     """
 
-    def __init__(self, rows: int, dtype: np.dtype, sink: np.floating | None, bounded: bool) -> None:
-        self.bounded = bounded and (sink is None or bool(abs(sink) <= BOUND))
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, sink: Any, bounded: bool, products: Products | None = None
+    ) -> None:
+        self.products = Products() if products is None else products
+        self.bounded = bounded and (sink is None or bool((abs(sink) <= BOUND).all()))
         if sink is None:
-            self.m = np.full(rows, 0 if self.bounded else -np.inf, dtype)
-            self.l = np.zeros(rows, dtype)
+            self.m = np.full(shape, 0 if self.bounded else -np.inf, dtype)
+            self.l = np.zeros(shape, dtype)
         else:
             # The sink acts as a first key of score `sink` and value 0.
-            self.m = np.full(rows, 0 if self.bounded else sink, dtype)
-            self.l = np.full(rows, np.exp(sink) if self.bounded else 1, dtype)
+            self.m = np.full(shape, 0 if self.bounded else sink, dtype)
+            self.l = np.full(shape, np.exp(sink) if self.bounded else 1, dtype)
 
-    def update(self, S: np.ndarray, O: np.ndarray) -> None:
-        """Turn S into unnormalised probabilities in place, add them to l, and rescale O and l to the new m."""
+    def update(self, S: np.ndarray, O: np.ndarray, hide: Callable[[float], None]) -> None:
+        """Turn S into unnormalised probabilities in place, add them to l, and rescale O and l to the new m.
+
+        `hide(value)` sets the hidden scores of S to `value`.
+        """
         if not self.bounded:
-            m = np.maximum(self.m, S.max(axis=1))
+            hide(-np.inf)
+            m = np.maximum(self.m, self.products.row_max(S))
             # A row that has seen no key has m = -inf; subtracting any finite number makes its exponentials 0.
             reference = np.where(m == -np.inf, 0, m)
             rescale = np.exp(self.m - reference)
-            S -= reference[:, None]
-            O *= rescale[:, None]
+            self.products.subtract(S, reference)
+            O *= rescale[..., None]
             self.l *= rescale
             self.m = m
-        np.exp(S, out=S)
-        self.l += S @ np.ones(S.shape[1], S.dtype)
+        self.products.exp(S, self.bounded)
+        if self.bounded:
+            hide(0)
+        self.l += self.products.row_sum(S)
 
     def finish(self, O: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
         """Write out = O / l and lse = m + log l. A row that saw no key gets out 0 and lse -inf, or lse = sink."""
-        O /= np.where(self.l == 0, 1, self.l)[:, None]
+        self.products.divide(O, np.where(self.l == 0, 1, self.l))
         out[...] = O
         lse[...] = self.m + np.log(self.l)
 
@@ -345,7 +373,6 @@ class Call:
     def __init__(self, plan: Plan, operands: Operands) -> None:
         problem = plan.problem
         self.problem, self.stop = problem, Stop()
-        self.block_q, self.block_kv = plan.block_q, plan.block_kv
         self.q, self.k, self.v = (self.heads_first(array) for array in (operands.q, operands.k, operands.v))
         saved = (operands.dout, operands.out)
         self.dout, self.out = (None if array is None else self.heads_first(array) for array in saved)
@@ -362,6 +389,9 @@ class Call:
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.score_steps = steps(problem, operands)
+        self.products = products_of(problem, operands, plan.threads)
+        self.plan = plan = self.products.planned(plan)
+        self.block_q, self.block_kv = plan.block_q, plan.block_kv
         self.mask_mod, self.visits = None, None
         if problem.mask_mod:
             self.mask_mod = MaskMod(problem, operands)
@@ -388,9 +418,24 @@ class Call:
         """View an lse-like array as (B, H, S)."""
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
 
-    def sink_of(self, head: int) -> np.floating | None:
-        """Return the sink of a head, or None."""
-        return None if self.sink is None else self.sink[head]
+    def sinks_of(self, heads: slice) -> np.ndarray | None:
+        """Return the sinks of some heads (heads, 1), or None."""
+        return None if self.sink is None else self.sink[heads, None]
+
+    def kv_head_batches(self) -> list[slice]:
+        """Return the key/value heads in ranges that one task computes together."""
+        heads, batch = self.problem.kv_heads, self.products.heads_at_once
+        return [slice(start, min(start + batch, heads)) for start in range(0, heads, batch)]
+
+    def heads_of(self, kv_heads: slice) -> list[slice]:
+        """Return the query heads of some key/value heads: slices with one head of each, in the same order."""
+        group = self.problem.group
+        return [slice(kv_heads.start * group + i, kv_heads.stop * group, group) for i in range(group)]
+
+    def kv_heads_of(self, heads: slice) -> slice:
+        """Return the key/value heads of a slice that `heads_of` returned."""
+        group = self.problem.group
+        return slice(heads.start // group, -(-heads.stop // group))
 
     def kv_tiles(self, sequence: Sequence, head: int, q_start: int, q_stop: int) -> list[Visit]:
         """Return the key tiles that a query tile visits, last first."""
@@ -411,14 +456,14 @@ class Call:
         place = self._place(sequence, head)
         return self.visits.q_tiles(*place, kv_start)
 
-    def hide(self, S: np.ndarray, band: Band, tile: ScoreTile) -> None:
-        """Set masked scores of S to -inf: by position, by the dense mask, or by mask_mod."""
+    def hide(self, S: np.ndarray, band: Band, tile: ScoreTile, value: float) -> None:
+        """Set masked scores of S to `value`: by position, by the dense mask, or by mask_mod."""
         if not band.sees_all(*tile.queries, *tile.keys):
-            np.copyto(S, -np.inf, where=~band.visible(*tile.queries, *tile.keys))
+            self.products.hide(S, band, tile.queries, tile.keys, value)
         if self.mask is not None:
-            np.copyto(S, -np.inf, where=~tile.cut(self.mask))
+            np.copyto(S, value, where=~tile.cut(self.mask))
         if self.mask_mod is not None:
-            self.mask_mod.hide(S, tile)
+            self.mask_mod.hide(S, tile, value)
 
     def may_hide(self, band: Band, tile: ScoreTile) -> bool:
         """Whether any score of the tile may be masked."""
@@ -439,8 +484,8 @@ class Call:
             kept = keep_mask_at(self.seed, head_index, i, j, problem.dropout)
         return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
-    def gradient_tasks(self, differentiate: Callable[[Sequence, int], None]) -> list[Callable[[], None]]:
-        """Return one task per sequence and key/value head, which calls differentiate(sequence, kv_head).
+    def gradient_tasks(self, differentiate: Callable[[Sequence, slice], None]) -> list[Callable[[], None]]:
+        """Return one task per sequence and batch of key/value heads, which calls differentiate(sequence, kv_heads).
 
         Heads that add to the same elements of a gradient, of the bias or of an array that score_mod captures, run one
         after another in one task, which fixes the summation order.
@@ -450,14 +495,14 @@ class Call:
             all(getattr(step, name) for step in self.score_steps) for name in ("by_sequence", "by_head")
         )
         for sequence in self.sequences:
-            for kv_head in range(self.problem.kv_heads):
-                target = (sequence.batch if by_sequence else 0, kv_head if by_head else 0)
-                slices[target].append(partial(differentiate, sequence, kv_head))
+            for kv_heads in self.kv_head_batches():
+                target = (sequence.batch if by_sequence else 0, kv_heads.start if by_head else 0)
+                slices[target].append(partial(differentiate, sequence, kv_heads))
         return [partial(_in_turn, tasks) for tasks in slices.values()]
 
 
 class _QueryRows:
-    """Query-side operands of the backward for one head: Q (scaled), dO, lse, delta, and buffers for S and dP.
+    """Query-side operands of the backward for some heads: Q (scaled), dO, lse, delta, and buffers for S and dP.
 
     Q and dO have an extra column, -lse and -delta, and K and V a column of ones: the matmul then returns S - lse and
     dP - delta without another pass over the tile. If a softcap, ALiBi, a bias or dropout comes between the product and
@@ -465,9 +510,9 @@ class _QueryRows:
     S rounded exactly as in the forward has the rounding error that lse contains, and the two cancel.
     """
 
-    def __init__(self, plan: Plan, call: Call, sequence: Sequence, head: int, K_norm: float) -> None:
+    def __init__(self, plan: Plan, call: Call, sequence: Sequence, heads: slice, K_norm: float) -> None:
         problem, self.call, self.band = plan.problem, call, sequence.band
-        rows = (sequence.row, head, sequence.queries)
+        rows = (sequence.row, heads, sequence.queries)
         assert call.dout is not None and call.out is not None and call.lse is not None
         # A row that sees no key has lse -inf; lse = inf instead makes its P = exp(S - lse) = 0.
         empty = call.lse[rows] == -np.inf
@@ -477,49 +522,55 @@ class _QueryRows:
         self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
         self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
-        self.delta = np.vecdot(self.dO[:, :-1], load_rows(call.out[rows], problem.accumulation))
+        self.delta = np.vecdot(self.dO[..., :-1], load_rows(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
+        self.finite = all(call.products.is_finite(x[..., :-1]) for x in (self.Q, self.dO))
         unmodified = not call.score_steps and call.product_scale == 1
         self.folded = unmodified and _largest_norm(self.Q) * K_norm <= BOUND
         if self.folded:
-            self.Q[:, -1] = -self.lse
+            self.Q[..., -1] = -self.lse
         if not problem.dropout:
-            self.dO[:, -1] = -self.delta
-        self.S_buffer, self.dP_buffer = (np.empty(plan.block_q * plan.block_kv, problem.accumulation) for _ in range(2))
+            self.dO[..., -1] = -self.delta
+        scores = len(self.Q) * plan.block_q * plan.block_kv
+        self.scratch = Scratch(problem.accumulation, scores, scores)
 
     def recompute(self, tile: ScoreTile, K: np.ndarray, V: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Recompute P (after dropout) and dS (before the scale) of a tile; K and V carry a column of ones."""
-        problem, rows = self.call.problem, slice(*tile.queries)
-        S = np.matmul(self.Q[rows], K.T, out=tile_of(self.S_buffer, tile))
+        problem, products, rows = self.call.problem, self.call.products, slice(*tile.queries)
+        S, dP = (shaped(buffer, len(K), *tile.shape) for buffer in self.scratch.arrays)
+        products.matmul(self.Q[:, rows], K.swapaxes(1, 2), out=S)
         self.call.scale(S)
-        saved = [step.apply(S, tile, save=True) for step in self.call.score_steps]
+        saved = [step.apply(S[0], tile, save=True) for step in self.call.score_steps]
         if not self.folded:
             hidden = np.isneginf(S) if self.undefined else False  # hidden by a bias or score_mod; -inf - NaN is NaN
-            S -= self.lse[rows, None]
+            products.subtract(S, self.lse[:, rows])
             np.copyto(S, -np.inf, where=hidden)
-        self.call.hide(S, self.band, tile)
-        P = np.exp(S, out=S)
-        dP = np.matmul(self.dO[rows], V.T, out=tile_of(self.dP_buffer, tile))
+        products.exp(S, self.folded)
+        P = S
+        self.call.hide(P, self.band, tile, 0)
+        products.matmul(self.dO[:, rows], V.swapaxes(1, 2), out=dP)
         if problem.dropout:
             keep = self.call.keep(tile)
             dP *= keep
-            dP -= self.delta[rows, None]
-        dS = np.multiply(P, dP, out=dP)
+            dP -= self.delta[:, rows, None]
+        products.multiply(dP, P)
+        dS = dP
         may_hide = self.call.may_hide(self.band, tile)
         if may_hide:
             hide_gradient(dS, P)
         for step, value in zip(self.call.score_steps[::-1], saved[::-1], strict=True):
-            step.gradient(dS, tile, value)
+            step.gradient(dS[0], tile, value)
         if may_hide and saved:
             hide_gradient(dS, P)  # the softcap slope at a masked NaN is NaN
         if problem.dropout:
             P *= keep
         return P, dS
 
-    def dsink(self, sink: np.floating) -> np.floating:
-        """Return the head's sink gradient, -sum(exp(sink - lse) * delta) over its rows; delta includes -dlse."""
-        return -(np.exp(sink - self.lse) @ self.delta)
+    def dsink(self, sinks: np.ndarray) -> np.ndarray:
+        """Return the gradients of the sinks, -sum(exp(sink - lse) * delta) over their rows; delta includes -dlse."""
+        gradients: np.ndarray = -np.vecdot(np.exp(sinks[:, None] - self.lse), self.delta)
+        return gradients
 
 
 def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
@@ -550,41 +601,40 @@ def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
 
 
 def load_rows(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert rows (S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
+    """Convert rows (..., S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
     if dtype_name(rows.dtype) == "bfloat16":
         # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than astype.
         return (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[0] >= rows.itemsize * rows.shape[-1]
+    blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[-2] >= rows.itemsize * rows.shape[-1]
     return rows.astype(dtype, order="K" if blas_takes_it else "C", copy=False)
 
 
 def _with_column(rows: np.ndarray, dtype: np.dtype, value: float) -> np.ndarray:
-    """Copy rows (S, D) to (S, D + 1) in the accumulation dtype; the last column is `value`."""
-    wide = np.empty((rows.shape[0], rows.shape[1] + 1), dtype)
-    wide[:, :-1] = load_rows(rows, dtype)
-    wide[:, -1] = value
+    """Copy rows (..., S, D) to (..., S, D + 1) in the accumulation dtype; the last column is `value`."""
+    wide = np.empty((*rows.shape[:-1], rows.shape[-1] + 1), dtype)
+    wide[..., :-1] = load_rows(rows, dtype)
+    wide[..., -1] = value
     return wide
-
-
-def tile_of(buffer: np.ndarray, tile: ScoreTile) -> np.ndarray:
-    """View the start of a flat buffer as (queries, keys) of the tile."""
-    rows, columns = tile.q_stop - tile.q_start, tile.kv_stop - tile.kv_start
-    return buffer[: rows * columns].reshape(rows, columns)
 
 
 def _largest_norm(rows: np.ndarray) -> float:
     """Return the largest Euclidean norm of a row, ignoring NaN rows, whose scores are NaN with any m."""
-    return float(np.sqrt(np.fmax.reduce(np.vecdot(rows, rows), initial=0)))
+    return float(np.sqrt(np.fmax.reduce(np.vecdot(rows, rows), axis=None, initial=0)))
 
 
-def _are_moderate(rows: np.ndarray) -> bool:
-    """Whether the magnitudes of all values, except zeros and NaN, lie within MAGNITUDES."""
-    smallest, largest = MAGNITUDES
+def _magnitudes(rows: np.ndarray, products: Products, buffer: np.ndarray) -> tuple[bool, bool]:
+    """Return whether all numbers are finite, and whether the magnitudes of all but zeros and NaN are in MAGNITUDES."""
+    heads, count, dim = rows.shape
+    block = max(1, len(buffer) // max(1, heads * dim))
+    pairs = [products.extremes(rows[:, i : i + block], buffer) for i in range(0, count, block)]
+    lowest, highest = MAGNITUDES
+    finite = all(math.isfinite(largest) for _, largest in pairs)
+    if all(smallest >= lowest and largest <= highest for smallest, largest in pairs):
+        return True, True
     magnitudes = np.abs(rows)
-    if np.fmin.reduce(magnitudes, axis=None, initial=smallest) < smallest:
-        magnitudes[magnitudes == 0] = smallest
-    in_range = np.fmin.reduce(magnitudes, axis=None, initial=smallest) == smallest
-    return bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= largest)
+    magnitudes[magnitudes == 0] = lowest
+    in_range = np.fmin.reduce(magnitudes, axis=None, initial=lowest) == lowest
+    return finite, bool(in_range and np.fmax.reduce(magnitudes, axis=None, initial=0) <= highest)
 
 
 def hide_gradient(dS: np.ndarray, P: np.ndarray) -> None:

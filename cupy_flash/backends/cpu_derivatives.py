@@ -19,6 +19,7 @@ The double backward is the gradient of <dO, tO> + <dlse, mu>, which equals <tQ, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,10 +47,12 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
     lse_rows, tlse_rows = call.rows_of(lse), call.rows_of(tlse)
     dim = problem.head_dim_v
 
-    def attend(sequence: Sequence, head: int, q_tiles: range) -> None:
+    def attend(sequence: Sequence, heads: slice, q_tiles: range) -> None:
+        head = heads.start
         rows = direction.rows(sequence, head)
         keys = direction.keys(sequence, head // problem.group)
         here = (sequence.row, head, sequence.queries)
+        sink = None if call.sink is None else call.sink[head]
         O_rows, tO_rows, L_rows, mu_rows = (x[here] for x in (out_rows, tout_rows, lse_rows, tlse_rows))
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
@@ -57,7 +60,7 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
             # over the keys so far, weighted by P; the sink is the first key.
             sums = np.zeros((queries.stop - queries.start, 2 * dim + 1), problem.accumulation)
             O, T, before = sums[:, :dim], sums[:, dim:-1], sums[:, -1]
-            softmax = Softmax(len(sums), problem.accumulation, call.sink_of(head), bounded=False)
+            softmax = Softmax(before.shape, problem.accumulation, sink, bounded=False)
             mu = np.full(len(sums), 0.0 if direction.tsink is None else direction.tsink[head])
             for kv_start, kv_stop, cut in call.kv_tiles(sequence, head, queries.start, queries.stop):
                 call.stop.poll()
@@ -65,9 +68,8 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
                     sequence.batch, head, queries.start, queries.stop, kv_start, kv_stop, sequence.positions, cut
                 )
                 P, tS, _ = direction.scores(rows, keys, tile, save=False)
-                call.hide(P, sequence.band, tile)
                 before[...] = softmax.l
-                softmax.update(P, sums)
+                softmax.update(P, sums, partial(call.hide, P, sequence.band, tile))
                 if tS is not None:
                     hide_gradient(tS, P)
                     mu = _follow_mean(mu, P, tS, before, softmax.l, O, T)
@@ -104,7 +106,8 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
     dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
     dsink = np.zeros((problem.batch, problem.heads), problem.accumulation)
 
-    def differentiate(sequence: Sequence, kv_head: int) -> None:
+    def differentiate(sequence: Sequence, kv_heads: slice) -> None:
+        kv_head = kv_heads.start
         keys = direction.keys(sequence, kv_head)
         dK, dV = np.zeros(keys.K.shape, problem.accumulation), np.zeros(keys.V.shape, problem.accumulation)
         for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
@@ -266,7 +269,7 @@ class _Direction:
         hidden = np.isneginf(S) if np.isnan(lse).any() else False  # hidden by a bias or score_mod: -inf - NaN is NaN
         S -= lse
         np.copyto(S, -np.inf, where=hidden)
-        call.hide(S, sequence.band, tile)
+        call.hide(S, sequence.band, tile, -np.inf)
         P = np.exp(S, out=S)
         g = dO @ keys.V[columns].T
         h = 0 if keys.tV is None else dO @ keys.tV[columns].T

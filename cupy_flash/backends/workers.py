@@ -15,6 +15,9 @@ import numpy as np
 
 from ..device import blas_controller
 
+# Runs a function on some threads of a pool, one of which is the caller's.
+Region = Callable[[int, Callable[[], None]], None]
+
 
 class Stopped(Exception):
     """Raised to end a task early, because another task of the call has failed or the caller was interrupted."""
@@ -31,8 +34,13 @@ class Stop:
             raise Stopped
 
 
-def run_tasks(threads: int, tasks: list[Callable[[], None]], stop: Stop | None = None) -> None:
+def run_tasks(
+    threads: int, tasks: list[Callable[[], None]], stop: Stop | None = None, region: Region | None = None
+) -> None:
     """Run the tasks on up to `threads` threads with single-threaded BLAS; re-raise the first exception of any task.
+
+    `region(threads, function)` runs a function on each thread of a pool, which includes the caller's; without it, this
+    starts threads.
 
     An exception in the caller's thread, such as KeyboardInterrupt, is re-raised after the other threads have ended:
     within one tile if the tasks poll `stop`.
@@ -74,11 +82,30 @@ def run_tasks(threads: int, tasks: list[Callable[[], None]], stop: Stop | None =
         if errors:
             raise errors.pop(0)
 
+    def work_in_region(region: Region) -> None:
+        caller, completed = threading.get_ident(), False
+
+        def share() -> None:
+            nonlocal completed
+            is_caller = threading.get_ident() == caller
+            contextvars.copy_context().run(help_out)
+            if is_caller:
+                completed = True
+
+        region(max(2, min(threads, len(tasks))), share)
+        if not completed:  # ctypes drops an exception that strikes outside of `help_out`
+            raise KeyboardInterrupt
+        if errors:
+            raise errors.pop(0)
+
     user = _User()
     try:
         try:
             _single_threaded_blas.enter(user)
-            work_together()
+            if region is None:
+                work_together()
+            else:
+                work_in_region(region)
         finally:
             _single_threaded_blas.leave(user)
     finally:

@@ -28,6 +28,7 @@ SPILL = 0.2  # per score and MiB of scores in a tile, which evict operands from 
 # not depend on the number of threads. By this cost model, tiles chosen per thread count would be 0.5 % faster for 1 to
 # 16 threads (average of 1,848 problems) and 9 % faster for 64.
 THREADS = 16
+PIECES = 8  # the threads for which a backward splits heads, see `pieces`
 WAKING = 100e-6  # seconds of work that justify a thread, whose start takes tens of microseconds
 
 
@@ -80,13 +81,14 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 def pieces(problem: Problem, block_kv: int) -> int:
     """Return the number of tasks into which a backward splits the key tiles of a head, by shape alone.
 
-    Heads are split where they are too few for THREADS, but not where they add to the same elements of a gradient. A
-    piece has at least two key tiles, since each loads Q and dO and has a dQ of its own: 4 to 12 % more core time.
+    Heads are split where they are too few for PIECES threads, but not where they add to the same elements of a
+    gradient. A piece has at least two key tiles, since each loads Q and dO and has a dQ of its own: 3 to 20 % more core
+    time, which is why this assumes fewer threads than the tiles do.
     """
     if problem.derivative or (problem.bias is not None and problem.bias_gradient) or any(problem.captured_gradient):
         return 1
     heads = max(problem.batch * problem.kv_heads, 1)
-    return max(1, min(-(-THREADS // heads), problem.kv_len // (2 * block_kv)))
+    return max(1, min(-(-PIECES // heads), problem.kv_len // (2 * block_kv)))
 
 
 def alike(tile: Tile) -> object:

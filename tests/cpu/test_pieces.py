@@ -9,6 +9,7 @@ import pytest
 import cupy_flash
 from cupy_flash import backends
 from cupy_flash.backends import cpu
+from cupy_flash.backends.products import Products
 from cupy_flash.backends.workers import OrderedSum
 from cupy_flash.engines import cpu as engine
 from cupy_flash.engines.cpu import Tile
@@ -58,14 +59,14 @@ def test_pieces_are_the_unsplit_backward_on_any_number_of_threads(options, monke
 
 def test_one_head_occupies_every_thread(monkeypatch):
     plan, operands = planned({})
-    together, arrived, product = threading.Barrier(4, timeout=30), threading.local(), cpu.product
+    together, arrived, matmul = threading.Barrier(4, timeout=30), threading.local(), Products.matmul
 
-    def meet(*arguments):
+    def meet(*arguments, out):
         if not hasattr(arrived, "once"):
             arrived.once = together.wait()
-        return product(*arguments)
+        return matmul(*arguments, out=out)
 
-    monkeypatch.setattr(cpu, "product", meet)
+    monkeypatch.setattr(Products, "matmul", meet)
     cpu.backward(plan._replace(threads=4), operands)
 
 

@@ -1,0 +1,204 @@
+"""Calls on torch tensors compute in torch, on the threads of its pool: same results, on any number of threads."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import OPTIONS, SCORES, Case, assert_bitwise_equal, check, run_planned
+
+import cupy_flash
+from cupy_flash.backends import cpu, products, workers
+from cupy_flash.backends.products import Products, TorchProducts
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_NUMPY = ("softcap", "alibi", "bias", "mask", "dropout")  # options that NumPy computes, one head at a time
+CASES = {
+    name: case
+    for name, case in OPTIONS.items()
+    if all(getattr(case, option) in (None, 0) for option in BY_NUMPY) and "scores" not in name and "dim" not in name
+}
+CASES |= {name: OPTIONS[name] for name in OPTIONS if name in {f"scores-{kind}-causal-sink" for kind in SCORES}}
+CASES |= {
+    "five-heads": Case(q_len=70, kv_len=61, heads=5, kv_heads=5, sink=True, causal=True),
+    "group-of-three": Case(q_len=70, kv_len=61, heads=9, kv_heads=3, sink=True),
+    "bounded-or-not-by-tile": Case(q_len=70, kv_len=61, batch=1, scale=1.0, causal=True),
+    "float64": Case(dtype="float64", causal=True),
+    "float16": Case(dtype="float16", causal=True),
+    "bfloat16": Case(dtype="bfloat16", causal=True),
+}
+
+
+def in_torch(monkeypatch, heads_at_once):
+    """Compute the next calls in torch, in tiles of 16 x 32 and 32 x 16."""
+    monkeypatch.setattr(products, "TORCH_TILES", ((16, 32), (32, 16)))
+    region = products._region()
+    assert region is not None
+    monkeypatch.setattr(cpu, "products_of", lambda *arguments: TorchProducts(region, heads_at_once))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_results(case, monkeypatch):
+    in_torch(monkeypatch, heads_at_once=3)
+    check(case, run_planned(case, threads=2))
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 4])
+def test_bits_from_run_to_run(heads_at_once, monkeypatch):
+    in_torch(monkeypatch, heads_at_once)
+    case = Case(q_len=70, kv_len=90, causal=True, heads=8, kv_heads=4, sink=True)
+    first = run_planned(case, threads=3)
+    check(case, first)
+    for _ in range(5):
+        assert_bitwise_equal(run_planned(case, threads=3), first, case)
+
+
+def test_infinities_and_nan_reach_the_rows_that_see_them(monkeypatch):
+    """The last key is hidden from all queries but the last, in NumPy and in torch."""
+    case = Case(q_len=40, kv_len=40, causal=True, heads=2, kv_heads=2, dlse=False)
+    call = case.call()
+    call.k[:, -1, 0], call.v[:, -1] = np.inf, np.nan
+    in_numpy = run_planned(case, call, threads=2)
+    in_torch(monkeypatch, heads_at_once=2)
+    for name in ("out", "lse", "dq"):
+        x, y = getattr(in_numpy, name), getattr(run_planned(case, call, threads=2), name)
+        assert np.isnan(x).any(), name
+        np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+LENGTH = 512  # the square is TORCH_SCORES
+TENSORS = [torch.randn(1, LENGTH, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def test_large_calls_on_tensors_are_recorded_by_autograd_as_usual():
+    used = []
+    leaves, expected = ([x.clone().requires_grad_() for x in TENSORS] for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            TorchProducts, "planned", lambda self, plan, of=TorchProducts.planned: used.append(1) or of(self, plan)
+        )
+        out = cupy_flash.attention(*leaves, causal=True)
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        with torch.inference_mode():
+            assert torch.equal(cupy_flash.attention(*TENSORS, causal=True), out)
+    assert used == [1, 1, 1]
+    heads_first = (x.transpose(1, 2) for x in expected)
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)
+    for x, y in zip(gradients, torch.autograd.grad(exact.square().sum(), expected), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The list of the products of each call from now on."""
+    calls = []
+    monkeypatch.setattr(
+        cpu, "products_of", lambda *arguments: calls.append(products.products_of(*arguments)) or calls[-1]
+    )
+    return calls
+
+
+NUMPYS = {
+    "small": lambda: cupy_flash.attention(*(x[:, :-1] for x in TENSORS)),
+    "numpy": lambda: cupy_flash.attention(*(x.numpy() for x in TENSORS)),
+    "dropout": lambda: cupy_flash.attention(*TENSORS, dropout=0.1, seed=1),
+    "softcap": lambda: cupy_flash.attention(*TENSORS, softcap=1.0),
+    "alibi": lambda: cupy_flash.attention(*TENSORS, alibi_slopes=torch.ones(2)),
+    "bias": lambda: cupy_flash.attention(*TENSORS, bias=torch.zeros(LENGTH)),
+    "mask": lambda: cupy_flash.attention(*TENSORS, mask=torch.ones(LENGTH, dtype=torch.bool)),
+    "window": lambda: cupy_flash.attention(*TENSORS, window=(64, 0)),
+    "mask_mod": lambda: cupy_flash.attention(*TENSORS, mask_mod=lambda b, h, q, kv: q >= kv),
+    "score_mod": lambda: cupy_flash.attention(*TENSORS, score_mod=lambda s, b, h, q, kv: s * 2),
+}
+
+
+@pytest.mark.parametrize("call", NUMPYS.values(), ids=NUMPYS)
+def test_calls_that_numpy_computes(call, chosen):
+    call()
+    assert [type(one) for one in chosen] == [Products]
+
+
+def test_rounded_products_of_torch_are_not_used(chosen):
+    before = torch.get_float32_matmul_precision()
+    cupy_flash.attention(*TENSORS)
+    try:
+        torch.set_float32_matmul_precision("high")
+        cupy_flash.attention(*TENSORS)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [type(one) for one in chosen] == [TorchProducts, Products]
+
+
+def test_without_a_region_numpy_computes(chosen, monkeypatch):
+    monkeypatch.setattr(products, "_region", lambda: None)
+    cupy_flash.attention(*TENSORS)
+    assert [type(one) for one in chosen] == [Products]
+
+
+# Runs in a separate process; an alarm ends a child that hangs.
+FORK = """
+import os, signal
+import torch
+import cupy_flash
+
+q, k, v = torch.randn(3, 1, 512, 2, 16)
+expected = cupy_flash.attention(q, k, v)  # starts the threads of torch's pool
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(0 if (cupy_flash.attention(q, k, v) - expected).abs().max() < 1e-5 else 1)
+print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_does_not_wait_for_threads_that_it_lacks():
+    result = subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "child: 0\n"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_in_a_region_reaches_the_caller(failing):
+    region, ran = products._region(), []
+
+    def fail():
+        raise MemoryError("no more")
+
+    tasks = [lambda: ran.append(1), lambda: ran.append(1)]
+    tasks[failing] = fail
+    with pytest.raises(MemoryError, match="no more"):
+        workers.run_tasks(2, tasks, region=region)
+    assert not workers._single_threaded_blas._users
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
+    """ctypes drops an exception that strikes between its call of Python and the code that catches it."""
+    region, errors = products._region(), np.geterr()
+    workers.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
+    for moment in itertools.count():
+        moments = itertools.count()
+
+        def profiler(frame, event, argument, moment=moment, moments=moments):
+            if event in ("call", "c_return") and next(moments) == moment:
+                raise KeyboardInterrupt
+
+        interrupted = False
+        try:
+            sys.setprofile(profiler)
+            workers.run_tasks(2, [lambda: None] * 2, region=region)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.setprofile(None)
+        assert not workers._single_threaded_blas._users, moment
+        assert np.geterr() == errors, moment
+        if next(moments) <= moment:
+            break
+        assert interrupted, moment
+    assert moment > 30

@@ -59,7 +59,7 @@ struct FactorScale {
 
   float log2 = ON ? FIRST : 0;
 
-  __device__ float power() const { return power_of_two((int)log2); }
+  __device__ float power() const { return ON ? power_of_two((int)log2) : 1; }
   __device__ float inverse() const { return power_of_two(-(int)log2); }
 
   // Multiplies two rounded numbers.

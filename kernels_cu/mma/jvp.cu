@@ -109,10 +109,7 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float power = scale.power();
-        tS[m][n][e] = S[m][n][e] * (tS[m][n][e] * power - mean[m][e / 2].mu * power);
-      }
+      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu) * scale.power();
 }
 
 // Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last

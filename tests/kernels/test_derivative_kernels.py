@@ -243,7 +243,7 @@ def test_all_options_in_any_tiles_on_tensor_cores(arch, dtype, which, head_dim):
 
 
 BUGS_OF_MMA = {
-    "mu-not-subtracted": ("mma/jvp.cu", " - mean[m][e / 2].mu * power)", ")"),
+    "mu-not-subtracted": ("mma/jvp.cu", "(tS[m][n][e] - mean[m][e / 2].mu) *", "tS[m][n][e] *"),
     "T-does-not-follow-mu": ("mma/jvp.cu", "mean[m][half].add(P[m]", "change = 0, mean[m][half].add(P[m]"),
     "sum-does-not-follow-mu": ("mma/jvp.cu", "mu = new_mu, sum -= change * l;", "mu = new_mu;"),
     "T-not-rescaled": ("mma/jvp.cu", "    rescale(T, rescaling);\n", ""),

@@ -680,7 +680,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     """
     settings = Options.of("explain", options)
     problem, operands = pose("explain", (q, k, v), settings)
-    text = backends.plan_for(problem).explain()
+    text = backends.explain(backends.plan_for(problem), operands)
     if problem.framework == "jax":
         from .adapters.jax import frame
 

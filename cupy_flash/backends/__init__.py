@@ -188,6 +188,14 @@ def append(problem: Problem, operands: Operands) -> None:
     _module(chosen).append(chosen, operands)
 
 
+def explain(chosen: Plan, operands: Operands) -> str:
+    """Return the text of a plan; where the CPU engine computes in torch, with those tiles and a line that says so."""
+    if chosen.engine != "cpu":
+        return chosen.explain()
+    products = _imported(".products").products_of(chosen.problem, operands, chosen.threads)
+    return f"{products.planned(chosen).explain()}{products.line}"
+
+
 # {backend or engine: module}; engines take precedence.
 MODULES = {"cpu": ".cpu", "cpu_decode": ".decode", "cuda": ".cuda", "simulator": ".simulator.run"}
 

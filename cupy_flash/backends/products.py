@@ -39,6 +39,7 @@ class Products:
 
     region: Region | None = None  # runs a function on threads of a pool; None: this library starts threads
     heads_at_once = 1
+    line = ""  # of `explain`
 
     def planned(self, plan: Plan) -> Plan:
         """Return the plan with the tile for these operations."""
@@ -106,6 +107,7 @@ class TorchProducts(Products):
 
         self.torch, self.region, self.heads_at_once = torch, region, heads_at_once
         self.view = torch.from_numpy
+        self.line = f"\nproducts   of torch, on its own threads, in tasks of up to {heads_at_once} heads"
 
     def planned(self, plan: Plan) -> Plan:
         """Return the plan with a tile of TORCH_TILES."""

@@ -57,6 +57,15 @@ def test_bits_from_run_to_run(heads_at_once, monkeypatch):
         assert_bitwise_equal(run_planned(case, threads=3), first, case)
 
 
+def test_explain_tells_who_computes():
+    q = torch.zeros(1, 600, 8, 16)
+    text = cupy_flash.explain(q, q, q, causal=True)
+    assert "tiles      256 queries x 512 keys, " in text
+    assert "products   of torch, on its own threads, in tasks of up to " in text
+    for given in (q.numpy(), q[:, :500]):
+        assert "products" not in cupy_flash.explain(given, given, given, causal=True)
+
+
 def test_infinities_and_nan_reach_the_rows_that_see_them(monkeypatch):
     """The last key is hidden from all queries but the last, in NumPy and in torch."""
     case = Case(q_len=40, kv_len=40, causal=True, heads=2, kv_heads=2, dlse=False)

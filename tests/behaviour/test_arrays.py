@@ -429,11 +429,11 @@ def test_the_producers_memory_is_returned_exactly_once(make):
     assert sys.getrefcount(x) == before
 
 
-def test_an_array_is_freed_with_its_last_view():
-    x = torch.ones(3)
-    alive = weakref.ref(x)
+def test_memory_is_freed_with_its_last_view():
+    memory = np.ones(3)
+    x, alive = torch.from_numpy(memory), weakref.ref(memory)
     view = as_array(x, "q").numpy()
-    del x
+    del memory, x
     assert alive() is not None
     del view
     assert alive() is None

@@ -305,19 +305,34 @@ def test_planted_bugs_of_many_tiles_are_found(bug, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("which", [0, -1])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_no_bank_conflicts_on_tensor_cores(head_dim, which):
-    """Shared memory has no bank conflicts, in the first and in the last legal tile."""
+def test_no_bank_conflicts_and_no_byte_twice_on_tensor_cores(head_dim, which):
+    """In the first and in the last legal tile, shared memory has no bank conflicts, and a block reads its own tile and
+    the tiles of its loop once from global memory.
+    """
+    rows = 256
     case = Case(
-        q_len=256, kv_len=256, head_dim=head_dim, head_dim_v=head_dim, batch=1, heads=1, kv_heads=1, dtype="bfloat16"
+        q_len=rows, kv_len=rows, head_dim=head_dim, head_dim_v=head_dim, batch=1, heads=1, kv_heads=1, dtype="bfloat16"
     )
-    counted = {}
+    counted, tiles = {}, {}
 
     def counting(work, **how):
         counted.update(zip((step.function for step in work.launches), start(work, **how), strict=True))
+        tiles.update({step.function: step.tile for step in work.launches})
 
     run_mma(case, which=which, start=counting)
     assert counted.keys() == {"jvp", "delta", "second_kv", "second_q"}
     assert {name: count.bank_conflicts for name, count in counted.items() if count.bank_conflicts} == {}
+
+    tensor, numbers = 2 * rows * head_dim, 4 * rows  # bytes of q, and of one number for each row
+    queries, keys = 3 * tensor + 4 * numbers, 4 * tensor  # Q, tQ, dO, lse, mu, delta, eps; K, tK, V, tV
+    expected = {  # (bytes read, bytes written)
+        "jvp": (2 * tensor + rows // tiles["jvp"][0] * keys, 2 * tensor + 2 * numbers),
+        "second_kv": (keys + rows // tiles["second_kv"][1] * queries, 2 * tensor),
+        "second_q": (queries + rows // tiles["second_q"][0] * keys, tensor),
+    }
+    for name, (read, written) in expected.items():
+        assert counted[name].global_bytes_written == written, name
+        assert read <= counted[name].global_bytes_read <= 1.1 * read, name
 
 
 @pytest.mark.exhaustive

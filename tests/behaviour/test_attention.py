@@ -89,7 +89,7 @@ def test_lengths_around_the_plans_tiles(q_len, kv_len, backend):
 def test_tiles_that_no_query_sees_are_not_computed(case, monkeypatch):
     """Each visited tile contains a visible pair, and each visible pair lies in exactly one visited tile."""
     visited = []
-    monkeypatch.setattr(cpu.Call, "hide", lambda call, S, band, tile: visited.append((band, tile)))
+    monkeypatch.setattr(cpu.Call, "hide", lambda call, S, band, tile, value: visited.append((band, tile)))
     plan, operands = posed(case, block_q=16, block_kv=16, threads=1)
     cpu.forward(plan, operands)
     counts = {}
@@ -172,9 +172,9 @@ def test_bounded_and_online_softmax(features, score, monkeypatch):
     taken = set()
 
     class Recorded(cpu.Softmax):
-        def __init__(self, rows, dtype, sink, bounded):
-            super().__init__(rows, dtype, sink, bounded)
-            taken.add((None if sink is None else float(sink), self.bounded))
+        def __init__(self, shape, dtype, sink, bounded, products):
+            super().__init__(shape, dtype, sink, bounded, products)
+            taken.add((None if sink is None else sink.item(), self.bounded))
 
     monkeypatch.setattr(cpu, "Softmax", Recorded)
     case = Case(scores="signs", scale=score, **features)

@@ -96,7 +96,7 @@ def test_bitwise_equal_for_any_number_of_threads():
 BUGS = {
     "mu-not-subtracted": ("_follow_mean", "tS -= mean.astype(tS.dtype)[:, None]", "pass"),
     "T-does-not-follow-mu": ("_follow_mean", "T -= (mean - mu).astype(T.dtype)[:, None] * O", "pass"),
-    "T-not-rescaled": ("jvp", "softmax.update(P, sums)", "softmax.update(P, O)"),
+    "T-not-rescaled": ("jvp", "softmax.update(P, sums,", "softmax.update(P, O,"),
     "dropout-in-mu": ("jvp", "_follow_mean(mu, P, tS", "_follow_mean(mu, P * call.keep(tile), tS"),
     "no-dropout-in-T": ("jvp", "tS *= keep", "pass"),
     "delta-for-eps": ("_Direction", "(h * keep - eps)", "(h * keep - delta)"),

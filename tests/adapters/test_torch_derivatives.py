@@ -185,6 +185,41 @@ def test_vmap_loops_where_it_cannot_fold(name):
     assert_equal(vmap(call)(*several), expected, name)
 
 
+def test_vmap_over_nothing():
+    """The shapes are those of one element, also where vmap would loop."""
+    with_sink, inputs = call_of("sink")
+    for call, arrays in ((ours, X), (with_sink, [x.detach() for x in inputs])):
+        batched = vmap(call, (0, *[None] * (len(arrays) - 1)))
+        one, none = (batched(arrays[0][None][:rows], *arrays[1:]) for rows in (1, 0))
+        assert_equal(none, torch.utils._pytree.tree_map(lambda x: x[:0], one), "no rows")
+
+
+# {name: the transform of a function, in a graph of torch.compile}
+COMPILED = {
+    "jvp": lambda f, graph: graph(lambda *x: jvp(f, x, tuple(MOVED)))(*X),
+    "grad": lambda f, graph: graph(grad(cubed(f), (0, 1, 2)))(*X),
+    "forward-over-reverse": lambda f, graph: graph(lambda *x: jvp(grad(cubed(f)), x, tuple(MOVED)))(*X),
+    "vmap-of-grad": lambda f, graph: graph(vmap(grad(cubed(f)), (0, None, None)))(torch.stack(MOVED), *X[1:]),
+    "dual-tensors": lambda f, graph: graph(lambda: dual(f))(),
+    "dual-tensors-of-a-compiled-function": lambda f, graph: (lambda g: [g(*X), *dual(g)])(graph(f)),
+    "jvp-of-a-compiled-function": lambda f, graph: (lambda g: [g(*X), *jvp(g, tuple(X), tuple(MOVED))])(graph(f)),
+}
+
+
+@pytest.mark.parametrize("mods", in_tiers({"plain": False, "mods": True}, ["plain"]))
+@pytest.mark.parametrize("name", in_tiers({name: name for name in COMPILED}, ["jvp", "dual-tensors"]))
+def test_transforms_while_compiling(name, mods):
+    """A graph has operators instead of Functions; forward mode must not take their results for constants."""
+    mod = cupy_flash.Mod(score_mod=with_table(TABLE)) if mods else None
+
+    def call(q, k, v):
+        return cupy_flash.attention(q, k, v, causal=True, score_mod=mod)
+
+    torch.compiler.reset()
+    graph = COMPILED[name](call, lambda f: torch.compile(f, backend="aot_eager"))
+    assert_equal(graph, COMPILED[name](call, lambda f: f), name)
+
+
 def test_vmap_folds_the_batch(monkeypatch):
     calls = []
     run = adapter.op.backends.forward

@@ -4,7 +4,7 @@ Outside of transforms it calls the operators (op.py, derivatives.py), which auto
 compile, export and checkpointing support. torch.func and dual tensors do not support operators with a backward of their
 own, so under them it applies autograd Functions with `jvp` and `vmap`. `Backward` and `Jvp` differentiate `Attention`,
 and `DoubleBackward` differentiates both and has no derivative. Dynamo does not support a Function with a jvp, so while
-compiling the operators are always called.
+compiling the operators are always called; where the graph runs under a transform, they apply the Functions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ... import backends
 from ...features import DIFFERENTIATED
@@ -28,6 +29,7 @@ from .op import (
     attend,
     attention_backward,
     attention_forward,
+    library,
     mod_of_options,
     modified_attention_backward,
     modified_attention_forward,
@@ -43,8 +45,11 @@ def forward(
     `pose` checks the call, in the operator if there is one; `_recorded` only checks what a schema cannot express.
     """
     if torch.compiler.is_compiling():
-        is_traced = all(mod is None or isinstance(mod, Mod) for mod in (options.score_mod, options.mask_mod))
-        record = _recorded if is_traced else _recorded_outside_of_graph
+        record = _recorded
+        if forward_ad._current_level >= 0:
+            record = _recorded_in_forward_mode
+        elif not all(mod is None or isinstance(mod, Mod) for mod in (options.score_mod, options.mask_mod)):
+            record = _recorded_outside_of_graph
         return record(function, arrays, options, packed, fp8)
     if fp8 is False and _is_unobserved(arrays, options, packed):
         with on_device_of(arrays[0]):
@@ -100,6 +105,10 @@ _recorded_outside_of_graph = torch.compiler.disable(
     _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
 )
 
+_recorded_in_forward_mode = torch.compiler.disable(
+    _recorded, reason="the operators take no dual tensors: use torch.func.jvp, which stays in the graph"
+)
+
 
 class Settings:
     """The arguments of a call that are not tensors; a class, because torch.func would search a tuple for tensors."""
@@ -151,7 +160,12 @@ class _Function(torch.autograd.Function):
         """Return the results with the vmapped dimension first."""
         size, dims = info.batch_size, in_dims[1:]
         rows = [x if x is None or d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
-        if cls._folds(tensors):
+        if size == 0:  # the shapes of the results are those of one element
+            one = cls.apply(
+                settings, *(x if d is None else x.new_zeros(x.shape[1:]) for x, d in zip(rows, dims, strict=True))
+            )
+            results = [None if x is None else x.new_empty((0, *x.shape)) for x in one]
+        elif cls._folds(tensors):
             folded = [
                 None if x is None else (x.expand(size, *x.shape) if d is None else x).flatten(0, 1)
                 for x, d in zip(rows, dims, strict=True)
@@ -331,3 +345,18 @@ def _sum(parts: tuple[Any, ...]) -> Any:
     """Return the sum of the parts that are not None; None if all are."""
     present = [x for x in parts if x is not None]
     return sum(present[1:], present[0]) if present else None
+
+
+def _apply_attention(*arguments: Any) -> Any:
+    return Attention.apply(Settings(arguments[len(TENSORS) :], ""), *arguments[: len(TENSORS)])
+
+
+def _apply_modified_attention(*arguments: Any) -> Any:
+    *plain, captured, mods = arguments
+    return Attention.apply(Settings(tuple(plain[len(TENSORS) :]), mods), *plain[: len(TENSORS)], *captured)
+
+
+# A graph of torch.compile calls the operators under torch.func. These kernels come before those of torch.func, which
+# would take the results for constants in forward mode.
+library.impl("attention_forward", _apply_attention, "FuncTorchDynamicLayerFrontMode")
+library.impl("modified_attention_forward", _apply_modified_attention, "FuncTorchDynamicLayerFrontMode")

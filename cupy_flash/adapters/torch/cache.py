@@ -119,7 +119,7 @@ def _tensors(options: CacheOptions) -> dict[str, Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer, torch.SymInt)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def _recorded(given: dict[str, Any]) -> tuple[str, ...]:

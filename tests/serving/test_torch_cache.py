@@ -186,6 +186,12 @@ def test_a_lazily_negated_tensor_cannot_be_written():
     expected = cupy_flash.attention_with_kv_cache(q, -caches[0], caches[1], **reads)
     negated = cupy_flash.attention_with_kv_cache(q, caches[0]._neg_view(), caches[1], **reads)
     torch.testing.assert_close(negated, expected)
+    with torch.profiler.profile(), pytest.raises(ValueError, match="k_cache is lazily negated"):
+        cupy_flash.attention_with_kv_cache(q, caches[0]._neg_view(), caches[1], **reads)
+    with pytest.raises(ValueError, match="v_cache is read-only"):
+        cupy_flash.append_to_kv_cache(
+            q, q.clone(), torch.zeros_like(q), torch.zeros_like(q)._neg_view(), cache_seqlens=0
+        )
 
 
 def test_a_zero_tensor_is_allocated_by_the_dispatcher():

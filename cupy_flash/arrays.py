@@ -316,13 +316,14 @@ def _from_torch(x: Any) -> Array:
     device = _torch_device(x.device)
     if not device.startswith(("cpu", "cuda")):
         raise TypeError(f"device {device} is neither the CPU nor a CUDA device")
-    if x.is_neg() or x.is_conj():  # lazy flags: the memory of z.conj().imag is that of z.imag
-        x = x.detach().resolve_neg().resolve_conj()
+    is_lazy = x.is_neg() or x.is_conj()  # lazy flags: the memory of z.conj().imag is that of z.imag
+    if is_lazy:
+        x = x.detach().resolve_neg().resolve_conj()  # read-only, because what is written to a copy would be lost
     try:
         pointer = x.data_ptr()
     except RuntimeError as error:  # torch.func transforms pass wrappers of type torch.Tensor
         raise TypeError("a tensor inside a torch.func transform has no memory of its own") from error
-    return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), device, "torch", x)
+    return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), device, "torch", x, is_lazy)
 
 
 def _from_jax(x: Any) -> Array:

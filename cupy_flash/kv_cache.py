@@ -118,7 +118,7 @@ def attention_with_kv_cache(
             depend only on its own sequence and the options: not on the batch, its order or padding, page numbers, or
             the number of queries in the call. None divides the work equally among the processors.
         layout: "bshd" as above, or "bhsd": q (B, Hq, Sq, D), caches (Bc, Hk, Sc, D) or (pages, Hk, P, D).
-        out: an array for the result, of its shape and the dtype of q. None allocates a new one.
+        out: an array for the result, of its shape and the dtype of q, in memory of its own. None allocates one.
         return_lse: also return lse, float32 (float64 for float64), (B, Hq, Sq) or (Hq, T).
         backend: as in `cupy_flash.attention`.
         engine: as in `cupy_flash.attention`.

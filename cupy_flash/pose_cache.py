@@ -43,6 +43,7 @@ PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size must be a multiple
 CACHES = ("k_cache", "v_cache")
+ROWS = ("q", "k", "v")
 OF_CACHE = frozenset(CacheOperands._fields)
 OF_BOTH = frozenset(Operands._fields) - OF_CACHE - {"q", "cu_seqlens_q"}  # arrays that are options of attention() too
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
@@ -121,7 +122,7 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
     """Return cache_seqlens if it is one number for all sequences, else None."""
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
         return None
-    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+    if isinstance(given, (int, np.integer)) and not isinstance(given, (bool, np.timedelta64)):
         return int(given)
     return None
 
@@ -228,7 +229,7 @@ def _state(facts: Facts) -> Stated:
     mods = _check_mods(requirements, facts, arrays, sizes)
     agreed = not requirements.unmet
     readable = sizes is not None and _check_indices(requirements, arrays, sizes) and agreed
-    _check_numbers(requirements, options)
+    split_size = _check_numbers(requirements, options)
     if sizes is None:
         return Stated(None, False, tuple(requirements.unmet), requirements.about_type, ())
     unsupported += _check_pages(arrays, sizes)
@@ -236,7 +237,9 @@ def _state(facts: Facts) -> Stated:
     _check_others(requirements, arrays, layout, sizes)
     if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
         requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
-    return _with_problem(requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported), mods)
+    return _with_problem(
+        requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported), mods, split_size
+    )
 
 
 class CacheSizes(NamedTuple):
@@ -496,21 +499,23 @@ def _check_indices(requirements: Requirements, arrays: dict[str, Any], sizes: Ca
     return len(requirements.unmet) == before
 
 
-def _check_numbers(requirements: Requirements, options: dict[str, Any]) -> None:
-    """Check rotary_interleaved, causal and split_size; check_options checks the others."""
+def _check_numbers(requirements: Requirements, options: dict[str, Any]) -> int | None:
+    """Check rotary_interleaved, causal and split_size, which is returned; check_options checks the others."""
     for name in ("rotary_interleaved", "causal"):
         is_flag = isinstance(options[name], (bool, np.bool_))
         requirements.require_type(is_flag, f"{name} must be True or False, not {options[name]!r}")
     split = options["split_size"]
     if split is None:
-        return
+        return None
     try:
         size = operator.index(split)
     except Exception:  # a foreign object may raise anything
         requirements.require_type(False, f"split_size must be None or a whole number, not {split!r}")
-        return
+        return None
     legal = size > 0 and size % SPLIT_UNIT == 0 and not isinstance(split, bool)
     requirements.require(legal, f"split_size must be a positive multiple of {SPLIT_UNIT}, not {split!r}")
+    requirements.require(size <= LONGEST, f"split_size must be at most {LONGEST}, not {split!r}")
+    return size
 
 
 def _check_dtypes(requirements: Requirements, arrays: dict[str, Any], attends: bool) -> None:
@@ -578,6 +583,7 @@ def _with_problem(
     readable: bool,
     unsupported: tuple[str, ...],
     mods: dict[str, Any],
+    split_size: int | None,
 ) -> Stated:
     """Return the result with its Problem, in which options that are wrong have neutral values."""
     like = arrays["q" if "q" in arrays else "k"]
@@ -602,7 +608,7 @@ def _with_problem(
         appended=sizes.appended,
         slots="slots" in arrays,
         rotary=rotary,
-        split_size=options["split_size"] if isinstance(options["split_size"], int) else None,
+        split_size=split_size,
         rotary_dtypes=rotary_dtypes,
     )
     problem = Problem(
@@ -645,24 +651,25 @@ def _with_problem(
 
 
 def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
-    """Check that no array overlaps a cache, because the append would change it, or the result would change the cache.
+    """Check that no array overlaps a cache, which the append would change, nor `out` an array that is read.
 
     For the two caches only the first elements are compared: one array as both caches is an error, but overlapping views
     that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
     have none while jax traces.
     """
-    others = [name for name in (("q", "k", "v", "out") if "k" in call else ("out",)) if name in call]
-    if not others:
+    appends = "k" in call
+    if not appends and "out" not in call:
         return
-    caches = [(name, call[name], _extent(call[name])) for name in ("k_cache", "v_cache") if name in call]
-    for name in others:
-        array = call[name]
-        first, end = _extent(array)
-        for cache_name, cache, (cache_first, cache_end) in caches:
-            if first < cache_end and cache_first < end and _share_an_element(array, cache):
-                requirements.require(False, f"{name} overlaps {cache_name} in memory")
-    if "k" in call and len(caches) == 2:
-        (_, k, (k_first, k_end)), (_, v, (v_first, v_end)) = caches
+    extents = {name: _extent(call[name]) for name in (*CACHES, *ROWS, "out") if name in call}
+    for name, (first, end) in extents.items():
+        others = (*CACHES, *ROWS) if name == "out" else CACHES if appends and name in ROWS else ()
+        for other in others:
+            other_first, other_end = extents.get(other, (0, 0))
+            if first < other_end and other_first < end and _share_an_element(call[name], call[other]):
+                requirements.require(False, f"{name} overlaps {other} in memory")
+    if appends and extents.keys() >= set(CACHES):
+        k, v = (call[name] for name in CACHES)
+        (k_first, k_end), (v_first, v_end) = (extents[name] for name in CACHES)
         is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
         requirements.require(
             not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"

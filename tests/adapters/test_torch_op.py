@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._vmap_internals import _vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -494,3 +495,36 @@ def test_settings_of_torch_apply_to_calls_without_gradients(monkeypatch):
         torch.use_deterministic_algorithms(False)
     adapter.attention(q, k, v)
     assert [problem.deterministic for problem in problems] == [True, False]
+
+
+def of_ended_transform(x):
+    """A tensor that a transform of torch.func wrapped and that outlives it."""
+    wrapped = []
+    torch.func.jvp(lambda y: wrapped.append(y * 2) or y, (x,), (x,))
+    return wrapped[0]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["plain", "recorded"])
+def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_grad):
+    """It unwraps them, or allocates them; their type is torch.Tensor, and no mode or transform is active."""
+    q, k, v = inputs(requires_grad=False)
+    k.requires_grad_(requires_grad)
+    zero = torch._efficientzerotensor(q.shape)
+    torch.testing.assert_close(adapter.attention(zero, k, v), adapter.attention(torch.zeros_like(q), k, v))
+    ended = of_ended_transform(q)
+    with pytest.raises(RuntimeError):
+        ended.data_ptr()
+    torch.testing.assert_close(adapter.attention(ended, k, v), adapter.attention(2 * q, k, v))
+    outer = _vmap(lambda one: adapter.attention(one[None], k[:1], v[:1])[0])(q)
+    each = [adapter.attention(one[None], k[:1], v[:1])[0] for one in q]
+    torch.testing.assert_close(outer, torch.stack(each))
+
+
+@pytest.mark.parametrize("value", [np.complex64(1), np.timedelta64(1)], ids=["complex", "timedelta"])
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_scalars_of_numpy_that_are_no_numbers(name, value):
+    """Both with and without an operator; float() converts them."""
+    q, k, v = inputs(requires_grad=False)
+    for x in (q, q.clone().requires_grad_()):
+        with pytest.raises(TypeError, match=f"{name} must be a number"):
+            adapter.attention(x, k, v, **{name: value})

@@ -74,12 +74,14 @@ WRONG = {
     "int64-table": (PAGED, lambda c: dict(block_table=c.options["block_table"].astype("i8")), TypeError, "int32"),
     "int32-slots": (PLAIN, lambda c: dict(slots=np.zeros(4, "i4"), cache_seqlens=None), TypeError, "must be int64"),
     "lengths-float": ({}, lambda c: dict(cache_seqlens=3.0), TypeError, "cache_seqlens"),
+    "lengths-time": ({}, lambda c: dict(cache_seqlens=np.timedelta64(3)), TypeError, "cache_seqlens"),
     "lengths-bool": ({}, lambda c: dict(cache_seqlens=True), TypeError, "cache_seqlens"),
     "batch-idx-paged": (PAGED, lambda c: dict(cache_batch_idx=np.zeros(2, "i4")), ValueError, "without block_table"),
     "slots-batch-idx": (PLAIN, lambda c: dict(slots=np.arange(4), cache_batch_idx=np.array([0, 1], "i4")), ValueError,
                         "slots and cache_batch_idx do not go together"),
     "split-size": ({}, lambda c: dict(split_size=100), ValueError, "a positive multiple of 64, not 100"),
     "split-size-0": ({}, lambda c: dict(split_size=0), ValueError, "a positive multiple of 64, not 0"),
+    "split-size-large": ({}, lambda c: dict(split_size=2**31), ValueError, "at most 2147483647, not 2147483648"),
     "split-size-float": ({}, lambda c: dict(split_size=64.0), TypeError, "split_size must be None or a whole number"),
     "top-left": ({}, lambda c: dict(causal="top_left"), TypeError, "causal must be True or False"),
     "longest": ({}, lambda c: dict(max_seqlen_q=3), ValueError, "max_seqlen_q is for packed queries"),
@@ -255,7 +257,7 @@ def test_a_wrong_append(options, error, text):
         cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *call[1:3], **options)
 
 
-def test_arrays_in_the_memory_of_a_cache_are_refused():
+def test_arrays_that_overlap_one_that_is_written_are_refused():
     call = CacheCase(appended=1, heads=2).call()
     q, k_cache, v_cache, options = call
     inside = dict(k=v_cache[:, 3:4], v=k_cache[:, 30:31])
@@ -264,6 +266,9 @@ def test_arrays_in_the_memory_of_a_cache_are_refused():
     reads = {name: value for name, value in options.items() if name not in ("k", "v")}
     text = failure(ValueError, call._replace(options=reads), out=k_cache[:, 5:6])
     assert "out overlaps k_cache in memory" in text
+    assert "out overlaps q in memory" in failure(ValueError, call._replace(options=reads), out=q)
+    text = failure(ValueError, call, out=options["v"].reshape(q.shape[0], 1, -1, q.shape[-1]))
+    assert "out overlaps v in memory" in text
     one = k_cache.copy()
     text = failure(ValueError, call._replace(k_cache=one, v_cache=one[..., :16]))
     assert "k_cache and v_cache start at one address: rows of k and v would overwrite each other" in text

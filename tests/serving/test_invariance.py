@@ -90,6 +90,15 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
         assert np.concatenate([x[1] for x in outs], axis=2)[:, :, i].tobytes() == lse[:, :, 0].tobytes()
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.array], ids=["int64", "int16", "array"])
+def test_a_split_size_may_be_any_whole_number(kind):
+    """One of NumPy is no int, but must not be dropped: the bits depend on it."""
+    call = case_with({}).call()
+    size = kind(call.options["split_size"])
+    problem, _ = pose_with_cache(*call[:3], CacheOptions.of("test", call.options | {"split_size": size}))
+    assert type(problem.cache.split_size) is int and problem.cache.split_size == call.options["split_size"]
+
+
 def test_without_split_size_threads_change_no_bit(monkeypatch):
     """Without split_size the pieces depend on the lengths, and not on the number of threads."""
     call = case_with({}, split_size=None).call()

@@ -173,6 +173,36 @@ def test_a_profiler_sees_the_operator_and_both_ways_write_the_caches():
         torch.testing.assert_close(direct, observed, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_lazily_negated_tensor_cannot_be_written():
+    """Its numbers are those of memory times -1, so a kernel would write to a copy, which is lost."""
+    (q, *caches), options = step()
+    for n, name in enumerate(("k_cache", "v_cache")):
+        negated = [cache._neg_view() if n == at else cache for at, cache in enumerate(caches)]
+        with pytest.raises(ValueError, match=f"{name} is read-only"):
+            cupy_flash.attention_with_kv_cache(q, *negated, **options)
+    with pytest.raises(ValueError, match="out is read-only"):
+        cupy_flash.attention_with_kv_cache(q, *caches, **options, out=torch.zeros_like(q)._neg_view())
+    reads = {name: x for name, x in options.items() if name not in ("k", "v")}
+    expected = cupy_flash.attention_with_kv_cache(q, -caches[0], caches[1], **reads)
+    negated = cupy_flash.attention_with_kv_cache(q, caches[0]._neg_view(), caches[1], **reads)
+    torch.testing.assert_close(negated, expected)
+    with torch.profiler.profile(), pytest.raises(ValueError, match="k_cache is lazily negated"):
+        cupy_flash.attention_with_kv_cache(q, caches[0]._neg_view(), caches[1], **reads)
+    with pytest.raises(ValueError, match="v_cache is read-only"):
+        cupy_flash.append_to_kv_cache(
+            q, q.clone(), torch.zeros_like(q), torch.zeros_like(q)._neg_view(), cache_seqlens=0
+        )
+
+
+def test_a_zero_tensor_is_allocated_by_the_dispatcher():
+    (q, *caches), options = step()
+    before = [cache.clone() for cache in caches]
+    expected = cupy_flash.attention_with_kv_cache(torch.zeros_like(q), *caches, **options)
+    torch.testing.assert_close(
+        cupy_flash.attention_with_kv_cache(torch._efficientzerotensor(q.shape), *before, **options), expected
+    )
+
+
 def test_all_reasons_at_once():
     (q, *caches), options = step()
     options |= {"cache_seqlens": options["cache_seqlens"].long(), "causal": "top_left", "v": None}

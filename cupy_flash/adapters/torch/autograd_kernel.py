@@ -66,7 +66,11 @@ def register_autograd(
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:
-    """Return whether only autograd may observe a call: no mode, transform, trace, profiler or tensor of a subclass."""
+    """Return whether only autograd may observe a call: no mode, transform, trace, profiler or tensor of a subclass.
+
+    A tensor without an address is not plain either: the dispatcher unwraps those of transforms, also of ended ones, and
+    allocates zero tensors.
+    """
     if (
         is_transformed()
         or torch._C._len_torch_dispatch_stack()
@@ -75,7 +79,10 @@ def are_plain(tensors: Iterable[Any]) -> bool:
         or torch.autograd._profiler_enabled()
     ):
         return False
-    return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+    try:
+        return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) and x.data_ptr() != 0 for x in tensors)
+    except RuntimeError:  # a wrapper of another tensor, or a tensor of a sparse layout
+        return False
 
 
 def is_transformed() -> bool:

@@ -119,7 +119,7 @@ def _tensors(options: CacheOptions) -> dict[str, Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer, torch.SymInt)) and not isinstance(value, (bool, np.timedelta64))
 
 
 def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
@@ -147,6 +147,11 @@ def _arguments(
     for tensor in tensors:
         if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_nested):
             raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(tensor)}")
+    # torch.compile cannot trace is_neg. Outside of it the dispatcher fails with an internal error of torch.
+    if not torch.compiler.is_compiling():
+        for name in WRITTEN:
+            if given.get(name) is not None and given[name].is_neg():
+                raise ValueError(f"{name} is lazily negated, and an operator cannot write to it: call resolve_neg()")
     left, right = window_sides(options.window)
     others = {name: getattr(options, name, None) for name in OTHERS}
     others["length"] = options.cache_seqlens if _is_whole(options.cache_seqlens) else None

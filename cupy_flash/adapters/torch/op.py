@@ -193,7 +193,7 @@ def as_number(value: Any, optional: bool = False) -> float | None:
     """Return an option as a float, or None if `optional`; TypeError for a value that is not a number."""
     if optional and value is None:
         return None
-    if isinstance(value, (bool, str, bytes, bytearray, np.bool_)):
+    if isinstance(value, (bool, str, bytes, bytearray, np.bool_, np.complexfloating, np.timedelta64)):
         raise TypeError(f"{value!r} is not a number")
     try:
         return float(value)

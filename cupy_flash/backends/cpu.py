@@ -76,7 +76,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         buffer, Q_buffer, O_buffer = scratch.arrays
         # The bound costs a pass over K and one over V, which is not worth it for a single query.
         worthwhile = sequence.q_len > 1 and not call.additive
-        V_finite, boundable = _magnitudes(V, products, buffer) if worthwhile else (False, False)
+        V_finite, boundable = _magnitudes(V, products, O_buffer) if worthwhile else (False, False)
         K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, heads, sequence.queries]
         O_rows = out_rows[sequence.row, heads, sequence.queries]

@@ -162,7 +162,7 @@ def test_addresses_advance_over_hidden_tiles():
 
 STEPS = {
     "queries": ("mma/steps.cuh", "MASK_MOD ? q_start - Q.first : BLOCK_Q", "BLOCK_Q"),
-    "keys": ("mma/direction.cuh", "MASK_MOD ? tiles.start - K.first : Tiles::STEP", "Tiles::STEP"),
+    "keys": ("mma/direction.cuh", "MASK_MOD ? tiles.start - first : Tiles::STEP", "Tiles::STEP"),
 }
 
 

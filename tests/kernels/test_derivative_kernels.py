@@ -286,7 +286,7 @@ def test_means_of_many_tiles(scores, head_dim):
 
 BUGS_OF_MANY_TILES = {  # (scores, bug)
     "mu-does-not-move": ("rising", "mma/jvp.cu", "if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {", "if (true) {"),
-    "tile-not-added-again": ("falling", "mma/jvp.cu", "mean[m][half].add(P[m], tS[m], half);\n#", "\n#"),
+    "tile-not-added-again": ("falling", "mma/jvp.cu", "mean[m][half].add(P[m], tS[m], half);\n      change", "change"),
     "sum-of-mu-not-rescaled": ("falling", "mma/jvp.cu", ".rescale(rescaling[n / 2][n % 2]);", ";"),
     "keys-do-not-advance": ("normal", "mma/direction.cuh", "K += rows * p.k.row, V += rows * p.v.row;", "rows;"),
     "tK-does-not-advance": ("normal", "mma/direction.cuh", "if constexpr (TK) tK +=", "if constexpr (false) tK +="),

@@ -192,7 +192,7 @@ def explain(chosen: Plan, operands: Operands) -> str:
     """Return the text of a plan; where the CPU engine computes in torch, with those tiles and a line that says so."""
     if chosen.engine != "cpu":
         return chosen.explain()
-    products = _imported(".products").products_of(chosen.problem, operands, chosen.threads)
+    products = _imported(".products").products_of(chosen.problem, operands)
     return f"{products.planned(chosen).explain()}{products.line}"
 
 

@@ -389,7 +389,7 @@ class Call:
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.score_steps = steps(problem, operands)
-        self.products = products_of(problem, operands, plan.threads)
+        self.products = products_of(problem, operands)
         self.plan = plan = self.products.planned(plan)
         self.block_q, self.block_kv = plan.block_q, plan.block_kv
         self.mask_mod, self.visits = None, None

@@ -25,10 +25,11 @@ from .workers import Region
 
 LINE = 64  # bytes of a cache line, to which scratch arrays are aligned
 
-# Torch's operations are faster than NumPy's from 2^18 scores a head on. The tiles (forward, backward) and the number of
-# heads at once are those with the shortest times for S 512 to 2048; with TORCH_ROWS a task takes no more memory than
-# one of NumPy at S 16k.
+# Torch's operations are faster than NumPy's from 2^18 scores a head on, except for few queries or few keys. The tiles
+# (forward, backward) and the number of heads at once are those with the shortest times for S 512 to 2048; with
+# TORCH_ROWS a task takes no more memory than one of NumPy at S 16k.
 TORCH_SCORES = 2**18
+TORCH_QUERIES, TORCH_KEYS = 32, 128
 TORCH_TILES = ((256, 512), (512, 256))
 TORCH_HEADS = 4
 TORCH_ROWS = 2**14
@@ -110,9 +111,10 @@ class TorchProducts(Products):
         self.line = f"\nproducts   of torch, on its own threads, in tasks of up to {heads_at_once} heads"
 
     def planned(self, plan: Plan) -> Plan:
-        """Return the plan with a tile of TORCH_TILES."""
+        """Return the plan with a tile of TORCH_TILES, on no more threads than torch may use."""
         block_q, block_kv = TORCH_TILES[plan.problem.backward]
-        return plan._replace(block_q=block_q, block_kv=block_kv)
+        threads = min(plan.threads, self.torch.get_num_threads())
+        return plan._replace(block_q=block_q, block_kv=block_kv, threads=threads)
 
     def matmul(self, A: np.ndarray, B: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write A @ B to `out`."""
@@ -180,7 +182,7 @@ class TorchProducts(Products):
             super().hide(S, band, queries, keys, value)
 
 
-def products_of(problem: Problem, operands: Operands, threads: int) -> Products:
+def products_of(problem: Problem, operands: Operands) -> Products:
     """Return torch's operations for torch tensors, and NumPy's for other arrays, small calls and those with options.
 
     Score modifications, dropout and masks of pairs are computed by NumPy, one head at a time; windows and mask_mod need
@@ -192,15 +194,20 @@ def products_of(problem: Problem, operands: Operands, threads: int) -> Products:
     if of_one_head or problem.derivative or problem.mask.left is not None or any(x is not None for x in given):
         return Products()
     arrays = (operands.q, operands.k, operands.v)
-    if problem.q_len * problem.kv_len < TORCH_SCORES or _forked or any(x.framework != "torch" for x in arrays):
+    few = problem.q_len < TORCH_QUERIES or problem.kv_len < TORCH_KEYS
+    small = few or problem.q_len * problem.kv_len < TORCH_SCORES
+    if small or _forked or any(x.framework != "torch" for x in arrays):
         return Products()
     import torch
 
     region = _region()
-    if region is None or torch.get_float32_matmul_precision() != "highest":
+    # torch.get_float32_matmul_precision() raises an error if only one of torch's backends rounds.
+    if region is None or torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee"):
         return Products()
     rows = max(problem.q_len, problem.kv_len)
-    heads_at_once = min(TORCH_HEADS, problem.batch * problem.kv_heads // threads, TORCH_ROWS // rows)
+    # Not the threads of the plan, which concurrent calls reduce: the number of heads at once affects the last bits.
+    heads_per_thread = problem.batch * problem.kv_heads // torch.get_num_threads()
+    heads_at_once = min(TORCH_HEADS, heads_per_thread, TORCH_ROWS // rows)
     return TorchProducts(region, max(1, heads_at_once))
 
 

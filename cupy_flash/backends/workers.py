@@ -88,10 +88,12 @@ def run_tasks(
         def share() -> None:
             nonlocal completed
             is_caller = threading.get_ident() == caller
-            contextvars.copy_context().run(help_out)
+            if is_caller or threads > 1:
+                contextvars.copy_context().run(help_out)
             if is_caller:
                 completed = True
 
+        # In a region of one thread, operations of torch would use all threads of its pool.
         region(max(2, min(threads, len(tasks))), share)
         if not completed:  # ctypes drops an exception that strikes outside of `help_out`
             raise KeyboardInterrupt

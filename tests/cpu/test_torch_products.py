@@ -3,11 +3,13 @@
 import itertools
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import OPTIONS, SCORES, Case, assert_bitwise_equal, check, run_planned
+from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from cupy_flash.backends import cpu, products, workers
@@ -114,6 +116,8 @@ def chosen(monkeypatch):
 
 NUMPYS = {
     "small": lambda: cupy_flash.attention(*(x[:, :-1] for x in TENSORS)),
+    "few-queries": lambda: cupy_flash.attention(TENSORS[0][:, :16], *(x.repeat(1, 32, 1, 1) for x in TENSORS[1:])),
+    "few-keys": lambda: cupy_flash.attention(TENSORS[0].repeat(1, 32, 1, 1), *(x[:, :16] for x in TENSORS[1:])),
     "numpy": lambda: cupy_flash.attention(*(x.numpy() for x in TENSORS)),
     "dropout": lambda: cupy_flash.attention(*TENSORS, dropout=0.1, seed=1),
     "softcap": lambda: cupy_flash.attention(*TENSORS, softcap=1.0),
@@ -132,7 +136,26 @@ def test_calls_that_numpy_computes(call, chosen):
     assert [type(one) for one in chosen] == [Products]
 
 
-def test_rounded_products_of_torch_are_not_used(chosen):
+ROUNDING = {  # (where the setting is, its value, who computes)
+    "one-backend": (torch.backends.mkldnn.matmul, "bf16", Products),
+    "all-of-one-backend": (torch.backends.mkldnn, "bf16", Products),
+    "all-backends": (torch.backends, "tf32", Products),
+    "another-backend": (torch.backends.cuda.matmul, "tf32", TorchProducts),
+}
+
+
+@pytest.mark.parametrize(("setting", "rounded", "expected"), ROUNDING.values(), ids=ROUNDING)
+def test_rounded_products_of_torch_are_not_used(setting, rounded, expected, chosen):
+    before = setting.fp32_precision
+    try:
+        setting.fp32_precision = rounded
+        cupy_flash.attention(*TENSORS)
+    finally:
+        setting.fp32_precision = before
+    assert [type(one) for one in chosen] == [expected]
+
+
+def test_rounded_products_by_the_older_setting_are_not_used(chosen):
     before = torch.get_float32_matmul_precision()
     cupy_flash.attention(*TENSORS)
     try:
@@ -141,6 +164,39 @@ def test_rounded_products_of_torch_are_not_used(chosen):
     finally:
         torch.set_float32_matmul_precision(before)
     assert [type(one) for one in chosen] == [TorchProducts, Products]
+
+
+def test_few_threads_are_obeyed(monkeypatch):
+    """A call takes as many threads as both torch and BLAS may use, though a region has two at least."""
+    threads, poll = set(), workers.Stop.poll
+    monkeypatch.setattr(workers.Stop, "poll", lambda stop: (threads.add(threading.get_ident()), poll(stop)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with threadpool_limits(1, user_api="blas"):
+            cupy_flash.attention(*TENSORS)
+        torch.set_num_threads(1)
+        with threadpool_limits(3, user_api="blas"):
+            cupy_flash.attention(*TENSORS)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == {threading.get_ident()}
+
+
+def test_bits_beside_another_call():
+    """A concurrent call limits BLAS to one thread: the heads that a task computes at once do not depend on it."""
+    q, k, v = torch.randn(3, 1, LENGTH, 4, 16, generator=torch.Generator().manual_seed(0))
+    q *= torch.tensor([0.1, 0.1, 9, 9])[:, None]  # the scores of two heads need a row max
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        results = []
+        for limit in (1, 2):
+            with threadpool_limits(limit, user_api="blas"):
+                results.append(cupy_flash.attention(q, k, v))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
 
 
 def test_without_a_region_numpy_computes(chosen, monkeypatch):

@@ -74,6 +74,42 @@ def test_queries_are_rotated_as_flash_attn_does(rows, appended, options):
     np.testing.assert_allclose(out, expected.astype(np.float64), atol=2e-6)
 
 
+def test_sides_without_a_bound_are_no_window():
+    """None is a side without a bound, as -1 is: queries of a call that is neither causal nor local turn by n_b."""
+    arrays, given, _ = tensors(q_len=3, appended=3, rotary=(8, True))
+    given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
+    expected = flash_attn_with_kvcache(*arrays, **given)
+    for window in (None, (None, None), (None, -1)):
+        assert torch.equal(flash_attn_with_kvcache(*arrays, **given, window_size=window), expected)
+    assert not torch.equal(flash_attn_with_kvcache(*arrays, **given, window_size=(35, 35)), expected)
+
+
+REFUSED = {
+    "options": (dict(softcap=-1.0, softmax_scale=float("nan")), ValueError, "2 requirements are not met"),
+    "alibi-and-rows": (dict(alibi_slopes=torch.ones(7), k=torch.zeros(2, 2, 2, 8)), ValueError, "2 requirements"),
+    "out": (dict(out=torch.empty(1)), ValueError, "out must be"),
+    "batch-of-q": (dict(q=torch.zeros(3, 3, 4, 16)), ValueError, "requirements are not met"),
+    "grad": (dict(q=torch.zeros(2, 3, 4, 16, requires_grad=True)), ValueError, "q require grad"),
+    "rows-of-the-table": (dict(rotary_cos=torch.ones(25, 4), rotary_sin=torch.ones(25, 4), causal=True), ValueError,
+                          r"positions\[5\] is 25 and must be in \[0, 24\]"),
+    "one-row-of-the-block-table": (dict(block_table=torch.zeros(2).int(), num_splits=2), ValueError, "block_table"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_writes_nothing(name):
+    """Also where flash-attn's rotation takes an append and an attention of its own: all is checked before both."""
+    changes, error, text = REFUSED[name]
+    (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
+    given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
+    before = [cache.clone() for cache in caches]
+    arguments = {"q": q, "k_cache": caches[0], "v_cache": caches[1]} | given | changes
+    with pytest.raises(error, match=text):
+        flash_attn_with_kvcache(**arguments)
+    for cache, same in zip(caches, before, strict=True):
+        torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
+
+
 def test_num_splits():
     """num_splits=1 is one piece; num_splits=n gives pieces of 1/n of the capacity, rounded up to 64 keys."""
     arrays, options, _ = tensors(lengths=(300, 900), capacity=1000, appended=None)

@@ -73,6 +73,18 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     return (result, lse) if options.return_lse else result
 
 
+def check(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> None:
+    """Raise the error of `attend` for these arguments, if any, without computing or writing anything.
+
+    torch.compile cannot trace what pose does with memory: there the operators check their arguments when they run.
+    """
+    if torch.compiler.is_compiling():
+        return
+    reasons = _recorded({"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)})
+    problem, _ = pose_with_cache(q, k_cache, v_cache, options, reasons)
+    backends.plan_for(problem)
+
+
 def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
     """Compute `attend` without the operator, whose schema has no functions, or which nothing of torch observes."""
     reasons = _recorded(given | _captured(options))

@@ -8,8 +8,8 @@ import torch
 
 from ...pose_cache import SPLIT_UNIT, CacheOptions
 from ...problem import UnsupportedError
-from .cache import append, attend
-from .op import as_int32, is_zero
+from .cache import append, attend, check
+from .op import as_int32, is_zero, window_sides
 
 
 def flash_attn_with_kvcache(
@@ -111,20 +111,21 @@ def flash_attn_with_kvcache(
         "split_size": _split_size(name, num_splits, split_size, k_cache, table),
     }  # fmt: skip
     rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
-    is_local = bool(causal) or tuple(window_size) != (-1, -1)
+    is_local = bool(causal) or any(side not in (None, -1) for side in window_sides(window_size))
+    together = CacheOptions(k, v, cache_seqlens, **rotary, **options)
     if rotary_cos is None or k is None or (_as_many_rows(q, k) and (is_local or _has_one_query(q, max_seqlen_q))):
-        return attend(q, k_cache, v_cache, CacheOptions(k, v, cache_seqlens, **rotary, **options))
+        return attend(q, k_cache, v_cache, together)
     if cu_seqlens_q is not None:
         raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
     # Here flash-attn rotates queries by other positions than those that attend() would use: append first, then attend
-    # with explicit positions.
+    # with explicit positions. Both are checked before, because a call that is refused must not write to the caches.
+    check(q, k_cache, v_cache, together)
+    positions = _positions(q, cache_seqlens, advance=is_local)
+    appended = CacheOptions(cache_seqlens=cache_seqlens + k.shape[1], positions=positions, **rotary, **options)
+    check(q, k_cache, v_cache, appended)
     places = {key: options[key] for key in ("cache_batch_idx", "block_table", "k_descale", "v_descale")}
     append(k, v, k_cache, v_cache, None, CacheOptions(cache_seqlens=cache_seqlens, **rotary, **places))
-    positions = _positions(q, cache_seqlens, advance=is_local)
-    lengths = cache_seqlens + k.shape[1]
-    return attend(
-        q, k_cache, v_cache, CacheOptions(cache_seqlens=lengths, positions=positions, **rotary, **options)
-    )  # fmt: skip
+    return attend(q, k_cache, v_cache, appended)
 
 
 def attend_to_pages(
@@ -182,7 +183,7 @@ def _split_size(function: str, num_splits: Any, split_size: Any, k_cache: Any, t
         raise ValueError(f"{function}: num_splits and split_size are two ways to say one thing: give one")
     if num_splits < 0:
         raise ValueError(f"{function}: num_splits must be at least 0, not {num_splits}")
-    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[-1])
     return max(-(-capacity // (num_splits * SPLIT_UNIT)), 1) * SPLIT_UNIT
 
 

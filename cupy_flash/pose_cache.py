@@ -119,12 +119,13 @@ def _pose(
 
 
 def _whole_length(requirements: Requirements, given: Any) -> int | None:
-    """Return cache_seqlens if it is one number for all sequences, else None."""
+    """Return cache_seqlens if it is one number for all sequences, else None; 0 for one that is no int32."""
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
         return None
-    if isinstance(given, (int, np.integer)) and not isinstance(given, (bool, np.timedelta64)):
-        return int(given)
-    return None
+    if not isinstance(given, (int, np.integer)) or isinstance(given, (bool, np.timedelta64)):
+        return None
+    length = int(given)
+    return length if requirements.require(abs(length) <= LONGEST, f"cache_seqlens must be int32, not {length}") else 0
 
 
 def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
@@ -598,7 +599,8 @@ def _with_problem(
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     rotary = rotary_dtypes = None
     if {"rotary_cos", "rotary_sin"} <= arrays.keys() and len(arrays["rotary_cos"].shape) == 2:
-        rotary = (2 * arrays["rotary_cos"].shape[1], bool(options["rotary_interleaved"]))
+        interleaved = options["rotary_interleaved"]
+        rotary = (2 * arrays["rotary_cos"].shape[1], isinstance(interleaved, (bool, np.bool_)) and bool(interleaved))
         rotary_dtypes = (arrays["rotary_cos"].dtype.name, arrays["rotary_sin"].dtype.name)
     cache = Cache(
         layout=layout,
@@ -732,7 +734,7 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
     require = requirements.require
     for name in ("k_descale", "v_descale"):
         descale = getattr(operands, name)
-        if descale is not None and descale.device == "cpu":
+        if descale is not None and descale.device == "cpu" and descale.dtype == np.float32:
             values = descale.numpy()
             legal = bool((np.isfinite(values) & (values >= 0)).all())
             require(legal, f"{name} must be finite and not negative")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cache_cases import CacheCase
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cupy_flash import UnsupportedError, attention_with_kv_cache, reference
 from cupy_flash.adapters.torch import flash_attn_with_kvcache
@@ -88,6 +89,7 @@ REFUSED = {
     "options": (dict(softcap=-1.0, softmax_scale=float("nan")), ValueError, "2 requirements are not met"),
     "alibi-and-rows": (dict(alibi_slopes=torch.ones(7), k=torch.zeros(2, 2, 2, 8)), ValueError, "2 requirements"),
     "out": (dict(out=torch.empty(1)), ValueError, "out must be"),
+    "alibi-of-numpy": (dict(alibi_slopes=np.ones(4, "f4")), TypeError, "must be of one type"),
     "batch-of-q": (dict(q=torch.zeros(3, 3, 4, 16)), ValueError, "requirements are not met"),
     "grad": (dict(q=torch.zeros(2, 3, 4, 16, requires_grad=True)), ValueError, "q require grad"),
     "rows-of-the-table": (dict(rotary_cos=torch.ones(25, 4), rotary_sin=torch.ones(25, 4), causal=True), ValueError,
@@ -108,6 +110,17 @@ def test_a_refused_call_writes_nothing(name):
         flash_attn_with_kvcache(**arguments)
     for cache, same in zip(caches, before, strict=True):
         torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tensors_without_memory():
+    """An append and an attention of their own: the operators compute the shapes."""
+    (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
+    given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
+    with FakeTensorMode() as mode:
+        out = flash_attn_with_kvcache(
+            *map(mode.from_tensor, (q, *caches)), **{name: mode.from_tensor(x) for name, x in given.items()}
+        )
+    assert out.shape == q.shape and out.dtype == q.dtype
 
 
 def test_num_splits():

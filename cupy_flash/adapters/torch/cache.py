@@ -76,13 +76,15 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
 def check(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> None:
     """Raise the error of `attend` for these arguments, if any, without computing or writing anything.
 
-    torch.compile cannot trace what pose does with memory: there the operators check their arguments when they run.
+    Under torch.compile and in torch's modes, whose tensors may have no memory, the operators check when they run.
     """
     if torch.compiler.is_compiling():
         return
-    reasons = _recorded({"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)})
-    problem, _ = pose_with_cache(q, k_cache, v_cache, options, reasons)
-    backends.plan_for(problem)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
+    reasons = _recorded(given)
+    if reasons or are_plain([x for x in given.values() if isinstance(x, torch.Tensor)]):
+        problem, _ = pose_with_cache(q, k_cache, v_cache, options, reasons)
+        backends.plan_for(problem)
 
 
 def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:

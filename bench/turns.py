@@ -16,6 +16,7 @@ from .gpu import Regime
 # Clocks from the release of a turn until the consumers of the block that waits for it may add, and from there until
 # they have added and the turn is released.
 WAIT, PASS = 1000, 1300
+GROUP_BLOCKS = 256  # blocks of a group of heads, as in the kernel
 
 
 def efficiency(regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int) -> float:
@@ -38,7 +39,9 @@ def _clocks(
     free = [0.0] * units  # clock at which each SM is free
     passed = np.full((len(heads), q_tiles), -np.inf)  # clock at which the last turn of each tile of dQ was released
     if turns:
-        order = [(start, head) for start in reversed(keys) for head in heads]
+        group = max(GROUP_BLOCKS // len(keys), 1)
+        groups = [heads[first : first + group] for first in range(0, len(heads), group)]
+        order = [(start, head) for of_group in groups for start in reversed(keys) for head in of_group]
     else:
         order = [(start, head) for head in heads for start in keys]
     for kv_start, head in order:

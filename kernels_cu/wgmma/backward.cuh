@@ -75,6 +75,8 @@ struct Share {
 constexpr bool UNEQUAL_SHARES = Share<false>::N_K != Share<true>::N_K || Share<false>::N_V != Share<true>::N_V ||
                                 Share<false>::N_Q != Share<true>::N_Q;
 
+constexpr int GROUP_BLOCKS = 256;  // DQ_IN_ORDER: blocks of a group of heads, twice as many as a GPU has SMs
+
 // The work of a block: tile `tile` of the keys of a key/value head of a sequence. If the grid has fewer blocks than the
 // sequence has tiles, BlockTiles gives a block several.
 struct BlockIndex {
@@ -82,17 +84,22 @@ struct BlockIndex {
   int kv_head;
   int batch;
 
-  // DQ_IN_ORDER: a block draws a number from a counter. The last keys of all heads have the lowest numbers, and a block
+  // DQ_IN_ORDER: a block draws a number from a counter. The last keys of a head have the lowest numbers, and a block
   // adds to dQ after those of higher keys: it waits for lower numbers only, which have started before it. The lowest
   // number that is still running waits for none, so there is no deadlock, in whatever order and however few at a time
   // the GPU starts blocks.
   //
   // Under a causal mask or a window, of two blocks the one of higher keys starts at a higher query, and has added to it
-  // before the other one reaches it. The heads alternate so that few blocks wait for each other at the same time.
+  // before the other one reaches it. The heads of a group alternate, so that few blocks wait for each other at the same
+  // time. The groups follow each other, so that Q, dO and dQ of the heads that are computed stay in the L2 cache.
   __device__ BlockIndex(int drawn) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
     if constexpr (DQ_IN_ORDER) {
-      int number = __shfl_sync(0xFFFFFFFF, drawn, 0), heads = gridDim.y * gridDim.z;
-      tile = number / heads, kv_head = number % heads % gridDim.y, batch = number % heads / gridDim.y;
+      int number = __shfl_sync(0xFFFFFFFF, drawn, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
+      int group = max(GROUP_BLOCKS / tiles, 1);
+      int first = number / (group * tiles) * group, size = min(group, heads - first);
+      number -= first * tiles;
+      int head = first + number % size;
+      tile = number / size, kv_head = head % gridDim.y, batch = head / gridDim.y;
     }
   }
 };

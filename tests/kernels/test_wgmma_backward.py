@@ -167,6 +167,16 @@ def test_planted_deadlock_is_found(plant, monkeypatch):
         run(CAUSAL, TILES["keys"], deterministic=True, start=starts)
 
 
+def test_groups_of_heads_add_in_order(monkeypatch):
+    """Two heads of three tiles of keys, and then the third one."""
+    case, how = replace(CAUSAL, heads=3, kv_heads=3, batch=1), dict(tile=TILES["keys"], deterministic=True)
+    together = run(case, **how)
+    check_gradients(case, together)
+    starts = functools.partial(few_resident, blocks=1, order="random", seed=1)
+    with planted(monkeypatch, ("GROUP_BLOCKS = 256", "GROUP_BLOCKS = 7")):
+        assert_bitwise_equal(run(case, start=starts, **how), together, case)
+
+
 def test_a_short_grid_adds_in_order():
     """Blocks of a grid with fewer blocks than tiles of keys take several consecutive tiles each."""
     how = dict(tile=TILES["keys"], deterministic=True)

@@ -54,7 +54,7 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
                               const Band& band, const Dropout& dropout, float scale_log2, Rows queries, int i0, int j0,
                               Wait wait = {}) {
   using RandomBits = typename Choice<TRANSPOSED, TransposedBits, Bits>::type;
-  float keep_scale = dropout.keep_scale;
+  [[maybe_unused]] float keep_scale = dropout.keep_scale;
   // Query and key of element e of fragments (m, n) and (m, n + 1).
   auto query_of = [](int m, int n, int e) { return TRANSPOSED ? column_of(n + e / 4, e % 4) : row_of(m, e % 4); };
   auto key_of = [](int m, int n, int e) { return TRANSPOSED ? row_of(m, e % 4) : column_of(n + e / 4, e % 4); };

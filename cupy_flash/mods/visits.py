@@ -61,7 +61,7 @@ class Visits:
             if self.classes.extremes or not is_small:
                 self._found[key] = rows_of(self.classes, *place)
             else:
-                self._found[key] = _positional_rows(self.classes.mask, tuple(self.classes.numbers), *place)
+                self._found[key] = _positional_rows(self.classes.mask, tuple(self.classes.numbers), place)
         return self._found[key]
 
 
@@ -84,10 +84,13 @@ def rows_of(
     return found
 
 
+Place = tuple[int, int, int, int, Positions, int, int, bool]  # the arguments of `rows_of` after the classes
+
+
 @lru_cache(maxsize=32)
-def _positional_rows(mask: Node, numbers: tuple[int | float, ...], *place: object) -> list[list[Run]]:
+def _positional_rows(mask: Node, numbers: tuple[int | float, ...], place: Place) -> list[list[Run]]:
     """Return `rows_of` for a mask_mod without arrays, cached because it is the same in every call."""
-    return rows_of(TileClasses(mask, (), numbers), *place)  # type: ignore[arg-type]
+    return rows_of(TileClasses(mask, (), numbers), *place)
 
 
 Places = tuple[np.ndarray, np.ndarray]  # the first and the last position of each tile

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cases import OPTIONS, SCORES, Case, assert_bitwise_equal, check, run_planned
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from cupy_flash.backends import cpu, products, workers
 from cupy_flash.backends.products import Products, TorchProducts
-
-torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NUMPY = ("softcap", "alibi", "bias", "mask", "dropout")  # options that NumPy computes, one head at a time

@@ -358,7 +358,8 @@ def test_planted_bug_is_found(bug, monkeypatch):
         check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
 
 
-# Of three panels of D one consumer has two.
+# D 192 is three panels of 64 columns, which two consumer warpgroups cannot split equally: the first one computes two
+# panels of dK, the second one two of dQ.
 UNEQUAL_SHARES = Case(**LONG | dict(q_len=64, kv_len=64, heads=1, head_dim=192, head_dim_v=128, dtype="bfloat16"))
 UNEQUAL_PLANTED = {
     "dK from the middle": ("K(consumer.share * (DIM / 8 - N_K))", "K(consumer.share * N_K)"),

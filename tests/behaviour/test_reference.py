@@ -10,7 +10,9 @@ import torch
 from tolerance import assert_matches_reference
 
 from cupy_flash import reference
+from cupy_flash.checks.references import references
 from cupy_flash.dropout import keep_mask
+from cupy_flash.trial import Call
 
 BATCH, Q_LENGTH, KV_LENGTH, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 2, 4, 5, 4, 2, 3, 2
 SLOPES = np.array([0.5, 0.25, 0.125, 1.0], np.float32)
@@ -222,13 +224,14 @@ def test_torch_agrees(q_length, kv_length, causal):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     torch_out = sdpa(*tensors, is_causal=bool(causal), enable_gqa=True)
     torch_gradients = torch.autograd.grad(torch_out, tensors, torch.from_numpy(dout))
-    exact, fp64 = (dict(causal=causal, layout="bhsd", dtype=dtype) for dtype in (None, np.float64))
-    runs = [
-        [reference.attention(q, k, v, **o)[0], *reference.attention_backward(dout, q, k, v, **o)[:3]]
-        for o in (exact, fp64)
-    ]
+    call = Call(q, k, v, dict(causal=causal, layout="bhsd"), dout, None, None)
+    (out, _, *gradients), (low_out, _, *low_gradients) = references(call, np.float64)
     for name, actual, expected, low in zip(
-        ("out", "dq", "dk", "dv"), (torch_out, *torch_gradients), *runs, strict=True
+        ("out", "dq", "dk", "dv"),
+        (torch_out, *torch_gradients),
+        (out, *gradients[:3]),
+        (low_out, *low_gradients[:3]),
+        strict=True,
     ):
         assert_matches_reference(actual.detach().numpy(), expected, low, np.float64, name)
 

@@ -426,6 +426,31 @@ def test_low_precision_run(dtype, name):
         assert 0 < error < 8 * eps * np.abs(expected).max(), what
 
 
+def test_another_order_rounds_every_result_differently():
+    q, k, v = (x.astype(np.float32) for x in inputs(64, 80))
+    dout = normal(BATCH, 64, Q_HEADS, HEAD_DIM_V)
+    options = dict(causal=True, softcap=1.5, bias=normal(Q_HEADS, 1, 80), sink=normal(Q_HEADS))
+    exact, *runs = (
+        reference.attention_backward(dout, q, k, v, **options, dtype=dtype, order=order)
+        for dtype, order in ((None, 0), (None, 1), *((np.float32, order) for order in range(4)))
+    )
+    for name, expected, same, *low in zip(exact._fields, exact, *runs, strict=True):
+        largest = np.abs(expected).max()
+        assert np.abs(same - expected).max() < 1e-14 * largest, name
+        assert all(0 < np.abs(x - expected).max() < 1e-5 * largest for x in low), name
+        assert not all(np.array_equal(low[0], x) for x in low[1:]), name
+
+
+def test_a_backward_rounds_its_scores_apart_from_lse():
+    """A single key has probability 1, whose error is 0 if the scores of the backward are those of the forward."""
+    q, k, v, dout = normal(4, 1, 1, 1, 64).astype(np.float32)
+    errors = [
+        np.abs(reference.attention_backward(dout, q, k, v, scale=4.0, dtype=np.float32, order=order).dv - dout).max()
+        for order in range(8)
+    ]
+    assert errors[0] == 0 < max(errors[1:]) < 1e-4
+
+
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 

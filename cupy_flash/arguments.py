@@ -162,6 +162,7 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
 
 
 class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
-    """Options of `cupy_flash.reference`: those of `attention` that define it, and the precision."""
+    """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None
+    order: int

@@ -6,6 +6,7 @@ through ml_dtypes).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field, make_dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,11 +38,12 @@ class Gradients(NamedTuple):
 
 
 _names = [(feature.name, Any, field(default=feature.default)) for feature in FEATURES if feature.definition]
-_Options: Any = make_dataclass("Options", [*_names, ("dtype", Any, field(default=None))], frozen=True)
+_precision_names = [("dtype", Any, field(default=None)), ("order", Any, field(default=0))]
+_Options: Any = make_dataclass("Options", [*_names, *_precision_names], frozen=True)
 
 
 class Options(_Options):
-    """Keyword options of this module's functions; all but `dtype` are those of cupy_flash.attention.
+    """Keyword options of this module's functions; all but `dtype` and `order` are those of cupy_flash.attention.
 
     `dtype` is the precision of the run:
     None: fp64, or np.longdouble for fp64 inputs.
@@ -50,6 +52,10 @@ class Options(_Options):
         the end.
     float8_e4m3fn (forward only): P is rounded unnormalised, with row maximum 256; matmuls truncate the accumulator to
         14 bits after every 32 products, as Hopper's wgmma does; out is rounded to bf16.
+
+    `order` seeds the order of the terms of every sum, because the error of a single run in low precision depends on it
+    by chance; 0 is the order of NumPy and its BLAS. Another order also computes the scores of a backward again, whose
+    rounding then differs from that of lse.
     """
 
 
@@ -75,6 +81,16 @@ class SecondGradients(NamedTuple):
     ddlse: Array
 
 
+class Scores(NamedTuple):
+    """Scores after all modifications and masks, and the derivatives of the modifications."""
+
+    scores: Array  # (B, Hq, Sq, Sk)
+    softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
+    softcap_curve: Array | float  # its second derivative
+    mod_slope: Array | float  # derivative of score_mod by its score, (B, Hq, Sq, Sk)
+    mod_curve: Array | float  # its second derivative
+
+
 class Forward(NamedTuple):
     """Intermediate results that the backward needs; k and v are repeated for the query heads of their group."""
 
@@ -82,16 +98,13 @@ class Forward(NamedTuple):
     k: Array  # (B, Hq, Sk, D)
     v: Array  # (B, Hq, Sk, Dv)
     scale: Any
-    softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
-    softcap_curve: Array | float  # its second derivative
-    mod_slope: Array | float  # derivative of score_mod by its score, (B, Hq, Sq, Sk)
-    mod_curve: Array | float  # its second derivative
-    scores: Array  # after all score modifications and masks, (B, Hq, Sq, Sk)
+    scored: Scores
     probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
     sink_probability: Array  # (B, Hq, Sq, 1)
     dropped: Array | float  # dropout factors of the probabilities, 0 or keep_scale, (B, Hq, Sq, Sk)
     out: Array  # (B, Hq, Sq, Dv)
     lse: Array  # (B, Hq, Sq)
+    sums: _Sums
 
 
 def attention(
@@ -505,15 +518,36 @@ def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str
     return mods
 
 
+class _Sums:
+    """Matmuls and sums, each with an order of its terms that `seed` determines; 0 keeps that of NumPy."""
+
+    def __init__(self, seed: int, multiply: Callable[[Array, Array], Array] = np.matmul) -> None:
+        self._rng = np.random.default_rng(seed) if seed else None
+        self._multiply = multiply
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return a @ b."""
+        if self._rng is None:
+            return self._multiply(a, b)
+        order = self._rng.permutation(a.shape[-1])
+        return self._multiply(a[..., order], b[..., order, :])
+
+    def sum(self, x: Array, axes: tuple[int, ...] = (-1,), keepdims: bool = True) -> Array:
+        """Return the sum over `axes`."""
+        if self._rng is not None:
+            x = reduce(lambda x, axis: x.take(self._rng.permutation(x.shape[axis]), axis), axes, x)
+        return np.asarray(x.sum(axis=axes, keepdims=keepdims))
+
+
 def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:
     """Run the forward of q, k, v (B, H, S, D), with dropout bits of batch indices first_batch, first_batch + 1, ..."""
     storage, compute = _precision(q, options.dtype)
+    sums = _Sums(options.order, _multiply_in_14_bits if storage.name == FP8 else np.matmul)
     batch, q_heads, q_length, head_dim = q.shape
     kv_length, group = k.shape[2], q_heads // k.shape[1]
     i, j = np.arange(q_length)[:, None], np.arange(kv_length)
     q_lengths = _lengths(options.q_lengths, q_length)
     kv_lengths = _lengths(options.kv_lengths, kv_length)
-    offset = 0 if options.causal == "top_left" else kv_lengths - q_lengths
 
     # Zero the padding instead of only masking it: it may hold NaN, and 0 * NaN is NaN.
     q = np.where(i < q_lengths, q.astype(storage).astype(compute), 0)
@@ -521,12 +555,48 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     v = np.where(j[:, None] < kv_lengths, v.astype(storage).astype(compute), 0).repeat(group, axis=1)
 
     scale = 1 / np.sqrt(compute.type(head_dim)) if options.scale is None else compute.type(options.scale)
-    q_descale, k_descale, v_descale = (
-        np.ones((1, 1, 1, 1), compute) if x is None else np.asarray(x, compute).repeat(group, axis=1)[..., None, None]
-        for x in (options.q_descale, options.k_descale, options.v_descale)
-    )
-    multiply = _multiply_in_14_bits if storage.name == FP8 else np.matmul
-    scores = scale * q_descale * k_descale * multiply(q, k.swapaxes(2, 3))
+    scored = _scores(options, first_batch, q, k, scale, sums)
+    scores = scored.scores
+
+    sink = np.full(q_heads, -np.inf) if options.sink is None else np.asarray(options.sink)
+    sink = np.where(i < q_lengths, sink.astype(compute)[:, None, None], -np.inf)  # (1 or B, Hq, Sq, 1)
+    row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row that sees no key: exp(-inf - 0) is 0, not NaN
+    exponentials = np.exp(scores - row_max)
+    row_sum = sums.sum(exponentials) + np.exp(sink - row_max)
+    probabilities = exponentials / np.where(row_sum == 0, 1, row_sum)
+    sink_probability = np.exp(sink - row_max) / np.where(row_sum == 0, 1, row_sum)
+    with np.errstate(divide="ignore"):
+        lse = (row_max + np.log(row_sum))[..., 0]
+
+    dropped: Array | float = 1.0
+    if options.dropout > 0:
+        if options.seed is None:
+            raise ValueError("dropout needs a seed")
+        heads = range(first_batch * q_heads, (first_batch + batch) * q_heads)
+        bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
+        keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
+        dropped = keep * compute.type(keep_scale(options.dropout))
+    # For fp8, scale P to unnormalised probabilities of at most 256 before rounding, and undo the factor in out.
+    factor = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
+    weights = (probabilities * dropped * factor).astype(storage).astype(compute)
+    v_descale = _per_query_head(options.v_descale, q_heads, compute)
+    out = v_descale * sums.matmul(weights, v) / np.where(factor == 0, 1, factor)
+    out = out.astype(_out_dtype(storage)).astype(compute)
+    return Forward(q, k, v, scale, scored, probabilities, sink_probability, dropped, out, lse, sums)
+
+
+def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: Any, sums: _Sums) -> Scores:
+    """Return the scores of q and k (B, Hq, S, D), whose padding is 0."""
+    compute = q.dtype
+    batch, q_heads, q_length, _ = q.shape
+    i, j = np.arange(q_length)[:, None], np.arange(k.shape[2])
+    q_lengths = _lengths(options.q_lengths, q_length)
+    kv_lengths = _lengths(options.kv_lengths, k.shape[2])
+    offset = 0 if options.causal == "top_left" else kv_lengths - q_lengths
+
+    q_descale, k_descale = (_per_query_head(x, q_heads, compute) for x in (options.q_descale, options.k_descale))
+    scores = scale * q_descale * k_descale * sums.matmul(q, k.swapaxes(2, 3))
     softcap_slope: Array | float = 1.0
     softcap_curve: Array | float = 0.0
     if options.softcap is not None:
@@ -552,35 +622,22 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     if options.mask_mod is not None:
         visible = visible & options.mask_mod(sequence, head, i, j)
     scores = np.where(visible, scores, -np.inf)
+    return Scores(scores, softcap_slope, softcap_curve, mod_slope, mod_curve)
 
-    sink = np.full(q_heads, -np.inf) if options.sink is None else np.asarray(options.sink)
-    sink = np.where(i < q_lengths, sink.astype(compute)[:, None, None], -np.inf)  # (1 or B, Hq, Sq, 1)
-    row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-    row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row that sees no key: exp(-inf - 0) is 0, not NaN
-    exponentials = np.exp(scores - row_max)
-    row_sum = exponentials.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
-    probabilities = exponentials / np.where(row_sum == 0, 1, row_sum)
-    sink_probability = np.exp(sink - row_max) / np.where(row_sum == 0, 1, row_sum)
-    with np.errstate(divide="ignore"):
-        lse = (row_max + np.log(row_sum))[..., 0]
 
-    dropped: Array | float = 1.0
-    if options.dropout > 0:
-        if options.seed is None:
-            raise ValueError("dropout needs a seed")
-        heads = range(first_batch * q_heads, (first_batch + batch) * q_heads)
-        bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
-        keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
-        dropped = keep * compute.type(keep_scale(options.dropout))
-    # For fp8, scale P to unnormalised probabilities of at most 256 before rounding, and undo the factor in out.
-    factor = 256 * row_sum / keep_scale(options.dropout) if storage.name == FP8 else compute.type(1)
-    weights = (probabilities * dropped * factor).astype(storage).astype(compute)
-    out = v_descale * multiply(weights, v) / np.where(factor == 0, 1, factor)
-    out = out.astype(_out_dtype(storage)).astype(compute)
-    return Forward(
-        q, k, v, scale, softcap_slope, softcap_curve, mod_slope, mod_curve, scores, probabilities, sink_probability,
-        dropped, out, lse,
-    )  # fmt: skip
+def _scores_again(options: Options, first_batch: int, forward: Forward) -> Scores:
+    """Return the scores as a backward computes them, from other tiles than the forward's: rounded differently."""
+    if options.order == 0:
+        return forward.scored
+    return _scores(options, first_batch, forward.q, forward.k, forward.scale, forward.sums)
+
+
+def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dtype[Any]) -> Array:
+    """Return a descale (B, Hk) as (B, Hq, 1, 1); ones without a descale."""
+    if descale is None:
+        return np.ones((1, 1, 1, 1), compute)
+    descale = np.asarray(descale, compute)
+    return descale.repeat(q_heads // descale.shape[1], axis=1)[..., None, None]
 
 
 def _backward(
@@ -590,33 +647,34 @@ def _backward(
     if storage.name == FP8 or any(x is not None for x in (options.q_descale, options.k_descale, options.v_descale)):
         raise TypeError("fp8 and its descales have no gradient")
     forward = _forward(options, first_batch, q, k, v)
+    scored, sums = _scores_again(options, first_batch, forward), forward.sums
     lse = forward.lse[..., None]  # (B, Hq, Sq, 1)
     # Recompute P from lse, as a backward does, so that the tolerance includes the rounding of lse.
-    probabilities = np.exp(forward.scores - np.where(np.isneginf(lse), np.inf, lse))
+    probabilities = np.exp(scored.scores - np.where(np.isneginf(lse), np.inf, lse))
     dout = np.where(np.isneginf(lse), 0, dout.astype(storage).astype(compute))
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
     dlse = np.where(np.isneginf(lse), 0, dlse)
 
     dropped_probabilities = (probabilities * forward.dropped).astype(storage).astype(compute)
-    dv = dropped_probabilities.swapaxes(2, 3) @ dout
-    dprobabilities = (dout @ forward.v.swapaxes(2, 3)) * forward.dropped
-    delta = (dout * forward.out).sum(axis=-1, keepdims=True)
+    dv = sums.matmul(dropped_probabilities.swapaxes(2, 3), dout)
+    dprobabilities = sums.matmul(dout, forward.v.swapaxes(2, 3)) * forward.dropped
+    delta = sums.sum(dout * forward.out)
     dscores = probabilities * (dprobabilities - delta + dlse)
-    dscores = np.where(dscores == 0, 0, dscores * forward.mod_slope)  # a hidden score may have an infinite slope
-    dproducts = (dscores * forward.softcap_slope).astype(storage).astype(compute)  # of scale * q.k
-    dq = forward.scale * (dproducts @ forward.k)
-    dk = forward.scale * (dproducts.swapaxes(2, 3) @ forward.q)
+    dscores = np.where(dscores == 0, 0, dscores * scored.mod_slope)  # a hidden score may have an infinite slope
+    dproducts = (dscores * scored.softcap_slope).astype(storage).astype(compute)  # of scale * q.k
+    dq = forward.scale * sums.matmul(dproducts, forward.k)
+    dk = forward.scale * sums.matmul(dproducts.swapaxes(2, 3), forward.q)
 
     dbias = dsink = None
     if options.bias is not None:
         bias = np.asarray(options.bias)
-        dbias = _sum_to_shape(dscores, bias.shape).astype(compute if options.dtype is None else bias.dtype)
+        dbias = _sum_to_shape(dscores, bias.shape, sums).astype(compute if options.dtype is None else bias.dtype)
     if options.sink is not None:
         sink = np.asarray(options.sink).astype(compute)[:, None, None]
         sink_probability = np.exp(sink - np.where(np.isneginf(lse), np.inf, lse))
-        dsink = -(sink_probability * (delta - dlse)).sum(axis=(0, 2, 3))
+        dsink = -sums.sum(sink_probability * (delta - dlse), (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
-    dk, dv = (_sum_groups(x, k.shape[1]) for x in (dk, dv))
+    dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
     return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
 
 
@@ -639,6 +697,7 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
     """Return the derivative of the forward in a direction, in which low precision rounds P, P (ts - tlse) and tout."""
     storage, compute = _precision(q, options.dtype)
     forward = _forward(options, first_batch, q, k, v)
+    sums = forward.sums
     group, q_heads = q.shape[1] // k.shape[1], q.shape[1]
     i, j = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[:, None]
     rows, columns = i < _lengths(options.q_lengths, len(i)), j < _lengths(options.kv_lengths, len(j))
@@ -649,17 +708,18 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
     tk, tv = (x.repeat(group, axis=1) for x in (tk, tv))
     probabilities = forward.probabilities
     with np.errstate(invalid="ignore"):  # at hidden scores
-        tproducts = forward.scale * (tq @ forward.k.swapaxes(2, 3) + forward.q @ tk.swapaxes(2, 3))
-        tmodified = tproducts * forward.softcap_slope
+        tproducts = sums.matmul(tq, forward.k.swapaxes(2, 3)) + sums.matmul(forward.q, tk.swapaxes(2, 3))
+        tproducts = forward.scale * tproducts
+        tmodified = tproducts * forward.scored.softcap_slope
         if tangents.tbias is not None:
             tmodified = tmodified + np.asarray(tangents.tbias).astype(compute)
-        tscores = np.where(probabilities == 0, 0, tmodified * forward.mod_slope)
+        tscores = np.where(probabilities == 0, 0, tmodified * forward.scored.mod_slope)
     tsink = np.asarray(np.zeros(q_heads) if tangents.tsink is None else tangents.tsink).astype(compute)[:, None, None]
 
-    tlse = (probabilities * tscores).sum(axis=-1, keepdims=True) + forward.sink_probability * tsink
+    tlse = sums.sum(probabilities * tscores) + forward.sink_probability * tsink
     weights = (probabilities * forward.dropped).astype(storage).astype(compute)
     moving = (probabilities * forward.dropped * (tscores - tlse)).astype(storage).astype(compute)
-    tout = moving @ forward.v + weights @ tv
+    tout = sums.matmul(moving, forward.v) + sums.matmul(weights, tv)
     tout = tout.astype(storage).astype(compute)
     return _Jvp(forward, tproducts, tmodified, tscores, tsink, tk, tv, tq, tout, tlse)
 
@@ -678,40 +738,41 @@ def _double_backward(
     storage, compute = _precision(q, options.dtype)
     jvp = _jvp(options, first_batch, tangents, q, k, v)
     forward, lse = jvp.forward, jvp.forward.lse[..., None]
+    scored, sums = _scores_again(options, first_batch, forward), forward.sums
     # Recompute P from lse, as an engine does, so that the tolerance includes the rounding of lse.
     infinite = np.where(np.isneginf(lse), np.inf, lse)
-    p = np.exp(forward.scores - infinite)
+    p = np.exp(scored.scores - infinite)
     dout = np.where(np.isneginf(lse), 0, dout.astype(storage).astype(compute))
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
     dlse = np.where(np.isneginf(lse), 0, dlse)
 
     tp = p * (jvp.tscores - jvp.tlse)
-    dp = (dout @ forward.v.swapaxes(2, 3)) * forward.dropped
-    tdp = (dout @ jvp.tv.swapaxes(2, 3)) * forward.dropped
-    delta = (dout * forward.out).sum(axis=-1, keepdims=True) - dlse
-    tdelta = (dout * jvp.tout).sum(axis=-1, keepdims=True)
+    dp = sums.matmul(dout, forward.v.swapaxes(2, 3)) * forward.dropped
+    tdp = sums.matmul(dout, jvp.tv.swapaxes(2, 3)) * forward.dropped
+    delta = sums.sum(dout * forward.out) - dlse
+    tdelta = sums.sum(dout * jvp.tout)
     ds = p * (dp - delta)
     tds = tp * (dp - delta) + p * (tdp - tdelta)
     with np.errstate(invalid="ignore"):  # at hidden scores
-        tds = np.where(p == 0, 0, tds * forward.mod_slope + ds * forward.mod_curve * jvp.tmodified)
-        ds = np.where(p == 0, 0, ds * forward.mod_slope)
-        tdx = np.where(p == 0, 0, tds * forward.softcap_slope + ds * forward.softcap_curve * jvp.tproducts)
-        dx = np.where(p == 0, 0, ds * forward.softcap_slope)
+        tds = np.where(p == 0, 0, tds * scored.mod_slope + ds * scored.mod_curve * jvp.tmodified)
+        ds = np.where(p == 0, 0, ds * scored.mod_slope)
+        tdx = np.where(p == 0, 0, tds * scored.softcap_slope + ds * scored.softcap_curve * jvp.tproducts)
+        dx = np.where(p == 0, 0, ds * scored.softcap_slope)
     tdx, dx = (x.astype(storage).astype(compute) for x in (tdx, dx))
-    dq = forward.scale * (tdx @ forward.k + dx @ jvp.tk)
-    dk = forward.scale * (tdx.swapaxes(2, 3) @ forward.q + dx.swapaxes(2, 3) @ jvp.tq)
-    dv = (tp * forward.dropped).astype(storage).astype(compute).swapaxes(2, 3) @ dout
+    dq = forward.scale * (sums.matmul(tdx, forward.k) + sums.matmul(dx, jvp.tk))
+    dk = forward.scale * (sums.matmul(tdx.swapaxes(2, 3), forward.q) + sums.matmul(dx.swapaxes(2, 3), jvp.tq))
+    dv = sums.matmul((tp * forward.dropped).astype(storage).astype(compute).swapaxes(2, 3), dout)
 
     dbias = dsink = None
     if options.bias is not None:
         bias = np.asarray(options.bias)
-        dbias = _sum_to_shape(tds, bias.shape).astype(compute if options.dtype is None else bias.dtype)
+        dbias = _sum_to_shape(tds, bias.shape, sums).astype(compute if options.dtype is None else bias.dtype)
     if options.sink is not None:
         sink_probability = np.exp(np.asarray(options.sink).astype(compute)[:, None, None] - infinite)
         tsink_probability = sink_probability * (jvp.tsink - jvp.tlse)
-        dsink = -(tsink_probability * delta + sink_probability * tdelta).sum(axis=(0, 2, 3))
+        dsink = -sums.sum(tsink_probability * delta + sink_probability * tdelta, (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
-    dk, dv = (_sum_groups(x, k.shape[1]) for x in (dk, dv))
+    dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
     dq, dk, dv, ddout = (x.astype(storage) for x in (dq, dk, dv, jvp.tout))
     return SecondGradients(dq, dk, dv, dbias, dsink, ddout, jvp.tlse[..., 0])
 
@@ -881,17 +942,17 @@ def _packed_heads_first(x: Array) -> Array:
     return x.swapaxes(0, 1)[None]  # (T, H, D) -> (1, H, T, D)
 
 
-def _sum_groups(x: Array, kv_heads: int) -> Array:
+def _sum_groups(x: Array, kv_heads: int, sums: _Sums) -> Array:
     """Sum (B, Hq, Sk, D) over the query heads of each GQA group -> (B, Hk, Sk, D)."""
     batch, q_heads, length, dim = x.shape
-    return np.asarray(x.reshape(batch, kv_heads, q_heads // kv_heads, length, dim).sum(axis=2))
+    return sums.sum(x.reshape(batch, kv_heads, q_heads // kv_heads, length, dim), (2,), keepdims=False)
 
 
-def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+def _sum_to_shape(x: Array, shape: tuple[int, ...], sums: _Sums) -> Array:
     """Sum over the dimensions that broadcasting `shape` to x.shape added or expanded."""
     aligned = (1,) * (x.ndim - len(shape)) + shape
     expanded = tuple(axis for axis, size in enumerate(aligned) if size == 1)
-    return np.asarray(x.sum(axis=expanded, keepdims=True)).reshape(shape)
+    return sums.sum(x, expanded).reshape(shape)
 
 
 def _varlen_options(options: ReferenceOptions[npt.ArrayLike]) -> Options:

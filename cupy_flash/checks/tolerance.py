@@ -1,8 +1,10 @@
-"""The tolerance rule of numerical comparisons: the error of an independent run in the same precision sets the scale.
+"""The tolerance rule of numerical comparisons: the error of independent runs in the same precision sets the scale.
 
     max |actual - reference| <= 2 * max |low precision - reference| + band,   band = eps(dtype) * max |reference| + tiny
 
-where NaN and infinities, signs included, must be in the same places.
+where NaN and infinities, signs included, must be in the same places. The low-precision result has, for each element,
+the least accurate value of several runs whose sums have other orders: the error of one run is luck of its order, which
+differs between the BLAS libraries of two machines.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ Array = np.ndarray[Any, Any]
 def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> str | None:
     """Describe the error of `actual`, of `dtype`; return None if it agrees with the fp64 (or longdouble) reference.
 
-    The arguments are anything that np.asarray accepts, all of one shape; the low-precision run sets the tolerance.
+    The arguments are anything that np.asarray accepts, all of one shape; the low-precision runs set the tolerance.
     """
     actual, reference64, low_precision = (np.asarray(x) for x in (actual, reference64, low_precision))
     shapes = (actual.shape, reference64.shape, low_precision.shape)
@@ -30,7 +32,7 @@ def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> 
         return misplaced
     misplaced = special_values(low_precision, reference64)
     if misplaced is not None:
-        return f"low-precision run: {misplaced}"
+        return f"low-precision runs: {misplaced}"
     finite = np.isfinite(reference64)
     if not finite.any():
         return None
@@ -44,7 +46,7 @@ def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> 
         return None
     worst = np.unravel_index(error.argmax(), error.shape)
     return (
-        f"error {error.max():.3e} > {allowed:.3e} = 2 * {low_error.max():.3e} (low-precision run) + {band:.3e} "
+        f"error {error.max():.3e} > {allowed:.3e} = 2 * {low_error.max():.3e} (low-precision runs) + {band:.3e} "
         f"(band); worst at {tuple(map(int, worst))}: {actual[worst]:.9g}, reference {reference64[worst]:.9g}"
     )
 

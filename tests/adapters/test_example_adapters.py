@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tolerance import assert_matches_reference
+from torch_orders import furthest, in_several_orders
 from transformers import AutoModel, AutoTokenizer
 
 from cupy_flash.adapters import transformers as adapter
@@ -91,9 +92,9 @@ def test_pretrained_model_gives_the_same_embeddings(one_thread):
     sentences = [*example.SENTENCES, "", "Word " * 40]
     actual = example.embed(model, tokenizer, sentences)
     model.set_attn_implementation("sdpa")
-    low = example.embed(model, tokenizer, sentences)
+    runs = list(in_several_orders(lambda: example.embed(model, tokenizer, sentences), orders=2))
     exact = example.embed(model.double(), tokenizer, sentences)
-    assert_matches_reference(actual, exact, low, "float32", "embeddings")
+    assert_matches_reference(actual, exact, furthest(exact, *runs), "float32", "embeddings")
 
     cosines = (actual @ actual.T).numpy()
     assert cosines[0, 1] > 0.5 and cosines[2, 3] > 0.4  # two sentences about cats, two about money

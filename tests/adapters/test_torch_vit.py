@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tolerance import assert_matches_reference
 from torch import nn
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+from torch_orders import furthest, in_several_orders
 
 from cupy_flash import backends
 from cupy_flash.adapters.torch import sdpa
@@ -86,8 +87,9 @@ def test_vision_transformer(routed, monkeypatch):
     with routed():
         actual = logits_and_gradients(model, images)
     assert steps == ["forward"] * DEPTH + ["backward"] * DEPTH
-    low = logits_and_gradients(model, images)
+    runs = list(in_several_orders(lambda: logits_and_gradients(model, images)))
     exact = logits_and_gradients(model.double(), images.double())
     assert len(steps) == 2 * DEPTH
     for name in actual:
-        assert_matches_reference(actual[name], exact[name], low[name], "float32", name)
+        low = furthest(exact[name], *(run[name] for run in runs))
+        assert_matches_reference(actual[name], exact[name], low, "float32", name)

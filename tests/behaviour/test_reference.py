@@ -10,7 +10,9 @@ import torch
 from tolerance import assert_matches_reference
 
 from cupy_flash import reference
+from cupy_flash.checks.references import references
 from cupy_flash.dropout import keep_mask
+from cupy_flash.trial import Call
 
 BATCH, Q_LENGTH, KV_LENGTH, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 2, 4, 5, 4, 2, 3, 2
 SLOPES = np.array([0.5, 0.25, 0.125, 1.0], np.float32)
@@ -222,13 +224,14 @@ def test_torch_agrees(q_length, kv_length, causal):
     sdpa = torch.nn.functional.scaled_dot_product_attention
     torch_out = sdpa(*tensors, is_causal=bool(causal), enable_gqa=True)
     torch_gradients = torch.autograd.grad(torch_out, tensors, torch.from_numpy(dout))
-    exact, fp64 = (dict(causal=causal, layout="bhsd", dtype=dtype) for dtype in (None, np.float64))
-    runs = [
-        [reference.attention(q, k, v, **o)[0], *reference.attention_backward(dout, q, k, v, **o)[:3]]
-        for o in (exact, fp64)
-    ]
+    call = Call(q, k, v, dict(causal=causal, layout="bhsd"), dout, None, None)
+    (out, _, *gradients), (low_out, _, *low_gradients) = references(call, np.float64)
     for name, actual, expected, low in zip(
-        ("out", "dq", "dk", "dv"), (torch_out, *torch_gradients), *runs, strict=True
+        ("out", "dq", "dk", "dv"),
+        (torch_out, *torch_gradients),
+        (out, *gradients[:3]),
+        (low_out, *low_gradients[:3]),
+        strict=True,
     ):
         assert_matches_reference(actual.detach().numpy(), expected, low, np.float64, name)
 
@@ -421,6 +424,31 @@ def test_low_precision_run(dtype, name):
     for what, actual, expected in [("out", low_out, out), *zip(low._fields[:3], low[:3], exact[:3], strict=True)]:
         error = np.abs(actual.astype(float) - expected).max()
         assert 0 < error < 8 * eps * np.abs(expected).max(), what
+
+
+def test_another_order_rounds_every_result_differently():
+    q, k, v = (x.astype(np.float32) for x in inputs(64, 80))
+    dout = normal(BATCH, 64, Q_HEADS, HEAD_DIM_V)
+    options = dict(causal=True, softcap=1.5, bias=normal(Q_HEADS, 1, 80), sink=normal(Q_HEADS))
+    exact, *runs = (
+        reference.attention_backward(dout, q, k, v, **options, dtype=dtype, order=order)
+        for dtype, order in ((None, 0), (None, 1), *((np.float32, order) for order in range(4)))
+    )
+    for name, expected, same, *low in zip(exact._fields, exact, *runs, strict=True):
+        largest = np.abs(expected).max()
+        assert np.abs(same - expected).max() < 1e-14 * largest, name
+        assert all(0 < np.abs(x - expected).max() < 1e-5 * largest for x in low), name
+        assert not all(np.array_equal(low[0], x) for x in low[1:]), name
+
+
+def test_a_backward_rounds_its_scores_apart_from_lse():
+    """A single key has probability 1, whose error is 0 if the scores of the backward are those of the forward."""
+    q, k, v, dout = normal(4, 1, 1, 1, 64).astype(np.float32)
+    errors = [
+        np.abs(reference.attention_backward(dout, q, k, v, scale=4.0, dtype=np.float32, order=order).dv - dout).max()
+        for order in range(8)
+    ]
+    assert errors[0] == 0 < max(errors[1:]) < 1e-4
 
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)

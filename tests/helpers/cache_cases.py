@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -15,11 +16,13 @@ import cupy_flash
 from cupy_flash import device, reference
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.checks.references import furthest
 from cupy_flash.engines import mma_decode
 from cupy_flash.plan import plan
 from cupy_flash.pose_cache import CacheOptions, pose_with_cache
 from cupy_flash.problem import Operands, Problem
 
+ORDERS = 8  # low-precision runs, which differ in the order of their sums
 CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
@@ -199,11 +202,17 @@ class CacheCase:
 
 
 def references(call: CacheCall, dtype: np.dtype) -> list[tuple[np.ndarray, ...]]:
-    """(out, lse, k_cache, v_cache) of the formula in fp64, and in the dtype of the call."""
+    """(out, lse, k_cache, v_cache) of the formula in fp64, and the least accurate of several runs in the dtype of the
+    call.
+    """
     skipped = ("split_size", "max_seqlen_q")
     options = {name: value for name, value in call.options.items() if name not in skipped}
     with np.errstate(invalid="ignore", over="ignore"):
-        return [reference.attention_with_kv_cache(*call[:3], **options, dtype=x) for x in (None, dtype)]
+        run = partial(reference.attention_with_kv_cache, *call[:3], **options)
+        exact, worst = run(), run(dtype=dtype)
+        for order in range(1, ORDERS):
+            worst = tuple(map(furthest, exact, worst, run(dtype=dtype, order=order)))
+    return [exact, worst]
 
 
 def run(call: CacheCall, **options: Any) -> tuple[np.ndarray, ...]:

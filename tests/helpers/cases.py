@@ -270,16 +270,6 @@ def compute_references(case: Case, call: Call, gradients: bool = True, orders: i
     return Result(*exact), Result(*low)
 
 
-def in_another_order(call: Call, seed: int) -> Call:
-    """Permute the head dimensions of a call, so that dot products are summed in another order.
-
-    Scores, lse and the gradients of bias, sink and captured arrays change only by rounding.
-    """
-    rng = np.random.default_rng(seed)
-    inner, outer = (rng.permutation(x.shape[-1]) for x in (call.q, call.v))
-    return call._replace(q=call.q[..., inner], k=call.k[..., inner], v=call.v[..., outer], dout=call.dout[..., outer])
-
-
 def check(
     case: Case,
     result: Result | None = None,

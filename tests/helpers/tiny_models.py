@@ -4,6 +4,7 @@ import copy
 import functools
 
 import torch
+from torch_orders import furthest, in_several_orders
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -93,19 +94,15 @@ def token_mask(padding):
 
 
 def three_runs(model, case, get):
-    """`get(model)` with cupy_fa, with the formula in float64, and the less accurate one of two float32
-    implementations.
+    """`get(model)` with cupy_fa, with the formula in float64, and the least accurate of float32 runs: another
+    implementation, and the formula in several orders of its sums.
     """
     runs = []
-    for implementation in ("cupy_fa", "formula", "eager" if case in REFUSED_BY_SDPA else "sdpa"):
+    for implementation in ("cupy_fa", "eager" if case in REFUSED_BY_SDPA else "sdpa"):
         model.set_attn_implementation(implementation)
         runs.append(get(model))
     actual, *others = runs
-    double = copy.deepcopy(model).double()
-    double.set_attn_implementation("formula")
-    exact = get(double)
-    return actual, exact, functools.reduce(functools.partial(further_from, exact), others)
-
-
-def further_from(exact, a, b):
-    return torch.where((b - exact).abs() > (a - exact).abs(), b.double(), a.double())
+    model.set_attn_implementation("formula")
+    others += in_several_orders(lambda: get(model))
+    exact = get(copy.deepcopy(model).double())
+    return actual, exact, furthest(exact, *others)

@@ -6,7 +6,7 @@ from cupy_flash.checks.tolerance import deviation, special_values
 
 
 def assert_matches_reference(actual, reference64, low_precision, dtype, what):
-    """Compare `actual` with the fp64 (or longdouble) reference; the error of the low-precision run sets the tolerance.
+    """Compare `actual` with the fp64 (or longdouble) reference; the error of low-precision runs sets the tolerance.
 
     Arrays are anything that np.asarray accepts, all of one shape. `dtype` is the dtype of `actual`; `what` names the
     quantity in the message.

@@ -90,7 +90,7 @@ def test_typed_dicts_have_the_options_of_the_table(options, serves):
 
 def test_the_reference_takes_the_options_of_the_definition():
     names = {feature.name for feature in FEATURES if feature.definition}
-    assert arguments.ReferenceOptions.__annotations__.keys() == names | {"dtype"}
+    assert arguments.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
 
 
 @BY_NAME

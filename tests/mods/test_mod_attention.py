@@ -109,14 +109,14 @@ def captured_gradients(case):
     return {name: gradient for name, gradient in named.items() if gradient is not None}, gradients
 
 
-def by_autograd(case):
-    """Gradients of captured arrays by torch's autograd in fp64 on all scores."""
+def by_autograd(case, dtype="float64"):
+    """Gradients of captured arrays by torch's autograd on all scores, in `dtype`."""
     torch = pytest.importorskip("torch")
-    call = case.call()
+    call, dtype = case.call(), getattr(torch, dtype)
     arrays = {name: torch.tensor(x) for name, x in arrays_of(case).items()}
-    arrays = {name: x.double().requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
+    arrays = {name: x.to(dtype).requires_grad_() if x.is_floating_point() else x for name, x in arrays.items()}
     mods = mods_of(case, torch, arrays)
-    q, k, v, dout = (torch.tensor(x).double() for x in (call.q, call.k, call.v, call.dout))
+    q, k, v, dout = (torch.tensor(x).to(dtype) for x in (call.q, call.k, call.v, call.dout))
     group = case.heads // case.kv_heads
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q, k) / case.head_dim**0.5
@@ -135,7 +135,7 @@ def by_autograd(case):
     p = torch.where(seen, torch.softmax(s, -1), 0.0)
     lse = torch.where(seen[..., 0], torch.logsumexp(s, -1), 0.0)
     out = torch.einsum("bhij,bjhd->bihd", p, v)
-    loss = (out * dout).sum() + (lse * torch.tensor(call.dlse).double()).sum()
+    loss = (out * dout).sum() + (lse * torch.tensor(call.dlse).to(dtype)).sum()
     read = {name: x for name, x in arrays.items() if x.requires_grad}
     gradients = torch.autograd.grad(loss, list(read.values()), allow_unused=True)
     return {name: x.numpy() for name, x in zip(read, gradients, strict=True) if x is not None}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from cases import Case
 from derivatives import check, run_kernels
 from mods import SCORE_MODS, arrays_of, mods_of
@@ -12,10 +13,9 @@ from planting import planted_in
 from tiers import in_tiers
 from tiles import SMALL_FRAGMENTS, fragments
 from tolerance import assert_matches_reference
+from torch_orders import in_several_orders
 
 import cupy_flash
-
-torch = pytest.importorskip("torch")
 
 # torch's forward mode uses torch.jit.script, which torch itself has deprecated.
 pytestmark = [
@@ -38,17 +38,9 @@ def inputs_of(case):
     return call, arrays, names, tangents, [rng.normal(size=x.shape).astype(np.float32) for x in call[:3]]
 
 
-def by_autograd(case, dtype, order=0):
-    """{name: result} of dense attention: (out, lse), their tangents, and the results of a double backward.
-
-    `order` seeds the permutation of the head dimensions, which changes the order of the sums.
-    """
+def by_autograd(case, dtype):
+    """{name: result} of dense attention: (out, lse), their tangents, and the results of a double backward."""
     call, arrays, names, tangents, moved = inputs_of(case)
-    rng = np.random.default_rng(order)
-    inner, outer = (rng.permutation(n) if order else np.arange(n) for n in (case.head_dim, case.head_dim_v))
-    columns = dict(q=inner, k=inner, v=outer, dout=outer)
-    call = call._replace(**{name: getattr(call, name)[..., axes] for name, axes in columns.items()})
-    moved = [x[..., axes] for x, axes in zip(moved, (inner, inner, outer), strict=True)]
     floating = [name for name in dict.fromkeys(names) if name in tangents]
     variables = [torch.tensor(x).to(dtype) for x in (*call[:3], *(arrays[name] for name in floating))]
     directions = tuple(torch.tensor(x).to(dtype) for x in (*moved, *(tangents[name] for name in floating)))
@@ -79,9 +71,6 @@ def by_autograd(case, dtype, order=0):
     _, second = torch.func.vjp(backward, dout, dlse, *variables)
     ddout, ddlse, dq, dk, dv, *dcaptured = second(directions)
     results = dict(out=out, tout=tout, tlse=tlse, dq=dq, dk=dk, dv=dv, ddout=ddout, ddlse=ddlse)
-    columns = dict.fromkeys(("dq", "dk"), inner) | dict.fromkeys(("out", "tout", "dv", "ddout"), outer)
-    for name, axes in columns.items():
-        results[name] = results[name][..., np.argsort(axes)]
     return {name: x.numpy() for name, x in (results | dict(zip(floating, dcaptured, strict=True))).items()}
 
 
@@ -89,7 +78,7 @@ def by_autograd(case, dtype, order=0):
 def autograd_references(case):
     """Results in float64, and the least accurate ones of several runs in float32, chosen per element."""
     exact = by_autograd(case, torch.float64)
-    runs = [by_autograd(case, torch.float32, order) for order in range(8)]
+    runs = list(in_several_orders(lambda: by_autograd(case, torch.float32), orders=8))
     return exact, {name: furthest(x, [run[name] for run in runs]) for name, x in exact.items()}
 
 

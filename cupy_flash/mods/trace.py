@@ -277,10 +277,10 @@ def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Progr
     where(c, -inf, s) at the root of a score_mod hides keys, so it becomes a mask, which lets whole tiles be skipped.
     """
     graph = trace.graph
-    while score is not None and score.op == "where" and any(_is_minus_infinity(branch) for branch in score.args[1:]):
-        condition, x, y = score.args
-        seen, score = (graph.make("not", condition), y) if _is_minus_infinity(x) else (condition, x)
-        mask = seen if mask is None else graph.make("and", seen, mask)
+    if score is not None:
+        score, hiding = _without_hiding(graph, score)
+        for seen in hiding:
+            mask = seen if mask is None else graph.make("and", seen, mask)
     if score is not None and score.op == "score":
         score = None
     if mask is not None and mask.op == "const" and mask.value:
@@ -301,6 +301,22 @@ def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Progr
         tuple(element_of(trace.arrays[slot]) for slot in slots), tuple(trace.kinds[index] for index in arguments),
     )  # fmt: skip
     return program, slots, arguments
+
+
+def _without_hiding(graph: Graph, score: Node) -> tuple[Node, list[Node]]:
+    """Return score without the conditions of positions that hide keys at its root, and these conditions.
+
+    The root is a chain where(c0, where(c1, x, -inf), -inf), -inf on either side: x if all conditions hold, in any
+    order. A condition that reads the score stays, because a mask is computed from positions alone.
+    """
+    hiding, staying = [], []
+    while score.op == "where" and any(_is_minus_infinity(branch) for branch in score.args[1:]):
+        condition, x, y = score.args
+        seen, score = (graph.make("not", condition), y) if _is_minus_infinity(x) else (condition, x)
+        (staying if "score" in seen.inputs else hiding).append(seen)
+    for seen in reversed(staying):
+        score = graph.make("where", seen, score, graph.const(-np.inf))
+    return score, hiding
 
 
 def _is_minus_infinity(node: Node) -> bool:

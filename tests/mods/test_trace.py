@@ -242,6 +242,22 @@ def test_a_choice_of_minus_infinity_at_the_root_is_a_mask():
     assert expressions(hidden, lambda b, h, q, kv: h == 0) == "mask: (n0 < kv) & ((kv <= q) & (h == 0))"
 
 
+def test_a_condition_that_reads_the_score_stays_in_the_score():
+    """A mask is computed where no score exists; conditions of positions leave such a choice from either side of it."""
+    inf, where = np.inf, np.where
+    small = "score: where((score <= 1), score, -inf)"
+    assert expressions(lambda s, b, h, q, kv: where(s <= 1, s, -inf)) == small
+    assert expressions(lambda s, b, h, q, kv: where(q < kv, -inf, where(s <= 1, s, -inf))) == f"{small}, mask: kv <= q"
+    assert expressions(lambda s, b, h, q, kv: where(s <= 1, where(q < kv, -inf, s), -inf)) == f"{small}, mask: kv <= q"
+    assert expressions(lambda s, b, h, q, kv: where(np.tanh(s) > 1, -inf, where(s < q, s, -inf))) == (
+        "score: where((1 < tanh(score)), -inf, where((score < real(q)), score, -inf))"
+    )
+    assert expressions(lambda s, b, h, q, kv: where((q >= kv) & (s <= 1), s, -inf)) == (
+        "score: where(((kv <= q) & (score <= 1)), score, -inf)"
+    )
+    assert expressions(lambda s, b, h, q, kv: where(s <= 1, -inf, -inf)) == "score: -inf"
+
+
 # ------------------------------------------------------------------------------------------------------ numbers
 
 

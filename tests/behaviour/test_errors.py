@@ -131,6 +131,7 @@ BAD_CALLS = [
         "masked-array", FORWARD, TypeError, "k (numpy.ma.MaskedArray)", "filled",
         k=np.ma.masked_array(zeros(2, 5, 2, 8)),
     ),
+    bad("matrix", FORWARD, TypeError, "bias (numpy.matrix)", "2-dimensional", bias=zeros(3, 5).view(np.matrix)),
     bad(
         "byte-order", FORWARD, ValueError, "byte order",
         q=zeros(2, 3, 4, 8, dtype=np.dtype(np.float32).newbyteorder()),

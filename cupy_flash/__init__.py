@@ -22,7 +22,7 @@ from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_
 from .problem import Gradients, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
-    from . import memory
+    from . import memory, reference
     from .checks.verdicts import check
     from .mods.blocks import block_mask
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
@@ -58,10 +58,12 @@ __all__ = [
     "noop_mask",
     "not_mask",
     "or_masks",
+    "reference",
     "tune",
 ]
 
 
+MODULES = ("memory", "reference")
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
 LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
 LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
@@ -69,11 +71,11 @@ LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name
 
     def __getattr__(name: str) -> Any:
-        """Import `cupy_flash.memory`, or the name in LAZY, at its first use."""
+        """Import a submodule of MODULES, or the name in LAZY, at its first use."""
         from importlib import import_module
 
-        if name == "memory":
-            return import_module(".memory", __name__)
+        if name in MODULES:
+            return import_module(f".{name}", __name__)
         if name in LAZY:
             return getattr(import_module(LAZY[name], __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

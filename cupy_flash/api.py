@@ -82,9 +82,10 @@ def attention(
     """Compute exact softmax attention, softmax(scale Q K^T + ...) V, in memory linear in the sequence length.
 
     Arrays are of NumPy, torch (with gradients), jax, or any type with `__dlpack__` or `__cuda_array_interface__`, all
-    of one type and on one device; the result has that type and device. Shapes are given for B sequences of Sq queries
-    and Sk keys, Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head dimensions D
-    and Dv.
+    of one type and on one device; the result has that type and device. A subclass of numpy.ndarray counts as that, and
+    results are of the base class; masked arrays and matrices are refused. Shapes are given for B sequences of Sq
+    queries and Sk keys, Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head
+    dimensions D and Dv.
 
     Args:
         q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below. float8_e4m3fn (of

@@ -93,7 +93,7 @@ def attention_with_kv_cache(
         slots: int64, one per row of k, which is written to page slot // P, row slot % P (with a contiguous cache, Sc
             instead of P), or dropped if the slot is negative. cache_seqlens then counts all keys, and s_b is 0.
         positions: int32 (B, Sq), or (T,): positions that replace L_b - Sq + i in the rotation of queries and appended
-            keys, and as the q_idx of mods.
+            keys, and as the q_idx of mods; without rotary tables and mods they have no effect.
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, k and v.
         max_seqlen_q: at least the length of the longest sequence in q.
         rotary_cos: floating (R, rd / 2), rd <= D: rotate the first rd dimensions of q and of the appended k, with row p
@@ -225,7 +225,7 @@ def append_to_kv_cache(
         rotary_cos: floating (R, rd / 2): table by which k is rotated.
         rotary_sin: likewise.
         rotary_interleaved: True if pairs are the dimensions (2i, 2i + 1), False for (i, i + rd / 2).
-        positions: int32 (B, S) or (T,): the positions by which keys are rotated.
+        positions: int32 (B, S) or (T,): the positions by which keys are rotated; without rotary tables no effect.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
         v_descale: likewise.
         layout: layout of k, v and the caches.

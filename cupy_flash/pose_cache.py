@@ -412,8 +412,6 @@ def _check_what_goes_together(
     paged, has_rows = "block_table" in arrays, "cache_batch_idx" in arrays
     require(not (paged and has_rows), "cache_batch_idx is for contiguous caches, without block_table")
     require(rotates == ("rotary_sin" in arrays), "rotary_cos and rotary_sin are given together or not at all")
-    has_positions = "positions" in arrays
-    require(rotates or facts.mods != "" or not has_positions, "positions are for rotary tables, score_mod and mask_mod")
     unsupported = []
     if paged and "cache_leftpad" in arrays:
         unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
@@ -765,7 +763,7 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
             require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
     if given.rotary_cos is not None and cache.rotary is not None:
         _check_positions(requirements, problem, operands, spans)
-    elif given.positions is not None:
+    elif given.positions is not None and problem.mods:
         _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
     if given.k is not None and not requirements.unmet:
         block, row = appended_places(problem, operands, spans)

@@ -599,7 +599,7 @@ def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: Any, 
     scores = scale * q_descale * k_descale * sums.matmul(q, k.swapaxes(2, 3))
     softcap_slope: Array | float = 1.0
     softcap_curve: Array | float = 0.0
-    if options.softcap is not None:
+    if options.softcap not in (None, np.inf):
         capped = np.tanh(scores / options.softcap)
         scores, softcap_slope = options.softcap * capped, 1 - capped**2
         softcap_curve = -2 * capped * softcap_slope / options.softcap

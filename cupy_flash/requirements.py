@@ -252,8 +252,8 @@ def _number(requirements: Requirements, name: str, value: Any, default: float = 
         if isinstance(value, (bool, str, bytes, bytearray, memoryview)) or kind in tuple("bcmMOSTU"):
             raise TypeError
         return float(value)
-    except OverflowError:  # an int too large for a float: every option refuses infinity
-        return math.inf
+    except OverflowError:  # an int too large for a float
+        return -math.inf if isinstance(value, int) and value < 0 else math.inf
     except Exception:  # a foreign object may raise anything
         requirements.require_type(False, f"{name} must be a number, not {value!r}")
         return default
@@ -274,8 +274,7 @@ def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> floa
     if given is None:
         return None
     value = _number(requirements, name, given, 1.0)
-    in_range = 0 < value < math.inf
-    requirements.require(in_range, f"{name} must be positive and finite, not {given!r}; None is no {name}")
+    requirements.require(value > 0, f"{name} must be positive, not {given!r}; None and infinity mean no {name}")
     in_dtype = not 0 < value < float(limits.smallest_subnormal)
     requirements.require(in_dtype, f"{name} must be positive in {limits.dtype.name}, not {given!r}")
     return None if value > float(limits.max) else value

@@ -161,7 +161,7 @@ def test_numbers_may_be_traced():
     def call(q, scale, cap, p):
         return attention(q, q, q, scale=2 * scale, softcap=cap, dropout=p, seed=3)
 
-    for scale, cap, p in ((0.1, 2.0, 0.5), (0.3, 1.0, 0.0)):
+    for scale, cap, p in ((0.1, 2.0, 0.5), (0.3, 1.0, 0.0), (0.2, np.inf, 0.0)):
         expected = attention(q, q, q, scale=2 * np.float32(scale), softcap=cap, dropout=p, seed=3)
         np.testing.assert_array_equal(call(q, scale, cap, p), expected)
 

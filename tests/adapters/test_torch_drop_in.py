@@ -517,6 +517,7 @@ FLASH_ATTN_CALLS = {
     "window-of-tensors": ((0.0, None, False, (torch.tensor(2), torch.tensor(1))), dict(window=(2, 1))),
     "window-causal": ((0.0, None, True, (2, -1)), dict(window=(2, None), causal=True)),
     "softcap": ((0.0, None, False, (-1, -1), 1.5), dict(softcap=1.5)),
+    "softcap-infinite": ((0.0, None, False, (-1, -1), float("inf")), {}),
     "alibi": ((0.0, None, True, (-1, -1), 0.0, SLOPES, True), dict(alibi_slopes=SLOPES, causal=True)),
     "dropout": ((0.4,), dict(dropout=0.4)),
 }

@@ -18,6 +18,7 @@ import torch
 from producers import MAKERS, NamespaceProducer, OldProducer, Producer, to_torch
 from torch._subclasses import FakeTensorMode
 
+import cupy_flash
 from cupy_flash import arrays
 from cupy_flash.arrays import as_array, contiguous, empty, made_on, stream_of
 
@@ -231,6 +232,22 @@ def test_memmap_and_plain_subclasses(tmp_path):
     array = as_array(np.memmap(tmp_path / "x", np.float32, "r", shape=(2, 3)), "q")
     assert array.readonly
     assert (array.numpy() == 5).all()
+
+
+class Measured(np.ndarray):
+    """A subclass of ndarray, as libraries of units and labels define one."""
+
+
+def test_results_of_a_subclass_of_ndarray_are_of_the_base_class():
+    q, k, v = values(np.float32, (3, 1, 8, 2, 4))
+    expected, vjp = cupy_flash.attention_vjp(q, k, v, sink=q[0, 0, :, 0])
+    measured = [x.view(Measured) for x in (q, k, v)]
+    out, measured_vjp = cupy_flash.attention_vjp(*measured, sink=measured[0][0, 0, :, 0])
+    for actual, plain in ((out, expected), *zip(measured_vjp(out), vjp(expected), strict=True)):
+        assert type(actual) is type(plain)
+        np.testing.assert_array_equal(actual, plain)
+    cached = cupy_flash.attention_with_kv_cache(*measured, causal=False, out=np.empty_like(measured[0]))
+    assert type(out) is type(cached) is np.ndarray
 
 
 @pytest.mark.parametrize("framework", MAKERS)

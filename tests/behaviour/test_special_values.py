@@ -5,6 +5,7 @@ import pytest
 from cases import Case, run_planned
 
 import cupy_flash
+from cupy_flash import reference
 
 LENGTH, ROW = 100, 40  # several 16-row bands and several of the tiles below; the row ROW holds the special value
 
@@ -102,13 +103,28 @@ def test_values_at_the_ends_of_the_range(score, value):
     np.testing.assert_allclose(out, v / 40, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_softcap_beyond_the_range_has_no_effect(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "softcap"),
+    [("float16", 1e39), ("float32", 1e39), ("float32", np.float32(np.inf)), ("float64", np.inf), ("float64", 10**400)],
+    ids=["float16", "float32", "infinity-of-numpy", "infinity", "int"],
+)
+def test_a_softcap_beyond_the_range_has_no_effect(dtype, softcap):
     case = Case(dtype=dtype)
     q, k, v, options, *_ = case.call()
+    capped = options | dict(softcap=softcap)
     expected = cupy_flash.attention(q, k, v, **options)
-    np.testing.assert_array_equal(cupy_flash.attention(q, k, v, **options | dict(softcap=1e39)), expected)
-    assert "softcap" not in cupy_flash.explain(q, k, v, **options | dict(softcap=1e39))
+    np.testing.assert_array_equal(cupy_flash.attention(q, k, v, **capped), expected)
+    assert "softcap" not in cupy_flash.explain(q, k, v, **capped)
+    lengths = np.full(len(q), k.shape[1], np.int32)
+    cached = dict(cache_seqlens=lengths, causal=False, softcap=softcap)
+    np.testing.assert_allclose(cupy_flash.attention_with_kv_cache(q, k, v, **cached), expected, rtol=2e-3, atol=1e-3)
+
+
+def test_the_reference_has_no_softcap_that_is_infinite():
+    q, k, v, _, dout, *_ = Case().call()
+    for function, arrays in ((reference.attention, (q, k, v)), (reference.attention_backward, (dout, q, k, v))):
+        for actual, expected in zip(function(*arrays, softcap=np.inf), function(*arrays), strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_float64_has_a_range_of_its_own():

@@ -43,6 +43,16 @@ def learned_twice(xp, a):
     return mod
 
 
+def hides_by_score(xp, a):
+    """Hides keys by position, by their score, and in some rows, which see no key then, all keys by their score."""
+
+    def mod(s, b, h, q, kv):
+        largest = xp.where(q % 5 == 2, -1000.0, 0.7)
+        return xp.where(s <= largest, xp.where(q + 5 < kv, -np.inf, s * a["number"]), -np.inf)
+
+    return mod
+
+
 SCORE_MODS = {
     "alibi": lambda xp, a: lambda s, b, h, q, kv: s - a["slopes"][h] * abs(q - kv),
     "softcap": lambda xp, a: lambda s, b, h, q, kv: 3 * xp.tanh(s / 3),
@@ -53,6 +63,7 @@ SCORE_MODS = {
     "choice": lambda xp, a: lambda s, b, h, q, kv: xp.where(s > 0, xp.sqrt(s), xp.exp(s) - 1),
     "hides": lambda xp, a: lambda s, b, h, q, kv: xp.where((q + kv) % 3 == 0, -np.inf, s * 1.5),
     "hides-by-sum": lambda xp, a: lambda s, b, h, q, kv: s * a["number"] + xp.where((q + kv) % 3 == 0, -np.inf, 0.0),
+    "hides-by-score": hides_by_score,
 }
 MASK_MODS = {
     "causal": lambda xp, a: lambda b, h, q, kv: q >= kv,

@@ -324,6 +324,11 @@ def test_import_loads_numpy_alone() -> None:
     assert not set(loaded) & set(LAZY)
 
 
+def test_submodules_are_imported_at_their_first_use() -> None:
+    code = "import sys, cupy_flash as package; print({*package.MODULES} & {*dir(package)}, package.reference.attention)"
+    assert python(code).startswith("set() <function attention")
+
+
 def test_import_needs_numpy_alone() -> None:
     assert python(BLOCK.format(blocked=LAZY) + "import cupy_flash; print(cupy_flash.__version__)")
 

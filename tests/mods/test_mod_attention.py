@@ -142,7 +142,9 @@ def by_autograd(case, dtype="float64"):
 
 
 @pytest.mark.parametrize("mask", [None, "document", "rows"])
-@pytest.mark.parametrize("name", ["alibi", "relative", "dense", "row-bias", "learned-twice", "hides-by-sum"])
+@pytest.mark.parametrize(
+    "name", ["alibi", "relative", "dense", "row-bias", "learned-twice", "hides-by-sum", "hides-by-score"]
+)
 def test_gradients_of_captured_arrays(name, mask):
     case = Case(score_mod=name, mask_mod=mask, causal=mask is None)
     actual, _ = captured_gradients(case)

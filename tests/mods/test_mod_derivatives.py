@@ -91,6 +91,7 @@ CASES_OF_THE_FORMULA = {
     "choice": Case(score_mod="choice", mask_mod="rows"),
     "choice-beside-others": Case(score_mod="choice", sink=True, dropout=0.2, bias="1hqk", alibi="h"),
     "hides-packed": Case(score_mod="hides", packed=True, q_lengths=(7, 19), kv_lengths=(23, 5)),
+    "hides-by-score": Case(score_mod="hides-by-score", sink=True),
     "mask-alone": Case(mask_mod="sliding"),
     "softcap-bfloat16": Case(score_mod="softcap", mask_mod="causal", dtype="bfloat16"),
 }

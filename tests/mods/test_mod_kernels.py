@@ -63,7 +63,9 @@ def check_captured(case, result):
             assert_matches_reference(gradient, expected[name], worst, DTYPES[case.dtype], f"{name} of {case}")
 
 
-@pytest.mark.parametrize("case", in_tiers(EACH, ["learned-twice-simt", "sliding-simt", "document-mma"]))
+@pytest.mark.parametrize(
+    "case", in_tiers(EACH, ["learned-twice-simt", "sliding-simt", "document-mma", "hides-by-score-mma"])
+)
 def test_every_mod(case):
     check_kernels(case)
 

@@ -55,7 +55,7 @@ def check_forward(case, result):
     check(case, result, only=("out", "lse"))
 
 
-@pytest.mark.parametrize("options", in_tiers(EACH, ["learned-twice", "mask-document"]))
+@pytest.mark.parametrize("options", in_tiers(EACH, ["learned-twice", "mask-document", "hides-by-score"]))
 def test_forward_of_every_mod(options):
     case = long_case(options)
     check_forward(case, forward(case))

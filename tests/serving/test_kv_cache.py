@@ -66,6 +66,7 @@ CASES = {
     "alibi-per-sequence": CacheCase(alibi="bh", q_len=2, causal=False),
     "sink": CacheCase(sink=True, q_len=2),
     "tree": CacheCase(mask="bhqs", q_len=3, appended=3, causal=False, rotary=(8, True), positions=True),
+    "tree-without-rotary": CacheCase(mask="bhqs", q_len=3, appended=3, causal=False, positions=True, page=8),
     "mask-shared": CacheCase(mask="11qs", q_len=2, page=8),
     "mask-longer-than-keys": CacheCase(mask="b1qs", q_len=2, lengths=(1, 2), sink=True),
     "one-head": CacheCase(heads=1, kv_heads=1, appended=1),
@@ -208,6 +209,19 @@ def test_attention_of_few_queries_chooses_cpu_decode():
     assert "engine     cpu_decode" in cupy_flash.explain(*call[:3])
     short = Case(q_len=1, kv_len=30).call()
     assert "not cpu_decode without a KV cache it takes at least 64 keys" in cupy_flash.explain(*short[:3])
+
+
+def test_positions_without_rotary_tables_and_mods_have_no_effect():
+    """A model that rotates q and k itself passes the positions of a tree of drafts beside its mask."""
+    case = CacheCase(mask="bhqs", q_len=3, appended=3, causal=False)
+    beyond_the_capacity = np.full((2, 3), 10**6, np.int32)
+    expected = run(case.call())
+    for actual, wanted in zip(run(case.call(), positions=beyond_the_capacity), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    _, k_cache, v_cache, options = case.call()
+    rows = {name: options[name] for name in ("k", "v", "cache_seqlens")}
+    cupy_flash.append_to_kv_cache(k_cache=k_cache, v_cache=v_cache, positions=beyond_the_capacity, **rows)
+    np.testing.assert_array_equal(k_cache, expected[2])
 
 
 def test_nan_reaches_only_rows_that_see_it():

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(describe(error), file=sys.stderr)
         return 1
     return status
@@ -51,7 +51,7 @@ def describe(error: Exception) -> str:
     if isinstance(error, (CompileError, UnsupportedError)):  # keep the whole compiler log, or every engine's reasons
         return text
     reasons = [line.removeprefix("  - ") for line in text.splitlines() if line.startswith("  - ")]
-    return "; ".join(reasons) or text
+    return "; ".join(reasons) or text or type(error).__name__
 
 
 if __name__ == "__main__":

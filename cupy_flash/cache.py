@@ -65,7 +65,7 @@ def compiled(text: str, name: str, target: str) -> Compiled:
         result = nvrtc.compile(text, name, target)
     except CompileError as error:
         saved = store(entry, {"log.txt": error.log.encode()})
-        raise CompileError(name, target, error.log, entry.path / "source.cu" if saved else None) from None
+        raise type(error)(name, target, error.log, entry.path / "source.cu" if saved else None) from None
     files = {entry.payload: result.code, "log.txt": result.log.encode(), "entry.json": entry.record(result)}
     if not store(entry, files):
         return result

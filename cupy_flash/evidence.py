@@ -7,6 +7,7 @@ A record is a readable JSON file, `check.<engine>.json` or `tune.<digest>.json`,
 
 A record holds its card, its driver, the hash of the kernel texts of its engines, and a checksum. A record is ignored if
 the card, driver or texts differ, if it is damaged, or if other users could have written it; `ignored` has the reason.
+Failed verdicts of format 2 are ignored too, because a missing dependency or an interrupt could be their reason.
 Each record is a file of its own, published by an atomic rename. A lock covers the merge of a tune's measurements with
 the stored ones, so that processes and threads that tune at the same time lose nothing.
 
@@ -28,7 +29,9 @@ from typing import Any, NamedTuple
 from . import environment
 from .device import Device
 
-FORMAT = 2  # version of the records; records of other versions are ignored
+FORMAT = 3  # version of the records
+OLDER = (2,)  # versions whose records are valid, except failed verdicts; records of other versions are ignored
+RECORD_BYTES = 1 << 16  # more than a record has, so that a full disk is found before the work
 FOLDER = "evidence"
 SECONDS = "s"  # the unit of measurements on a GPU; on a simulator it is INSTRUCTIONS
 INSTRUCTIONS = "warp instructions"
@@ -171,10 +174,19 @@ def _fits(device: Device, step: str) -> tuple[tuple[str, Fit], ...]:
     return tuple((engine, Fit(median(ratios[engine]), len(ratios[engine]))) for engine in sorted(ratios))
 
 
-def store_check(device: Device, engine: str, reason: str | None, cases: list[Record]) -> Path:
-    """Store a verdict on an engine, with its cases, and return the path; `reason` is None if all have passed."""
-    record = {"passed": reason is None, "reason": reason or "", "texts": {engine: text_of(engine)}, "cases": cases}
-    return _store(device, f"check.{engine}.json", record)[0]
+def store_checks(device: Device, verdicts: Mapping[str, tuple[str | None, list[Record]]]) -> dict[str, Path]:
+    """Store verdicts, {engine: (reason, cases)}, and return the paths; the reason is None if all cases have passed.
+
+    Raises OSError, and stores none, if one cannot be written.
+    """
+    records = {
+        f"check.{engine}.json": {
+            "passed": reason is None, "reason": reason or "", "texts": {engine: text_of(engine)}, "cases": cases
+        }
+        for engine, (reason, cases) in verdicts.items()
+    }  # fmt: skip
+    folder, _ = _store(device, records)
+    return {engine: folder / name for engine, name in zip(verdicts, records, strict=True)}
 
 
 def store_tune(
@@ -208,8 +220,8 @@ def store_tune(
             "measured": [list(each) for each in ordered],
             "texts": {engine: text_of(engine) for engine in dict.fromkeys(each.engine for each in ordered)},
         }
-        path, date = _store(device, name, record)
-    return Tune(dict(key), unit, tuple(ordered), default, complete, dict(predicted), date, path)
+        _, date = _store(device, {name: record})
+    return Tune(dict(key), unit, tuple(ordered), default, complete, dict(predicted), date, folder / name)
 
 
 @contextmanager
@@ -363,7 +375,7 @@ def _read(folders: Iterable[Path], path: Path) -> Record:
     content = cache.read_safe(path)
     try:
         record = json.loads(content)
-        is_whole = record.pop("sha256") == _digest(record) and record["format"] == FORMAT
+        is_whole = record.pop("sha256") == _digest(record) and record["format"] in (FORMAT, *OLDER)
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
         is_whole = False
     if not is_whole:
@@ -371,6 +383,8 @@ def _read(folders: Iterable[Path], path: Path) -> Record:
     wrong = _wrong_fields(path.name, record)
     if wrong:
         raise ValueError(f"its fields {', '.join(wrong)} are missing or wrong")
+    if record["format"] in OLDER and not record.get("passed", True):
+        raise ValueError("it is a failed verdict of an older version, whose reason may not be the kernels")
     return dict(record)
 
 
@@ -420,18 +434,10 @@ def _are_texts(value: Any) -> bool:
 
 def require_storable(device: Device) -> None:
     """Raise OSError with advice if records about a device cannot be stored; call it before minutes of work are lost."""
-    import tempfile
-
     from . import cache
 
-    try:
-        with tempfile.TemporaryDirectory(prefix=cache.PUBLISHING, dir=_prepared(device)):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"the results cannot be stored: {error}. Set CUPY_FLASH_CACHE_DIR to a folder on a disk with space that "
-            "you own and that others cannot write to"
-        ) from error
+    with _workplace(device) as (_, workplace):
+        cache.write(workplace / "space", bytes(RECORD_BYTES), 0o600)
 
 
 def _prepared(device: Device) -> Path:
@@ -447,25 +453,44 @@ def _prepared(device: Device) -> Path:
     return folder
 
 
-def _store(device: Device, name: str, record: Record) -> tuple[Path, str]:
-    """Publish a record atomically in the user's own folder, and return its path and date.
+def _store(device: Device, records: Mapping[str, Record]) -> tuple[Path, str]:
+    """Publish records, {name: record}, in the user's own folder, and return the folder and their date.
 
-    Raises OSError if the folder cannot be written or is unsafe.
+    A record is published atomically, and only after all of them are written. Raises OSError with advice if the folder
+    cannot be written or is unsafe.
     """
     import json
+
+    from . import cache
+
+    date = time.strftime("%Y-%m-%d %H:%M:%S")
+    with _workplace(device) as (folder, workplace):
+        mode = cache.writable_mode(folder)
+        for name, fields in records.items():
+            record = {"format": FORMAT, "card": _card(device), "date": date, **fields}
+            record["sha256"] = _digest(record)
+            cache.write(workplace / name, json.dumps(record, indent=1).encode(), mode & 0o644)
+        for name in records:
+            os.replace(workplace / name, folder / name)
+    return folder, date
+
+
+@contextmanager
+def _workplace(device: Device) -> Iterator[tuple[Path, Path]]:
+    """Yield this user's folder for a kind of card and a temporary folder in it; add advice to an OSError."""
     import tempfile
 
     from . import cache
 
-    record = {"format": FORMAT, "card": _card(device), "date": time.strftime("%Y-%m-%d %H:%M:%S"), **record}
-    record["sha256"] = _digest(record)
-    folder = _prepared(device)
-    mode = cache.writable_mode(folder)
-    with tempfile.TemporaryDirectory(prefix=cache.PUBLISHING, dir=folder) as workplace:
-        complete = Path(workplace) / name
-        cache.write(complete, json.dumps(record, indent=1).encode(), mode & 0o644)
-        os.replace(complete, folder / name)
-    return folder / name, record["date"]
+    try:
+        folder = _prepared(device)
+        with tempfile.TemporaryDirectory(prefix=cache.PUBLISHING, dir=folder) as workplace:
+            yield folder, Path(workplace)
+    except OSError as error:
+        raise OSError(
+            f"the results cannot be stored: {error}. Set CUPY_FLASH_CACHE_DIR to a folder on a disk with space that "
+            "you own and that others cannot write to"
+        ) from error
 
 
 def _card(device: Device) -> Record:

@@ -24,14 +24,31 @@ Announce = Callable[[str, float], None]  # (name of the step that begins, its ti
 START, START_SECONDS = "the start of the worker process", 60.0
 WATCH_SECONDS = 1.0  # interval at which a worker checks that its parent is alive
 ENDING_SECONDS = 30.0  # limit for a killed process to end: the driver may take long to clean up
+# Errors that say nothing about the work of a step: a missing dependency, a full disk or no permission, no memory.
+OBSTACLES = (ImportError, OSError, MemoryError)
+OUT_OF_GPU_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY, the `status` of CuPy's errors
+KILLERS = tuple(signal.Signals[name] for name in ("SIGKILL", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Lost(Exception):
-    """The worker process was lost during `step`, for `reason`."""
+    """The worker process was lost during `step`, for `reason`.
 
-    def __init__(self, step: str, reason: str) -> None:
+    `obstacle` is an error if the loss says nothing about the work of the step: something else has prevented it.
+    """
+
+    def __init__(self, step: str, reason: str, obstacle: type[Exception] | None = None) -> None:
         super().__init__(f"{step}: {reason}")
         self.step, self.reason = step, reason
+        self.obstacle = None if obstacle is None else obstacle(str(self))
+
+    def raise_obstacle(self) -> None:
+        """Raise the obstacle, if there is one."""
+        if self.obstacle is not None:
+            raise self.obstacle from None
+
+
+class _Killed(Exception):
+    """Another process has ended the worker process, as the kernel does when memory is short."""
 
 
 class OutOfTime(Exception):
@@ -56,34 +73,51 @@ class Worker:
         self.end()
 
     def __call__(self, *arguments: Any, until: float) -> Any:
-        """Return the result of `work` in the worker process.
+        """Return the result of `work` in the worker process, tried once more if another process kills it.
 
-        Raises Lost if `work` raises, its process exits or a step times out, and OutOfTime at `until`, a time of
-        time.monotonic().
+        Raises Lost if `work` raises, its process exits or a step times out, OutOfTime at `until`, a time of
+        time.monotonic(), KeyboardInterrupt if the process is interrupted, and OSError if none can be started.
         """
-        step, seconds = "before the first step", START_SECONDS
+        try:
+            return self._try(arguments, until)
+        except _Killed:
+            return self._try(arguments, until, again=True)
+
+    def _try(self, arguments: tuple[Any, ...], until: float, again: bool = False) -> Any:
+        step, seconds, is_announced = "before the first step", START_SECONDS, False
         try:
             if self.process is None:
-                self._begin()
                 step = START
+                self._begin()
             self.pipe.send(arguments)
             while True:
                 if not self.pipe.poll(max(min(seconds, until - time.monotonic()), 0)):
                     self.end()
                     if time.monotonic() >= until:
                         raise OutOfTime
-                    raise Lost(step, f"timed out after {seconds:.0f} s")
+                    raise Lost(step, f"timed out after {seconds:.0f} s", None if is_announced else RuntimeError)
                 kind, payload = self.pipe.recv()
                 if kind == "done":
                     return payload
+                if kind == "interrupted":
+                    self.end()
+                    raise KeyboardInterrupt
                 if kind == "failed":
                     self.end()
-                    raise Lost(step, payload)
-                step, seconds = payload
+                    raise Lost(step, *payload)
+                (step, seconds), is_announced = payload, True
         except (EOFError, OSError):
+            if self.process is None:
+                raise
             code = self._status()
             self.end()
-            raise Lost(step, f"process exited with status {code}") from None
+        if code == -signal.SIGINT:
+            raise KeyboardInterrupt
+        if code is not None and -code in KILLERS:
+            if not again:
+                raise _Killed
+            raise Lost(step, f"process was killed twice, now by {signal.Signals(-code).name}", RuntimeError)
+        raise Lost(step, f"process exited with status {code}", None if is_announced else RuntimeError)
 
     def end(self) -> None:
         """Kill the process and its children, and wait for it."""
@@ -126,8 +160,10 @@ def serve(file: int, parent: int) -> None:
             return
         try:
             answer = "done", work(*arguments, lambda step, seconds: pipe.send(("step", (step, seconds))))
+        except KeyboardInterrupt:  # the caller ends this process, whose own end could wait for threads
+            answer = "interrupted", None
         except Exception as error:  # the caller raises it as Lost and ends this process
-            answer = "failed", one_line(error)
+            answer = "failed", (one_line(error), _obstacle(error))
         pipe.send(answer)
 
 
@@ -138,15 +174,23 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def _obstacle(error: Exception) -> type[Exception] | None:
+    """Return the type in OBSTACLES of an error, or None if its reason is the work itself."""
+    if getattr(error, "status", None) == OUT_OF_GPU_MEMORY:
+        return MemoryError
+    return next((kind for kind in OBSTACLES if isinstance(error, kind)), None)
+
+
 def one_line(error: Exception) -> str:
     """Return an exception's type and its message in one line.
 
-    The message has every reason of an error about arguments, and the first line of other errors such as a compiler's.
+    The message has every reason of an error about arguments or a dependency, and the first line of other errors such as
+    a compiler's.
     """
     lines = [line.strip().removeprefix("- ") for line in f"{type(error).__name__}: {error}".splitlines()]
     return (
         " ".join((lines[0], "; ".join(filter(None, lines[1:])))).strip()
-        if isinstance(error, (TypeError, ValueError))
+        if isinstance(error, (TypeError, ValueError, ImportError))
         else lines[0][:300]
     )
 

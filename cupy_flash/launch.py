@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .problem import UnsupportedError
 from .source import Constant as Constant
 from .tensor_map import Box
+
+GRID_LIMITS = 2**31 - 1, 65535, 65535  # maximum blocks of a grid in each dimension, on every GPU
 
 
 class Launch(NamedTuple):
@@ -36,3 +39,12 @@ class Launch(NamedTuple):
         if "BLOCK_Q" not in constants:
             return None
         return int(constants["BLOCK_Q"]), int(constants["BLOCK_KV"]), self.threads
+
+
+def require_grids(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """Return the launches; UnsupportedError if a grid has more blocks than CUDA starts."""
+    for launch in launches:
+        if any(blocks > limit for blocks, limit in zip(launch.grid, GRID_LIMITS, strict=True)):
+            grid, limits = (" x ".join(map(str, sizes)) for sizes in (launch.grid, GRID_LIMITS))
+            raise UnsupportedError(f"{launch.kernel} needs a grid of {grid} blocks; the limits are {limits}")
+    return launches

@@ -87,6 +87,14 @@ class CompileError(RuntimeError):
         return f"NVRTC {'.'.join(map(str, version()))} cannot compile {self.name} for {self.target}.{saved}\n{self.log}"
 
 
+class UnusableCompilerError(CompileError, ImportError):
+    """NVRTC can compile no text for a target: it is too old for it, or its library of built-in functions is missing."""
+
+
+# The status of a compilation that failed for another reason than its text.
+OUT_OF_MEMORY, INVALID_OPTION, BUILTIN_OPERATION_FAILURE = 1, 5, 7
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """libnvrtc, loaded once; ImportError if it is not installed."""
@@ -142,7 +150,8 @@ def flags(target: str) -> tuple[str, ...]:
 def compile(text: str, name: str, target: str) -> Compiled:
     """Compile `text`, called `name` in messages, for `target`. Releases the GIL.
 
-    Raises CompileError with the compiler's log, ValueError for a malformed target, ImportError without NVRTC.
+    Raises CompileError with the compiler's log, UnusableCompilerError if its reason is not the text, MemoryError,
+    ValueError for a malformed target, ImportError without NVRTC.
     """
     options = [flag.encode() for flag in flags(target)]
     program = ctypes.c_void_p()
@@ -150,6 +159,10 @@ def compile(text: str, name: str, target: str) -> Compiled:
     try:
         status = library().nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = output("ProgramLog", program).decode(errors="replace")
+        if status == OUT_OF_MEMORY:
+            raise MemoryError(f"NVRTC has too little memory to compile {name} for {target}")
+        if status in (INVALID_OPTION, BUILTIN_OPERATION_FAILURE):
+            raise UnusableCompilerError(name, target, log or error_string(status))
         if status != 0:
             raise CompileError(name, target, log or error_string(status))
         if target.startswith("sm_"):

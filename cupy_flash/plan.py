@@ -17,7 +17,7 @@ from .device import Device
 from .engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .evidence import Measured, Tune
 from .features import ARRAYS, FEATURES, is_given
-from .launch import Launch
+from .launch import Launch, require_grids
 from .params import Workspace
 from .problem import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
 
@@ -417,7 +417,7 @@ def _planned(problem: Problem, device: Device, choice: Choice) -> Plan:
         tile.block_q,
         tile.block_kv,
         module.threads(device, tile, cost),
-        module.launches(problem, device, tile),
+        require_grids(module.launches(problem, device, tile)),
         tile,
         cost,
         refused,

@@ -1,11 +1,11 @@
 // Computes the exact class of each BLOCK_Q x BLOCK_KV block of a mask_mod: 0 if no pair is visible, 2 if all are, 1
 // otherwise. If interval arithmetic cannot decide, the thread block evaluates all pairs.
-// out: uint8 (b, block of queries, h, block of keys). grid (blocks of keys, blocks of queries, sequences x heads)
+// out: uint8 (b, block of queries, h, block of keys). grid (blocks of keys, blocks of queries, sequences x heads), of
+// which a block takes more if the limits of a grid cut it
 #include "walk.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) block_classes(const __grid_constant__ Params p) {
-  int head = blockIdx.z % p.heads, batch = blockIdx.z / p.heads;
-  int q_start = blockIdx.y * BLOCK_Q, kv_start = blockIdx.x * BLOCK_KV;
+__device__ void classify_block(const Params& p, int batch, int head, int row, int column) {
+  int q_start = row * BLOCK_Q, kv_start = column * BLOCK_KV;
   Sequence sequence(p, batch);
   Band band(p, sequence);
   ClassifyKeys classify = {band, {head, head + 1}, {q_start, min(q_start + BLOCK_Q, p.q_len)}};
@@ -22,6 +22,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) block_classes(const __grid
   }
   if (threadIdx.x > 0) return;
   unsigned char* classes = (unsigned char*)p.out.data;
-  classes += batch * p.out.batch + blockIdx.y * p.out.row + head * p.out.head;
-  classes[blockIdx.x] = seen.may ? 2 - seen.may_not : 0;
+  classes += batch * p.out.batch + row * p.out.row + head * p.out.head;
+  classes[column] = seen.may ? 2 - seen.may_not : 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) block_classes(const __grid_constant__ Params p) {
+  for (long long n = blockIdx.z; n < (long long)p.batch * p.heads; n += gridDim.z)
+    for (int row = blockIdx.y; row * BLOCK_Q < p.q_len; row += gridDim.y)
+      classify_block(p, n / p.heads, n % p.heads, row, blockIdx.x);
 }

@@ -128,5 +128,7 @@ struct Partials {
   long long out_b_next;  // stride of the stack
   long long lse_b_next;
   int stacked;  // results in the stack, 1 for a merge of two
+  int batch;
+  int heads;
   int rows;
 };

@@ -1,24 +1,37 @@
 // Merges (out, lse) over disjoint sets of keys: result a, and a stack b of equally distant results. Sums run over the
-// stack in its order; a is added last, as in partials.py. One warp per row. grid (row tiles, heads, batch entries)
+// stack in its order; a is added last, as in partials.py. One warp per row. grid (row tiles, heads, sequences), of
+// which a block takes more if the limits of a grid cut it
 #include "params.cuh"
 #include "partials.cuh"
 
-template <typename T>
-__device__ T* row_of(const Operand& x, int row) {
-  return (T*)x.data + blockIdx.z * x.batch + blockIdx.y * x.head + row * x.row;
+struct Row {
+  int batch;
+  int head;
+  long long row;
+
+  template <typename T>
+  __device__ T* of(const Operand& x) const {
+    return (T*)x.data + batch * x.batch + head * x.head + row * x.row;
+  }
+};
+
+__device__ void merge_row(const Partials& p, const Row& row) {
+  real lse_a = *row.of<real>(p.lse_a), largest = lse_a;
+  const real* lse_b = row.of<real>(p.lse_b);
+  for (int part = 0; part < p.stacked; ++part) largest = max(largest, lse_b[part * p.lse_b_next]);
+
+  PartialSums sums(largest);
+  const other_element* out_b = row.of<other_element>(p.out_b);
+  for (int part = 0; part < p.stacked; ++part) sums.add(lse_b[part * p.lse_b_next], out_b + part * p.out_b_next);
+  sums.add(lse_a, row.of<element>(p.out_a));
+  sums.finish([&](int d, real x) { store(row.of<element>(p.out) + d, x); });
+  if (lane_id() == 0) *row.of<real>(p.lse) = sums.lse();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) partials(const __grid_constant__ Partials p) {
-  for (int row = (blockIdx.x * THREADS + threadIdx.x) / WARP; row < p.rows; row += gridDim.x * THREADS / WARP) {
-    real lse_a = *row_of<real>(p.lse_a, row), largest = lse_a;
-    const real* lse_b = row_of<real>(p.lse_b, row);
-    for (int part = 0; part < p.stacked; ++part) largest = max(largest, lse_b[part * p.lse_b_next]);
-
-    PartialSums sums(largest);
-    const other_element* out_b = row_of<other_element>(p.out_b, row);
-    for (int part = 0; part < p.stacked; ++part) sums.add(lse_b[part * p.lse_b_next], out_b + part * p.out_b_next);
-    sums.add(lse_a, row_of<element>(p.out_a, row));
-    sums.finish([&](int d, real x) { store(row_of<element>(p.out, row) + d, x); });
-    if (lane_id() == 0) *row_of<real>(p.lse, row) = sums.lse();
-  }
+  constexpr int WARPS = THREADS / WARP;
+  for (int batch = blockIdx.z; batch < p.batch; batch += gridDim.z)
+    for (int head = blockIdx.y; head < p.heads; head += gridDim.y)
+      for (long long row = (long long)blockIdx.x * WARPS + threadIdx.x / WARP; row < p.rows; row += gridDim.x * WARPS)
+        merge_row(p, {batch, head, row});
 }

@@ -15,7 +15,7 @@ from ..arrays import Array, contiguous, empty
 from ..cache import compiled
 from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..features import ARRAYS
-from ..launch import Launch
+from ..launch import GRID_LIMITS, Launch
 from ..nvrtc import Compiled
 from ..params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 from ..plan import Plan
@@ -110,7 +110,8 @@ def block_classes(problem: Problem, operands: Operands, block: int, arch: str, s
     classes = empty((problem.batch, rows, problem.heads, columns), np.dtype(np.uint8), operands.q)
     operands = operands._replace(q=classes, k=classes, v=classes)
     constants = shared_constants(problem) | {"THREADS": 128, "BLOCK_Q": block, "BLOCK_KV": block}
-    kernel, grid = "block_classes", (columns, rows, problem.batch * problem.heads)
+    kernel = "block_classes"  # it loops over the blocks of queries and the heads that exceed the grid
+    grid = columns, min(rows, GRID_LIMITS[1]), min(problem.batch * problem.heads, GRID_LIMITS[2])
     launches = tuple(with_mods(problem, [Launch(kernel, known_constants(kernel, constants), grid, 128)]))
     captured = Captured(problem, operands, ())
     results = {"out": classes} | captured.workspaces
@@ -134,7 +135,10 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
-    """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row."""
+    """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row.
+
+    The kernel loops over the heads and sequences that exceed the grid.
+    """
     batch, heads, rows = (1, *lse.shape)[-3:]
     constants = (
         ("element", ELEMENTS[dtype.name]),
@@ -143,7 +147,8 @@ def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, hea
         ("THREADS", 128),
         ("HEAD_DIM_V", head_dim_v),
     )
-    return Launch("partials", constants, (-(-rows // (128 // 32)), heads, batch), 128)
+    grid = -(-rows // (128 // 32)), min(heads, GRID_LIMITS[1]), min(batch, GRID_LIMITS[2])
+    return Launch("partials", constants, grid, 128)
 
 
 # Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.

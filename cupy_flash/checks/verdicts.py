@@ -78,7 +78,8 @@ def check(
 
     Instructions are compared with the simulator, calls of every engine with the formula, also on side streams and in
     CUDA graphs. Everything runs in a worker process, so a kernel that crashes or hangs ends only that process. It is
-    reported, and its engine is not used on this kind of card until the kernel texts change.
+    reported, and its engine is not used on this kind of card until the kernel texts change. A run that ends with an
+    exception stores no verdict.
 
     Args:
         backend: "cuda", or "simulator:ARCH" for a simulator, which takes minutes.
@@ -90,8 +91,10 @@ def check(
         The verdicts; `passed` is whether all engines have passed, and `print` shows a table.
 
     Raises:
-        RuntimeError: there is no GPU, or the worker process did not start.
-        OSError: the verdicts cannot be stored.
+        RuntimeError: there is no GPU, the worker process did not start, or another process has killed it twice.
+        ImportError: a dependency is missing, such as NVRTC, or NVRTC is too old for the GPU.
+        MemoryError: the host or the GPU has too little free memory.
+        OSError: the verdicts cannot be stored, or a file cannot be read or written.
         TypeError, ValueError: an unknown backend or engine.
     """
     return run_check(backend, engine, quick, report or (lambda line: None), calls.work)
@@ -122,10 +125,13 @@ def run_check(
             tasks = [*_micro_tasks(None, on, backend, limit), *tasks]
         rows = tuple(_run(worker, tasks, report))
     verdicts = Verdicts(on, rows, refused if engine is None else {k: v for k, v in refused.items() if k == engine})
-    for name, wrong in verdicts.engines.items():
-        if name != INSTRUCTIONS and (wrong is not None or not quick):
-            path = evidence.store_check(on, name, wrong, [row._asdict() for row in rows if row.engine == name])
-            report(f"{name}: {'passed' if wrong is None else 'failed'}, stored in {path}")
+    stored = {
+        name: (wrong, [row._asdict() for row in rows if row.engine == name])
+        for name, wrong in verdicts.engines.items()
+        if name != INSTRUCTIONS and (wrong is not None or not quick)
+    }
+    for name, path in evidence.store_checks(on, stored).items():
+        report(f"{name}: {'passed' if stored[name][0] is None else 'failed'}, stored in {path}")
     plan.forget()
     return verdicts
 
@@ -196,6 +202,7 @@ def _run(worker: Worker, tasks: list[Task], report: Report) -> Iterator[Row]:
                 if wrong is not None:
                     verdict, reason = WRONG, wrong
             except Lost as lost:
+                lost.raise_obstacle()
                 losses[task.engine] = losses.get(task.engine, 0) + 1
                 verdict, reason = LOST, str(lost)
         record = None if task.trial is None else task.trial.record

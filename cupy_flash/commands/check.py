@@ -17,7 +17,8 @@ def add(commands: Any) -> None:
         help="prove the engines on this GPU: their results against the formula; plans then use what has passed",
         description="Run the instructions and calls of every engine on this machine's GPU, compare them with the "
         "simulator and the formula, and store the verdicts, which later plans consult. A kernel that hangs or crashes "
-        "costs its process alone. The exit status is 0 if all engines have passed, else 1.",
+        "costs its process alone. The exit status is 0 if all engines have passed, else 1; a run that cannot be "
+        "completed, because a dependency, memory or disk space is missing, stores no verdict.",
     )
     add_backend(command)
     engines = [name for name, engine in MODULES.items() if "cuda" in engine.BACKENDS]
@@ -53,5 +54,8 @@ def run(backend: str, engine: str | None, quick: bool, **arguments: Any) -> int:
     except KeyboardInterrupt:
         progress("interrupted; no verdict is stored")
         return 130
+    except Exception:  # `main` prints it
+        progress("the check cannot be completed; no verdict is stored")
+        raise
     print(json.dumps(verdicts.as_json(), indent=1) if arguments["json"] else verdicts)
     return 0 if verdicts.passed else 1

@@ -15,7 +15,7 @@ import numpy as np
 from ..device import Device
 from ..launch import Launch
 from ..params import Workspace
-from ..problem import Problem
+from ..problem import Problem, UnsupportedError
 from ..tensor_map import Box
 from .cached import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .fragments import fragment_constants, is_modified
@@ -60,6 +60,8 @@ PART_TILES = 2  # prologue and epilogue of a split, in units of the time of a ke
 PART_TILES_OF_PRODUCER = 1  # the same with a producer warp, which loads the next split during the epilogue
 LAUNCH = 3e-6  # seconds for a launch in a stream
 
+TOO_MANY_PLACES = "the tiles of keys of all sequences at the capacity of the cache exceed indices of 32 bits"
+
 
 class Tile(NamedTuple):
     """The tile of a decode; tiles with the same block_kv round a row in the same way."""
@@ -95,8 +97,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits registers and shared memory")
-    if most_places(problem, ROWS[0], KEYS[0]) >= 2**31:
-        reasons.append("the tiles of keys of all sequences at the capacity of the cache are 2**31 or more")
+    elif device.backend in BACKENDS and any(_overflows(problem, tile) for tile in choices(problem, device)):
+        reasons.append(TOO_MANY_PLACES)
     return reasons
 
 
@@ -219,6 +221,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     """Return the launches: append and rotation if there are any, decode, and without a cluster the merge."""
     cache = problem.cache
     assert cache is not None
+    if _overflows(problem, tile):
+        raise UnsupportedError(f"{tile}: {TOO_MANY_PLACES}")
     constants = fragment_constants(problem)
     constants |= {
         "THREADS": tile.threads,
@@ -264,6 +268,16 @@ def _boxes(problem: Problem, tile: Tile) -> tuple[Box, ...]:
 def most_places(problem: Problem, rows: int, keys: int) -> int:
     """Return the number of places (split_kv.cuh) of `keys` keys, if sequences are as long as the capacity."""
     return problem.batch * problem.kv_heads * _row_tiles(problem, rows) * _pieces(problem, keys)
+
+
+def _overflows(problem: Problem, tile: Tile) -> bool:
+    """Return whether the places of all sequences, rounded up to equal runs, are more than an int of split_kv.cuh holds.
+
+    A cluster divides the places of one unit.
+    """
+    assert problem.cache is not None
+    places = most_places(problem, tile.rows, problem.cache.split_size or tile.block_kv)
+    return not tile.cluster and places + tile.blocks >= 2**31
 
 
 def _units(problem: Problem, tile: Tile) -> int:

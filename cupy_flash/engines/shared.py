@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
 from ..features import DIFFERENTIATED, FEATURES, is_given
-from ..launch import Constant, Launch
+from ..launch import GRID_LIMITS, Constant, Launch
 from ..params import Workspace
 from ..problem import DTYPES, FP8, Problem
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
-GRID_LIMIT = 65535  # maximum blocks in the second and third dimension of a grid
 
 
 def shared_constants(problem: Problem) -> dict[str, Constant]:
@@ -253,7 +252,9 @@ def _mod_headers(problem: Problem, **part: Any) -> tuple[tuple[str, str], ...]:
 def grid_refusals(problem: Problem) -> list[str]:
     """Return the reasons why a problem exceeds a grid of (tiles, heads, sequences)."""
     return [
-        f"{count} {name} are more than the {GRID_LIMIT} blocks of a grid's second and third dimension"
-        for name, count in (("heads", problem.heads), ("sequences", sequences(problem)))
-        if count > GRID_LIMIT
+        f"{count} {name} are more than the {limit} blocks of a grid's second and third dimension"
+        for name, count, limit in zip(
+            ("heads", "sequences"), (problem.heads, sequences(problem)), GRID_LIMITS[1:], strict=True
+        )
+        if count > limit
     ]

@@ -15,6 +15,7 @@ from cupy_flash import reference
 from cupy_flash.arrays import as_array
 from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator import run as simulator
+from cupy_flash.launch import require_grids
 from cupy_flash.partials import merge, pose_merge
 
 FORWARD = ("out", "lse")
@@ -188,12 +189,14 @@ TWINS = {
     "float16": dict(shape=(1, 5, 2, 8), dtype="float16"),
     "mixed": dict(shape=(1, 5, 2, 8), dtype="bfloat16", other="float32"),
     "no-rows": dict(shape=(1, 0, 2, 8)),
+    "cut-grid": dict(shape=(3, 6, 5, 8), limits=(2**31 - 1, 2, 2)),  # each block merges several heads and sequences
 }
 
 
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
-def test_kernel_is_the_twin_of_partials(twin):
+def test_kernel_is_the_twin_of_partials(twin, monkeypatch):
     """partials.cu equals partials.py up to the rounding of its exponential."""
+    monkeypatch.setattr(kernels, "GRID_LIMITS", twin.get("limits", kernels.GRID_LIMITS))
     shape, layout, dtype = twin["shape"], twin.get("layout", "bshd"), DTYPES[twin.get("dtype", "float32")]
     rng = np.random.default_rng(3)
     *leading, a, b, _ = shape
@@ -210,6 +213,17 @@ def test_kernel_is_the_twin_of_partials(twin):
         assert actual.dtype == exact.dtype and actual.shape == exact.shape
         eps = float(ml_dtypes.finfo(actual.dtype).eps)  # rounding of the result, of the weights and of the exponential
         np.testing.assert_allclose(actual.astype(np.float64), exact.astype(np.float64), rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("shape", [(70000, 1, 2, 1), (1, 1, 70000, 1), (1, 70000, 1)], ids=str)
+def test_a_grid_has_no_more_blocks_than_cuda_starts(shape):
+    layout, parts = pose_merge(results(*shape, seed=0) * 2, "bshd")
+    works = []
+    kernels.merge(parts, layout, "sm_80", works.append)
+    (launch,) = works[0].launches
+    require_grids((launch,))
+    params = works[0].params(lambda array: 0)
+    assert (params["batch"], params["heads"], params["rows"]) == (1, *parts[1].shape)[-3:]
 
 
 def formula(outs, lses, dtype):

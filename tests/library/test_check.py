@@ -1,17 +1,20 @@
 """cupy_flash check: a wrong, hanging or crashing kernel is named and disqualifies its engine, but no other engine."""
 
+import errno
 import functools
 import json
 import os
+import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from cuda import pathfinder
 from forget import forget_plans
 from patience import FOREVER, give_workers_time, patiently
 
 import cupy_flash
-from cupy_flash import evidence
+from cupy_flash import cache, evidence, nvrtc
 from cupy_flash.__main__ import main
 from cupy_flash.backends import kernels
 from cupy_flash.checks import calls, verdicts
@@ -97,6 +100,47 @@ def rejected(task, announce):
     return planted(task, patiently(announce), STORE, "this is no C++;")
 
 
+def obstructed(task, announce, obstruct):
+    """Pass simt without running it, and call `obstruct` in the step that would run mma."""
+    announce(task.name, FOREVER)
+    if task.kind == "device":
+        return calls.work(task, patiently(announce))
+    return obstruct() if task.engine == "mma" else None
+
+
+def without_nvrtc(task, announce):
+    def find(name):
+        raise pathfinder.DynamicLibNotFoundError(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pathfinder, "load_nvidia_dynamic_lib", find)
+        return obstructed(task, announce, lambda: nvrtc.library.__wrapped__())
+
+
+def with_an_old_nvrtc(task, announce):
+    return obstructed(task, announce, lambda: nvrtc.compile("", "mma/forward", "sm_20"))
+
+
+def without_memory(task, announce):
+    return obstructed(task, announce, lambda: bytearray(1 << 62))
+
+
+def on_a_full_disk(task, announce):
+    def write():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return obstructed(task, announce, write)
+
+
+def interrupted(task, announce):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return obstructed(task, announce, lambda: signal.raise_signal(signal.SIGINT))
+
+
+def killed(task, announce):
+    return obstructed(task, announce, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def explained(engine=None):
     x = np.zeros((1, 8, 1, 16), np.float32)
     return cupy_flash.explain(x, x, x, backend="simulator", engine=engine)
@@ -128,6 +172,46 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
     with pytest.raises(UnsupportedError, match="simt: its check failed on simulator"):
         explained()
     assert "checked    simt failed" in explained("simt")  # but an engine that is requested explicitly runs
+
+
+OBSTACLES = {
+    "without-nvrtc": (without_nvrtc, 1, f"{HALF}: ImportError: {nvrtc.MISSING}"),
+    "old-nvrtc": (with_an_old_nvrtc, 1, "cannot compile mma/forward for sm_20. nvrtc: error: invalid value for --gpu"),
+    "no-memory": (without_memory, 1, f"{HALF}: MemoryError"),
+    "full-disk": (on_a_full_disk, 1, f"{HALF}: OSError: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"),
+    "interrupt": (interrupted, 130, "interrupted"),
+    "killed-twice": (killed, 1, f"{HALF}: process was killed twice, now by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize(("work", "status", "message"), OBSTACLES.values(), ids=OBSTACLES)
+def test_what_is_not_the_engine_s_fault_stores_no_verdict(work, status, message, tmp_path, monkeypatch, capsys):
+    """It stores none about simt either, which has passed before."""
+    monkeypatch.setattr(calls, "work", work)
+    assert main(["check", "--backend", "simulator:sm_80"]) == status
+    printed = capsys.readouterr()
+    assert message in printed.err and "no verdict is stored" in printed.err and printed.out == ""
+    assert f"1/2 simt: {SMALL}: passed" in printed.err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(("fails_at", "cases"), [("space", 0), ("check.mma.json", 2)])
+def test_a_full_disk_stores_no_verdict_at_all(fails_at, cases, tmp_path, monkeypatch, capsys):
+    """A disk that is full before the check is found before the work."""
+    write = cache.write
+
+    def full(path, content, mode):
+        if path.name == fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content, mode)
+
+    monkeypatch.setattr(cache, "write", full)
+    monkeypatch.setattr(calls, "work", functools.partial(obstructed, obstruct=type(None)))
+    assert main(["check", "--backend", "simulator:sm_80"]) == 1
+    printed = capsys.readouterr()
+    assert f"the results cannot be stored: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}" in printed.err
+    assert printed.err.count(": passed") == cases and "no verdict is stored" in printed.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_passed_check_is_evidence_and_a_quick_one_is_not():

@@ -44,9 +44,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def passed(device, engine, reason=None):
-    path = evidence.store_check(device, engine, reason, [{"case": "a case", "verdict": "passed"}])
+    paths = evidence.store_checks(device, {engine: (reason, [{"case": "a case", "verdict": "passed"}])})
     forget_plans()
-    return path
+    return paths[engine]
 
 
 def measured(problem, device, *fastest, **changes):
@@ -364,6 +364,22 @@ def test_records_with_a_wrong_field_are_ignored(bad, tmp_path, capsys):
     assert json.loads((tmp_path / "report.json").read_text())["ignored"] == {str(path): why}
 
 
+def test_only_failed_verdicts_of_an_older_version_are_ignored():
+    """A check of version 2 stored a missing dependency or an interrupt as a failure."""
+    older = field("format", 2)
+    tile = slowest(HALF, HOPPER, "wgmma")
+    for path in (passed(HOPPER, "wgmma"), measured(HALF, HOPPER, tile)):
+        older(path)
+    forget_plans()
+    assert plan(HALF, HOPPER).engine == "wgmma"
+    older(failed := passed(HOPPER, "simt", "ImportError: NVRTC was not found"))
+    forget_plans()
+    why = "it is a failed verdict of an older version, whose reason may not be the kernels"
+    chosen = plan(HALF._replace(engine="simt"), HOPPER)
+    assert "checked    simt not yet" in chosen.explain() and f"ignored    {failed}: {why}" in chosen.explain()
+    assert f"{failed.name} is ignored: {why}" in evidence.summary()[0]
+
+
 def test_records_that_are_ignored_for_one_reason_share_a_line():
     paths = [measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt")), passed(AMPERE, "simt"), passed(AMPERE, "mma")]
     for path in paths:
@@ -420,7 +436,7 @@ def test_an_architecture_without_a_card_has_no_evidence():
 def test_a_folder_that_cannot_hold_evidence(folder):
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="can be written by other users"):
+    with pytest.raises(OSError, match="the results cannot be stored: .* can be written by other users"):
         passed(HOPPER, "mma")
 
 
@@ -537,7 +553,8 @@ def test_info_lists_the_evidence(capsys):
 
 def test_report_has_info_evidence_and_the_failed_case(tmp_path, capsys):
     failed = {"case": "float32, D 64", "verdict": "wrong", "reason": "out: error 1", "trial": {"head_dim": 64}}
-    evidence.store_check(HOPPER, "mma", "float32, D 64: wrong", [failed, {"case": "x", "verdict": "passed"}])
+    cases = [failed, {"case": "x", "verdict": "passed"}]
+    evidence.store_checks(HOPPER, {"mma": ("float32, D 64: wrong", cases)})
     truncate(passed(HOPPER, "simt"))
     out = tmp_path / "report.json"
     assert main(["report", "--out", str(out)]) == 0

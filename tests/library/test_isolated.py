@@ -13,14 +13,28 @@ from pathlib import Path
 import pytest
 from patience import FOREVER, give_workers_time, hang
 
-from cupy_flash.isolated import Lost, OutOfTime, Worker, one_line
+from cupy_flash.isolated import OUT_OF_GPU_MEMORY, START, Lost, OutOfTime, Worker, one_line
 from cupy_flash.problem import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class GpuError(RuntimeError):
+    """CuPy's errors of the runtime and of the driver have a status."""
+
+    status = OUT_OF_GPU_MEMORY
+
+
+ERRORS = {
+    "fails": RuntimeError("CUDA error: an illegal memory access was encountered\nand much else"),
+    "fills the GPU": GpuError("out of memory"),
+}
+
+
 def work(how, announce):
     """Announce two steps, then return the process id or fail in the way that `how` names."""
+    if how == "leaves early":
+        os._exit(3)
     announce("a first step", FOREVER)
     announce("the step", 0 if how == "hangs" else FOREVER)
     if how in ("hangs", "waits"):
@@ -29,8 +43,18 @@ def work(how, announce):
         os.kill(os.getpid(), signal.SIGSEGV)
     if how == "leaves":
         os._exit(3)
-    if how == "fails":
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much else")
+    if how in ERRORS:
+        raise ERRORS[how]
+    if how == "is interrupted":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+    if how == "ends by an interrupt":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    if isinstance(how, Path) and how.exists():
+        number = int(how.read_text())
+        how.unlink()
+        os.kill(os.getpid(), number)
     if how == "begins another":
         return subprocess.Popen([sys.executable, "-c", "import patience; patience.hang()"]).pid
     if how == "begins a pool":
@@ -56,25 +80,57 @@ def is_alive(pid):
 
 
 @pytest.mark.parametrize(
-    "how, reason",
+    "how, reason, obstacle",
     [
-        ("hangs", "timed out after 0 s"),
-        ("crashes", "process exited with status -11"),
-        ("leaves", "process exited with status 3"),
-        ("fails", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("hangs", "timed out after 0 s", type(None)),
+        ("crashes", "process exited with status -11", type(None)),
+        ("leaves", "process exited with status 3", type(None)),
+        ("fails", "RuntimeError: CUDA error: an illegal memory access was encountered", type(None)),
+        ("fills the GPU", "GpuError: out of memory", MemoryError),
     ],
 )
-def test_a_lost_call_is_reported_and_the_next_is_served(how, reason):
+def test_a_lost_call_is_reported_and_the_next_is_served(how, reason, obstacle):
+    """Only a loss whose reason is not the work has an obstacle, which a check raises."""
     with Worker(work) as worker:
         first = worker("goes well", until=math.inf)
         assert worker("goes well", until=math.inf) == first != os.getpid()
         with pytest.raises(Lost) as lost:
             worker(how, until=math.inf)
         assert (lost.value.step, lost.value.reason) == ("the step", reason)
+        assert type(lost.value.obstacle) is obstacle
         assert not is_alive(first)
         second = worker("goes well", until=math.inf)
         assert second != first
     assert not is_alive(second)
+
+
+def test_a_worker_that_is_killed_is_tried_once_more(tmp_path):
+    """The kernel of the operating system kills a process when memory is short, which says nothing about the work."""
+    with Worker(work) as worker:
+        first = worker("goes well", until=math.inf)
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            (tmp_path / "signal").write_text(str(int(number)))
+            second = worker(tmp_path / "signal", until=math.inf)
+            assert second != first
+            first = second
+
+
+@pytest.mark.parametrize("how", ["is interrupted", "ends by an interrupt"])
+def test_an_interrupt_of_the_worker_interrupts_the_run(how):
+    with Worker(work) as worker, pytest.raises(KeyboardInterrupt):
+        worker(how, until=math.inf)
+
+
+def test_a_process_that_ends_before_the_first_step_has_not_judged_it():
+    with Worker(work) as worker, pytest.raises(Lost, match="process exited with status 3") as lost:
+        worker("leaves early", until=math.inf)
+    assert (lost.value.step, type(lost.value.obstacle)) == (START, RuntimeError)
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with Worker(work) as worker, pytest.raises(FileNotFoundError, match="/no/python"):
+        worker("goes well", until=math.inf)
 
 
 def test_out_of_time_ends_the_worker():

@@ -224,7 +224,10 @@ def test_a_grid_that_is_too_large_is_refused():
         on_gpu(batch=65535, layout="thd")
     with pytest.raises(UnsupportedError, match="simt: 65536 heads"):
         on_gpu(heads=65536)
-    assert on_gpu(q_len=10_000_000, kv_len=10_000_000).launches
+    long = dict(q_len=10_000_000, kv_len=10_000_000)
+    assert on_gpu(**long).launches
+    with pytest.raises(UnsupportedError, match="simt/backward_bias needs a grid of .* x 1 x 1 blocks; the limits are"):
+        on_gpu(**long, bias=(10_000_000, 10_000_000), backward=True, bias_gradient=True)
 
 
 def test_kernels_without_blocks_are_not_launched():

@@ -230,8 +230,7 @@ def test_engines_that_no_check_has_passed_are_left_out():
         return {engine for engine, _ in task_candidates.tiles}, task_candidates.left_out
 
     assert engines() == ({"simt", "mma"}, {"wgmma": f"no check has passed it on this card: {CHECK_COMMAND}"})
-    evidence.store_check(hopper, "wgmma", None, [])
-    evidence.store_check(hopper, "simt", "wrong", [])
+    evidence.store_checks(hopper, {"wgmma": (None, []), "simt": ("wrong", [])})
     forget_plans()
     assert engines() == ({"wgmma", "mma"}, {"simt": "its check failed: wrong"})
 

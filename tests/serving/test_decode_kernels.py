@@ -25,6 +25,7 @@ import cupy_flash
 from cupy_flash import UnsupportedError, ahead, backends, device
 from cupy_flash.backends.simulator.errors import SimulationError
 from cupy_flash.backends.simulator.run import start
+from cupy_flash.engines import mma_decode
 from cupy_flash.plan import plan
 from cupy_flash.source import assemble, kernel_folder
 
@@ -359,6 +360,26 @@ def test_refusals(options, arch, reason):
     call = CacheCase(**options).call()
     with pytest.raises(UnsupportedError, match=reason):
         cupy_flash.attention_with_kv_cache(*call[:3], **call.options, backend=f"simulator:{arch}", engine="mma_decode")
+
+
+@pytest.mark.parametrize(("arch", "keys"), [("sm_80", 64), ("sm_86", 32), ("sm_89", 32), ("sm_120", 32)])
+def test_more_tiles_of_keys_than_an_int_holds_are_refused(arch, keys):
+    """Tiles of 32 keys are counted on every GPU, because a tune may choose them; at D 256 some GPUs have no others."""
+    on = device.named(arch)
+    case = CacheCase(lengths=(9,), dtype="float16", head_dim=256, head_dim_v=256)
+    problem = posed(case.call(), backend="simulator", engine="mma_decode")[0]
+    problem = problem._replace(kv_len=2**20, heads=64, kv_heads=64)
+    chosen = plan(problem._replace(batch=1023), on)
+    assert chosen.block_kv == keys
+    too_many = problem._replace(batch=1024)  # 2**31 tiles of 32 keys
+    with pytest.raises(UnsupportedError, match="mma_decode: the tiles of keys .* exceed indices of 32 bits"):
+        plan(too_many, on)
+    with pytest.raises(UnsupportedError, match="Tile.*: the tiles of keys .* exceed indices of 32 bits"):
+        mma_decode.launches(too_many, on, chosen.tile._replace(block_kv=32))
+    if keys == 64:
+        assert mma_decode.launches(too_many, on, chosen.tile)
+    pieces = too_many.cache._replace(split_size=2**20)
+    assert plan(too_many._replace(cache=pieces), on).launches
 
 
 def test_the_tile_depends_on_the_group_and_the_queries_alone():

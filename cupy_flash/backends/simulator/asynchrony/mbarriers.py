@@ -263,12 +263,12 @@ class Mbarriers(Unit):
                 if offset in self._arrived:
                     self._arrived[offset][blocks] = False
 
-    def acquire(self, targets: SharedAddresses, instruction: Instruction) -> None:
-        """Join the clocks of a phase's arrivals and copies into those of the lanes that have waited for it."""
+    def acquire(self, targets: SharedAddresses, phases: Indices) -> None:
+        """Join the clocks of the completed phases' arrivals and copies into those of the lanes that have waited."""
         context = self.context
         if self.checks is None or not len(targets.rows):
             return
-        clocks, phases = self.checks.clocks, self.phase[self.lookup(targets, instruction), targets.blocks]
+        clocks = self.checks.clocks
         rank = targets.blocks % context.cluster
         for offset, r in {(int(o), int(r)) for o, r in zip(targets.offsets, rank, strict=True)}:
             mine = np.flatnonzero((targets.offsets == offset) & (rank == r))
@@ -413,9 +413,10 @@ def _wait(instruction: Instruction, context: Context) -> Step:
         targets, wanted, kind = read(group)
         at = mbarriers.lookup(targets, instruction), targets.blocks
         mbarriers.use(at, targets)
-        passed = _passed(mbarriers.phase[at], wanted, kind)
+        phases = mbarriers.phase[at]
+        passed = _passed(phases, wanted, kind)
         if acquire:
-            mbarriers.acquire(SharedAddresses(*(part[passed] for part in targets)), instruction)
+            mbarriers.acquire(SharedAddresses(*(part[passed] for part in targets)), phases[passed])
         spread = np.zeros((len(group.rows), 32), bool)
         spread[group.lanes()] = passed
         group.write(result, spread)

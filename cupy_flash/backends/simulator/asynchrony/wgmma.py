@@ -416,7 +416,7 @@ def _pieces(
     descriptors: Array, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
 ) -> Indices:
     """Return indices into the shared memory of all blocks for the matrices of the descriptors (n), (n, pieces)."""
-    pieces = []
+    pieces: list[Indices] = []
     for descriptor in map(int, descriptors):
         address, layout = descriptor_layout(descriptor, extent, transposed=transposed)
         if descriptor >> 49 & 7:

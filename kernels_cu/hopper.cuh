@@ -193,12 +193,29 @@ __device__ void fence_operand(unsigned int (&x)[1][N][4]) {
   for (int n = 0; n < 4 * N; ++n) asm volatile("" : "+r"(x[0][n / 4][n % 4])::"memory");
 }
 
-// Shared-memory descriptor of a matrix in panels of 64 columns with the 128-byte swizzle: rows of 128 bytes, chunk c of
-// row r at c ^ r % 8. The address is a multiple of 1024. `panel` is the distance in bytes to the next 64 columns, which
-// only an MN-major operand uses.
-__device__ inline unsigned long long smem_descriptor(unsigned int address, int panel) {
-  return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(panel >> 4) << 16 |
-         (unsigned long long)(1024 >> 4) << 32 | 1ull << 62;
+// Shared-memory descriptors of a matrix in panels with rows of SWIZZLE bytes, in which chunk c of row r is at c ^ r % 8
+// with the 128-byte swizzle, and at c ^ r / 2 % 4 with the 64-byte one. The address is a multiple of 8 SWIZZLE, the
+// distance from 8 rows to the next 8 (SBO).
+template <int SWIZZLE>
+__device__ unsigned long long swizzled_descriptor(unsigned int address, int leading) {
+  static_assert(SWIZZLE == 128 || SWIZZLE == 64);
+  return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(leading >> 4) << 16 |
+         (unsigned long long)(8 * SWIZZLE >> 4) << 32 | (unsigned long long)(128 / SWIZZLE) << 62;
+}
+// K-major: a wgmma reads within one panel, so hardware ignores the leading offset (LBO), which is 1, as in CUTLASS.
+template <int SWIZZLE = 128>
+__device__ unsigned long long k_major_descriptor(unsigned int address) {
+  return swizzled_descriptor<SWIZZLE>(address, 16);
+}
+// MN-major: the leading offset is the distance in bytes to the next panel of 64 columns.
+__device__ inline unsigned long long mn_major_descriptor(unsigned int address, int panel) {
+  return swizzled_descriptor<128>(address, panel);
+}
+// Hides from the compiler that the low bits of a descriptor are zeros, so that it adds an offset with one 64-bit
+// addition instead of an OR of the low word and a move of the high one.
+__device__ inline unsigned long long opaque(unsigned long long descriptor) {
+  asm("" : "+l"(descriptor));
+  return descriptor;
 }
 constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a descriptor: 16 columns to the right within a panel; 32 of e4m3
 constexpr int NEXT_16_ROWS = 2048 >> 4;   // 16 rows down
@@ -297,12 +314,6 @@ __device__ void wgmma(float (&d)[1][N][4], const unsigned int (&a)[4], unsigned 
 DEFINE_WGMMA_SHAPES(half16, "f16")
 DEFINE_WGMMA_SHAPES(bfloat16, "bf16")
 
-// wgmma with e4m3 has a depth of 32, K-major operands, and accumulates with 14 bits of precision. This descriptor is of
-// a matrix in panels of 64 columns with the 64-byte swizzle: rows of 64 bytes, chunk c of row r at c ^ r / 2 % 4.
-__device__ inline unsigned long long smem_descriptor_64b(unsigned int address) {
-  return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(512 >> 4) << 32 | 2ull << 62;
-}
-
 // Four numbers rounded to e4m3, to nearest even; magnitudes above 448 saturate.
 __device__ inline unsigned int cvt_rn_satfinite_e4m3x4(float x0, float x1, float x2, float x3) {
   unsigned int y;
@@ -315,9 +326,9 @@ __device__ inline unsigned int cvt_rn_satfinite_e4m3x4(float x0, float x1, float
   return y;
 }
 
-// D (64 x 8 N) = A (64 x 32) B^T, or += if `adds`. A in shared memory, or in registers: with g = lane / 4 and t = lane
-// % 4, a lane has four bytes of rows g, g + 8, g, g + 8 from column 4t (a[0], a[1]) and from column 4t + 16 (a[2],
-// a[3]).
+// D (64 x 8 N) = A (64 x 32) B^T, or += if `adds`: e4m3, K-major operands, accumulated with 14 bits of precision. A in
+// shared memory, or in registers: with g = lane / 4 and t = lane % 4, a lane has four bytes of rows g, g + 8, g, g + 8
+// from column 4t (a[0], a[1]) and from column 4t + 16 (a[2], a[3]).
 template <int N>
 __device__ void wgmma_e4m3(float (&d)[1][N][4], unsigned long long a, unsigned long long b, bool adds);
 template <int N>

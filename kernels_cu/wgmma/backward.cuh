@@ -164,8 +164,8 @@ struct FromShared : RoundedTile {
   __device__ void fence() {}
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
-    unsigned long long a = smem_descriptor(smem + consumer.keys * PANEL_ROW, BLOCK_KV * PANEL_ROW),
-                       x = smem_descriptor(X_smem, BLOCK_Q * PANEL_ROW);
+    unsigned long long a = k_major_descriptor(smem + consumer.keys * PANEL_ROW),
+                       x = mn_major_descriptor(X_smem, BLOCK_Q * PANEL_ROW);
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; ++k)
       wgmma<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
@@ -352,8 +352,10 @@ __device__ void issue_S_dP(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned i
   int keys = consumer.keys * PANEL_ROW, queries = consumer.queries * PANEL_ROW;
   fence_operand(S), fence_operand(dP);
   wgmma_fence();
-  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S, K_smem + keys, Q_smem + queries);
-  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, V_smem + keys, dO_smem + queries);
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S, opaque(k_major_descriptor(K_smem + keys)),
+                                      opaque(k_major_descriptor(Q_smem + queries)));
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + keys)),
+                                        opaque(k_major_descriptor(dO_smem + queries)));
 }
 __device__ void wait_S(float (&S)[1][N][4]) {
   wgmma_wait_group<1>();
@@ -375,8 +377,8 @@ __device__ void fence_gradients(float (&dV)[1][N_V][4], float (&dQ)[1][N_Q][4], 
 template <int N_Q>
 __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned int K_smem, const Consumer& consumer) {
   constexpr int PANEL_BYTES = BLOCK_KV * PANEL_ROW;
-  unsigned long long dS = smem_descriptor(dS_smem + consumer.dQ_rows / 64 * PANEL_BYTES, PANEL_BYTES),
-                     K = smem_descriptor(K_smem, PANEL_BYTES);
+  unsigned long long dS = mn_major_descriptor(dS_smem + consumer.dQ_rows / 64 * PANEL_BYTES, PANEL_BYTES),
+                     K = mn_major_descriptor(K_smem, PANEL_BYTES);
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 16; ++k)
     wgmma<element, MN_MAJOR, MN_MAJOR>(dQ, dS + k * NEXT_16_ROWS, K + k * NEXT_16_ROWS, k > 0);

@@ -88,12 +88,13 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
 }
 
 // The asynchronous steps of the mainloop: each issues one wgmma group, or waits until at most PENDING groups are in
-// flight and releases the slot that the oldest one has read.
+// flight and releases the slot that the oldest one has read. Q's descriptor is the same in every step, so the compiler
+// adds the offsets before the loop.
 __device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring& K) {
   K.wait();
   fence_operand(S);
   wgmma_fence();
-  scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S, Q_smem, K.tile());
+  scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S, k_major_descriptor(Q_smem), opaque(k_major_descriptor(K.tile())));
 }
 template <int PENDING>
 __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {

@@ -67,7 +67,7 @@ __device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring&
   K.wait();
   fence_operand(S);
   wgmma_fence();
-  scores_fp8<BLOCK_Q, HEAD_DIM>(S, Q_smem, K.tile());
+  scores_fp8<BLOCK_Q, HEAD_DIM>(S, k_major_descriptor(Q_smem), opaque(k_major_descriptor(K.tile())));
 }
 template <int PENDING>
 __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {

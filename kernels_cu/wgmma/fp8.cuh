@@ -11,11 +11,10 @@
 constexpr int QK_PANEL = 128;  // columns of a panel of Q or K
 constexpr int VT_PANEL = 64;   // columns, and bytes of a row, of a panel of V^T
 
-// Issues C = A B^T for the 64 rows at A_smem of a tile of A_ROWS rows, and the 8 N rows of tile B.
+// Issues C = A B^T for 64 rows of a tile of A_ROWS rows, from descriptor a on, and the 8 N rows of the tile at b.
 template <int A_ROWS, int DIM, int N>
-__device__ void scores_fp8(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_smem) {
+__device__ void scores_fp8(float (&C)[1][N][4], unsigned long long a, unsigned long long b) {
   constexpr int NEXT_OF_A = A_ROWS * PANEL_ROW, NEXT_OF_B = 8 * N * PANEL_ROW;
-  unsigned long long a = smem_descriptor(A_smem, NEXT_OF_A), b = smem_descriptor(B_smem, NEXT_OF_B);
 #pragma unroll
   for (int k = 0; k < round_up(DIM, 32) / 32; ++k)
     wgmma_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) + k % 4 * NEXT_16_COLUMNS,
@@ -50,7 +49,7 @@ struct PartialSums {
   template <int K>
   __device__ void issue(unsigned int (&P)[1][K][4], unsigned int X_smem, int n = 0) {
     constexpr int ROW = VT_PANEL >> 4;
-    unsigned long long x = smem_descriptor_64b(X_smem) + 8 * n * ROW;
+    unsigned long long x = k_major_descriptor<VT_PANEL>(X_smem) + 8 * n * ROW;
     fence_operand(sums), fence_operand(P);
     wgmma_fence();
 #pragma unroll

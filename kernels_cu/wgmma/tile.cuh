@@ -63,11 +63,11 @@ struct TileRing : SlotRing<SLOTS, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1,
   }
 };
 
-// Issues C = A B^T for the 64 rows at A_smem of a tile of A_ROWS rows, and the 8 N rows at B_smem of a tile of B_ROWS.
+// Issues C = A B^T for 64 rows of a tile of A_ROWS rows, from descriptor a on, and 8 N rows of a tile of B_ROWS, from b
+// on.
 template <int A_ROWS, int B_ROWS, int DIM, int N>
-__device__ void scores(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_smem) {
+__device__ void scores(float (&C)[1][N][4], unsigned long long a, unsigned long long b) {
   constexpr int NEXT_OF_A = A_ROWS * PANEL_ROW, NEXT_OF_B = B_ROWS * PANEL_ROW;
-  unsigned long long a = smem_descriptor(A_smem, NEXT_OF_A), b = smem_descriptor(B_smem, NEXT_OF_B);
 #pragma unroll
   for (int k = 0; k < round_up(DIM, 16) / 16; ++k)
     wgmma<element>(C, a + k / 4 * (NEXT_OF_A >> 4) + k % 4 * NEXT_16_COLUMNS,
@@ -78,7 +78,7 @@ __device__ void scores(float (&C)[1][N][4], unsigned int A_smem, unsigned int B_
 // Issues C += P X for columns [16 BEGIN, 16 END) of P, in fragments, and the same rows of tile X, which has 16 K rows.
 template <int BEGIN, int END, int N, int K>
 __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4], unsigned int X_smem) {
-  unsigned long long x = smem_descriptor(X_smem, 16 * K * PANEL_ROW);
+  unsigned long long x = mn_major_descriptor(X_smem, 16 * K * PANEL_ROW);
 #pragma unroll
   for (int k = BEGIN; k < END; ++k) wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);
   wgmma_commit_group();

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cupy_flash.backends.simulator import launch, parse
+from cupy_flash.backends.simulator import CHECKS, launch, parse
 from cupy_flash.backends.simulator.errors import PtxError
 from cupy_flash.backends.simulator.machine.ptx import Function, Module
 from cupy_flash.tensor_map import ALIGNMENT, L2_PROMOTIONS, SWIZZLES, TensorMap, encode_for_simulator
@@ -168,7 +168,7 @@ class Modules:
         def run() -> None:
             launch(
                 kernel.module, kernel.name, grid, block, values,
-                memory=kernel.card.memory, dynamic_shared=shared, checks=False,
+                memory=kernel.card.memory, dynamic_shared=shared, unchecked=CHECKS,
             )  # fmt: skip
 
         self.machine.streams.enqueue(stream, kernel.name, run)

@@ -189,7 +189,9 @@ PLANTED = {
     ),
     "order of keys": ("8 * (e / 2) + 2 * t + e % 2", "4 * t + e", AssertionError),
     "keys past the last": ("j < sequence.kv_len ?", "true ?", (AssertionError, errors.OutOfBounds)),
-    "a part of V^T": ("smem_descriptor_64b(X_smem) + 8 * n * ROW", "smem_descriptor_64b(X_smem)", AssertionError),
+    "a part of V^T": (
+        "k_major_descriptor<VT_PANEL>(X_smem) + 8 * n * ROW", "k_major_descriptor<VT_PANEL>(X_smem)", AssertionError,
+    ),
     "panels of Q": ("wgmma_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) +", "wgmma_e4m3(C, a +", AssertionError),
     "no descale of K": ("* of(p, p.k_descale, b, kv_head)", "", AssertionError),
     "no descale of V": ("factors[0][0] *= descales.v,", "", AssertionError),

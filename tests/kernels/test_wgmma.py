@@ -207,7 +207,9 @@ PLANTED = {
         "named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
     ),
     "rows not cleared": ("if (kv_tiles.start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
-    "another swizzle": ("| 1ull << 62;", "| 2ull << 62;", (AssertionError, errors.PendingCopy)),
+    # Hardware ignores the leading offset of K-major matrices, the named check kmajor-lbo does not.
+    "LBO of K-major": ("<SWIZZLE>(address, 16)", "<SWIZZLE>(address, 64 * 128)", errors.BadDescriptor),
+    "another swizzle": ("(128 / SWIZZLE) << 62", "(256 / SWIZZLE) << 62", (AssertionError, errors.PendingCopy)),
     "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
     "past the keys": ("ALWAYS_MASKED || kv_tiles.masked()", "ALWAYS_MASKED", AssertionError),
 }  # fmt: skip

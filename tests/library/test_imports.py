@@ -92,6 +92,7 @@ FLOW = (
     "backends.kernels",
     "backends.cuda",
     "backends.simulator.errors",
+    "backends.simulator.named_checks",
     "backends.simulator.machine",
     "backends.simulator.machine.ptx",
     "backends.simulator.machine.calls",

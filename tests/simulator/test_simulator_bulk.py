@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator import CHECKS, errors
 from cupy_flash.checks.hopper import BY_NAME, CASES
 from cupy_flash.checks.hopper.bulk import BOXES, STRIDED, tensor
 from cupy_flash.checks.hopper.case import drain, fill, initialise, wait
@@ -372,20 +372,22 @@ def test_source_overwritten_before_the_wait(missing, order):
         result(STORE, body, order=order)
 
 
-def test_end_before_the_source_is_read():
-    with pytest.raises(errors.PendingCopy, match=r"no cp\.async\.bulk\.wait_group\.read before the block ends"):
-        result(STORE, STORE.body.replace(WAIT_GROUP, ""))
+@pytest.mark.parametrize("order", ORDERS)
+def test_end_before_the_source_is_read(order):
+    for too_weak in "", "cp.async.bulk.wait_group.read 1;":
+        with pytest.raises(errors.PendingCopy, match=r"no cp\.async\.bulk\.wait_group\.read before the block ends"):
+            result(STORE, STORE.body.replace(WAIT_GROUP, too_weak), order=order)
 
 
 def test_the_order_decides_when_a_store_reads():
     """Without the checks, which would refuse this kernel, the two orders give different results."""
     body = STORE.body.replace(WAIT_GROUP, f"st.shared.b64 [%r60], 0; {WAIT_GROUP}")
     good = result(STORE)[0]
-    assert np.array_equal(result(STORE, body, order="early", checks=False)[0], good)
-    assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
+    assert np.array_equal(result(STORE, body, order="early", unchecked=CHECKS)[0], good)
+    assert not np.array_equal(result(STORE, body, order="late", unchecked=CHECKS)[0], good)
     # wait_group 1 leaves one group pending, so it does not cover a single group.
     body = STORE.body.replace(WAIT_GROUP, f"cp.async.bulk.wait_group 1; st.shared.b64 [%r60], 0; {WAIT_GROUP}")
-    assert not np.array_equal(result(STORE, body, order="late", checks=False)[0], good)
+    assert not np.array_equal(result(STORE, body, order="late", unchecked=CHECKS)[0], good)
 
 
 def test_stores_in_a_long_loop_that_wait_for_their_reads_only():
@@ -433,7 +435,7 @@ def test_late_loads_complete_in_reverse():
     seen = {}
     for order in ("early", "late"):
         out = np.zeros(16, np.uint32)
-        run(body, source, out, threads=128, order=order, checks=False, **LOAD.options)
+        run(body, source, out, threads=128, order=order, unchecked=CHECKS, **LOAD.options)
         seen[order] = int(out[0])
     assert seen == {"early": 7, "late": 0}
     with pytest.raises(errors.PendingCopy):
@@ -490,8 +492,8 @@ def test_many_mbarriers_and_many_issuers():
         assert np.array_equal(out, source)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_load_completes_while_another_block_spins(order):
+@pytest.mark.parametrize(("order", "barrier"), [*((order, "") for order in ORDERS), ("late", "bar.sync 1, 32;")])
+def test_a_load_completes_while_another_block_spins(order, barrier):
     """Block 1 polls a flag in global memory, which block 0 sets once its copy is complete."""
     body = f"""
         {initialise()}
@@ -507,11 +509,13 @@ def test_a_load_completes_while_another_block_spins(order):
     SPIN:
         @!%q6 exit;
     AGAIN:
+        {barrier}
         ld.acquire.gpu.global.b32 %r1, [%p1];
         setp.ne.u32 %q1, %r1, 7;
         @%q1 bra AGAIN;
         st.global.b32 [%p1+4], %r1;
     """
     out = np.zeros(2, np.uint32)
-    run(body, np.full(16, 7, np.uint32), out, threads=128, blocks=2, order=order, **LOAD.options)
+    options = {"threads": 128, "blocks": 2, "most_basic_blocks": 20_000, **LOAD.options}
+    run(body, np.full(16, 7, np.uint32), out, order=order, **options)
     assert out.tolist() == [7, 7]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import errors
+from cupy_flash.backends.simulator import CHECKS, errors
 
 WORDS = ".shared .align 16 .b8 words[1024];"
 
@@ -407,4 +407,4 @@ def test_trap_names_the_thread():
 
 
 def test_checks_can_be_disabled():
-    run(STORE_OWN + READ_NEXT_WARP, np.zeros(64, np.uint32), shared=WORDS, threads=64, checks=False)
+    run(STORE_OWN + READ_NEXT_WARP, np.zeros(64, np.uint32), shared=WORDS, threads=64, unchecked=CHECKS)

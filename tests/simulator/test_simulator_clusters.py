@@ -6,7 +6,7 @@ from micro import run
 
 from cupy_flash.backends.simulator import SimulationError, errors
 from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.case import PAIR, wait
+from cupy_flash.checks.hopper.case import PAIR, initialise, wait
 
 ORDERS = ["early", "late", "random"]
 MULTICAST, REMOTE, LOAD = (BY_NAME[f"cluster.{name}"] for name in ("multicast", "remote", "load"))
@@ -53,6 +53,56 @@ def test_copy_to_a_block_whose_mbarrier_is_not_ready():
         result(MULTICAST, MULTICAST.body[:first] + MULTICAST.body[last:])
 
 
+RELAXED = """barrier.cluster.arrive.relaxed.aligned;
+    barrier.cluster.wait.acquire.aligned;"""
+INIT = "@%q6 mbarrier.init.shared::cta.b64"
+FENCE = "@%q6 fence.mbarrier_init.release.cluster;"
+
+
+def with_first_barrier(case, barrier):
+    """The kernel with other instructions in place of its first cluster barrier."""
+    first, last = case.body.index("barrier.cluster.arrive"), case.body.index("barrier.cluster.wait")
+    return case.body[:first] + barrier + case.body[case.body.index(";", last) + 1 :]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", [REMOTE, MULTICAST], ids=["remote", "multicast"])
+def test_a_relaxed_barrier_after_the_fence_of_the_initialisation(case, order):
+    """CUTLASS: fence_barrier_init, cluster_arrive_relaxed, cluster_wait."""
+    body = with_first_barrier(case, RELAXED)
+    assert np.array_equal(result(case, body, order=order), result(case))
+    init = body[body.index(INIT) : body.index(";", body.index(INIT)) + 1]
+    assert body.count(FENCE) == 1
+    for planted in (
+        body.replace(FENCE, ""),
+        body.replace(FENCE, FENCE.replace("@%q6", "@!%q6")),  # not by the thread that has initialised
+        body.replace(FENCE, "").replace(init, init.replace("%r50", "%r50+8") + FENCE + init),
+        body.replace(FENCE, "").replace(RELAXED, RELAXED + FENCE),
+        body.replace(FENCE, "@%q6 fence.proxy.async;"),  # for the copies, but it releases nothing
+    ):
+        with pytest.raises(errors.Race, match=r"without a barrier after its mbarrier\.init"):
+            result(case, planted, order=order)
+
+
+@pytest.mark.parametrize(
+    ("fence", "publishes"),
+    [
+        *((fence, True) for fence in ("fence.acq_rel.cluster;", "fence.release.gpu;", "fence.sc.sys;", "membar.gl;")),
+        *((fence, False) for fence in ("fence.acq_rel.cta;", "fence.acquire.cluster;", "membar.cta;", initialise())),
+        ("setp.eq.u32 %q0, %t, 0; @%q0 fence.acq_rel.cluster;", False),
+    ],
+)
+def test_a_relaxed_barrier_publishes_what_a_release_fence_has(fence, publishes):
+    """A fence of wide enough scope publishes the accesses before it, fence.mbarrier_init only the initialisations."""
+    body = with_first_barrier(LOAD, fence + RELAXED)
+    if publishes:
+        assert np.array_equal(result(LOAD, body), result(LOAD))
+        store = "st.shared.b32 [%r3], %r4;"
+        body = body.replace(store, "").replace(RELAXED, store + RELAXED)
+    with pytest.raises(errors.Race, match="write, then read"):
+        result(LOAD, body)
+
+
 def test_expect_tx_of_one_block_is_too_small():
     amount = "setp.eq.u32 %q0, %block, 0; selp.b32 %r40, 4096, 2048, %q0; @%q6 mbarrier.arrive.expect_tx"
     body = MULTICAST.body.replace("@%q6 mbarrier.arrive.expect_tx", amount).replace("[%r50], 4096;", "[%r50], %r40;")
@@ -91,6 +141,14 @@ def test_exit_before_the_other_block_has_arrived(order):
     # A cluster barrier without .release orders no accesses, but it does follow the arrivals.
     barrier = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
     result(REMOTE, body.replace(wait(), barrier), order=order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exit_after_the_wait_of_one_lane(order):
+    """A lane that has waited for both arrivals keeps its block alive, whatever the other lanes know."""
+    body = without_the_last_barrier(REMOTE)
+    body = body.replace(wait(), f"@!%q6 bra DONE; {wait()} DONE:")
+    assert np.array_equal(result(REMOTE, body, order=order), result(REMOTE))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -11,6 +11,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from micro import run
 
 from cupy_flash.backends.simulator import Memory, launch
 from cupy_flash.checks.instructions import BY_NAME, CASES, THREADS, TYPES, WARP_CASES
@@ -483,6 +484,31 @@ def test_exact_instruction(case):
         f"{len(wrong)} of {len(same)} rows differ; first: {[column[wrong[0]] for column in values]} gives "
         f"{actual[wrong[0]]!r}, expected {expected[wrong[0]]!r}"
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["add", "add.rm.ftz", "sub.rn", "sub.rz", "mul.rn.ftz", "mul.rp", "fma.rn", "fma.rn.ftz", "fma.rm"]
+)
+def test_two_packed_float32(name):
+    """PTX ISA, add, sub, mul and fma: .f32x2 operates on bits 0 to 31 and on bits 32 to 63 of 64-bit registers."""
+    opcode, *modifiers = name.split(".")
+    columns = BY_NAME["fma.rn.f32"].values()[: 3 if opcode == "fma" else 2]
+    mode = next((m for m in modifiers if m != "ftz"), "rn")
+    function = expected_float(opcode, modifiers, "f32", mode)
+    with np.errstate(all="ignore"):
+        expected = np.array([function(*row) for row in zip(*columns, strict=True)]).astype(np.float32)
+    columns = [column[: len(expected) // 2 * 2] for column in columns]
+    out = np.zeros_like(columns[0])
+    loads = [f"mad.wide.u32 %d0, %t, 8, %p{i}; ld.global.b64 %d{i + 1}, [%d0];" for i in range(len(columns))]
+    operands = ", ".join(f"%d{i + 1}" for i in range(len(columns)))
+    store = f"mad.wide.u32 %d0, %t, 8, %p{len(columns)}; st.global.b64 [%d0], %d4;"
+    row = f"mad.lo.u32 %t, %block, 128, %t; setp.ge.u32 %q0, %t, {len(out) // 2}; @%q0 exit;"
+    body = f"{row} {' '.join(loads)} {name}.f32x2 %d4, {operands}; {store}"
+    run(body, *columns, out, threads=128, blocks=-(-len(out) // 256), target="sm_100a")
+    same = (out.view(np.uint32) == expected[: len(out)].view(np.uint32)) | np.isnan(out) & np.isnan(
+        expected[: len(out)]
+    )
+    assert same.all(), ([column[~same] for column in columns], out[~same], expected[: len(out)][~same])
 
 
 APPROXIMATE = {"ex2": np.exp2, "lg2": np.log2, "rcp": lambda a: 1 / a, "rsqrt": lambda a: 1 / np.sqrt(a)}

@@ -201,5 +201,10 @@ def test_additions_in_any_order():
     sums = np.zeros(32, np.float32)
     run(alone, sums, blocks=4)
     assert (sums == 4).all()
+    flag = np.zeros(1, np.uint32)
     with pytest.raises(errors.Race, match="floating-point additions"):
-        run(alone + "ld.acquire.gpu.global.b32 %r1, [%p1];", sums, np.zeros(1, np.uint32), blocks=2)
+        run(alone + "ld.acquire.gpu.global.b32 %r1, [%p1];", sums, flag, blocks=2)
+    pairs = alone.replace("%t, 4", "%r0, 4").replace("mad", "shr.u32 %r0, %t, 1; mad", 1)
+    with pytest.raises(errors.Race, match="two lanes of one instruction .* no synchronisation can fix") as caught:
+        run(pairs + "ld.acquire.gpu.global.b32 %r1, [%p1];", sums, flag)
+    assert "\n  lane 0 and thread (1, 0, 0) [warp 0, lane 1]" in str(caught.value) and "__" not in str(caught.value)

@@ -693,6 +693,29 @@ def test_turns_require_blocks_to_start_in_order():
         launched("turns", order="random", resident_lanes=32 * 32, most_basic_blocks=2000)
 
 
+SPIN = """
+    setp.ne.u32 %q0, %block, 0;
+    @%q0 bra WRITER;
+SPIN:
+    bar.sync 0;
+    ld.relaxed.gpu.global.b32 %r0, [%p0];
+    setp.eq.u32 %q1, %r0, 0;
+    @%q1 bra SPIN;
+    exit;
+WRITER:
+    {}
+"""
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_a_loop_with_a_barrier_does_not_starve_a_later_block(order):
+    """The spinning group is at the lowest instruction, and each of its turns ends at the barrier."""
+    writer = "mov.u32 %r1, 1; bar.sync 0; st.relaxed.gpu.global.b32 [%p0], %r1;"
+    run(SPIN.format(writer), np.zeros(1, np.uint32), threads=64, blocks=2, order=order, most_basic_blocks=5000)
+    with pytest.raises(errors.Deadlock, match="no end after 5000 basic blocks"):
+        run(SPIN.format(""), np.zeros(1, np.uint32), threads=64, blocks=2, order=order, most_basic_blocks=5000)
+
+
 def test_a_turn_released_before_all_lanes_have_added():
     body = BY_NAME["turns"].body
     before, after = body.rsplit("bar.warp.sync -1;", 1)
@@ -748,13 +771,20 @@ def test_the_largest_dynamic_shared_memory():
     assert launched("dynamic")[1].tolist() == [0, 7] and DYNAMIC_BYTES == 232448
 
 
-@pytest.mark.parametrize(("target", "limit"), [("sm_75", 64), ("sm_80", 163), ("sm_89", 99), ("sm_90a", 227)])
+@pytest.mark.parametrize(
+    ("target", "limit"), [("sm_75", 64), ("sm_80", 163), ("sm_89", 99), ("sm_90a", 227), ("sm_120a", 99)]
+)
 def test_shared_memory_beyond_the_limit_of_a_block(target, limit):
     static = ".shared .align 16 .b8 words[1024];"
     most = (limit - 1) * 1024
     run("", shared=static, dynamic=most, target=target)
     with pytest.raises(errors.LaunchRefused, match=f"needs {limit * 1024 + 16} bytes of shared memory"):
         run("", shared=static, dynamic=most + 16, target=target)
+
+
+def test_unknown_target():
+    with pytest.raises(errors.Unsupported, match="target 'sm_60' are not known, only those of sm_75, "):
+        run("", target="sm_60")
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,111 @@ def test_use_without_a_barrier_after_the_initialisation():
         micro(body, np.zeros(64, np.uint32))
 
 
+# The mbarrier of EXCHANGE ends its first life, its bytes are ordinary memory, and it begins a second life.
+INVAL = "@%q6 mbarrier.inval.shared::cta.b64 [%r50];"
+LIVES = f"""
+    {initialise()}
+    @%q6 mbarrier.arrive.shared::cta.b64 _, [%r50];
+    {wait()}
+    bar.sync 0;
+    {INVAL}
+    @%q6 st.shared.b64 [%r50], 77;
+    bar.sync 0;
+    ld.shared.b64 %d1, [%r50];
+    bar.sync 0;
+    {initialise(2)}
+    setp.eq.u32 %q4, %t, 32;
+    @%q6 mbarrier.arrive.shared::cta.b64 _, [%r50];
+    @%q4 mbarrier.arrive.shared::cta.b64 _, [%r50];
+    {wait(0, "AGAIN")}
+    mad.wide.u32 %d0, %t, 8, %p0;
+    st.global.b64 [%d0], %d1;
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_invalidated_mbarrier_is_ordinary_memory_and_may_be_initialised_again(order):
+    out = np.zeros(64, np.uint64)
+    micro(LIVES, out, order=order)
+    assert (out == 77).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("use", "error", "words"),
+    [
+        ("@%q6 mbarrier.arrive.shared::cta.b64 _, [%r50];", errors.Uninitialised, r"since its mbarrier\.inval"),
+        (
+            "mbarrier.try_wait.parity.shared::cta.b64 %q5, [%r50], 0;",
+            errors.Uninitialised,
+            r"since its mbarrier\.inval",
+        ),
+        (INVAL, errors.Uninitialised, r"since its mbarrier\.inval"),
+        ("@%q6 ld.shared.b64 %d1, [%r50];", errors.Uninitialised, "read of shared byte"),
+        ("ld.shared.b64 %d1, [%r50];", errors.Race, "write, then read .* without a __syncwarp"),
+    ],
+    ids=["arrive", "wait", "inval", "read", "race"],
+)
+def test_use_after_the_mbarrier_is_invalidated(use, error, words, order):
+    with pytest.raises(error, match=words):
+        micro(initialise() + INVAL + use, order=order, threads=32)
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_mbarrier_overwritten_while_another_warp_may_use_it(order):
+    """All warps wait for the phase, but without the barrier warp 0 does not know that warp 1 has."""
+    life = LIVES[: LIVES.index(INVAL)]
+    for again in INVAL, "@%q6 mbarrier.init.shared::cta.b64 [%r50], 1;":
+        micro(life + again, order=order)
+        with pytest.raises(errors.Race, match="overwritten without a barrier after its last use"):
+            micro(life[: life.rindex("bar.sync 0;")] + again, order=order)
+
+
+def test_an_arrival_of_the_first_life_publishes_nothing_in_the_second():
+    """Lane 1 arrives at the first life only, so that its later write is not published by the arrival of lane 0."""
+    exchange = EXCHANGE.replace("bar.warp.sync -1;", "").replace("st.shared", "@%q3 st.shared")
+    body = f"""
+        {initialise(2)}
+        setp.eq.u32 %q3, %t, 1;
+        @%q3 mbarrier.arrive.shared::cta.b64 _, [%r50];
+        bar.sync 0;
+        {INVAL}
+        {exchange.replace("%r61+-128", "%r60+4")}
+    """
+    with pytest.raises(errors.Race, match="write, then read"):
+        micro(body, np.zeros(64, np.uint32))
+    micro(body.replace("@%q3 st.shared", "@%q6 st.shared").replace("%r60+4", "%r60"), np.zeros(64, np.uint32))
+
+
+TWO_COPIES = f"""
+    {initialise()}
+    mov.u32 %r60, smem;
+    @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 16;
+    @%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%p0], 16, [%r50];
+    {{first}}
+    bar.sync 0;
+    {INVAL}
+    {initialise()}
+    @%q6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r50], 16;
+    @%q6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60+16], [%p0], 16, [%r50];
+    {{second}}
+    ld.shared.b32 %r0, [%r60+16];
+    {wait(0, "LAST")}
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_copies_that_signal_both_lives_of_an_mbarrier(order):
+    """A wait for the first phase of the first life says nothing about the first phase of the second."""
+    numbers = np.arange(4, dtype=np.uint32)
+    both = TWO_COPIES.format(first=wait(0, "ONE"), second=wait(0, "TWO"))
+    micro(both, numbers, order=order)
+    with pytest.raises(errors.PendingCopy, match="without a wait for the instruction that fills it"):
+        micro(TWO_COPIES.format(first=wait(0, "ONE"), second=""), numbers, order=order)
+    with pytest.raises(errors.SimulationError, match="or a wait for a bulk copy that signals it|too few bytes"):
+        micro(TWO_COPIES.format(first="", second=wait(0, "TWO")), numbers, order=order)
+
+
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [

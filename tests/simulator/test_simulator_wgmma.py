@@ -12,11 +12,12 @@ from micro import run
 
 from cupy_flash.backends.simulator import errors
 from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.wgmma import WGMMA_FORMS, Operand
+from cupy_flash.checks.hopper.wgmma import WGMMA_FORMS, Operand, wgmma_case
 
 DTYPES = {
     "f16": np.float16,
     "bf16": ml_dtypes.bfloat16,
+    "tf32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
 }
@@ -97,9 +98,16 @@ def a_8_bit(thread, i):
     return warp * 16 + lane // 4 + 8 * (i // 4 % 2), lane % 4 * 4 + i % 4 + 16 * (i // 8)
 
 
+def a_32_bit(thread, i):
+    """Register fragments of wgmma, matrix A, .tf32: (row, column) of element i of a thread."""
+    warp, lane = thread // 32, thread % 32
+    return warp * 16 + lane // 4 + 8 * (i % 2), lane % 4 + 4 * (i // 2)
+
+
 def a_from_registers(words, type_):
     """(64, depth) matrix A of the registers of all threads, (128, 4 words per k step)."""
-    layout, per_step = (a_16_bit, 16) if type_.endswith("f16") else (a_8_bit, 32)
+    layout = {1: a_8_bit, 2: a_16_bit, 4: a_32_bit}[np.dtype(DTYPES[type_]).itemsize]
+    per_step = 32 // np.dtype(DTYPES[type_]).itemsize
     elements = words.view(np.uint8).view(DTYPES[type_])
     steps = words.shape[1] // 4
     values = np.zeros((64, steps * per_step))
@@ -117,10 +125,21 @@ def result(case, **options):
     return out
 
 
-@pytest.mark.parametrize("form", WGMMA_FORMS)
+# Forms that no kernel of this package uses: the tensor cores multiply tf32 from K-major matrices only.
+TF32_FORMS = {
+    **{
+        f"tf32-{swizzle}": (Operand(64, "tf32", True, swizzle), Operand(24, "tf32", True, swizzle), "", {})
+        for swizzle in (16, 32, 64, 128)
+    },
+    "rs-tf32": (None, Operand(64, "tf32"), "tf32", {}),
+    "tf32-minus": (Operand(64, "tf32"), Operand(256, "tf32"), "", {"sign": -1, "adds": False}),
+}
+
+
+@pytest.mark.parametrize("form", WGMMA_FORMS | TF32_FORMS)
 def test_wgmma_multiplies_what_the_documented_layouts_hold(form):
-    case = BY_NAME[f"wgmma.{form}"]
-    a, b, type_a, options = WGMMA_FORMS[form]
+    a, b, type_a, options = (WGMMA_FORMS | TF32_FORMS)[form]
+    case = BY_NAME[f"wgmma.{form}"] if form in WGMMA_FORMS else wgmma_case(form, a, b, type_a, **options)
     image, before, *registers = case.inputs
     b_at = 0 if a is None else -(-a.bytes // 1024) * 1024
     apart = -(-(b_at + b.bytes) // 1024) * 1024
@@ -135,6 +154,34 @@ def test_wgmma_multiplies_what_the_documented_layouts_hold(form):
     expected += options.get("adds", True) * before
     for order in ORDERS:
         assert np.array_equal(result(case, order=order), expected)
+
+
+@pytest.mark.parametrize("form", ["tf32-128", "rs-tf32"])
+def test_the_low_bits_of_tf32_are_ignored(form):
+    a, b, type_a, options = TF32_FORMS[form]
+    case = wgmma_case(form, a, b, type_a, **options)
+    image, before, *registers = case.inputs
+    noise = np.random.default_rng(0).integers(0, 1 << 13, image.size // 4, np.uint32)
+    noisy = [(x.view(np.uint32) | noise[: x.nbytes // 4].reshape(x.view(np.uint32).shape)) for x in (image, *registers)]
+    out = case.out.copy()
+    run(case.body, noisy[0].view(np.uint8), before, *noisy[1:], out, threads=128, **case.options)
+    assert np.array_equal(out, result(case)) and out.any()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        ("m64n24k8", "m64n24k16"),
+        ("tf32.tf32", "tf32.bf16"),
+        ("%d3, %q4, 1, 1;", "%d3, %q4, 1, 1, 0, 0;"),
+        ("n24k8", "n20k8"),
+    ],
+    ids=["depth", "types", "transposed", "columns"],
+)
+def test_forms_of_tf32_that_do_not_exist(planted):
+    a, b, type_a, options = TF32_FORMS["tf32-128"]
+    with pytest.raises(errors.Unsupported, match="wgmma"):
+        run_changed(*planted, wgmma_case("tf32", a, b, type_a, **options))
 
 
 @pytest.mark.parametrize("order", ORDERS)

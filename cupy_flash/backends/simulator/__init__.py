@@ -10,5 +10,6 @@ from .errors import SimulationError
 from .machine.launch import launch
 from .machine.parser import parse
 from .memory.store import Memory
+from .named_checks import CHECKS, UNENFORCED
 
-__all__ = ["Counters", "Memory", "SimulationError", "launch", "parse"]
+__all__ = ["CHECKS", "UNENFORCED", "Counters", "Memory", "SimulationError", "launch", "parse"]

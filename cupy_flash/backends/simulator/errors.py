@@ -59,6 +59,10 @@ class MissingFence(SimulationError):
     """An asynchronous instruction uses data that ordinary instructions have written, without the fence it needs."""
 
 
+class BadDescriptor(SimulationError):
+    """A matrix descriptor of wgmma with a field that differs from what CUTLASS writes."""
+
+
 class BarrierMisuse(SimulationError):
     """A barrier reached by part of a warp, or used with wrong counts."""
 

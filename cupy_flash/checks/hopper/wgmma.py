@@ -14,6 +14,7 @@ from .case import HopperCase, fill
 _TYPES = {
     "f16": np.float16,
     "bf16": ml_dtypes.bfloat16,
+    "tf32": np.float32,
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
 }
@@ -89,7 +90,7 @@ def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str
 
 def wgmma_text(types: str, columns: int, a: str, b: str, *, flags: str, adds: str = "%q4") -> str:
     """Return the PTX of one wgmma instruction."""
-    depth = 16 if "f16" in types else 32
+    depth = 32 // np.dtype(_TYPES[types.split(".")[1]]).itemsize
     accumulators = ", ".join(f"%f{i}" for i in range(columns // 2))
     return (
         f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{types} {{{accumulators}}}, {a}, {b}, {adds}, {flags};"

@@ -60,6 +60,9 @@ class BulkCopies(Unit):
         self.loads: list[_Copy] = []
         self.stores: list[_Copy] = []
         self.committed = np.zeros((context.warps, 32), np.int64)
+        # By thread: the groups that its waits have covered, the group of its last store and that store's instruction.
+        self._waited = np.zeros((context.warps, 32), np.int64)
+        self._last_store = np.full((2, context.warps, 32), -1)
 
     # ---- loads
 
@@ -90,9 +93,11 @@ class BulkCopies(Unit):
         undefined = store.undefined(pieces.global_[pieces.inside] - pieces.allocation.base, pieces.width)
         if undefined.any():
             first = int(pieces.global_[pieces.inside][undefined][0]) - pieces.allocation.start
-            raise Uninitialised(
+            self.context.report(
+                "uninitialised",
+                Uninitialised,
                 f"bulk copy reads byte {first} of {pieces.allocation.name!r}, which is uninitialised\n  "
-                f"{copy.instruction.where}"
+                f"{copy.instruction.where}",
             )
 
     def land(self, wanted: set[tuple[int, int]] | None = None) -> bool:
@@ -135,6 +140,7 @@ class BulkCopies(Unit):
         _account(copy, context, writes=True)
         rows, lanes = copy.targets.rows, copy.targets.lanes
         copy.groups = self.committed[rows, lanes]
+        self._last_store[0, rows, lanes], self._last_store[1, rows, lanes] = copy.groups, copy.number
         copy.read, copy.unwaited = np.zeros(len(rows), bool), np.ones(len(rows), bool)
         copy.data_read = np.zeros((*copy.index.shape, *_row(pieces.width)), _word(pieces.width))
         if self.checks is not None:
@@ -169,6 +175,7 @@ class BulkCopies(Unit):
         here = np.zeros((context.warps, 32), bool)
         here[group.rows] = group.lanes()
         limit = self.committed - pending
+        self._waited[here] = np.maximum(self._waited, limit)[here]
         for copy in self.stores:
             rows, lanes = copy.targets.rows, copy.targets.lanes
             done = copy.unwaited & here[rows, lanes] & (copy.groups < limit[rows, lanes])
@@ -219,12 +226,17 @@ class BulkCopies(Unit):
         copy.unwaited = copy.unwaited & ~lanes
 
     def finish(self) -> None:
-        """Check at the end of the kernel that every load was waited for and every store has read its source."""
+        """Check at the end of the kernel that every load and store was waited for, and complete the stores."""
         if self.loads:
-            raise PendingCopy(f"the block ends before its bulk copy completes: {self.loads[0].instruction.where}")
+            message = f"the block ends before its bulk copy completes: {self.loads[0].instruction.where}"
+            self.context.report("early-exit", PendingCopy, message)
+        last, number = self._last_store
+        if (last >= self._waited).any():
+            instruction = self.context.program.function.instructions[int(number[last >= self._waited][0])]
+            message = f"no cp.async.bulk.wait_group.read before the block ends: {instruction.where}"
+            self.context.report("bulk-read-wait", PendingCopy, message)
         for copy in self.stores:
-            if not copy.read.all():
-                raise PendingCopy(f"no cp.async.bulk.wait_group.read before the block ends: {copy.instruction.where}")
+            self._take(copy, copy.unwaited)
             self._write(copy, copy.unwaited)
         self.stores.clear()
 

@@ -35,14 +35,23 @@ class ClusterBarrier(Unit):
             raise BarrierMisuse(f"{name} arrives again at the cluster barrier without a wait: {instruction.where}")
         self.arrivals[rows] += 1
         context.events += 1
-        if release and self.checks is not None:
-            # Published at the cluster's first block, in two alternating entries: a warp may arrive for the next phase
-            # before others have left this one.
-            for phase in np.unique(self.arrivals[rows]):
-                mine = rows[self.arrivals[rows] == phase]
-                blocks = context.cluster_of_row[mine] * context.cluster
-                self.checks.clocks.publish(("cluster", int(phase) % 2), mine, blocks)
+        if self.checks is None:
+            return
+        # Published at the cluster's first block, in two alternating entries: a warp may arrive for the next phase
+        # before others have left this one.
+        clocks = self.checks.clocks
+        for phase in np.unique(self.arrivals[rows]):
+            mine = rows[self.arrivals[rows] == phase]
+            barrier = "cluster", int(phase) % 2
+            if release:
+                clocks.publish(barrier, mine, context.cluster_of_row[mine] * context.cluster)
                 self.checks.converge(mine)
+                continue
+            # A relaxed arrival publishes only what a release fence before it has.
+            for warp in np.unique(context.warp_in_cluster[mine]):
+                first = context.cluster_of_row[mine[context.warp_in_cluster[mine] == warp]] * context.cluster
+                rank, in_block = divmod(int(warp), context.warps_per_block)
+                clocks.transfer(("fence", in_block), barrier, first + rank, first)
 
     def passed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return whether the barrier phase for which each warp waits is complete, (n,)."""

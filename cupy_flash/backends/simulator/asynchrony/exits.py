@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import EarlyExit, PendingCopy
+from ..errors import EarlyExit, PendingCopy, SimulationError
 from ..machine.context import Context, Unit
 from ..machine.ptx import Instruction
 from ..memory.checks import Checks
@@ -92,7 +92,8 @@ class Exits(Unit):
         rows = np.flatnonzero(context.block_of_row == block)
         users = np.flatnonzero((context.cluster_of_row == cluster) & (uses[_DONE] > 0))
         agent = None if use is Use.READ else clocks.agent(("mbarrier", offset, rank))
-        known = clocks.known[cluster, context.warp_in_cluster[rows]].max(0).astype(np.int64)
+        # A lane keeps its block alive until it exits, so what a single lane has waited for counts.
+        known = clocks.known_by_leaders[cluster, context.warp_in_cluster[rows]].max(0).astype(np.int64)
         done = np.zeros(len(users), bool) if agent is None else known[agent] >= uses[_DONE, users]
         done |= known[context.warp_in_cluster[users]] >= uses[_CLOCK, users]
         done |= self.cluster_barrier.waited[rows].max() > uses[_CLUSTER_PHASE, users]
@@ -104,16 +105,21 @@ class Exits(Unit):
         mbarrier = f"the mbarrier at shared byte {context.shared_byte_name(block * context.shared_stride + offset)}"
         instruction = context.program.function.instructions[int(uses[_NUMBER, user])]
         if use is Use.READ:
-            raise EarlyExit(
+            error: type[SimulationError] = EarlyExit
+            message = (
                 f"{name} may exit before {other} of its cluster reads its shared memory: it does not wait at a cluster "
-                f"barrier after the read\n  {instruction.where}"
+                f"barrier after the read"
             )
-        if use is Use.COPY:
-            raise PendingCopy(
+        elif use is Use.COPY:
+            error = PendingCopy
+            message = (
                 f"{name} ends before its bulk copy completes: none of its warps has waited for phase "
-                f"{int(uses[_DONE, user]) - 1} of {mbarrier}\n  {instruction.where}"
+                f"{int(uses[_DONE, user]) - 1} of {mbarrier}"
             )
-        raise EarlyExit(
-            f"{name} may exit before {other} of its cluster arrives at {mbarrier}: it neither waits for that phase "
-            f"nor at a cluster barrier\n  {instruction.where}"
-        )
+        else:
+            error = EarlyExit
+            message = (
+                f"{name} may exit before {other} of its cluster arrives at {mbarrier}: it neither waits for that phase "
+                f"nor at a cluster barrier"
+            )
+        context.report("early-exit", error, f"{message}\n  {instruction.where}")

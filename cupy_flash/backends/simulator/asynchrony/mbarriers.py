@@ -1,4 +1,4 @@
-"""mbarrier objects in shared memory: init, arrive, expect_tx, test_wait and try_wait.
+"""mbarrier objects in shared memory: init, inval, arrive, expect_tx, test_wait and try_wait.
 
 A wait suspends its lanes until the phase completes. It returns false, as the PTX ISA allows, if nothing else can run
 or, in random order, at random times.
@@ -35,14 +35,17 @@ class Mbarriers(Unit):
         self.checks, self.exits = context.find(Checks), context.unit(Exits)
         self.number: dict[int, int] = {}  # offset in shared memory -> index
         shape = (_MORE, context.blocks)
-        self.expected = np.zeros(shape, np.int64)  # expected arrivals per phase; 0: not initialised
+        # Expected arrivals per phase; 0: not initialised, -1: invalidated.
+        self.expected = np.zeros(shape, np.int64)
         self.pending = np.zeros(shape, np.int64)  # pending arrivals of the current phase
         self.tx_count = np.zeros(shape, np.int64)  # pending bytes
         self.phase = np.zeros(shape, np.int64)  # number of completed phases
-        self._initialised_by = np.zeros(shape, np.int64)  # row of the initialising warp
-        self._initialised_at = np.zeros(shape, np.uint64)  # clock of that warp
+        self._initialised_by = np.zeros(shape, np.int64)  # the initialising thread: 32 * row + lane
+        self._initialised_at = np.zeros(shape, np.uint64)  # clock of its warp
         self._fenced = np.zeros(shape, bool)
         self._copies = np.zeros(shape, np.int64)  # bulk copies in flight that signal this mbarrier
+        self._copied = np.zeros(shape, np.int64)  # completed phases once its last bulk copy is complete
+        self._used_at = np.zeros((*shape, context.warps_per_block * context.cluster), np.uint64)  # clock, by warp
         self._arrived: dict[
             int, npt.NDArray[np.bool_]
         ] = {}  # offset -> (block, warp, lane): arrivals of the current phase
@@ -57,21 +60,31 @@ class Mbarriers(Unit):
             index = np.full(len(targets.offsets), self.number.get(first, -1))
         else:
             index = np.array([self.number.get(int(offset), -1) for offset in targets.offsets])
-        wrong = (index < 0) | (self.expected[index, targets.blocks] == 0)
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
+        expected = np.where(index < 0, 0, self.expected[index, targets.blocks])
+        if (expected <= 0).any():
+            i = int(np.flatnonzero(expected <= 0)[0])
+            since = " since its mbarrier.inval" if expected[i] else ""
             raise Uninitialised(
-                f"no mbarrier.init of {self._name(targets, i)}\n  {self._thread(targets, i)}: {instruction.where}"
+                f"no mbarrier.init of {self._name(targets, i)}{since}\n  "
+                f"{self._thread(targets, i)}: {instruction.where}"
             )
         if self.checks is not None:
-            warp = context.warp_in_cluster[self._initialised_by[index, targets.blocks]]
-            known = self.checks.clocks.known_of(targets.rows, targets.lanes, warp[:, None])[:, 0]
-            late = self._initialised_at[index, targets.blocks] > known
+            thread, at = self._initialised_by[index, targets.blocks], self._initialised_at[index, targets.blocks]
+            warp = context.warp_in_cluster[thread >> 5]
+            clocks = self.checks.clocks
+            late = at > clocks.known_of(targets.rows, targets.lanes, warp[:, None])[:, 0]
+            if late.any() and context.program.relaxed:
+                agents = np.array(
+                    [clocks.agent(("init", int(w), int(t) & 31)) for w, t in zip(warp, thread, strict=True)]
+                )
+                late &= at > clocks.known_of(targets.rows, targets.lanes, agents[:, None])[:, 0]
             if late.any():
                 i = int(np.flatnonzero(late)[0])
-                raise Race(
+                context.report(
+                    "race",
+                    Race,
                     f"the mbarrier at {self._name(targets, i)} is used without a barrier after its mbarrier.init\n"
-                    f"  {self._thread(targets, i)}: {instruction.where}"
+                    f"  {self._thread(targets, i)}: {instruction.where}",
                 )
         return index
 
@@ -92,7 +105,7 @@ class Mbarriers(Unit):
         while len(self.number) > len(self.expected):  # grow every array
             for name, array in vars(self).items():
                 if isinstance(array, np.ndarray):
-                    setattr(self, name, np.concatenate([array, np.zeros((_MORE, context.blocks), array.dtype)]))
+                    setattr(self, name, np.concatenate([array, np.zeros((_MORE, *array.shape[1:]), array.dtype)]))
         at = np.array([self.number[int(offset)] for offset in targets.offsets]), targets.blocks
         if not ((counts > 0) & (counts < 1 << 20)).all():
             i = int(np.flatnonzero((counts <= 0) | (counts >= 1 << 20))[0])
@@ -101,18 +114,78 @@ class Mbarriers(Unit):
                 f"{self._thread(targets, i)}: {instruction.where}"
             )
         index = targets.blocks * context.shared_stride + targets.offsets
-        if self.checks is not None:
-            self.checks.shared_write(group, index, 8, context.number_of[id(instruction)])
-            self._initialised_by[at] = targets.rows
-            self._initialised_at[at] = self.checks.clocks.own(targets.rows)
+        self._overwrite(group, at, targets, instruction)
         context.shared.scatter(index, 8, np.zeros(len(index), np.uint64))  # opaque value
         self.expected[at] = self.pending[at] = counts
-        self.tx_count[at] = self.phase[at] = self._copies[at] = 0
+        self.tx_count[at] = self._copies[at] = 0
+        self.phase[at] += self.phase[at] & 1  # The parity starts at 0, the clock of the copies never goes back.
         self._fenced[at] = False
 
-    def fence(self, group: Group) -> None:
-        """Execute fence.mbarrier_init or fence.proxy.async, after which bulk copies may use these warps' mbarriers."""
-        self._fenced |= (self.expected > 0) & np.isin(self._initialised_by, group.rows)
+    def invalidate(self, group: Group, targets: SharedAddresses, instruction: Instruction) -> None:
+        """Execute mbarrier.inval, after which the object's bytes are uninitialised memory."""
+        at = self.lookup(targets, instruction), targets.blocks
+        self._overwrite(group, at, targets, instruction)
+        self.context.shared.forget(targets.blocks * self.context.shared_stride + targets.offsets, 8)
+        self.expected[at] = -1
+        for offset in np.unique(targets.offsets[np.isin(targets.offsets, list(self._arrived))]):
+            self._arrived[int(offset)][targets.blocks[targets.offsets == offset]] = False
+
+    def _overwrite(
+        self, group: Group, at: tuple[Indices, Indices], targets: SharedAddresses, instruction: Instruction
+    ) -> None:
+        """Check and record the write of mbarrier.init or .inval, which must follow all uses of an earlier object."""
+        context = self.context
+        if self.checks is None:
+            return
+        clocks = self.checks.clocks
+        agents = np.array(
+            [clocks.agent(("mbarrier", int(o), int(b) % context.cluster)) if copied else 0
+             for o, b, copied in zip(targets.offsets, targets.blocks, self._copied[at], strict=True)]
+        )  # fmt: skip
+        known = clocks.known_by(targets.rows, targets.lanes)
+        used = (self._used_at[at] > known[:, : clocks.warps]).any(1)
+        used |= self._copied[at] > known[np.arange(len(agents)), agents].astype(np.int64)
+        if used.any():
+            i = int(np.flatnonzero(used)[0])
+            context.report(
+                "race",
+                Race,
+                f"the mbarrier at {self._name(targets, i)} is overwritten without a barrier after its last use, or a "
+                f"wait for a bulk copy that signals it\n  {self._thread(targets, i)}: {instruction.where}",
+            )
+        index = targets.blocks * context.shared_stride + targets.offsets
+        self.checks.shared_write(group, index, 8, context.number_of[id(instruction)])
+        self._initialised_by[at] = 32 * targets.rows + targets.lanes
+        self._initialised_at[at] = clocks.own(targets.rows)
+        self._used_at[at] = self._copied[at] = 0
+
+    def use(self, at: tuple[Indices, Indices], targets: SharedAddresses) -> None:
+        """Record when each warp last used its mbarriers."""
+        if self.checks is not None:
+            self._used_at[(*at, self.context.warp_in_cluster[targets.rows])] = self.checks.clocks.own(targets.rows)
+
+    def fence_init(self, group: Group) -> None:
+        """Execute fence.mbarrier_init.
+
+        Bulk copies may signal the mbarriers that these threads have initialised, and a relaxed arrival of theirs at the
+        cluster barrier publishes these initialisations, but no other write (PTX ISA, fence: .op_restrict).
+        """
+        context = self.context
+        threads = (32 * group.rows[:, None] + np.arange(32))[group.lanes()]
+        initialised = (self.expected > 0) & np.isin(self._initialised_by, threads)
+        self._fenced |= initialised
+        if self.checks is None or not context.program.relaxed:
+            return
+        clocks = self.checks.clocks
+        for row, lane in {divmod(int(thread), 32) for thread in self._initialised_by[initialised]}:
+            agent = clocks.agent(("init", int(context.warp_in_cluster[row]), lane))
+            clock = clocks.own(np.array([row]))
+            clocks.publish_agent(("fence", int(context.warp_of_row[row])), agent, context.block_of_row[[row]], clock)
+        clocks.tick(group.rows)
+
+    def fence_proxy(self, group: Group) -> None:
+        """Execute fence.proxy.async, after which bulk copies may signal the mbarriers of these warps."""
+        self._fenced |= (self.expected > 0) & np.isin(self._initialised_by >> 5, group.rows)
 
     def arrive(
         self, targets: SharedAddresses, instruction: Instruction, counts: Any, amounts: Any, *, release: bool = True
@@ -121,6 +194,7 @@ class Mbarriers(Unit):
         context = self.context
         at = self.lookup(targets, instruction), targets.blocks
         before = self.phase[at]
+        self.use(at, targets)
         self.exits.record(targets, instruction, Use.ARRIVAL, before)
         if release and self.checks is not None:
             for offset in np.unique(targets.offsets):
@@ -149,11 +223,15 @@ class Mbarriers(Unit):
         at = self.lookup(targets, instruction), targets.blocks
         if self.checks is not None and not self._fenced[at].all():
             i = int(np.flatnonzero(~self._fenced[at])[0])
-            raise MissingFence(
+            self.context.report(
+                "mbarrier-init-fence",
+                MissingFence,
                 f"no fence.mbarrier_init or fence.proxy.async between the mbarrier.init of {self._name(targets, i)} "
-                f"and a bulk copy that signals it\n  {self._thread(targets, i)}: {instruction.where}"
+                f"and a bulk copy that signals it\n  {self._thread(targets, i)}: {instruction.where}",
             )
+        self.use(at, targets)
         np.add.at(self._copies, at, 1)
+        self._copied[at] = self.phase[at] + 1
         return self.phase[at]
 
     def complete_tx(self, targets: SharedAddresses, amount: int, instruction: Instruction) -> None:
@@ -185,12 +263,12 @@ class Mbarriers(Unit):
                 if offset in self._arrived:
                     self._arrived[offset][blocks] = False
 
-    def acquire(self, targets: SharedAddresses, instruction: Instruction) -> None:
-        """Join the clocks of a phase's arrivals and copies into those of the lanes that have waited for it."""
+    def acquire(self, targets: SharedAddresses, phases: Indices) -> None:
+        """Join the clocks of the completed phases' arrivals and copies into those of the lanes that have waited."""
         context = self.context
         if self.checks is None or not len(targets.rows):
             return
-        clocks, phases = self.checks.clocks, self.phase[self.lookup(targets, instruction), targets.blocks]
+        clocks = self.checks.clocks
         rank = targets.blocks % context.cluster
         for offset, r in {(int(o), int(r)) for o, r in zip(targets.offsets, rank, strict=True)}:
             mine = np.flatnonzero((targets.offsets == offset) & (rank == r))
@@ -222,7 +300,7 @@ class Mbarriers(Unit):
 
 
 def _mbarrier(instruction: Instruction, context: Context) -> Step:
-    """Compile mbarrier.init, .arrive, .expect_tx, .test_wait and .try_wait."""
+    """Compile mbarrier.init, .inval, .arrive, .expect_tx, .test_wait and .try_wait."""
     modifiers = instruction.modifiers
     if not any(m.split("::")[0] == "shared" for m in modifiers) or modifiers[-1] != "b64":
         raise unsupported(instruction)
@@ -230,6 +308,8 @@ def _mbarrier(instruction: Instruction, context: Context) -> Step:
         return _wait(instruction, context)
     if modifiers[0] == "init":
         return _init(instruction, context)
+    if modifiers[0] == "inval":
+        return _inval(instruction, context)
     if modifiers[0] not in ("arrive", "expect_tx") or "noComplete" in modifiers:
         raise unsupported(instruction)
     return _arrive(instruction, context)
@@ -247,6 +327,17 @@ def _init(instruction: Instruction, context: Context) -> Step:
     def step(group: Group) -> None:
         targets = shared_addresses(instruction, context, group, address_of(group), 8)
         mbarriers.initialise(group, targets, _lane_values(group, count), instruction)
+
+    return step
+
+
+def _inval(instruction: Instruction, context: Context) -> Step:
+    address_of = addresses(instruction.operands[0], context, instruction)
+    mbarriers = context.unit(Mbarriers)
+
+    def step(group: Group) -> None:
+        targets = shared_addresses(instruction, context, group, address_of(group), 8)
+        mbarriers.invalidate(group, targets, instruction)
 
     return step
 
@@ -289,10 +380,8 @@ def _waited(instruction: Instruction, context: Context) -> Callable[[Group], Any
     return read
 
 
-def _passed(targets: SharedAddresses, wanted: Indices, kind: str, context: Context, instruction: Instruction) -> Any:
+def _passed(phase: Indices, wanted: Indices, kind: str) -> Any:
     """Return whether the phase is complete, (n,); by parity, whether the last completed phase has this parity."""
-    mbarriers = context.unit(Mbarriers)
-    phase = mbarriers.phase[mbarriers.lookup(targets, instruction), targets.blocks]
     return (phase & 1) != (wanted & 1) if kind == "parity" else phase > wanted
 
 
@@ -306,7 +395,7 @@ def ready(instruction: Instruction, context: Context) -> Callable[[Group], Mask]
         mask = group.lanes().copy()
         if not mbarriers.time_out:
             targets, wanted, kind = read(group)
-            mask[mask] = _passed(targets, wanted, kind, context, instruction)
+            mask[mask] = _passed(mbarriers.phase[mbarriers.lookup(targets, instruction), targets.blocks], wanted, kind)
             if context.random is not None:
                 mask |= group.lanes() & (context.random.random(len(group.rows)) < _TIMED_OUT)[:, None]
         return mask
@@ -322,9 +411,12 @@ def _wait(instruction: Instruction, context: Context) -> Step:
 
     def step(group: Group) -> None:
         targets, wanted, kind = read(group)
-        passed = _passed(targets, wanted, kind, context, instruction)
+        at = mbarriers.lookup(targets, instruction), targets.blocks
+        mbarriers.use(at, targets)
+        phases = mbarriers.phase[at]
+        passed = _passed(phases, wanted, kind)
         if acquire:
-            mbarriers.acquire(SharedAddresses(*(part[passed] for part in targets)), instruction)
+            mbarriers.acquire(SharedAddresses(*(part[passed] for part in targets)), phases[passed])
         spread = np.zeros((len(group.rows), 32), bool)
         spread[group.lanes()] = passed
         group.write(result, spread)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
+from ..errors import BadDescriptor, BarrierMisuse, Misaligned, MissingFence, OutOfBounds, PendingRegister
 from ..instructions.closures import Compiler, unsupported
-from ..instructions.convert import decode
+from ..instructions.convert import elements
 from ..machine.context import Array, Context, Group, Mask, Step, Unit
 from ..machine.program import registers_of
 from ..machine.ptx import Immediate, Instruction, Vector
@@ -27,7 +27,7 @@ from .copies import Order
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
-_DEPTH = {"f16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
+_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # K
 _FENCES = 32  # number of bits that hold a fence count in `touched`
 _EARLIER = 0.3  # probability that an issue computes the wgmma in flight of its warpgroup, in random order
 
@@ -134,9 +134,11 @@ class WgmmaQueue(Unit):
             if self.in_flight and self.busy[used, group.rows].any():
                 row = int(group.rows[np.flatnonzero(self.busy[used, group.rows].any(0))[0]])
                 use = f"{self.context.thread_name(row, 0)}: {instruction.where}"
-                raise PendingRegister(
+                self.context.report(
+                    "wgmma-registers",
+                    PendingRegister,
                     f"a register of a wgmma in flight is used before its wgmma.wait_group\n"
-                    f"  wgmma: {self._in_flight_at(row)}\n  use:   {use}"
+                    f"  wgmma: {self._in_flight_at(row)}\n  use:   {use}",
                 )
             self.touched[used, group.rows] = self.fences[group.rows] | number << _FENCES
             step(group)
@@ -175,17 +177,21 @@ class WgmmaQueue(Unit):
             i, j = (int(x) for x in np.argwhere(unfenced | (self.fences[flat] == 0))[0])
             code = context.program.function.instructions
             use = f"\n  use:   {code[int(last[i, j]) >> _FENCES].where}" if last[i, j] >= 0 else ""
-            raise MissingFence(
+            context.report(
+                "wgmma-fence",
+                MissingFence,
                 f"no wgmma.fence after the last use of its registers by another instruction{use}\n  wgmma: "
-                f"{context.thread_name(int(flat[j]), 0)}: {form.instruction.where}"
+                f"{context.thread_name(int(flat[j]), 0)}: {form.instruction.where}",
             )
         d, a = self.busy[form.accumulators[:, None], flat], self.busy[form.registers[:, None], flat]
         clash = ((d != 0) & (d != form.key)).any(0) | (a > 0).any(0)
         if clash.any():
             row = int(flat[np.flatnonzero(clash)[0]])
-            raise PendingRegister(
+            context.report(
+                "wgmma-registers",
+                PendingRegister,
                 "a wgmma uses registers of another one in flight, other than as the same accumulators\n  first:  "
-                f"{self._in_flight_at(row)}\n  second: {context.thread_name(row, 0)}: {form.instruction.where}"
+                f"{self._in_flight_at(row)}\n  second: {context.thread_name(row, 0)}: {form.instruction.where}",
             )
         checks = self.checks
         assert checks is not None
@@ -227,8 +233,10 @@ class WgmmaQueue(Unit):
     def finish(self) -> None:
         """Check at the end of the kernel that every wgmma was waited for."""
         if self.in_flight:
-            raise PendingRegister(
-                f"no wgmma.wait_group before the kernel ends: {self.in_flight[0].form.instruction.where}"
+            self.context.report(
+                "wgmma-registers",
+                PendingRegister,
+                f"no wgmma.wait_group before the kernel ends: {self.in_flight[0].form.instruction.where}",
             )
 
     # ---- arithmetic
@@ -275,12 +283,11 @@ class WgmmaQueue(Unit):
         self.context.matrix_registers[form.accumulators[:, None, None], rows] = words
 
     def _registers_a(self, form: _Form, rows: Indices) -> Values:
-        """Return A from registers as (n, 64, depth), "Matrix A" of m64nNk16."""
+        """Return A from registers as (n, 64, depth), "Matrix A" of m64nNk8, k16 and k32."""
         words = self.context.matrix_registers[form.registers[:, None, None], rows]
-        narrow = _narrow(words, form.types[0])
-        # register = (right half of K, lower 8 rows), n, warp, lane = (row, word), elements of the word
-        split = narrow.reshape(2, 2, len(rows), 4, 8, 4, -1).transpose(2, 3, 1, 4, 0, 5, 6)
-        return decode(np.ascontiguousarray(split), form.types[0]).reshape(len(rows), 64, -1)
+        # register = (right half of K, lower 8 rows), n, warp, lane = (row, word)
+        split = words.reshape(2, 2, len(rows), 4, 8, 4).transpose(2, 3, 1, 4, 0, 5)
+        return elements(split, form.types[0]).reshape(len(rows), 64, -1)
 
     def _operand(self, wgmma: _Wgmma, which: int, now: Mask) -> Values:
         """Return operand A (`which` 0) or B (1) from shared memory as (n, rows, depth)."""
@@ -288,7 +295,7 @@ class WgmmaQueue(Unit):
         assert index is not None
         type_, transposed = wgmma.form.types[which], wgmma.form.transposed[which]
         pieces = self.context.shared.gather(index[now], 16)
-        values = decode(_narrow(np.ascontiguousarray(pieces), type_), type_)
+        values = elements(pieces, type_)
         if transposed:
             return values.reshape(len(values), 16, -1).swapaxes(1, 2)
         return values.reshape(len(values), -1, _DEPTH[type_])
@@ -316,10 +323,6 @@ def _sum_of_14_bits(total: npt.NDArray[np.float32], a: Values, b: Values) -> npt
         fraction, exponent = np.frexp(units / unit)
         result[n] = np.ldexp(np.trunc(np.ldexp(fraction, _FRACTION + 1)), exponent - _FRACTION - 1)
     return result
-
-
-def _narrow(words: Array, type_: str) -> Array:
-    return words.view(np.uint16 if _DEPTH[type_] == 16 else np.uint8)
 
 
 # ---- instructions
@@ -356,13 +359,14 @@ def _form(instruction: Instruction, context: Context) -> _Form:
     columns = int(size[1])
     numbers = [item.bits for item in immediates if isinstance(item, Immediate)]
     from_registers = isinstance(a, Vector)
-    expected = 2 if depth == 32 else 3 if from_registers else 4
+    # Only 16-bit matrices may be MN-major.
+    expected = 2 if depth != 16 else 3 if from_registers else 4
     if columns % 8 or not 8 <= columns <= 256 or int(size[2]) != depth or len(numbers) != expected:
         raise unsupported(instruction)
-    if depth == 16 and a_type != b_type or len(d.items) != columns // 2:
+    if depth != 32 and a_type != b_type or len(d.items) != columns // 2:
         raise unsupported(instruction)
     flags = [bool(number) for number in numbers[2:]] or [False, False]
-    transposed = (False, flags[0]) if from_registers or depth == 32 else (flags[0], flags[1])
+    transposed = (False, flags[0]) if from_registers or depth != 16 else (flags[0], flags[1])
     slots = context.program.slots
     accumulators = np.array([slots[register.name][1] for register in registers_of(d)])
     registers = np.array([slots[register.name][1] for register in registers_of(a)] if from_registers else [], np.int64)
@@ -412,7 +416,7 @@ def _pieces(
     descriptors: Array, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
 ) -> Indices:
     """Return indices into the shared memory of all blocks for the matrices of the descriptors (n), (n, pieces)."""
-    pieces = []
+    pieces: list[Indices] = []
     for descriptor in map(int, descriptors):
         address, layout = descriptor_layout(descriptor, extent, transposed=transposed)
         if descriptor >> 49 & 7:
@@ -421,6 +425,14 @@ def _pieces(
             raise Misaligned(
                 f"the matrix at shared address {address:#x} does not start at a repetition of the "
                 f"{layout.swizzle}-byte swizzling pattern (base offset 0): {instruction.where}"
+            )
+        if not transposed and layout.swizzle > 16 and layout.leading != 16:
+            context.report(
+                "kmajor-lbo",
+                BadDescriptor,
+                f"the descriptor {descriptor:#x} of a K-major matrix with {layout.swizzle}-byte swizzle has a leading "
+                f"dimension byte offset of {layout.leading}, not 16\n  "
+                f"{context.thread_name(int(rows[len(pieces), 0]), 0)}: {instruction.where}",
             )
         pieces.append(swizzled(address + offsets(layout), layout.swizzle).reshape(-1))
     addresses = np.array(pieces) - SHARED_START

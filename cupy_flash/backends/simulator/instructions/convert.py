@@ -113,6 +113,17 @@ def to_bits(values: Array, name: str, mode: str = "rn", *, satfinite: bool = Fal
     return wide.astype(np.uint8 if name in ("e4m3", "e5m2") else np.uint16)
 
 
+def elements(words: Array, type_: str) -> npt.NDArray[np.float64]:
+    """Return the values of the elements that lie one after the other along the last axis of words."""
+    words = np.ascontiguousarray(words)
+    if type_ == "f32":
+        return words.view(np.float32).astype(np.float64)
+    if type_ == "tf32":
+        # The PTX ISA leaves the low 13 bits of a tf32 element undefined; the hardware ignores them.
+        return (words.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    return decode(words.view(np.uint8 if type_ in ("e4m3", "e5m2") else np.uint16), type_)
+
+
 def to_tf32(values: npt.NDArray[np.float32], mode: str, *, satfinite: bool = False) -> npt.NDArray[np.uint32]:
     """Return the tf32 bits of float32 values: ten mantissa bits, the low thirteen bits zero; NaN is 0x7FFFFFFF."""
     bits = encode(values.astype(np.float64), _TF32, mode, satfinite=satfinite)

@@ -30,7 +30,7 @@ compiles = registrar(COMPILERS)
 def _flushed(function: Function, instruction: Instruction, type_: str) -> Function:
     """Return the function with the instruction's .ftz and .sat applied."""
     modifiers = instruction.modifiers
-    if "ftz" in modifiers and type_ == "f32":
+    if "ftz" in modifiers and type_ in ("f32", "f32x2"):
         inner = function
 
         def function(*values: Any) -> Any:
@@ -44,7 +44,20 @@ def _flushed(function: Function, instruction: Instruction, type_: str) -> Functi
             result = np.asarray(unclamped(*values))
             return np.where(np.isnan(result), result.dtype.type(0), np.clip(result, 0, 1))
 
-    return function
+    return _of_pairs(function) if type_ == "f32x2" else function
+
+
+def _of_pairs(function: Function) -> Function:
+    """Lift a function of float32 values to the 64-bit words of .f32x2, which hold the first value in the low half."""
+
+    def on_words(*words: Any) -> Array:
+        halves = [
+            function(*[(word >> shift).astype(np.uint32).view(np.float32) for word in words]).view(np.uint32)
+            for shift in (np.uint64(0), np.uint64(32))
+        ]
+        return halves[0] | halves[1].astype(np.uint64) << np.uint64(32)
+
+    return on_words
 
 
 def _by_halves(function: Function, name: str, instruction: Instruction) -> Function:
@@ -119,11 +132,11 @@ def _sum_or_product(instruction: Instruction, context: Context) -> Step:
         return computed(result, _by_halves(exact, type_, instruction), *sources)
     mode = rounding(instruction)
     plain = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[opcode]
-    if mode == "rn" and not {"ftz", "sat"} & set(modifiers):
+    if mode == "rn" and type_ != "f32x2" and not {"ftz", "sat"} & set(modifiers):
         return ufunc(result, plain, *sources)
     if mode == "rn":
         return computed(result, _flushed(plain, instruction, type_), *sources)
-    if type_ != "f32":
+    if type_ == "f64":
         raise unsupported(instruction)
     add = _directed_sum(mode)
     directed = {"add": add, "sub": _subtract(add), "mul": _directed_product(mode)}[opcode]

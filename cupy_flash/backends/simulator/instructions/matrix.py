@@ -12,7 +12,7 @@ from ..machine.context import Array, Context, Group, Step
 from ..machine.ptx import Instruction, Operand, Vector
 from .access import Access, addresses, check, count_access, pieces, split_by_space
 from .closures import Compiler, unsupported
-from .convert import decode, to_bits
+from .convert import elements, to_bits
 
 Indices = npt.NDArray[np.int64]
 _LANE = np.arange(32)[:, None]
@@ -51,17 +51,6 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 
-def _values(type_: str, words: Array) -> npt.NDArray[np.float64]:
-    """Return the values (rows, 32, elements) in these words (rows, 32, registers)."""
-    if type_ == "tf32":
-        # The PTX ISA leaves the low 13 bits of a tf32 register undefined; the hardware ignores them.
-        return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-    if type_ == "f32":
-        return words.view(np.float32).astype(np.float64)
-    narrow = np.ascontiguousarray(words).view(np.uint16 if _BITS[type_] == 16 else np.uint8)
-    return decode(narrow, type_)
-
-
 def _mma(instruction: Instruction, context: Context) -> Step:
     """D = A B + C: exact products summed in float64, rounded once. The order of summation on a GPU is undocumented."""
     shape, *layout = instruction.modifiers[2:]
@@ -94,15 +83,12 @@ def _mma(instruction: Instruction, context: Context) -> Step:
     def step(group: Group) -> None:
         n = len(group.rows)
         left, right, total = np.zeros((n, 16, depth)), np.zeros((n, depth, 8)), np.zeros((n, 16, 8))
-        left[:, a_row, a_column] = _values(a_type, words(group, a))
-        right[:, b_row, b_column] = _values(b_type, words(group, b))
-        total[:, c_row, c_column] = _values(c_type, words(group, c))
+        left[:, a_row, a_column] = elements(words(group, a), a_type)
+        right[:, b_row, b_column] = elements(words(group, b), b_type)
+        total[:, c_row, c_column] = elements(words(group, c), c_type)
         total += left @ right
-        elements = np.ascontiguousarray(total[:, c_row, c_column])
-        if d_type == "f32":
-            bits = elements.astype(np.float32).view(np.uint32)
-        else:
-            bits = to_bits(elements, "f16").view(np.uint32)
+        sums = np.ascontiguousarray(total[:, c_row, c_column])
+        bits = sums.astype(np.float32).view(np.uint32) if d_type == "f32" else to_bits(sums, "f16").view(np.uint32)
         for i, result in enumerate(results):
             group.write(result, bits[:, :, i])
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..counters import Counters
-from ..errors import Unsupported
+from ..errors import SimulationError, Unsupported
 from ..memory.store import POISON, SHARED_START, Memory, Store
 from .program import Program
 from .ptx import TYPE_BYTES, Immediate, Instruction, Not, Operand, Register, Special, Symbol, constant_bits
@@ -27,6 +27,7 @@ DTYPES: dict[str, type[np.generic]] = {
     **{f"{kind}{bits}": getattr(np, f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": getattr(np, f"int{bits}") for bits in (8, 16, 32, 64)},
     **{"f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32, "tf32": np.uint32},
+    "f32x2": np.uint64,
     **{"e4m3": np.uint8, "e5m2": np.uint8, "e4m3x2": np.uint16, "e5m2x2": np.uint16},
     **{"f32": np.float32, "f64": np.float64, "pred": np.bool_},
 }
@@ -138,6 +139,12 @@ class Context:
         self.clock = 0
         self.first_elected = 0  # elect.sync takes the first member lane at or after this one
         self.events = 0  # count of events that may end a wait
+        self.unchecked: frozenset[str] = frozenset()  # named checks that this launch does not make
+
+    def report(self, check: str, error: type[SimulationError], message: str) -> None:
+        """Raise the error of a named check, unless this launch does not make it."""
+        if check not in self.unchecked:
+            raise error(f"{message}\n  check: {check}")
 
     # ---- units
 

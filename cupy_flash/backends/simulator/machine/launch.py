@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 
 import numpy as np
 
 from ....device import GPUS
+from .. import named_checks
 from ..asynchrony.barriers import Barriers
 from ..asynchrony.bulk import BulkCopies
 from ..asynchrony.clusters import ClusterBarrier
@@ -17,7 +19,7 @@ from ..asynchrony.mbarriers import Mbarriers
 from ..asynchrony.registers import REGISTERS_PER_SM, Registers
 from ..asynchrony.wgmma import WgmmaQueue
 from ..counters import Counters
-from ..errors import LaunchRefused, SimulationError
+from ..errors import LaunchRefused, SimulationError, Unsupported
 from ..instructions.access import access_bytes
 from ..memory.checks import Checks, tracked_unit
 from ..memory.grid_order import GridOrder
@@ -42,7 +44,7 @@ def launch(
     *,
     memory: Memory,
     dynamic_shared: int = 0,
-    checks: bool = True,
+    unchecked: Collection[str] = (),
     order: Order = "late",
     seed: int = 0,
     resident_lanes: int = RESIDENT_LANES,
@@ -54,9 +56,11 @@ def launch(
     at issue ("early"), at their wait ("late"), or at random times ("random", which also shuffles the start order of
     blocks, the warp schedule, the order of atomics and the elected lane, and lets mbarrier waits time out; `seed` makes
     it reproducible). `resident_lanes` of the grid run at a time, in whole clusters; a run of more than
-    `most_basic_blocks` counts as a deadlock. Raises a subclass of SimulationError for what a GPU rejects, and for bugs
-    that a GPU may not show.
+    `most_basic_blocks` counts as a deadlock. `unchecked` names the checks (named_checks.CHECKS) that are not made.
+    Raises a subclass of SimulationError for what a GPU rejects, and for what the named checks find; ValueError for an
+    unknown name.
     """
+    skipped = named_checks.names(unchecked)
     module = parse(ptx) if isinstance(ptx, str) else ptx
     if kernel not in module.kernels:
         raise SimulationError(f"no kernel {kernel!r} in the PTX, which has {sorted(module.kernels)}")
@@ -81,7 +85,8 @@ def launch(
     starts = np.arange(blocks)
     if order == "random":  # CUDA does not define the order in which blocks start
         starts = np.random.default_rng([seed, blocks]).permutation(starts.reshape(-1, cluster)).reshape(-1)
-    order_of_grid = GridOrder(program, blocks, warps) if checks and program.synchronises else None
+    checked = skipped != named_checks.CHECKS.keys()
+    order_of_grid = GridOrder(program, blocks, warps) if checked and program.synchronises else None
     for first in range(0, blocks, resident):
         ids = starts[first : first + resident]
         symbols = {**variables, **shared, **function.parameter_layout()[0]}
@@ -91,7 +96,8 @@ def launch(
         context.shared_symbols = shared
         context.specials["dynamic_smem_size"] = np.uint32(dynamic_shared)
         context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
-        if checks:
+        context.unchecked = skipped
+        if checked:
             Checks(context, unit, order_of_grid)
         if order == "random":
             context.random = np.random.default_rng([seed, first])
@@ -116,7 +122,11 @@ def _program(module: Module, name: str) -> Program:
 
 def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:
     """Raise LaunchRefused if a block exceeds the target's limits of threads, registers or shared memory."""
-    shared_kib, _ = GPUS[module.target]
+    # The targets sm_120a (architecture-specific) and sm_120f (family-specific) have the limits of sm_120.
+    gpu = module.target.rstrip("af")
+    if gpu not in GPUS:
+        raise Unsupported(f"the limits of target {module.target!r} are not known, only those of {', '.join(GPUS)}")
+    shared_kib, _ = GPUS[gpu]
     reasons = [
         f"{need} {resource} ({bound})"
         for need, resource, limit, bound in (

@@ -158,6 +158,7 @@ class Program:
         self.asynchronous = any(
             instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
         )
+        self.relaxed = any(is_cluster_barrier(one) and "relaxed" in one.modifiers for one in code)
         self.reads_cluster = any(is_cluster_load(instruction) for instruction in code)
 
     def _jump_targets(self) -> set[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 TYPE_BYTES = {
     **{f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 32, 64)},
-    **{"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4, "b128": 16, "tf32": 4},
+    **{"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4, "b128": 16, "tf32": 4, "f32x2": 8},
     **{"e4m3": 1, "e5m2": 1, "e4m3x2": 2, "e5m2x2": 2, "pred": 1},
 }
 

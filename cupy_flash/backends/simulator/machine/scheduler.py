@@ -52,9 +52,10 @@ COMPILERS: dict[str, Compiler] = {
 }
 # Every opcode that the simulator executes, in at least one form.
 OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
-# A group that jumps backwards this often while others are ready may be spinning on a value that they write: it yields,
-# and from then on every group runs in short turns.
+# Groups that jump backwards this often while another is ready or a bulk load in flight may be spinning on a value that
+# it writes: they yield, and from then on every group runs in short turns.
 _PATIENCE, _SHORT_TURN = 1024, 16
+_LOADS = -1  # stands for the bulk loads in flight among the places of groups
 _INTERRUPTED = 0.1  # probability that a basic block ends a turn, in random order
 _LANDING = 0.1  # probability that a bulk load completes after a turn, in random order
 # Number of successive time-outs of mbarrier waits, with nothing else able to run, that count as a deadlock.
@@ -98,6 +99,8 @@ class Scheduler:
         self.blocks = [self._compile(block.start, block.stop) for block in self.program.blocks]
         self.executed = 0
         self._patience = _PATIENCE
+        self._jumps = 0  # backward jumps so far
+        self._passed_over: dict[int, int] = {}  # place of ready groups, or _LOADS -> _jumps when first passed over
         self._time_outs = 0
 
     # ---- compilation
@@ -347,18 +350,22 @@ class Scheduler:
                     turn += 1
                     self._advance(self._pick(turn))
                     if context.random is not None and context.random.random() < _LANDING:
-                        self.bulk.land()
+                        self._land(None)
                     elif self._patience < _PATIENCE and turn % _SHORT_TURN == 0:
                         # A spinning group may depend on a warp that waits for a bulk load.
-                        self.bulk.land(self._awaited_mbarriers())
+                        self._land(self._awaited_mbarriers())
                     self._wake()
-                if not self.bulk.land(self._awaited_mbarriers()) and not self._time_out_waits():
+                if not self._land(self._awaited_mbarriers()) and not self._time_out_waits():
                     break
                 self._wake()
             if self.parked or self.waiting or self.barriers.waiting.any():
                 self._raise_deadlock()
             self.bulk.finish()
             self.wgmma.finish()
+
+    def _land(self, wanted: set[tuple[int, int]] | None) -> bool:
+        self._passed_over.pop(_LOADS, None)
+        return self.bulk.land(wanted)
 
     def _wake(self) -> None:
         """Make waiting lanes ready, to check again, if any event has happened."""
@@ -400,11 +407,14 @@ class Scheduler:
             place = places[int(self.context.random.integers(len(places)))]
         else:
             place = places[turn // 2 % len(places)] if turn % 2 and self._patience < _PATIENCE else places[0]
+        others = [other for other in places if other != place] + [_LOADS] * bool(self.bulk.loads)
+        self._passed_over = {other: self._passed_over.get(other, self._jumps) for other in others}
         return self._merged(place, self.ready.pop(place))
 
     def _advance(self, group: Group | None) -> None:
         counters, blocks = self.context.counters, self.blocks
-        jumps = 0
+        # Turns end at barriers: a loop that contains one spins in many turns.
+        since = min(self._passed_over.values(), default=self._jumps) if self._patience == _PATIENCE else self._jumps
         while group is not None:
             if group.block == len(blocks):
                 raise Unsupported(f"{self.program.function.name} runs past its last instruction")
@@ -423,32 +433,28 @@ class Scheduler:
                 len(group.rows),
                 32 * len(group.rows) if group.mask is None else int(group.mask.sum()),
             )
+            self.executed += 1
+            if self.executed > self.most_basic_blocks:
+                raise Deadlock(
+                    f"no end after {self.most_basic_blocks} basic blocks; the next is at {self.code[block.start].where}"
+                )
             for step in block.steps:
                 step(group)
             place = group.block
             group = block.finish(group)
             if group is None:
                 return
-            jumps += group.block <= place
-            if jumps > _PATIENCE and not self.ready and self.bulk.loads:
-                # The group may be spinning on a warp that waits for a bulk load.
+            self._jumps += group.block <= place
+            spins = self._jumps - since > self._patience and bool(self.ready or self.bulk.loads)
+            if spins:
                 self._patience = _SHORT_TURN
-                self._enqueue(group.block, group.rows, group.mask)
-                return
-            if self.ready:
-                if jumps > self._patience:
-                    self._patience = _SHORT_TURN
+            elif self.ready:
                 random = self.context.random
                 interrupted = random is not None and random.random() < _INTERRUPTED
-                if interrupted or jumps > self._patience or group.block >= min(self.ready):
-                    self._enqueue(group.block, group.rows, group.mask)
-                    return
-            self.executed += 1
-            if self.executed > self.most_basic_blocks:
-                raise Deadlock(
-                    f"no end after {self.most_basic_blocks} basic blocks; "
-                    f"the last was at {self.code[blocks[place].start].where}"
-                )
+                spins = interrupted or group.block >= min(self.ready)
+            if spins:
+                self._enqueue(group.block, group.rows, group.mask)
+                return
 
     def _converged(self, block: _CompiledBlock, group: Group) -> Group | None:
         """Return the rows whose member lanes have all arrived at the collective, or None, and park the others."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +122,19 @@ class Checks(Unit):
         self._fenced_at[rows] = np.where(lanes, own[:, None], self._fenced_at[rows])
         self.clocks.fence(rows, lanes, np.where(self._unfenced[rows].any(1), self.converged_at[rows], own))
 
+    def fence_release(self, group: Group) -> None:
+        """Execute a release fence of cluster scope or wider.
+
+        A later relaxed arrival of these warps at the cluster barrier publishes their clocks at the fence.
+        """
+        rows, lanes = group.rows, group.lanes()
+        up_to = self.publishable(rows, lanes)
+        warps = self.context.warp_of_row[rows]
+        for warp in np.unique(warps):
+            mine = warps == warp
+            blocks = self.context.block_of_row[rows[mine]]
+            self.clocks.publish(("fence", int(warp)), rows[mine], blocks, lanes[mine], up_to[:, mine])
+
     def barrier_arrive(self, barrier: int, rows: npt.NDArray[np.int64]) -> None:
         """Publish the clocks of warps at a named barrier."""
         self.clocks.publish(("barrier", barrier), rows, self.context.block_of_row[rows])
@@ -172,7 +185,7 @@ class Checks(Unit):
     def _require_order(
         self, tags: npt.NDArray[np.uint64], group: Group, units: Indices, instruction: Instruction, what: str
     ) -> None:
-        """Raise Race if the last access in `tags` to any of the units does not happen before this one."""
+        """Report Race if the last access in `tags` to any of the units does not happen before this one."""
         last = tags[units]
         if not last.any():
             return
@@ -186,17 +199,15 @@ class Checks(Unit):
         unordered = (clock > known) | (diverged & (last_lane != lane[:, None]))
         if unordered.any():
             i, j = (int(x) for x in np.argwhere(unordered)[0])
-            self._raise_race(group, i, int(units[i, j]), int(last[i, j]), instruction, what)
+            self._report_race(group, i, int(units[i, j]), int(last[i, j]), instruction, what)
 
-    def _raise_race(
-        self, group: Group, access: int, unit: int, tag: int, instruction: Instruction, what: str
-    ) -> NoReturn:
+    def _report_race(self, group: Group, access: int, unit: int, tag: int, instruction: Instruction, what: str) -> None:
         rows, _, _ = self._warps(group)
         thread = self.context.thread_name(int(rows[access]), int(self._lane(group)[access]))
-        self._raise_unordered(tag, unit, int(rows[access]), f"{thread}: {instruction.where}", what)
+        self._report_unordered(tag, unit, int(rows[access]), f"{thread}: {instruction.where}", what)
 
-    def _raise_unordered(self, tag: int, unit: int, row: int, second: str, what: str) -> NoReturn:
-        """Raise Race, or PendingCopy if the first access is asynchronous, and name the missing synchronisation."""
+    def _report_unordered(self, tag: int, unit: int, row: int, second: str, what: str) -> None:
+        """Report Race, or PendingCopy if the first access is asynchronous, and name the missing synchronisation."""
         number, agent, lane = (tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1), (tag >> _AGENT) & (AGENTS - 1), tag & 31
         place, first = self.context.shared_byte_name(unit * self.unit), self.code[number].where
         cluster, warp = int(self.context.cluster_of_row[row]), int(self.context.warp_in_cluster[row])
@@ -204,14 +215,19 @@ class Checks(Unit):
         syncwarp = f"__syncwarp after the wait of lane {leaders[0]} of its warp" if leaders else ""
         if agent >= self.clocks.warps:
             doing = {"mbarrier": "fills", "wgmma": "multiplies", "bulk": "copies"}[self.clocks.name(agent)[0]]
-            raise PendingCopy(
+            self.context.report(
+                "race",
+                PendingCopy,
                 f"{what} of shared byte {place} without a {syncwarp or 'wait'} for the instruction that {doing} it\n"
-                f"  first:  {first}\n  second: {second}"
+                f"  first:  {first}\n  second: {second}",
             )
+            return
         missing = "__syncwarp" if agent == warp else syncwarp or "barrier"
-        raise Race(
+        self.context.report(
+            "race",
+            Race,
             f"{what} of shared byte {place} without a {missing} between\n"
-            f"  first:  {self.context.warp_name(cluster, agent)}, lane {lane}: {first}\n  second: {second}"
+            f"  first:  {self.context.warp_name(cluster, agent)}, lane {lane}: {first}\n  second: {second}",
         )
 
     def _used(self, group: Group, *, writes: bool) -> None:
@@ -280,7 +296,7 @@ class Checks(Unit):
         unordered = (last >> np.uint64(_CLOCK)) > known[:, None, :]
         if unordered.any():
             i, j, k = (int(x) for x in np.argwhere(unordered)[0])
-            self._raise_race(group, i, int(units[i, j]), int(last[i, j, k]), instruction, "read, then write")
+            self._report_race(group, i, int(units[i, j]), int(last[i, j, k]), instruction, "read, then write")
 
     def shared_atomic(self, group: Group, index: Indices, width: int, number: int) -> None:
         """Check and record an atomic, volatile or relaxed access, which races with plain accesses only."""
@@ -295,13 +311,15 @@ class Checks(Unit):
             self.atomics = np.zeros_like(self.writers)
         self.atomics[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
 
-    def conflicting_stores(self, group: Group, position: int, name: str, instruction: Instruction) -> NoReturn:
-        """Raise Race: two lanes of one instruction store different values to one address."""
+    def conflicting_stores(self, group: Group, position: int, name: str, instruction: Instruction) -> None:
+        """Report Race: two lanes of one instruction store different values to one address."""
         rows, _, _ = self._warps(group)
         thread = self.context.thread_name(int(rows[position]), int(self._lane(group)[position]))
-        raise Race(
+        self.context.report(
+            "race",
+            Race,
             f"two threads store different values to one address of {name} in one instruction\n"
-            f"  {thread}: {instruction.where}"
+            f"  {thread}: {instruction.where}",
         )
 
     # ---- accesses of the async proxy
@@ -324,9 +342,11 @@ class Checks(Unit):
             undefined &= used
         if undefined.any():
             i, j = (int(x) for x in np.argwhere(undefined)[0])
-            raise Uninitialised(
+            self.context.report(
+                "uninitialised",
+                Uninitialised,
                 f"asynchronous read of shared byte {self.context.shared_byte_name(int(index[i, j]))}, which is "
-                f"uninitialised\n  {self._issuer(issue, i)}"
+                f"uninitialised\n  {self._issuer(issue, i)}",
             )
         column = self._column(reader)
         self._all_readers()[units, column] = self._async_tags(issue)[:, None]
@@ -348,14 +368,14 @@ class Checks(Unit):
             unordered = (last >> np.uint64(_CLOCK)) > np.take_along_axis(known, self._agents[rank], 1)[:, None, :]
             if unordered.any():
                 i, j, k = (int(x) for x in np.argwhere(unordered)[0])
-                self._raise_async(issue, i, units[i, j], last[i, j, k], "read, then asynchronous write")
+                self._report_async(issue, i, units[i, j], last[i, j, k], "read, then asynchronous write")
         self.writers[units] = self._async_tags(issue)[:, None]
         self.written = True
 
     def _async_not_pending(self, issue: Issue, units: Indices) -> None:
         if self.any_pending and self.pending[units].any():
             i, j = (int(x) for x in np.argwhere(self.pending[units])[0])
-            self._raise_pending(int(units[i, j]), self._issuer(issue, i))
+            self._report_pending(int(units[i, j]), self._issuer(issue, i))
 
     def _pieces(self, index: Indices) -> Indices:
         return ((index // self.unit)[:, :, None] + np.arange(16 // self.unit)).reshape(len(index), -1)
@@ -373,7 +393,7 @@ class Checks(Unit):
         return base | (np.asarray(issue.agents, np.uint64) << np.uint64(_AGENT))
 
     def _async_require_order(self, tags: npt.NDArray[np.uint64], issue: Issue, units: Indices, what: str) -> None:
-        """Raise unless the last accesses happen before the issue and, if by warps, a proxy fence came in between."""
+        """Report last accesses that do not happen before the issue or, if by warps, without a proxy fence between."""
         last = tags[units]
         if not last.any():
             return
@@ -387,7 +407,7 @@ class Checks(Unit):
             unordered |= diverged & (lane != issue.lanes[:, None])
         if unordered.any():
             i, j = (int(x) for x in np.argwhere(unordered)[0])
-            self._raise_async(issue, i, units[i, j], last[i, j], what)
+            self._report_async(issue, i, units[i, j], last[i, j], what)
         fenced = np.take_along_axis(self._clocks_of(issue, fenced=True), agent, 1)
         unseen = (agent < self.clocks.warps) & (clock > fenced)
         if not unseen.any():
@@ -403,10 +423,12 @@ class Checks(Unit):
             i, j = (int(x) for x in np.argwhere(unseen)[0])
             number = (int(last[i, j]) >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1)
             writer = context.thread_name(int(rows[i, j]), int(lane[i, j]))
-            raise MissingFence(
+            context.report(
+                "proxy-fence",
+                MissingFence,
                 f"{what} of shared byte {context.shared_byte_name(int(units[i, j]) * self.unit)} without a "
                 f"fence.proxy.async between, by the writing thread or by one that the write happens before\n"
-                f"  first:  {writer}: {self.code[number].where}\n  second: {self._issuer(issue, i)}"
+                f"  first:  {writer}: {self.code[number].where}\n  second: {self._issuer(issue, i)}",
             )
 
     def _issuer(self, issue: Issue, i: int) -> str:
@@ -416,9 +438,9 @@ class Checks(Unit):
         name = self.context.thread_name(row, 0)
         return f"{name[: name.index(', lane')]}]{name[name.index(']') + 1 :]}: {self.code[issue.number].where}"
 
-    def _raise_async(self, issue: Issue, i: int, unit: Any, tag: Any, what: str) -> NoReturn:
+    def _report_async(self, issue: Issue, i: int, unit: Any, tag: Any, what: str) -> None:
         row = int(np.atleast_1d(issue.issuers[i])[0])
-        self._raise_unordered(int(tag), int(unit), row, self._issuer(issue, i), what)
+        self._report_unordered(int(tag), int(unit), row, self._issuer(issue, i), what)
 
     def _all_readers(self) -> npt.NDArray[np.uint64]:
         if self.readers is None:
@@ -461,12 +483,14 @@ class Checks(Unit):
             i, j = (int(x) for x in np.argwhere(copies)[0])
             rows, _, _ = self._warps(group)
             thread = self.context.thread_name(int(rows[i]), int(self._lane(group)[i]))
-            self._raise_pending(int(units[i, j]), f"{thread}: {instruction.where}")
+            self._report_pending(int(units[i, j]), f"{thread}: {instruction.where}")
 
-    def _raise_pending(self, unit: int, use: str) -> NoReturn:
-        raise PendingCopy(
+    def _report_pending(self, unit: int, use: str) -> None:
+        self.context.report(
+            "race",
+            PendingCopy,
             f"shared byte {self.context.shared_byte_name(unit * self.unit)} is used before the wait for the cp.async "
-            f"that fills it\n  copy: {self.code[int(self.pending[unit]) - 1].where}\n  use:  {use}"
+            f"that fills it\n  copy: {self.code[int(self.pending[unit]) - 1].where}\n  use:  {use}",
         )
 
     # ---- uninitialised memory
@@ -475,7 +499,7 @@ class Checks(Unit):
         self, group: Group, store: Store, index: Indices, width: int, name: str, instruction: Instruction,
         selection: Indices | None,
     ) -> None:  # fmt: skip
-        """Raise Uninitialised if the store tracks initialisation and any of these bytes was never written."""
+        """Report Uninitialised if the store tracks initialisation and any of these bytes was never written."""
         if store.defined is None:
             return
         undefined = store.undefined(index, width)
@@ -489,7 +513,9 @@ class Checks(Unit):
             byte = f"shared byte {self.context.shared_byte_name(int(index[i]))}"
         else:
             byte = f"byte {int(index[i]) - store.origin} of {name!r}"
-        raise Uninitialised(f"read of {byte}, which is uninitialised\n  {thread}: {instruction.where}")
+        self.context.report(
+            "uninitialised", Uninitialised, f"read of {byte}, which is uninitialised\n  {thread}: {instruction.where}"
+        )
 
 
 def tracked_unit(code: Sequence[Instruction], access_bytes: Any) -> int:

@@ -63,6 +63,11 @@ class Clocks:
         return self._state[0, 0]
 
     @property
+    def known_by_leaders(self) -> Clock:
+        """(cluster, warp, agent): the clock of a warp's leaders, or `known` if it has none."""
+        return self._state[0, 1]
+
+    @property
     def fenced(self) -> Clock:
         """(cluster, warp, agent): the part of `known` that is visible to the async proxy."""
         return self._state[-1, 0]
@@ -182,26 +187,34 @@ class Clocks:
         self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None, up_to: Clock | None = None
     ) -> None:
         """Publish a `snapshot` of warps, or of these lanes (n, 32) of them, at a barrier of these blocks (n)."""
+        for published, clocks in zip(self._at(barrier), self.snapshot(rows, lanes, up_to), strict=True):
+            np.maximum.at(published, blocks, clocks)
+        self.tick(rows)
+
+    def _at(self, barrier: Agent) -> Clock:
+        """Return the clocks published at a barrier, (planes, blocks, agents)."""
         if barrier not in self._published:
             shape = (len(self._state), self.context.blocks, self._state.shape[-1])
             self._published[barrier] = np.zeros(shape, np.uint64)
-        for published, clocks in zip(self._published[barrier], self.snapshot(rows, lanes, up_to), strict=True):
-            np.maximum.at(published, blocks, clocks)
-        self.tick(rows)
+        return self._published[barrier]
+
+    def publish_agent(self, barrier: Agent, agent: int, blocks: Rows, clocks: Clock) -> None:
+        """Raise one agent's component to `clocks` (n) in the clocks published at a barrier of these blocks (n)."""
+        published = self._at(barrier)[0, :, agent]
+        published[blocks] = np.maximum(published[blocks], clocks)
 
     def acquire(self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None) -> None:
         """Join the clocks published at a barrier of these blocks (n) into those of warps, or of these lanes (n, 32)."""
         if barrier in self._published:
             self._join(rows, lanes, self._published[barrier][:, blocks])
 
-    def transfer(self, barrier: Agent, to: Agent, blocks: Rows) -> None:
-        """Join the clocks published at one barrier of these blocks into those of another."""
+    def transfer(self, barrier: Agent, to: Agent, blocks: Rows, to_blocks: Rows | None = None) -> None:
+        """Join the clocks published at one barrier of these blocks into those of another (of `to_blocks`, if given)."""
         if barrier not in self._published:
             return
-        published = self._published[barrier]
-        if to not in self._published:
-            self._published[to] = np.zeros_like(published)
-        self._published[to][:, blocks] = np.maximum(self._published[to][:, blocks], published[:, blocks])
+        published, target = self._published[barrier], self._at(to)
+        to_blocks = blocks if to_blocks is None else to_blocks
+        target[:, to_blocks] = np.maximum(target[:, to_blocks], published[:, blocks])
 
     def reset(self, barrier: Agent, blocks: Any) -> None:
         """Discard the clocks published at a barrier of these blocks."""

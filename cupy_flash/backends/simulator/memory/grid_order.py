@@ -14,7 +14,6 @@ each other is meant to fix that order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +81,12 @@ def _scope(modifiers: tuple[str, ...]) -> str:
     return next((m for m in modifiers if m in _SCOPES), "gpu")
 
 
+def fence_scope(instruction: Instruction) -> str:
+    """Return the scope of a fence or membar."""
+    modifiers = instruction.modifiers
+    return _LEVELS[modifiers[0]] if instruction.opcode == "membar" else _scope(modifiers)
+
+
 class GridOrder:
     """Happens-before in global memory over one launch, across blocks that are not resident at the same time."""
 
@@ -147,10 +152,13 @@ class GridOrder:
         if form.float_add:
             order = np.argsort(units[:, 0], kind="stable")
             twice = np.flatnonzero(np.diff(units[order, 0]) == 0)
-            if len(twice):  # two lanes of one instruction are never ordered
-                i, j = order[twice[0]], order[twice[0] + 1]
+            if len(twice):
+                i, j = (int(x) for x in order[twice[0] : twice[0] + 2])
                 byte = where.format(int(units[i, 0]) * self.unit - store.origin)
-                self._raise_race(form, int(rows[j]), int(lanes[j]), int(tags[i]), byte)
+                if rows[i] == rows[j]:
+                    self._report_duplicate(form, int(rows[j]), (int(lanes[i]), int(lanes[j])), byte)
+                else:
+                    self._report_race(form, int(rows[j]), int(lanes[j]), int(tags[i]), byte)
         if form.writes:
             if form.releases:
                 self._require_convergence(group, instruction)
@@ -165,8 +173,7 @@ class GridOrder:
 
         It acquires the releases seen by earlier strong reads, and makes the next strong write a release.
         """
-        kind = instruction.modifiers[0]
-        scope = _LEVELS[kind] if instruction.opcode == "membar" else _scope(instruction.modifiers)
+        kind, scope = instruction.modifiers[0], fence_scope(instruction)
 
         def step(group: Group) -> None:
             rows, lanes = group.rows, group.lanes()
@@ -214,13 +221,15 @@ class GridOrder:
         return np.array([limit, limit])
 
     def _require_convergence(self, group: Group, instruction: Instruction) -> None:
-        """Raise Race if a lane releases while another lane of its warp has written since the warp last converged."""
+        """Report Race if a lane releases while another lane of its warp has written since the warp last converged."""
         others = self.written[group.rows] & ~group.lanes()
         if others.any():
             i, lane = (int(x) for x in np.argwhere(others)[0])
-            raise Race(
+            self.context.report(
+                "race",
+                Race,
                 f"release without a __syncwarp after the write of lane {lane} of the same warp\n  "
-                f"{self.context.thread_name(int(group.rows[i]), int(group.lanes()[i].argmax()))}: {instruction.where}"
+                f"{self.context.thread_name(int(group.rows[i]), int(group.lanes()[i].argmax()))}: {instruction.where}",
             )
 
     def _release(self, form: _Form, tracked: _Tracked, rows: Indices, lanes: Indices, units: Indices) -> None:
@@ -285,7 +294,7 @@ class GridOrder:
     def _require_order(
         self, tags: Tags, form: _Form, rows: Indices, lanes: Indices, units: Indices, where: str, store: Store
     ) -> None:
-        """Raise Race if the last access in `tags` to any of the units does not happen before this one."""
+        """Report Race if the last access in `tags` to any of the units does not happen before this one."""
         last = tags[units]
         if not last.any():
             return
@@ -297,9 +306,18 @@ class GridOrder:
         if unordered.any():
             i, j = (int(x) for x in np.argwhere(unordered)[0])
             byte = where.format(int(units[i, j]) * self.unit - store.origin)
-            self._raise_race(form, int(rows[i]), int(lanes[i]), int(last[i, j]), byte)
+            self._report_race(form, int(rows[i]), int(lanes[i]), int(last[i, j]), byte)
 
-    def _raise_race(self, form: _Form, row: int, lane: int, tag: int, byte: str) -> NoReturn:
+    def _report_duplicate(self, form: _Form, row: int, lanes: tuple[int, int], byte: str) -> None:
+        self.context.report(
+            "race",
+            Race,
+            f"two lanes of one instruction add floating-point numbers to {byte}, in an order that no synchronisation "
+            f"can fix, and on which the sum depends\n"
+            f"  lane {lanes[0]} and {self.context.thread_name(row, lanes[1])}: {form.instruction.where}",
+        )
+
+    def _report_race(self, form: _Form, row: int, lane: int, tag: int, byte: str) -> None:
         first = self.code[(tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1)]
         warp, other = (tag >> _WARP) & ((1 << (_CODE - _WARP)) - 1), tag & 31
         own_warp = int(self.clocks.in_grid[row])
@@ -316,8 +334,10 @@ class GridOrder:
         access = (
             "floating-point additions, whose sum depends on their order," if form.float_add else f"write, then {access}"
         )
-        raise Race(
+        self.context.report(
+            "race",
+            Race,
             f"{access} of {byte} without {missing} between\n"
             f"  first:  warp {warp % self.per_block}, lane {other} of block {warp // self.per_block}: {first.where}\n"
-            f"  second: {self.context.thread_name(row, lane)}: {form.instruction.where}"
+            f"  second: {self.context.thread_name(row, lane)}: {form.instruction.where}",
         )

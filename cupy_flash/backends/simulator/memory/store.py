@@ -79,6 +79,11 @@ class Store:
             defined, _ = self.items(width, of_defined=True)
             defined[position] = np.uint64(0x0101010101010101) & np.uint64((1 << 8 * min(width, 8)) - 1)
 
+    def forget(self, index: Indices, width: int) -> None:
+        """Make items of `width` bytes at byte indices uninitialised."""
+        defined, first = self.items(width, of_defined=True)
+        defined[(index >> (width.bit_length() - 1)) - first] = 0
+
     def undefined(self, index: Indices, width: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the items that contain an uninitialised byte."""
         defined = self.gather(index, width, of_defined=True)

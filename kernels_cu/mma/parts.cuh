@@ -61,13 +61,14 @@ __device__ inline Part part_of_unit(const Params& p, const Sequence& sequence, c
 // how many tiles it has, and whether there are fewer parts than blocks.
 template <typename Visit, typename Merge>
 __device__ void for_each_part(const Params& p, Visit visit, Merge merge) {
-  int rank = cluster_ctarank();
   Sequence sequence(p, blockIdx.y);
   Band band(p, sequence);
-  Places places(p, sequence, band);
-  int run = max((places.each + CLUSTER - 1) / CLUSTER, SHORTEST_RUN);
-  int parts = (places.each + run - 1) / run, begin = rank * run;
-  for (int unit = blockIdx.x / CLUSTER; unit < places.units; unit += gridDim.x / CLUSTER) {
+  // The mainloop leaves few registers: what only the start of a part needs is computed anew for every unit.
+  for (int unit = blockIdx.x / CLUSTER;; unit += gridDim.x / CLUSTER) {
+    Places places(p, sequence, band);
+    if (unit >= places.units) return;
+    int run = max((places.each + CLUSTER - 1) / CLUSTER, SHORTEST_RUN), rank = cluster_ctarank();
+    int parts = (places.each + run - 1) / run, begin = rank * run;
     Part part = part_of_unit(p, sequence, band, places, unit, begin, min(run, places.each - begin), 0);
     if (rank < parts) visit(part);
     if (parts > 1) merge(part, parts);

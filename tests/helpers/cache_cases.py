@@ -231,13 +231,16 @@ def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
 def run_kernels(
     call: CacheCall, *, arch: str = "sm_80", blocks: int | None = None, rows: int | None = None,
     engine: str = "mma_decode", tma: bool = False, cluster: int = 0, start: Any = start,
+    spoil: Callable[[Operands], None] | None = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """(out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
 
     blocks, rows and cluster replace the fields of a decode's planned tile; `tma` adds a producer warp.
-    `start` runs the launches, as in `backends.kernels`.
+    `start` runs the launches, as in `backends.kernels`. `spoil` changes the operands after the host has checked them.
     """
     problem, operands = posed(call, backend=f"simulator:{arch}", engine=engine)
+    if spoil is not None:
+        spoil(operands)
     tile = plan(problem, device.named(arch)).tile
     if rows is not None:
         (tile,) = (x for x in mma_decode.legal_tiles(problem, device.named(arch)) if x.rows == rows)

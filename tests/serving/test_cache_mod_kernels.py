@@ -69,6 +69,20 @@ def test_masks_with_hidden_tiles(mask, engine, positions):
     check(case, run_kernels(call, engine=engine), call=call)
 
 
+def neighbours(b, h, q_idx, kv_idx):
+    """Keys of the same document before and after the query; the first head of a group does not see the first keys."""
+    nearby = (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (abs(q_idx - kv_idx) <= 40)
+    return nearby & ((kv_idx >= 100) | (h % 2 == 1))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tree_in_documents(engine):
+    """Random positions: neither the first head of a group nor the first and last query bound what a tile sees."""
+    case = replace(LONG, lengths=(250, 130), q_len=5, appended=None, page=None, positions=True, capacity=256)
+    call = with_mods(case, mask_mod=neighbours)
+    check(case, run_kernels(call, engine=engine), call=call)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 @pytest.mark.parametrize("page", [None, 1, 256])
@@ -204,8 +218,8 @@ BUGS = {
     ),
     "last-key-not-clamped": ("mma/decode.cu", "MASKED && MODS ? part.band.key(j) : j", "j", "mma_decode-paged"),
     "head-of-the-group": ("mma/decode.cu", "mod_sees(head, query, key)", "mod_sees(part.kv_head, query, key)", windows),
-    "tiles-of-one-head": ("mma/parts.cuh", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", windows),
-    "tiles-of-one-query": ("mod.cuh", "given && i <= queries.hi", "false", windows),
+    "tiles-of-one-head": ("mma/parts.cuh", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", None),
+    "tiles-of-two-queries": ("mod.cuh", "given && i <= queries.hi", "false", None),
     "tiles-not-skipped-alike": ("mma/kv_stages.cuh", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
 }  # fmt: skip
 
@@ -214,7 +228,9 @@ BUGS = {
 def test_planted_bugs_are_found(bug, monkeypatch):
     file, good, bad, row = bug
     with planted_in(monkeypatch, file, good, bad), pytest.raises(EITHER):
-        if callable(row):
+        if row is None:
+            test_a_tree_in_documents("mma_decode")
+        elif callable(row):
             for positions in (False, True):
                 test_masks_with_hidden_tiles(row, "mma_decode", positions)
         else:

@@ -32,8 +32,8 @@ from cupy_flash.source import assemble, kernel_folder
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 EVERYTHING = CacheCase(
-    lengths=(5, 130, 0), page=16, capacity=144, appended=2, q_len=3, rotary=(8, False), window=(100, None), softcap=1.5,
-    alibi="bh", sink=True, mask="bhqs", scale=0.5, dtype="float16",
+    lengths=(5, 130, 0), page=128, capacity=256, appended=2, q_len=3, rotary=(8, False), window=(100, None),
+    softcap=1.5, alibi="bh", sink=True, mask="bhqs", scale=0.5, dtype="float16",
 )  # fmt: skip
 PACKED = CacheCase(
     lengths=(4, 90, 11), packed=(0, 5, 1), appended=0, page=8, capacity=100, slots=True, rotary=(16, True), sink=True,
@@ -191,47 +191,65 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
 # Contents of arrays, which the host never reads on a GPU
 
 
+# name: (fields of the case, array, index, contents, or a function of the call that returns them)
 WRONG = {
     "length-negative": (dict(), "cache_seqlens", 0, -5),
     "length-past-the-capacity": (dict(), "cache_seqlens", 0, 10**6),
     "longest-length": (dict(), "cache_seqlens", 0, 2**31 - 1),
     "length-past-the-table": (dict(page=8), "cache_seqlens", 0, 10**6),
-    "page-negative": (dict(page=8), "block_table", (0, 0), -7),
-    "page-past-the-pool": (dict(page=8), "block_table", (0, 1), 2**31 - 1),
+    "pages": (dict(page=8), "block_table", (0, [0, 2, 3]), lambda call: (-7, 2**31 - 1, len(call.k_cache))),
     "row-of-the-cache": (dict(batch_idx=(1, 0)), "cache_batch_idx", 0, 2**30),
     "leftpad": (dict(leftpad=(2, 3)), "cache_leftpad", 0, 2**31 - 1),
-    "slot": (dict(slots=True, page=8), "slots", 0, 2**62),
-    "position": (dict(rotary=(8, True), positions=True), "positions", (0, 0), -(2**31)),
+    "slots": (
+        dict(slots=True, page=8), "slots", slice(2),
+        lambda call: (2**62, call.k_cache.shape[0] * call.k_cache.shape[1]),
+    ),
+    "positions": (
+        dict(rotary=(8, True), positions=True), "positions", 0,
+        lambda call: (-(2**31), len(call.options["rotary_cos"])),
+    ),
     "bounds": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, 2**31 - 1),
     "bounds-negative": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, -9),
-}
+}  # fmt: skip
+
+
+def assert_other_sequences_keep_their_bits(name, kernels=run_kernels, lengths=(28, 33), capacity=40, **sizes):
+    """Assert that wrong contents of an array cause no access out of bounds, and change neither the results nor the
+    cache of the other sequence.
+    """
+    options, member, at, contents = WRONG[name]
+    case = CacheCase(lengths=lengths, capacity=capacity, **dict(q_len=2, appended=2, dtype="float16") | sizes | options)
+    call = case.call()
+
+    def spoil(operands):
+        array = (operands.cu_seqlens_q if member == "cu_seqlens_q" else getattr(operands.cache, member)).numpy()
+        array[at] = contents(call) if callable(contents) else contents
+
+    expected, results = kernels(call), kernels(case.call(), spoil=spoil)
+    if member == "cu_seqlens_q":  # it moves the rows of both sequences
+        return
+    blocks = call.options["block_table"][0] if case.page else np.array((case.batch_idx or (0,))[:1])
+    for a, b in zip(results[:2], expected[:2], strict=True):
+        assert a[1].tobytes() == b[1].tobytes()
+    for a, b in zip(results[2:], expected[2:], strict=True):
+        a, b = (np.delete(cache, blocks[blocks >= 0], axis=0) for cache in (a, b))
+        assert a.tobytes() == b.tobytes()
 
 
 # Invalid cu_seqlens make sequences share rows of out, which the simulator reports as a race of blocks of mma and simt.
 WRONG_OF_ENGINES = {
-    f"{engine}-{name}": (row, engine)
+    f"{engine}-{name}": (name, engine)
     for engine in ("mma_decode", "mma", "simt")
-    for name, row in WRONG.items()
+    for name in WRONG
     if engine == "mma_decode" or "bounds" not in name
 }
-DEFAULT_WRONG = [f"mma_decode-{name}" for name in ("length-past-the-capacity", "page-past-the-pool", "bounds", "slot")]
+DEFAULT_WRONG = [f"mma_decode-{name}" for name in ("length-past-the-capacity", "pages", "bounds", "slots", "positions")]
 
 
-@pytest.mark.parametrize("row", in_tiers(WRONG_OF_ENGINES, DEFAULT_WRONG))
+@pytest.mark.parametrize("row", in_tiers(WRONG_OF_ENGINES, (*DEFAULT_WRONG, "mma-pages", "simt-pages")))
 def test_invalid_contents_change_only_their_own_sequence(row):
-    """An invalid index causes no access out of bounds, and does not change the other sequence's result."""
-    (options, name, at, value), engine = row
-    case = CacheCase(**dict(lengths=(20, 33), capacity=40, q_len=2, appended=2, dtype="float16") | options)
-    call = case.call()
-    expected = run_kernels(call, engine=engine)
-    problem, operands = posed(call, backend="simulator", engine=engine)
-    array = (operands.cu_seqlens_q if name == "cu_seqlens_q" else getattr(operands.cache, name)).numpy()
-    before = array.copy()
-    array[at] = value
-    out = backends.forward(problem, operands)[0].numpy()
-    array[...] = before
-    if name != "cu_seqlens_q":
-        assert out[1].tobytes() == expected[0][1].tobytes()
+    name, engine = row
+    assert_other_sequences_keep_their_bits(name, functools.partial(run_kernels, engine=engine))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -420,7 +438,35 @@ LONG = CacheCase(
 )
 BUGS = {
     "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", EVERYTHING, AssertionError),
-    "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", None, SimulationError),
+    "row-of-the-first-tile": (
+        "kv_cache.cuh",
+        "row_in_block(first + row)",
+        "row_in_block(row)",
+        EVERYTHING,
+        AssertionError,
+    ),
+    "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", "pages", SimulationError),
+    "negative-page-is-read": (
+        "kv_cache.cuh",
+        "(unsigned)block < (unsigned)count",
+        "block < count",
+        "pages",
+        SimulationError,
+    ),
+    "rotated-past-the-tables": (
+        "rotary_append.cu",
+        "min(max(position, 0), p.rotary_rows - 1)",
+        "max(position, 0)",
+        "positions",
+        SimulationError,
+    ),
+    "slot-past-the-pool": (
+        "rotary_append.cu",
+        "slot < 0 || slot >= (long long)p.cache_blocks * p.cache_rows",
+        "slot < 0",
+        "slots",
+        SimulationError,
+    ),
     "keys-past-the-length-are-read": (
         "mask.cuh",
         "max(min(q_stop + high, kv_len), 0)",
@@ -503,7 +549,7 @@ BUGS = {
         "sequence.cuh",
         "min(max(before, 0), max(p.cache_capacity - added, 0))",
         "before",
-        None,
+        "length-past-the-capacity",
         SimulationError,
     ),
 }
@@ -513,10 +559,10 @@ BUGS = {
 def test_planted_bugs_are_found(bug, monkeypatch):
     file, good, bad, case, error = bug
     with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
-        if case is None:
-            name = "page-past-the-pool" if file == "kv_cache.cuh" else "length-past-the-capacity"
-            test_invalid_contents_change_only_their_own_sequence((WRONG[name], "mma_decode"))
-        check(case, run_kernels(case.call(), blocks=3))
+        if isinstance(case, str):
+            assert_other_sequences_keep_their_bits(case)
+        else:
+            check(case, run_kernels(case.call(), blocks=3))
 
 
 def test_a_reference_of_the_warp_changes_bits(monkeypatch):

@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 from cache_cases import CacheCase, check, posed, run_kernels
 from planting import planted_in
-from test_decode_kernels import EVERYTHING, LONG, PACKED, WRONG
+from test_decode_kernels import EVERYTHING, LONG, PACKED, WRONG, assert_other_sequences_keep_their_bits
 from test_invariance import assert_bits, at
 from tiers import in_tiers
 
 from cupy_flash import device
-from cupy_flash.backends import kernels
 from cupy_flash.backends.simulator.errors import SimulationError
 from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import mma_decode
@@ -29,7 +28,7 @@ CASES = {
     "everything": replace(EVERYTHING, **WIDE),
     "everything-fp8": replace(EVERYTHING, **WIDE, **FP8),
     "packed-everything": replace(PACKED, head_dim=128, head_dim_v=64),
-    "window": CacheCase(lengths=(300, 90), capacity=320, page=16, window=(70, 0), dtype="float16", **WIDE),
+    "window-full": CacheCase(lengths=(90, 192), capacity=192, page=16, window=(70, 0), dtype="float16", **WIDE),
     "batch-idx": CacheCase(lengths=(20, 3), batch_idx=(2, 0), appended=2, dtype="float16", **WIDE),
     "leftpad": CacheCase(lengths=(70, 80), leftpad=(3, 66), capacity=80, dtype="float16", **WIDE),
     "bhsd-interleaved": CacheCase(layout="bhsd", pool="interleaved", page=8, dtype="bfloat16", **WIDE),
@@ -52,7 +51,7 @@ def assert_same_bits(call, **options):
     return results
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, ("everything-fp8",)))
+@pytest.mark.parametrize("case", in_tiers(CASES, ("everything-fp8", "window-full", "leftpad")))
 def test_the_formula_and_the_bits_of_copies(case):
     check(case, assert_same_bits(case.call(), blocks=3))
 
@@ -91,20 +90,9 @@ def test_the_batch_changes_no_bit_of_pieces(fp8):
         assert_bits(on_hopper(at(call, rows), tma=True, blocks=blocks), whole, rows)
 
 
-@pytest.mark.parametrize("name", in_tiers({name: name for name in WRONG}, ("page-past-the-pool",)))
+@pytest.mark.parametrize("name", in_tiers({name: name for name in WRONG}, ("pages",)))
 def test_wrong_contents_spoil_their_own_sequence_alone(name):
-    """No access is out of bounds, and the other sequence's result is right."""
-    options, member, place, value = WRONG[name]
-    case = CacheCase(**dict(lengths=(20, 33), capacity=40, q_len=2, appended=2, dtype="float16", **WIDE) | options)
-    call = case.call()
-    expected = on_hopper(call, tma=True)
-    problem, operands = posed(call, backend="simulator:sm_90a", engine="mma_decode")
-    tile = next(x for x in mma_decode.choices(problem, HOPPER) if x.tma)
-    array = (operands.cu_seqlens_q if member == "cu_seqlens_q" else getattr(operands.cache, member)).numpy()
-    array[place] = value
-    out = kernels.forward(plan(problem, HOPPER, tile), operands, start)[0].numpy()
-    if member != "cu_seqlens_q":
-        assert out[1].tobytes() == expected[0][1].tobytes()
+    assert_other_sequences_keep_their_bits(name, functools.partial(on_hopper, tma=True), **WIDE)
 
 
 @pytest.mark.exhaustive
@@ -154,6 +142,8 @@ STAGES = "mma/kv_stages.cuh"
 BUGS = {
     "nan-past-the-length": (STAGES, "if (start < keys.begin || start + BLOCK_KV > keys.end) {", "if (false) {"),
     "zeros-are-not-fenced": (STAGES, "fence_proxy_async();  // TMA", "// TMA"),
+    "nan-before-the-padding-ends": (STAGES, "start < keys.begin || start", "start"),
+    "entry-past-the-last-key": (STAGES, "key < part.keys.end &&", "key <= part.keys.end &&"),
     "page-of-the-next-tile": (
         STAGES,
         "maps.v, ring.full(), row, row_in_block, part.kv_head, current)",
@@ -171,6 +161,11 @@ BIG_PAGES = replace(PAGED, page=256, capacity=1024)
 @pytest.mark.parametrize("bug", in_tiers({name: (name, *bug) for name, bug in BUGS.items()}, ()))
 def test_planted_bugs_are_found(bug, monkeypatch):
     name, file, good, bad = bug
-    case = {"panels-of-other-rows": WIDER, "rows-of-another-page": BIG_PAGES}.get(name, PAGED)
+    case = {
+        "panels-of-other-rows": WIDER,
+        "rows-of-another-page": BIG_PAGES,
+        "nan-before-the-padding-ends": CASES["leftpad"],
+        "entry-past-the-last-key": CASES["window-full"],
+    }.get(name, PAGED)
     with planted_in(monkeypatch, file, good, bad), pytest.raises((AssertionError, SimulationError)):
         check(case, on_hopper(case.call(), tma=True, blocks=3))

@@ -234,7 +234,7 @@ def _state(facts: Facts) -> Stated:
     if sizes is None:
         return Stated(None, False, tuple(requirements.unmet), requirements.about_type, ())
     unsupported += _check_pages(arrays, sizes)
-    _check_dtypes(requirements, arrays, attends)
+    unsupported += _check_dtypes(requirements, arrays, attends)
     _check_others(requirements, arrays, layout, sizes)
     if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
         requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
@@ -517,10 +517,13 @@ def _check_numbers(requirements: Requirements, options: dict[str, Any]) -> int |
     return size
 
 
-def _check_dtypes(requirements: Requirements, arrays: dict[str, Any], attends: bool) -> None:
+def _check_dtypes(requirements: Requirements, arrays: dict[str, Any], attends: bool) -> list[str]:
+    """Check the dtypes of rows and caches; return the reason if they are legal but not supported."""
     require_type = requirements.require_type
     name = "q" if attends else "k"
     dtype, cache = arrays[name].dtype, arrays["k_cache"].dtype
+    if dtype.name == FP8:
+        return [f"{name} of {FP8} with a KV cache; caches of {FP8} are served beside 16-bit {name}"]
     require_type(dtype.name in FLOATING, f"{name} must be {', '.join(FLOATING)}, not {dtype.name}")
     for other in ("k", "v"):
         if other in arrays and other != name:
@@ -531,6 +534,7 @@ def _check_dtypes(requirements: Requirements, arrays: dict[str, Any], attends: b
     for descale in ("k_descale", "v_descale"):
         if descale in arrays:
             require_type(cache.name == FP8, f"{descale} is for caches of {FP8}, and these are {cache.name}")
+    return []
 
 
 def _check_others(requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes) -> None:
@@ -743,10 +747,13 @@ def _check_contents(requirements: Requirements, problem: Problem, operands: Oper
     if bounds == "cu_seqlens_q" and operands.cu_seqlens_q is not None and problem.batch:
         longest = int(spans.q_rows.max())
         require(longest <= problem.q_len, f"max_seqlen_q is {problem.q_len}, but a sequence has {longest} tokens")
+    capacity = str(problem.kv_len)
+    if given.block_table is not None and cache.page is not None:
+        capacity += f", {given.block_table.shape[1]} columns of block_table with pages of {cache.page} keys"
     wrong = np.flatnonzero((spans.before < 0) | (spans.kv_lengths > problem.kv_len)).tolist()
     for b in wrong[:SHOWN]:
         before = f" before {spans.appended[b]} appended rows" if spans.appended[b] else ""
-        require(False, f"cache_seqlens[{b}] is {spans.before[b]}{before}, and the capacity is {problem.kv_len}")
+        require(False, f"cache_seqlens[{b}] is {spans.before[b]}{before}, and the capacity is {capacity}")
     if given.cache_batch_idx is not None:
         _check_range(requirements, "cache_batch_idx", given.cache_batch_idx.numpy(), 0, cache.blocks - 1)
     if given.cache_leftpad is not None:

@@ -79,7 +79,12 @@ def test_sides_without_a_bound_are_no_window():
     """None is a side without a bound, as -1 is: queries of a call that is neither causal nor local turn by n_b."""
     arrays, given, _ = tensors(q_len=3, appended=3, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
+    before = [cache.clone() for cache in arrays[1:]]
     expected = flash_attn_with_kvcache(*arrays, **given)
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(arrays[0], *before, **given), expected)
+    for cache, same in zip(arrays[1:], before, strict=True):
+        torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
     for window in (None, (None, None), (None, -1)):
         assert torch.equal(flash_attn_with_kvcache(*arrays, **given, window_size=window), expected)
     assert not torch.equal(flash_attn_with_kvcache(*arrays, **given, window_size=(35, 35)), expected)
@@ -98,16 +103,19 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_call_writes_nothing(name):
+@pytest.mark.parametrize("name, compiled", [*((name, False) for name in REFUSED), ("rows-of-the-table", True)])
+def test_a_refused_call_writes_nothing(name, compiled):
     """Also where flash-attn's rotation takes an append and an attention of its own: all is checked before both."""
     changes, error, text = REFUSED[name]
     (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = [cache.clone() for cache in caches]
     arguments = {"q": q, "k_cache": caches[0], "v_cache": caches[1]} | given | changes
+    function = flash_attn_with_kvcache
+    if compiled:  # without functionalization, which would write to clones first
+        function = torch.compile(function, backend="eager", fullgraph=True)
     with pytest.raises(error, match=text):
-        flash_attn_with_kvcache(**arguments)
+        function(**arguments)
     for cache, same in zip(caches, before, strict=True):
         torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
 
@@ -144,17 +152,101 @@ def test_num_splits():
         (dict(qv=torch.zeros(1)), UnsupportedError, "qv is not supported"),
         (dict(attention_chunk=64), UnsupportedError, "attention_chunk is not supported"),
         (dict(k=None, v=None, rotary_cos=torch.ones(50, 4)), ValueError, "rotary_cos and rotary_sin need k and v"),
-        (dict(cu_seqlens_k_new=torch.zeros(3)), UnsupportedError, "cu_seqlens_k_new must be cu_seqlens_q itself"),
+        (dict(rotary_seqlens=torch.zeros(2)), UnsupportedError, "rotary_seqlens .*attention_with_kv_cache takes pos"),
+        (dict(cu_seqlens_k_new=torch.zeros(3)), UnsupportedError, "packed if and only if q is: append the rows with"),
         (dict(block_table=torch.zeros(1), page_table=torch.zeros(1)), ValueError, "names of one argument"),
         (dict(num_splits=-1), ValueError, "num_splits must be at least 0"),
     ],
-    ids=["qv", "attention-chunk", "rotary-alone", "bounds", "tables", "num-splits"],
+    ids=["qv", "attention-chunk", "rotary-alone", "rotary-seqlens", "bounds", "tables", "num-splits"],
 )
 def test_refusals(options, error, text):
     arrays, given, _ = tensors()
     given = {name: given[name] for name in ("k", "v", "cache_seqlens")} | options
     with pytest.raises(error, match=text):
         flash_attn_with_kvcache(*arrays, **given)
+
+
+def given_to_flash(sizes):
+    """(q, k_cache, v_cache) and the keyword arguments of a call that appends."""
+    arrays, options, _ = tensors(**sizes)
+    kept = ("k", "v", "cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q")
+    return arrays, {name: options[name] for name in kept if name in options} | {"causal": True}
+
+
+PACKED, PAGED = dict(packed=(2, 3)), dict(page=8)
+FP8 = torch.float8_e4m3fn
+REASONS = {
+    "padded-rows": (PACKED, lambda q, x: dict(k=x["k"][None], v=x["v"][None]), UnsupportedError,
+                    r"packed if and only if q is: append the rows with cupy_flash\.append_to_kv_cache first"),
+    "other-lengths": (PACKED, lambda q, x: dict(cu_seqlens_k_new=torch.tensor([0, 1, 5]).int()), UnsupportedError,
+                      r"cu_seqlens_k_new is \[0, 1, 5\], and cu_seqlens_q \[0, 2, 5\]; append"),
+    "bounds-without-values": (PACKED, lambda q, x: dict(cu_seqlens_k_new=x["cu_seqlens_q"].to("meta")),
+                              UnsupportedError, "must be cu_seqlens_q itself, because values on a GPU"),
+    "leftpad": (PAGED, lambda q, x: dict(cache_leftpad=torch.zeros(2).int()), UnsupportedError,
+                "cache_leftpad with block_table"),
+    "fp8": (PAGED, lambda q, x: dict(q=q.to(FP8)), UnsupportedError, "q of float8_e4m3fn with a KV cache; caches of"),
+    "rows": (PAGED, lambda q, x: dict(cache_batch_idx=torch.tensor([-1, 2]).int()), ValueError,
+             r"cache_batch_idx is \[-1, 2\], and block_table has 2 rows"),
+    "int64-rows": (PAGED, lambda q, x: dict(cache_batch_idx=torch.tensor([0, 1])), TypeError,
+                   "cache_batch_idx must be an int32 tensor, not torch.int64"),
+    "one-row": (PAGED, lambda q, x: dict(cache_batch_idx=torch.tensor(0).int()), ValueError, r"\(2, 5\) and \(\)"),
+    "capacity": (PAGED, lambda q, x: dict(cache_seqlens=39), ValueError,
+                 r"\[1\] is 39 before 2 appended rows, and the capacity is 40, 5 columns of block_table with pages of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes, change, error, text", REASONS.values(), ids=REASONS)
+def test_reasons(sizes, change, error, text):
+    (q, *caches), given = given_to_flash(sizes)
+    before = [cache.clone() for cache in caches]
+    with pytest.raises(error, match=text):
+        flash_attn_with_kvcache(**{"q": q, "k_cache": caches[0], "v_cache": caches[1]} | given | change(q, given))
+    for cache, same in zip(caches, before, strict=True):
+        torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
+
+
+def select_rows(given):
+    """Move the block table's rows to a table of three, from which cache_batch_idx selects them."""
+    table = torch.full((3, given["block_table"].shape[1]), 7, dtype=torch.int32)
+    table[[2, 0]] = given["block_table"]
+    return dict(block_table=None, page_table=table, cache_batch_idx=torch.tensor([2, 0], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "sizes, change",
+    [
+        (PACKED, lambda given: dict(rotary_seqlens=None, cu_seqlens_k_new=given["cu_seqlens_q"].long())),
+        (PAGED, select_rows),
+    ],
+    ids=["equal-bounds", "rows-of-a-table"],
+)
+def test_arguments_of_flash_attention_3(sizes, change, compiled):
+    """In a graph equal bounds cannot be compared, so there the same tensor is given twice."""
+    results = []
+    function = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
+    for changes in (lambda given: {}, change):
+        arrays, given = given_to_flash(sizes)
+        given |= changes(given)
+        if compiled and "cu_seqlens_k_new" in given:
+            with pytest.raises(Exception, match="cu_seqlens_k_new must be cu_seqlens_q itself"):
+                function(*arrays, **given)
+            given["cu_seqlens_k_new"] = given["cu_seqlens_q"]
+        out = (function if compiled and changes is change else flash_attn_with_kvcache)(*arrays, **given)
+        results.append((out, *arrays[1:]))
+    for expected, same in zip(*results, strict=True):
+        torch.testing.assert_close(expected, same, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_that_no_table_has_is_refused_in_a_graph():
+    """Its pages do not exist, so the operator refuses it although the graph reads no indices."""
+    (q, *caches), given = given_to_flash(PAGED)
+    before = [cache.clone() for cache in caches]
+    given["cache_batch_idx"] = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table\[1, 0\] is -1, and the pool has 8 pages"):
+        torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)(q, *caches, **given)
+    for cache, same in zip(caches, before, strict=True):
+        torch.testing.assert_close(cache, same, rtol=0, atol=0, equal_nan=True)
 
 
 def test_tuning_arguments_are_ignored():

@@ -147,7 +147,7 @@ def test_inductor_writes_to_the_caches():
 
 def test_opcheck():
     """The schema with its mutations, the autograd registration and the fake kernel agree with the operator."""
-    (q, *caches), options = step()
+    (q, *caches), options = step(rotary=(8, True))
     from cupy_flash.adapters.torch import cache
 
     given = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
@@ -155,6 +155,7 @@ def test_opcheck():
     arguments = cache._arguments(cache.ATTEND, {**given, **cache._tensors(given_options)}, given_options, ())
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(cache.attention_with_kv_cache, arguments, test_utils=tests)
+    torch.library.opcheck(cache.append_then_attend_kv_cache, (*arguments, True), test_utils=tests)
 
 
 def test_a_profiler_sees_the_operator_and_both_ways_write_the_caches():

@@ -1,11 +1,13 @@
-"""A KV cache of torch tensors: the operators cupy_flash::attention_with_kv_cache and cupy_flash::append_to_kv_cache.
+"""A KV cache of torch tensors: the operators that read one and append to it.
 
-Both declare that they write to the caches in place, so that torch.compile neither reorders nor copies them, and record
-no gradients. `attend` and `append` convert a caller's arguments to the operators' and call them.
+They are cupy_flash::attention_with_kv_cache, ::append_then_attend and ::append_to_kv_cache. All declare that they write
+to the caches in place, so that torch.compile neither reorders nor copies them, and record no gradients. `attend`,
+`append_then_attend` and `append` convert a caller's arguments to the operators' and call them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind i
 TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
+# Options of append_then_attend that its append has too.
+OF_APPEND = (
+    "cache_batch_idx", "block_table", "k_descale", "v_descale", "rotary_cos", "rotary_sin", "rotary_interleaved",
+)  # fmt: skip
 WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}
 REQUIRED = ("q", "k_cache", "v_cache")
 
@@ -41,10 +47,12 @@ ATTEND = (*REQUIRED, *ARRAY_NAMES)
 APPEND = ("k", "v", "k_cache", "v_cache", "cu_seqlens", *(x for x in ARRAY_NAMES if x not in ("k", "v", "out")))
 for schema in (
     f"attention_with_kv_cache({_schema(ATTEND, REQUIRED)}) -> (Tensor result, Tensor lse)",
+    f"append_then_attend({_schema(ATTEND, REQUIRED)}, bool advance) -> (Tensor result, Tensor lse)",
     f"append_to_kv_cache({_schema(APPEND, ('k', 'v', 'k_cache', 'v_cache'))}) -> ()",
 ):
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention_with_kv_cache = torch.ops.cupy_flash.attention_with_kv_cache.default
+append_then_attend_kv_cache = torch.ops.cupy_flash.append_then_attend.default
 append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
 
 
@@ -60,31 +68,33 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
         or are_plain([x for x in given.values() if x is not None])
     ):
         return _attend_directly(q, k_cache, v_cache, options, given)
+    return _operate(attention_with_kv_cache, given, options)
+
+
+def append_then_attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, advance: bool) -> Any:
+    """Return the result of `attend` with other positions of the queries: n_b, plus a query's index with `advance`.
+
+    n_b is the length of sequence b before the append. One operator computes both steps and checks them before it
+    writes, so that a call that is refused leaves the caches unchanged, under torch.compile too.
+    """
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
+    return _operate(append_then_attend_kv_cache, given, options, advance)
+
+
+def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *others: Any) -> Any:
+    """Return the result of an operator that attends; `others` are its arguments that no option has."""
     reasons = _recorded(given)
     try:
         arguments = _arguments(ATTEND, given, options, reasons)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
-            pose_with_cache(q, k_cache, v_cache, options, reasons)  # raises the same reason together with all others
+            # raises the same reason together with all others
+            pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options, reasons)
         raise
-    result, lse = attention_with_kv_cache(*arguments)
+    result, lse = operator(*arguments, *others)
     if options.out is not None:
         result = options.out
     return (result, lse) if options.return_lse else result
-
-
-def check(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> None:
-    """Raise the error of `attend` for these arguments, if any, without computing or writing anything.
-
-    Under torch.compile and in torch's modes, whose tensors may have no memory, the operators check when they run.
-    """
-    if torch.compiler.is_compiling():
-        return
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
-    reasons = _recorded(given)
-    if reasons or are_plain([x for x in given.values() if isinstance(x, torch.Tensor)]):
-        problem, _ = pose_with_cache(q, k_cache, v_cache, options, reasons)
-        backends.plan_for(problem)
 
 
 def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
@@ -199,11 +209,41 @@ def _options(names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[dict[s
 def _attend(*arguments: Any) -> tuple[Any, Any]:
     given, options = _options(ATTEND, arguments)
     with on_device_of(given["q"]):
-        result, lse = backends.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
-    written = [given[name] for name in ("out", *(("k_cache", "v_cache") if options.k is not None else ()))]
-    _bump(*written)
+        results = backends.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
+    return _returned(given, results)
+
+
+def _append_then_attend(*arguments: Any) -> tuple[Any, Any]:
+    *shared, advance = arguments
+    given, options = _options(ATTEND, tuple(shared))
+    arrays = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+    with on_device_of(q):
+        pose_with_cache(*arrays, options)  # the checks that need q beside k and v
+        k, v, before = options.k, options.v, options.cache_seqlens
+        appended = CacheOptions(cache_seqlens=before, **{name: given[name] for name in OF_APPEND})
+        rows = pose_append(k, v, k_cache, v_cache, None, appended)
+        positions = _positions(q, before, advance)
+        attended = replace(options, k=None, v=None, cache_seqlens=before + k.shape[1], positions=positions)
+        call = pose_with_cache(*arrays, attended)
+        backends.plan_for(call[0])
+        backends.append(*rows)
+        results = backends.forward(*call)
+    return _returned(given, results)
+
+
+def _positions(q: Any, lengths: Any, advance: bool) -> Any:
+    """Return positions, int32 (B, Sq): lengths[b] for every query of sequence b, plus its index with `advance`."""
+    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
+    before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
+    return (before[:, None] + steps).to(torch.int32)
+
+
+def _returned(given: dict[str, Any], results: Any) -> tuple[Any, Any]:
+    """Return an operator's results, and count the writes to its arguments."""
+    result, lse = results
+    _bump(*(given[name] for name in ("out", *(("k_cache", "v_cache") if given["k"] is not None else ()))))
     # An operator must not return a tensor to which it writes, so `attend` returns `out` itself.
-    return (result.result() if options.out is None else given["q"].new_empty((0,))), lse.result()
+    return (result.result() if given["out"] is None else given["q"].new_empty((0,))), lse.result()
 
 
 def _append(*arguments: Any) -> None:
@@ -223,7 +263,13 @@ def _bump(*written: Any) -> None:
 
 
 library.impl("attention_with_kv_cache", _attend, "CompositeExplicitAutograd")
+library.impl("append_then_attend", _append_then_attend, "CompositeExplicitAutograd")
 library.impl("append_to_kv_cache", _append, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("cupy_flash::append_then_attend", lib=library)
+def _fake_append_then_attend(*arguments: Any) -> tuple[Any, Any]:
+    return _fake_attend(*arguments[:-1])
 
 
 @torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...pose_cache import SPLIT_UNIT, CacheOptions
 from ...problem import UnsupportedError
-from .cache import append, attend, check
-from .op import as_int32, is_zero, window_sides
+from .cache import append_then_attend, attend
+from .op import as_int32, is_zero, require_one_device, window_sides
 
 
 def flash_attn_with_kvcache(
@@ -37,6 +38,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
     q_descale: torch.Tensor | None = None,
     k_descale: torch.Tensor | None = None,
@@ -63,9 +65,9 @@ def flash_attn_with_kvcache(
         rotary_cos: floating (R, rd / 2); it requires k and v.
         rotary_sin: likewise.
         cache_seqlens: int32 (B,) or an int: the number of keys before the append.
-        cache_batch_idx: int32 (B,).
-        cache_leftpad: int32 (B,).
-        block_table: int32 (B, columns).
+        cache_batch_idx: int32 (B,): row cache_batch_idx[b] of the caches, or of block_table, belongs to sequence b.
+        cache_leftpad: int32 (B,); UnsupportedError with block_table.
+        block_table: int32 (B, columns), or (R, columns) with cache_batch_idx.
         softmax_scale: default 1 / sqrt(D).
         causal: hide the keys after a query.
         window_size: (left, right), -1 unbounded.
@@ -77,8 +79,9 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return softmax_lse, (B, Hq, Sq) or (Hq, T).
         page_table: another name of block_table.
         cu_seqlens_q: int32 (B + 1,), for packed queries.
-        cu_seqlens_k_new: None or cu_seqlens_q itself where k is given; else ignored.
+        cu_seqlens_k_new: ignored without k; else None or cu_seqlens_q itself, or in host memory equal to it.
         max_seqlen_q: at least the longest sequence of queries; needed with cu_seqlens_q.
+        rotary_seqlens: UnsupportedError unless None.
         qv: UnsupportedError unless None.
         q_descale: UnsupportedError unless None.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
@@ -96,11 +99,18 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     _refuse(name, {"qv": qv is not None, "q_descale": q_descale is not None, "attention_chunk": attention_chunk != 0})
+    if rotary_seqlens is not None:
+        raise UnsupportedError(
+            f"{name}: rotary_seqlens is not supported, because rotation starts at cache_seqlens here: "
+            "cupy_flash.attention_with_kv_cache takes positions"
+        )
     if block_table is not None and page_table is not None:
         raise ValueError(f"{name}: block_table and page_table are names of one argument")
     table = page_table if block_table is None else block_table
-    if k is not None and cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
-        raise UnsupportedError(f"{name}: k and v are packed as q is: cu_seqlens_k_new must be cu_seqlens_q itself")
+    if table is not None and cache_batch_idx is not None:
+        table, cache_batch_idx = _rows_of_table(name, table, cache_batch_idx), None
+    if k is not None:
+        _require_packed_as_queries(name, k, cu_seqlens_q, cu_seqlens_k_new)
     if rotary_cos is not None and k is None:
         raise ValueError(f"{name}: rotary_cos and rotary_sin need k and v, as in flash-attn")
     options: dict[str, Any] = {
@@ -110,22 +120,15 @@ def flash_attn_with_kvcache(
         "sink": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out, "return_lse": return_softmax_lse,
         "split_size": _split_size(name, num_splits, split_size, k_cache, table),
     }  # fmt: skip
-    rotary = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+    options |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
     is_local = bool(causal) or any(side not in (None, -1) for side in window_sides(window_size))
-    together = CacheOptions(k, v, cache_seqlens, **rotary, **options)
+    together = CacheOptions(k, v, cache_seqlens, **options)
     if rotary_cos is None or k is None or (_as_many_rows(q, k) and (is_local or _has_one_query(q, max_seqlen_q))):
         return attend(q, k_cache, v_cache, together)
     if cu_seqlens_q is not None:
         raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
-    # Here flash-attn rotates queries by other positions than those that attend() would use: append first, then attend
-    # with explicit positions. Both are checked before, because a call that is refused must not write to the caches.
-    check(q, k_cache, v_cache, together)
-    positions = _positions(q, cache_seqlens, advance=is_local)
-    appended = CacheOptions(cache_seqlens=cache_seqlens + k.shape[1], positions=positions, **rotary, **options)
-    check(q, k_cache, v_cache, appended)
-    places = {key: options[key] for key in ("cache_batch_idx", "block_table", "k_descale", "v_descale")}
-    append(k, v, k_cache, v_cache, None, CacheOptions(cache_seqlens=cache_seqlens, **rotary, **places))
-    return attend(q, k_cache, v_cache, appended)
+    # Here flash-attn rotates queries by other positions than those that attend() would use.
+    return append_then_attend(q, k_cache, v_cache, together, advance=is_local)
 
 
 def attend_to_pages(
@@ -175,6 +178,48 @@ def _refuse(function: str, given: dict[str, bool]) -> None:
         raise UnsupportedError(f"{function}: {', '.join(names)} is not supported")
 
 
+def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
+    """Return the rows of a block table that cache_batch_idx selects, one per sequence.
+
+    A row that does not exist has pages of -1, which do not exist either: operators refuse them in host memory, and the
+    kernels for GPUs, where nothing reads the indices, drop what is appended to them.
+    """
+    for name, array in (("block_table", table), ("cache_batch_idx", rows)):
+        if not isinstance(array, torch.Tensor) or array.dtype != torch.int32:
+            raise TypeError(f"{function}: {name} must be an int32 tensor, not {getattr(array, 'dtype', type(array))}")
+    if table.dim() != 2 or rows.dim() != 1:
+        shapes = f"{tuple(table.shape)} and {tuple(rows.shape)}"
+        raise ValueError(f"{function}: block_table and cache_batch_idx must be (R, columns) and (B,), not {shapes}")
+    require_one_device(function, {"block_table": table, "cache_batch_idx": rows})
+    count = table.shape[0]
+    exists = (rows >= 0) & (rows < count)
+    if _is_readable(rows) and not exists.all():
+        raise ValueError(f"{function}: cache_batch_idx is {rows.tolist()}, and block_table has {count} rows")
+    return F.pad(table, (0, 0, 0, 1), value=-1).index_select(0, torch.where(exists, rows, count))
+
+
+def _require_packed_as_queries(function: str, k: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any) -> None:
+    """Raise UnsupportedError if k and v are packed and q is not, the reverse, or if their lengths differ."""
+    if cu_seqlens_k_new is cu_seqlens_q or (cu_seqlens_k_new is None and len(k.shape) == 3):
+        return
+    elsewhere = "append the rows with cupy_flash.append_to_kv_cache first, and call without k and v"
+    if cu_seqlens_q is None or cu_seqlens_k_new is None:
+        raise UnsupportedError(f"{function}: k and v must be packed if and only if q is: {elsewhere}")
+    if not (_is_readable(cu_seqlens_q) and _is_readable(cu_seqlens_k_new)):
+        raise UnsupportedError(
+            f"{function}: cu_seqlens_k_new must be cu_seqlens_q itself, because values on a GPU, or under "
+            f"torch.compile, are not read to compare them; if k and v have other lengths than q, {elsewhere}"
+        )
+    if cu_seqlens_q.tolist() != cu_seqlens_k_new.tolist():
+        lengths = f"cu_seqlens_k_new is {cu_seqlens_k_new.tolist()}, and cu_seqlens_q {cu_seqlens_q.tolist()}"
+        raise UnsupportedError(f"{function}: k and v must have the lengths of q: {lengths}; {elsewhere}")
+
+
+def _is_readable(tensor: Any) -> bool:
+    """Return whether the values of a tensor can be read without waiting for a device or ending a trace."""
+    return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.is_cpu
+
+
 def _split_size(function: str, num_splits: Any, split_size: Any, k_cache: Any, table: Any) -> Any:
     """Return the split_size that divides the capacity into num_splits pieces."""
     if not num_splits:
@@ -188,15 +233,8 @@ def _split_size(function: str, num_splits: Any, split_size: Any, k_cache: Any, t
 
 
 def _as_many_rows(q: Any, k: Any) -> bool:
-    return q.dim() == 3 or q.shape[1] == k.shape[1]
+    return len(q.shape) == 3 or q.shape[1:2] == k.shape[1:2]
 
 
 def _has_one_query(q: Any, max_seqlen_q: Any) -> bool:
-    return (max_seqlen_q if q.dim() == 3 else q.shape[1]) == 1
-
-
-def _positions(q: Any, lengths: Any, advance: bool) -> Any:
-    """Return positions, int32 (B, Sq): lengths[b] for every query of sequence b, plus its index with `advance`."""
-    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
-    before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
-    return (before[:, None] + steps).to(torch.int32)
+    return max_seqlen_q == 1 if len(q.shape) == 3 else q.shape[1:2] == (1,)

@@ -203,6 +203,7 @@ FUNCTIONS: dict[str, Callable[..., Node]] = {
     "square": lambda graph, x: graph.make("mul", x, x),
     "reciprocal": lambda graph, x: make(graph, "div", 1.0, x),
     "rsqrt": lambda graph, x: make(graph, "div", 1.0, graph.make("sqrt", x)),
+    "tan": lambda graph, x: make(graph, "div", graph.make("sin", x), graph.make("cos", x)),
     "log10": lambda graph, x: make(graph, "mul", graph.make("log", x), 1 / math.log(10)),
     "sigmoid": sigmoid,
     "logsigmoid": lambda graph, x: make(graph, "neg", softplus(graph, make(graph, "neg", x))),

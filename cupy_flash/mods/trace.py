@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .block_tables import converted, is_block_mask
+from .functions import FUNCTIONS, unknown
 from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
 from .objects import Held, original
 from .sources import Collect
-from .values import Number, Trace, Traced, Value, call, element_of, is_array, lift
+from .values import Number, Trace, Traced, Value, call, is_array, lift
 
 MASK_INPUTS = ("b", "h", "q", "kv")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
@@ -38,9 +39,11 @@ DEEPEST = 12  # maximum nesting of containers
 LARGEST_CONTAINER = 1024
 MOST_TRACES = 256
 
-# NumPy and torch have a protocol by which their functions accept stand-ins; functions of jax and CuPy are wrapped.
+# NumPy and torch have a protocol by which their functions accept stand-ins; other functions are wrapped.
 PROTOCOL = ("numpy", "torch")
-WRAPPED = ("jax", "jaxlib", "cupy", "cupyx")
+WRAPPED = ("jax", "jaxlib", "cupy", "cupyx", "math")
+# Every function of singledispatch has this code.
+DISPATCHER = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
 HERE = str(Path(__file__).parent)
 CONSTANTS = (str, bytes, int, float, complex, np.generic, np.dtype, range, enum.Enum, type(None), type(Ellipsis))
 
@@ -298,7 +301,7 @@ def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Progr
     slots, arguments = used["load"], used["argument"]
     program = Program(
         None if score is None else renamed[score], None if mask is None else renamed[mask],
-        tuple(element_of(trace.arrays[slot]) for slot in slots), tuple(trace.kinds[index] for index in arguments),
+        tuple(trace.elements[slot] for slot in slots), tuple(trace.kinds[index] for index in arguments),
     )  # fmt: skip
     return program, slots, arguments
 
@@ -309,7 +312,7 @@ def _without_hiding(graph: Graph, score: Node) -> tuple[Node, list[Node]]:
     The root is a chain where(c0, where(c1, x, -inf), -inf), -inf on either side: x if all conditions hold, in any
     order. A condition that reads the score stays, because a mask is computed from positions alone.
     """
-    hiding, staying = [], []
+    hiding, staying = list[Node](), list[Node]()
     while score.op == "where" and any(_is_minus_infinity(branch) for branch in score.args[1:]):
         condition, x, y = score.args
         seen, score = (graph.make("not", condition), y) if _is_minus_infinity(x) else (condition, x)
@@ -380,7 +383,10 @@ class _Rebuilder:
             function, args, keywords = (
                 self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1) for name in ("func", "args", "keywords")
             )
-            return functools.partial(function, *args, **keywords)
+            partial = functools.partial(function, *args, **keywords)
+            for name in (name for name in vars(x) if not name.startswith("__")):  # others are those of update_wrapper
+                setattr(partial, name, self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1))
+            return partial
         if isinstance(x, functools._lru_cache_wrapper) or type(x).__name__ == "PjitFunction":  # jax.jit
             self._require_type(x, local)
             return self.rebuild(x.__wrapped__, f"{local}.__wrapped__", depth + 1)
@@ -423,6 +429,9 @@ class _Rebuilder:
 
     def _function(self, function: types.FunctionType, local: str, depth: int) -> Any:
         """Return the function with stand-ins in its closure, globals and defaults."""
+        if function.__code__ is DISPATCHER:
+            self.sources.require(f"{local}.__code__ is {self.sources.constant(DISPATCHER)}")
+            return _Dispatcher(self, function, local, depth)
         library = _library(function.__module__)
         of_library = library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names - {"__main__"}
         if of_library and not function.__closure__:
@@ -483,8 +492,24 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+class _Dispatcher:
+    """The stand-in of a function of functools.singledispatch, which chooses by the type of the original."""
+
+    def __init__(self, rebuilder: _Rebuilder, function: Any, local: str, depth: int) -> None:
+        self._rebuilder, self._function, self._local, self._depth = rebuilder, function, local, depth
+
+    def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.dispatch(type(original(first)))(first, *args, **kwargs)
+
+    def dispatch(self, kind: Any) -> Any:
+        """Return the function that is registered for a class."""
+        kind, sources = original(kind), self._rebuilder.sources
+        source = f"{self._local}.dispatch({sources.constant(kind)})"
+        return self._rebuilder.rebuild(self._function.dispatch(kind), source, self._depth + 1)
+
+
 class _Namespace:
-    """A proxy for a module of jax or CuPy whose functions accept stand-ins."""
+    """A proxy for a module of jax, CuPy or math whose functions accept stand-ins."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -497,8 +522,10 @@ class _Namespace:
 
 
 def _accepting_stand_ins(function: Any) -> Any:
-    """Return a function of jax or CuPy that is recorded when an argument is a stand-in."""
+    """Return a function of jax or CuPy that is recorded when an argument is a stand-in, or the stand-in of math's."""
     name = getattr(function, "__name__", "")
+    if _library(getattr(function, "__module__", None)) == "math":
+        return _of_python_numbers(function, name)
 
     @functools.wraps(function, updated=())
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -509,3 +536,19 @@ def _accepting_stand_ins(function: Any) -> Any:
         return call(name, args, kwargs, function)
 
     return either
+
+
+def _of_python_numbers(function: Any, name: str) -> Any:
+    """Return a function of math for numbers that a mod captures; Untraceable for a number that is traced."""
+
+    @functools.wraps(function)
+    def of_numbers(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*(x.fixed() if type(x) is Number else x for x in args), **kwargs)
+        except Untraceable:
+            if name not in FUNCTIONS:
+                raise unknown(f"math.{name}") from None
+            instead = f"np.{name} or torch.{name}" if hasattr(np, name) else f"torch.{name}"
+            raise Untraceable(f"math.{name} takes Python numbers: write {instead} for a traced number") from None
+
+    return of_numbers

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
+from ..arrays import as_array
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import ARGUMENTS, BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
@@ -36,6 +37,7 @@ class Trace:
         self.graph = Graph()
         self.sources = Sources()
         self.arrays: list[Any] = []
+        self.elements: list[Element] = []
         self.array_sources: list[str] = []
         self.captured: list[Captured] = []  # one stand-in per array, so that `is` works for two names of it
         # For each function, {id: (the original, referenced so that its id is not reused, stand-in, local)}.
@@ -56,10 +58,11 @@ class Trace:
                 raise TooLarge(f"a mod reads at most {MOST_ARRAYS} arrays")
             element = element_of(array)
             name = self.sources.reach(source) if source else self.sources.constant(array)
-            for other, other_name in zip(self.arrays, self.array_sources, strict=True):
-                if element_of(other) == element:
+            for other, other_name in zip(self.elements, self.array_sources, strict=True):
+                if other == element:
                     self.sources.require(f"{name} is not {other_name}")
             self.arrays.append(array)
+            self.elements.append(element)
             self.array_sources.append(name)
             if source:
                 self._require_alike(name, array, element)
@@ -117,7 +120,16 @@ class Trace:
 
 def element_of(array: Any) -> Element:
     """Return the dtype and rank of a captured array; Untraceable for a dtype that mods cannot read."""
-    name = str(array.dtype).removeprefix("torch.")
+    dtype = array.dtype
+    if isinstance(dtype, np.dtype):
+        name = dtype.name
+    elif type(dtype).__module__ == "torch":
+        name = str(dtype).removeprefix("torch.")
+    else:  # other libraries have dtypes of their own; that of the memory is known once it is exported
+        try:
+            name = as_array(array, "a captured array").dtype.name
+        except (TypeError, ValueError) as error:
+            raise Untraceable(str(error)) from None
     if name not in LOADED:
         raise Untraceable(f"a captured array cannot be {name}: a mod reads {', '.join(LOADED)}")
     return Element(name, len(array.shape))
@@ -537,7 +549,7 @@ class Captured(Traced):
         """Return the element if every dimension has an index, else self."""
         if self.ndim:
             return self
-        kind = LOADED[element_of(self.array).dtype]
+        kind = LOADED[self.trace.elements[self.slot].dtype]
         return Value(self.trace, self.trace.graph.load(self.slot, self.indices, kind))
 
     def numbers(self) -> Value | Row:

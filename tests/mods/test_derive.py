@@ -28,7 +28,7 @@ FUNCTIONS = {
     "exp": lambda s: torch.exp(s / 10) + torch.exp2(s / 10) + torch.expm1(s / 10),
     "log": lambda s: torch.log(s + 40) + torch.log2(s + 40) + torch.log1p(s + 40) + torch.log10(s + 40),
     "sqrt": lambda s: torch.sqrt(s + 40) + torch.rsqrt(s + 40) + torch.reciprocal(s + 40) + torch.square(s),
-    "sin": lambda s: torch.sin(s) + torch.cos(s) * torch.tanh(s),
+    "sin": lambda s: torch.sin(s) + torch.cos(s) * torch.tanh(s) + torch.tan(s),
     "erf": lambda s: torch.erf(s),
     "abs": lambda s: torch.abs(s) + torch.sign(s) * s,
     "extrema": lambda s: torch.maximum(s, s * s) + torch.minimum(s, 2 - s),

@@ -10,10 +10,14 @@ import math
 import pickle
 import types
 import weakref
+from math import erf
 
 import numpy as np
 import pytest
+from producers import Producer
 
+import cupy_flash
+from cupy_flash.arrays import as_array
 from cupy_flash.mods import trace
 from cupy_flash.mods.trace import Mod, decoded, traced
 
@@ -50,10 +54,10 @@ SPELLINGS = {
         lambda s, b, h, q, kv: s.where(q < kv, 0.0),
     ],
     "functions": [
-        lambda s, b, h, q, kv: np.tanh(s) + np.exp2(s) - np.log1p(np.abs(s)) + np.sqrt(np.square(s)),
-        lambda s, b, h, q, kv: torch.tanh(s) + torch.exp2(s) - torch.log1p(s.abs()) + torch.sqrt(s.square()),
-        lambda s, b, h, q, kv: jnp.tanh(s) + jnp.exp2(s) - jnp.log1p(abs(s)) + jnp.sqrt(s * s),
-        lambda s, b, h, q, kv: s.tanh() + 2**s - s.abs().log1p() + (s**2).sqrt(),
+        lambda s, b, h, q, kv: np.tanh(s) + np.exp2(s) - np.log1p(np.abs(s)) + np.sqrt(np.square(np.tan(s))),
+        lambda s, b, h, q, kv: torch.tanh(s) + torch.exp2(s) - torch.log1p(s.abs()) + torch.sqrt(s.tan().square()),
+        lambda s, b, h, q, kv: jnp.tanh(s) + jnp.exp2(s) - jnp.log1p(abs(s)) + jnp.sqrt(jnp.tan(s) * jnp.tan(s)),
+        lambda s, b, h, q, kv: s.tanh() + 2**s - s.abs().log1p() + (torch.tan(s) ** 2).sqrt(),
     ],
     "clip": [
         lambda s, b, h, q, kv: s + np.clip(q - kv, -5, 5),
@@ -495,7 +499,10 @@ ERRORS = {
     "float of an object": (lambda s, b, h, q, kv: s * float(PLAIN), "which has no __float__"),
     "format": (lambda s, b, h, q, kv: s * len(f"{q:d}"), "format 'd' asks for the value"),
     "iteration": (lambda s, b, h, q, kv: sum(x for x in s), "iteration over a traced number"),
-    "math": (lambda s, b, h, q, kv: math.exp(s), r"float\(\)"),
+    "float": (lambda s, b, h, q, kv: float(s), r"float\(\)"),
+    "math": (lambda s, b, h, q, kv: math.exp(s), r"takes Python numbers: write np\.exp or torch\.exp"),
+    "function of math": (lambda s, b, h, q, kv: erf(table[h, kv]), r"math\.erf .*: write torch\.erf"),
+    "several of math": (lambda s, b, h, q, kv: math.hypot(2, s), r"call math\.hypot; it can call abs, .*, where"),
     "slice": (lambda s, b, h, q, kv: s + table[h, :3], "take it before the mod"),
     "row": (lambda s, b, h, q, kv: s + table[h], "return one number, not a row of 4"),
     "none": (lambda s, b, h, q, kv: None, "return one number, not None"),
@@ -663,6 +670,105 @@ def test_python_operations_on_traced_numbers(mod, factor):
 def test_containers_and_wrappers_hold_arrays(kept, mod):
     assert [str(traced(mod, None).program) for _ in range(2)] == ["score: score + array0[q]"] * 2
     assert len(kept) == 1
+
+
+def test_functions_of_math_take_captured_numbers(kept):
+    """ldexp takes an int alone; math.floor of a traced number is its method."""
+    mods = [
+        traced(lambda s, b, h, q, kv, x=x, n=n: s * math.ldexp(math.sqrt(x), n) + erf(x) + math.floor(s), None)
+        for x, n in ((2.0, 3), (2.0, 3), (2.0, 4))
+    ]
+    assert [set(mod.numbers) for mod in mods] == [{math.sqrt(2) * 2**n, math.erf(2)} for n in (3, 3, 4)]
+    assert len(kept) == 2
+
+
+@functools.singledispatch
+def scaled(x, score):
+    return score * x[0]
+
+
+@scaled.register
+def _(x: int, score):
+    return score << x
+
+
+@scaled.register(float)
+def _(x, score):
+    return score * x
+
+
+def test_singledispatch_chooses_by_the_type_of_what_is_captured(kept):
+    for x, expected in (
+        (7, "score: score + real((q << 7))"),
+        (0.25, "score: score + (real(q) * n0)"),
+        (np.ones(3, np.float32), "score: score + (real(q) * array0[0])"),
+        (np.zeros(3, np.float32), "score: score + (real(q) * array0[0])"),
+    ):
+        mod = traced(lambda s, b, h, q, kv, x=x: s + scaled(x, q), None)
+        assert str(mod.program) == expected
+        assert all(array is x for array in mod.arrays)
+    assert len(kept) == 3
+
+
+def test_singledispatch_of_the_score_and_a_later_registration(kept):
+    choose = functools.singledispatch(lambda s, b, h, q, kv: s + ARRAY[q])
+    assert [str(traced(choose, None).program) for _ in range(2)] == ["score: score + array0[q]"] * 2
+    assert len(kept) == 1
+    choose.register(object, lambda s, b, h, q, kv: s * 2)
+    assert str(traced(choose, None).program) == "score: score * 2"
+
+
+def test_a_partial_keeps_its_attributes(kept):
+    def scale(factor, s):
+        return s * factor
+
+    for width, offset in ((2.5, 4.5), (2.5, 5.5)):
+        part = functools.update_wrapper(functools.partial(scale, width), scale)
+        part.offset = offset
+        mod = traced(lambda s, b, h, q, kv, part=part: part(s) + part.offset, None)
+        assert set(mod.numbers) == {width, offset}
+    assert len(kept) == 1
+
+
+class PrintedOtherwise:
+    """A dtype, or a shape, of a library that prints it in a way of its own, as TensorFlow does."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, PrintedOtherwise) and self.value == other.value
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"<the: {self.value!r}>"
+
+
+def other_library(x):
+    """An array of a library that is known by DLPack alone."""
+    array = Producer(x)
+    array.shape, array.dtype = x.shape, PrintedOtherwise(str(x.dtype))
+    return array
+
+
+def test_captured_arrays_of_any_library_with_dlpack(kept):
+    """Their dtype is that of the memory that they export."""
+    for weights in (TABLES["torch"], TABLES["torch"] + 1):
+        array = other_library(weights)
+        mod = lambda s, b, h, q, kv, array=array: s + array[h, q]  # noqa: E731
+        assert "array0 float32 (3, 4)" in repr(traced(mod, None))
+        q = torch.randn(1, 4, 3, 8)
+        out = cupy_flash.attention(*[other_library(q)] * 3, score_mod=mod)
+        expected = cupy_flash.attention(q, q, q, score_mod=lambda s, b, h, q, kv, w=weights: s + w[h, q])
+        np.testing.assert_array_equal(as_array(out, "out").numpy(), expected)
+    assert len(kept) == 2
+    refused = other_library(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="a captured array cannot be complex64"):
+        traced(lambda s, b, h, q, kv: s + refused[q], None)
+    refused.device_ = (99, 0)
+    with pytest.raises(TypeError, match="a captured array .*Producer.*DLPack device type 99 is neither"):
+        traced(lambda s, b, h, q, kv: s + refused[q], None)
 
 
 def test_numbers_have_a_dtype_of_the_library_that_a_mod_uses():

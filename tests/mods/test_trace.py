@@ -502,10 +502,7 @@ ERRORS = {
     "float": (lambda s, b, h, q, kv: float(s), r"float\(\)"),
     "math": (lambda s, b, h, q, kv: math.exp(s), r"takes Python numbers: write np\.exp or torch\.exp"),
     "function of math": (lambda s, b, h, q, kv: erf(table[h, kv]), r"math\.erf .*: write torch\.erf"),
-    "several of math": (
-        lambda s, b, h, q, kv: math.hypot(2, s),
-        r"cannot call math\.hypot; it can call abs, .*, where",
-    ),
+    "several of math": (lambda s, b, h, q, kv: math.hypot(2, s), r"call math\.hypot; it can call abs, .*, where"),
     "slice": (lambda s, b, h, q, kv: s + table[h, :3], "take it before the mod"),
     "row": (lambda s, b, h, q, kv: s + table[h], "return one number, not a row of 4"),
     "none": (lambda s, b, h, q, kv: None, "return one number, not None"),

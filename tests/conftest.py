@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import signal
 from dataclasses import dataclass, field
 
 import hypothesis
@@ -43,6 +44,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # Load the profile before any test module is imported, so that settings() there inherit from it.
     hypothesis.settings.load_profile("exhaustive" if config.option.exhaustive else "default")
+    # A run under nohup or in the background of a script inherits SIGINT as ignored, and so would its subprocesses.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options

@@ -5,7 +5,6 @@ ignored.
 import json
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from cases import Case, posed
 from forget import forget_plans
+from processes import processes
 
 import cupy_flash
 from cupy_flash import ahead, evidence
@@ -462,6 +462,13 @@ def test_a_shared_folder_serves_where_the_own_one_has_no_record(folder, tmp_path
     assert sorted((path, path.stat().st_mtime_ns) for path in shared.rglob("*")) == before
 
 
+def run_both(program):
+    """Run a program in two processes at once, with the arguments "first" and "second"."""
+    commands = ([sys.executable, "-c", program, name] for name in ("first", "second"))
+    with processes(*commands, cwd=Path(cupy_flash.__file__).parents[1], env=dict(os.environ)) as writers:
+        assert [writer.wait() for writer in writers] == [0, 0]
+
+
 STORE = """
 import sys
 from cupy_flash import evidence
@@ -476,10 +483,7 @@ for number in range(40):
 
 @pytest.mark.exhaustive
 def test_two_processes_that_store_at_once_lose_nothing(folder):
-    command = [sys.executable, "-c", STORE]
-    root = Path(cupy_flash.__file__).parents[1]
-    writers = [subprocess.Popen([*command, name], cwd=root, env=dict(os.environ)) for name in ("first", "second")]
-    assert [writer.wait() for writer in writers] == [0, 0]
+    run_both(STORE)
     stored = evidence.tunes(AMPERE)
     assert len(stored) == 120 and evidence.ignored == {}
     for name in ("first", "second"):
@@ -506,10 +510,7 @@ for thread in threads:
 
 
 def test_processes_and_threads_that_tune_one_bucket_lose_nothing():
-    command = [sys.executable, "-c", ONE_BUCKET]
-    root = Path(cupy_flash.__file__).parents[1]
-    writers = [subprocess.Popen([*command, name], cwd=root, env=dict(os.environ)) for name in ("first", "second")]
-    assert [writer.wait() for writer in writers] == [0, 0]
+    run_both(ONE_BUCKET)
     (tune,) = evidence.tunes(AMPERE)
     assert len(tune.measured) == 25 and evidence.ignored == {}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from patience import FOREVER, give_workers_time, hang
+from processes import processes
 
 from cupy_flash.isolated import OUT_OF_GPU_MEMORY, START, Lost, OutOfTime, Worker, one_line
 from cupy_flash.problem import UnsupportedError
@@ -151,7 +152,9 @@ def test_processes_that_a_worker_starts_end_with_it(how):
 
 RUN = """
 import math
+import signal
 import pytest
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so does what runs under nohup
 from cupy_flash.isolated import Worker, ended_by_signal
 from patience import give_workers_time
 from test_isolated import work
@@ -167,14 +170,13 @@ def test_a_run_that_is_ended_ends_its_worker(number):
     """`timeout` signals only the run, not its worker; after SIGKILL the run cannot end the worker itself."""
     folders = (ROOT, ROOT / "tests" / "helpers", Path(__file__).parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    run = subprocess.Popen([sys.executable, "-c", RUN], env=environment, stdout=subprocess.PIPE, text=True)
-    pid = int(run.stdout.readline())
-    run.send_signal(number)
-    assert run.wait() == (-number if number == signal.SIGKILL else 128 + number)
-    while number == signal.SIGKILL and is_alive(pid):
-        time.sleep(0.05)
-    assert not is_alive(pid)
-    run.stdout.close()
+    with processes([sys.executable, "-c", RUN], env=environment, stdout=subprocess.PIPE, text=True) as (run,):
+        pid = int(run.stdout.readline())
+        run.send_signal(number)
+        assert run.wait() == (-number if number == signal.SIGKILL else 128 + number)
+        while number == signal.SIGKILL and is_alive(pid):
+            time.sleep(0.05)
+        assert not is_alive(pid)
 
 
 def test_every_reason_of_an_error_is_kept():

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forget import forget_plans
+from processes import processes
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
@@ -383,8 +384,8 @@ def test_two_processes_tune_at_once():
     folders = (Path(__file__).parent, Path(__file__).parents[1] / "helpers", Path(cupy_flash.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, "-c", TWO, evidence.FOLDER]
-    both = [subprocess.Popen([*command, name], env=environment) for name in ("first", "second")]
-    assert [each.wait() for each in both] == [0, 0]
+    with processes(*([*command, name] for name in ("first", "second")), env=environment) as both:
+        assert [each.wait() for each in both] == [0, 0]
     tunes = evidence.tunes(AMPERE)
     assert len(tunes) == 7 and all(tune.complete and len(tune.measured) == 3 for tune in tunes)
     assert evidence.ignored == {} and plan_of(24).tile == TILES[1]

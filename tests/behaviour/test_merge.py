@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import far
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -190,6 +191,7 @@ TWINS = {
     "mixed": dict(shape=(1, 5, 2, 8), dtype="bfloat16", other="float32"),
     "no-rows": dict(shape=(1, 0, 2, 8)),
     "cut-grid": dict(shape=(3, 6, 5, 8), limits=(2**31 - 1, 2, 2)),  # each block merges several heads and sequences
+    "far": dict(shape=(2, 5, 2, 8)),
 }
 
 
@@ -208,7 +210,11 @@ def test_kernel_is_the_twin_of_partials(twin, monkeypatch):
     out_a = rng.normal(size=shape).astype(dtype)
     out_b = rng.normal(size=(*shape[:-1], shape[-1] + 1)).astype(DTYPES[twin["other"]] if "other" in twin else dtype)
     parts = (out_a, lse[0], out_b[..., 1:], lse[1])  # rows of b are not 16-byte aligned
-    merged, expected = merge_kernel(*parts, layout=layout), cupy_flash.merge(*parts, layout=layout)
+    expected = cupy_flash.merge(*parts, layout=layout)
+    if twin is TWINS["far"]:
+        parts = tuple(map(far.spread_rows, parts))
+        far.spread_results(monkeypatch)
+    merged = merge_kernel(*parts, layout=layout)
     for actual, exact in zip(merged, expected, strict=True):
         assert actual.dtype == exact.dtype and actual.shape == exact.shape
         eps = float(ml_dtypes.finfo(actual.dtype).eps)  # rounding of the result, of the weights and of the exponential

@@ -1,4 +1,4 @@
-"""The simt kernels on the simulator: layouts, tiles, orders, offsets, global traffic, planted bugs.
+"""The simt kernels on the simulator: layouts, tiles, orders, global traffic, planted bugs.
 
 The behaviour tests compare the headers with their Python twins: mask.cuh in the rows causal*, top-left*, window*,
 lengths* and mask* of cases.OPTIONS, score.cuh in scale*, softcap, alibi* and bias*, softmax.cuh in sink*, scores* and
@@ -6,7 +6,6 @@ huge, sequence.cuh in lengths* and test_varlen.py.
 """
 
 import functools
-import mmap
 import re
 from dataclasses import replace
 
@@ -205,24 +204,6 @@ def test_rows_that_are_not_aligned_change_no_bit():
 
     other = call._replace(q=shifted(call.q), k=shifted(call.k), v=shifted(call.v), dout=shifted(call.dout))
     assert_bitwise_equal(run(case, "simulator", other), run(case, "simulator"), case)
-
-
-def test_offsets_of_64_bits(tmp_path):
-    """Arrays with strides above 2**32 bytes, in a sparse file."""
-    case = Case(q_len=4, kv_len=4, batch=1, heads=1, kv_heads=1, dtype="float16")
-    call = case.call()
-    stride = 2**30
-
-    def spread(x, name):
-        with open(tmp_path / name, "w+b") as file:
-            file.truncate(2 * (3 * stride + 16))
-            memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.float16)
-        far = np.lib.stride_tricks.as_strided(memory, x.shape, (0, 2 * stride, 0, 2), writeable=True)
-        far[...] = x
-        return far
-
-    far = call._replace(**{name: spread(getattr(call, name), name) for name in ("q", "k", "v", "dout")})
-    assert_bitwise_equal(run(case, "simulator", far), run(case, "simulator"), case)
 
 
 # Global traffic

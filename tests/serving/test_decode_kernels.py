@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from itertools import product
 
+import far
 import numpy as np
 import pytest
 from cache_cases import (
@@ -289,27 +290,25 @@ def test_only_the_pages_of_the_table_are_read(engine):
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.parametrize("options", [dict(page=4), dict(batch_idx=(3, 1))], ids=["paged", "contiguous"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_offsets_of_64_bits(tmp_path, engine):
-    """Pages are more than 2**31 elements apart, in a sparse file."""
-    case = CacheCase(lengths=(9, 3), page=4, capacity=16, dtype="float16", appended=1)
+def test_offsets_of_64_bits(options, engine, monkeypatch):
+    """Pages, rows and heads of the caches, of q and of the new rows are more than 2**31 elements apart, and so are
+    those of the results.
+    """
+    case = CacheCase(lengths=(9, 3), capacity=16, dtype="float16", appended=2, q_len=2, mask="bhqs", **options)
     call = case.call()
-    pages, stride = len(call.k_cache), 2**29 + 64
-
-    def spread(x, name):
-        memory = np.memmap(tmp_path / name, np.float16, "w+", shape=(pages - 1) * stride + x[0].size)
-        far = np.lib.stride_tricks.as_strided(memory, x.shape, (2 * stride, *x.strides[1:]), writeable=True)
-        far[...] = x
-        return far
-
-    far = call._replace(k_cache=spread(call.k_cache, "k"), v_cache=spread(call.v_cache, "v"))
+    arrays = {name: far.spread_rows(call.options[name]) for name in ("k", "v")}
+    arrays["mask"] = far.spread(call.options["mask"], range(4))
+    options = cupy_flash.pose_cache.CacheOptions(**call.options | arrays, backend="simulator", engine=engine)
     problem, operands = posed(call, backend="simulator", engine=engine)
     expected = [x.numpy() for x in backends.forward(problem, operands)]
-    options = cupy_flash.pose_cache.CacheOptions(**far.options, backend="simulator", engine=engine)
-    actual = [x.numpy() for x in backends.forward(*cupy_flash.pose_cache.pose_with_cache(*far[:3], options))]
+    far.spread_results(monkeypatch)
+    problem, far_operands = cupy_flash.pose_cache.pose_with_cache(*map(far.spread_rows, call[:3]), options)
+    actual = [x.numpy() for x in backends.forward(problem, far_operands)]
     for a, b in zip(actual, expected, strict=True):
         assert a.tobytes() == b.tobytes()
-    np.testing.assert_array_equal(far.k_cache, operands.k.numpy())
+    np.testing.assert_array_equal(far_operands.k.numpy(), operands.k.numpy())
 
 
 # Global traffic

@@ -79,7 +79,8 @@ class CompileError(RuntimeError):
 
     def __init__(self, name: str, target: str, log: str, source: Path | None = None) -> None:
         super().__init__(name, target, log, source)
-        self.name, self.target, self.log = name, target, log
+        self.name: str | None = name  # None is a value of ImportError.name, which UnusableCompilerError inherits too
+        self.target, self.log = target, log
         self.source = source  # file with the assembled text; None if it could not be written
 
     def __str__(self) -> str:

@@ -535,7 +535,8 @@ class _Sums:
     def sum(self, x: Array, axes: tuple[int, ...] = (-1,), keepdims: bool = True) -> Array:
         """Return the sum over `axes`."""
         if self._rng is not None:
-            x = reduce(lambda x, axis: x.take(self._rng.permutation(x.shape[axis]), axis), axes, x)
+            for axis in axes:
+                x = x.take(self._rng.permutation(x.shape[axis]), axis)
         return np.asarray(x.sum(axis=axes, keepdims=keepdims))
 
 

@@ -104,7 +104,7 @@ class Band(NamedTuple):
         """Return the sum over queries i of the number of keys j < i + side, in closed form."""
 
         def triangle(rows: int) -> int:
-            """Return the same sum for side 0 and `rows` queries: 0 + 1 + 2 + ..., each term at most kv_len."""
+            """Return 0 + 1 + 2 + ... over `rows` queries, each term at most kv_len: the keys below a diagonal."""
             rows = max(rows, 0)
             rising = min(rows, self.kv_len)
             return rising * (rising - 1) // 2 + (rows - rising) * self.kv_len

@@ -1,10 +1,10 @@
 // Split-KV in the manner of stream-K: divides the KV tiles of all sequences among the blocks. Only the device reads
 // lengths.
 //
-// A row is a pair of a query and a head of its GQA group, row = query * group + head. A unit is (sequence, key/value
-// head, tile of BLOCK_Q rows). A Line concatenates the KV tiles of all units, and a place is the index of one tile on
-// it. A unit has the tiles that any query of its sequence sees, or one place if there is none, because a block must
-// still write its zeros.
+// A row is a pair of a query and a head of its GQA group, row = query * group + head. A unit is an output tile:
+// (sequence, key/value head, tile of BLOCK_Q rows). A Line is the iteration space of stream-K, in which the KV tiles of
+// all units follow each other; a place is the index of one iteration. A unit has the tiles that any query of its
+// sequence sees, or one place if there is none, because a block must still write its zeros.
 //
 //   equal runs   block c computes the places [c * run, (c + 1) * run). A unit may begin and end inside a run, so every
 //                block writes at most two partial results: those of its first and of its last unit

@@ -228,7 +228,7 @@ def attention_mask(
     is_tensor_offset = isinstance(q_offset, torch.Tensor)  # of a cache of fixed size
     pattern = _pattern(**arguments)
     if is_tensor_offset and q_length == 1 and _is_causal(**arguments):
-        pattern = True, None  # transformers asks for elements in every step on such a cache, and reads none
+        pattern = True, None  # transformers builds this mask in every step of such a cache, and reads no element of it
     tokens = arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)

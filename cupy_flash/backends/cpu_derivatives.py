@@ -201,7 +201,7 @@ class _Statistics(NamedTuple):
         return _Statistics(dO, np.where(empty_rows, np.inf, call.lse[here]), direction.tlse[here], delta, eps)
 
     def dsink(self, sink: np.floating, tsink: Any) -> np.floating:
-        """Return the head's gradient of the sink, the sum of its dS over the rows; the sink is a key with g = h = 0."""
+        """Return the sink's gradient of a head, the sum of its dS over the rows: the sink is a key whose value is 0."""
         return -(np.exp(sink - self.lse) @ (self.eps + self.delta * (tsink - self.mu)))
 
 

@@ -116,7 +116,7 @@ def run_tasks(
 
 
 class OrderedSum:
-    """A sum of arrays that threads add at any time, bitwise the same: each array waits for those before it.
+    """A sum to which threads add arrays in any order: each waits for those before it, so that the bits never differ.
 
     Its lock belongs to the threads of one call, which a forked child does not have.
     """

@@ -36,7 +36,7 @@ LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead with mods in the forward; loads classify the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
 LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
-FREE_READS = 32  # reads per thread of a score_mod whose addresses fit the rest; each further one subtracts 2
+FREE_READS = 32  # a score_mod may read so many elements per thread at no cost; each further read subtracts 2 registers
 LIVE_OF_JVP = 12  # subtracted in a JVP without tv and on sm_100, where the compiler takes more registers
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
 # Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.

@@ -505,7 +505,7 @@ class _Writer:
         return " + ".join(f"{ds} * {self._name(d)}" for ds, d in zip(("ds", "dts"), factors, strict=False))
 
     def _gradient(self) -> list[str]:
-        """Return the function that describes the sums of `target` as a bias gradient, broadcast over unread inputs."""
+        """Return the text of `gradient()`: `target`'s sums as a bias gradient, with stride 0 for unused inputs."""
         function = "  static __device__ DenseGradient gradient(const Params& p) {"
         if self.target is None:
             return ["  using Sum = real;", function, "    return {};", "  }"]

@@ -38,7 +38,9 @@ ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "min", "max")
 REAL_FUNCTIONS = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos", "tanh", "erf")
 ROUNDINGS = ("floor", "ceil", "trunc", "round")
 INT32 = range(-(2**31), 2**31)
-ARGUMENTS = range(-(2**29), 2**29)  # run-time ints: sums of two with a position do not wrap; others are in the text
+# Captured ints that kernels take as arguments: the sum of two and a position fits int32. Larger ones are constants of
+# the text.
+ARGUMENTS = range(-(2**29), 2**29)
 
 # {dtype of a captured array: kind of its elements}
 LOADED = {

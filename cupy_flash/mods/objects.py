@@ -129,7 +129,7 @@ class Held(Delegate):
 
 
 def _followed(name: str, result: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """Return the special method of Held that traces the object's; `result` converts to the type Python requires."""
+    """Return a special method for Held that traces that of the held object; `result` converts to the required type."""
 
     def method(self: Held, *args: Any) -> Any:
         if args and not self._defines(name) and isinstance(args[0], Held):

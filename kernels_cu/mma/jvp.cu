@@ -32,7 +32,7 @@ struct LazyMean {
   float spread;  // at most that of P |tS - mu|
 
   __device__ void rescale(float factor) { sum *= factor, spread *= factor; }
-  // Adds half of the rows of a tile.
+  // Adds one row of the fragment: row lane / 4 for half 0, row lane / 4 + 8 for half 1.
   __device__ void add(const float (&P)[N][4], const float (&tS)[N][4], int half) {
 #pragma unroll
     for (int n = 0; n < N; ++n)

@@ -182,6 +182,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);
         attend();
+        // Side effect that ptxas cannot move: it keeps the exponentials above the wait, under the products of PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);

@@ -107,7 +107,7 @@ class Call(NamedTuple):
         return text_of(self)
 
     def on_device(self, device: str) -> Call:
-        """Return a call of several devices as one of them, "<process>:<ordinal>", runs it: with its own `place`."""
+        """Return the part of a sharded call that one device runs, "<process>:<ordinal>": it has its own `place`."""
         return self._replace(static=self.static._replace(place=self.static.places[device], places=None))
 
     def axes(self, name: str, rank: int) -> str:

@@ -301,7 +301,7 @@ Reader = tuple[Callable[[Group], Indices], Callable[[Group, SharedAddresses], Pi
 
 
 def _global_operand(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
-    """Return a reader of (key, pieces) of the global operand, a box or a range; lanes with one key form one copy."""
+    """Return a reader of (key, pieces) of the global operand, a box or range; lanes with equal keys issue one copy."""
     if isinstance(operand, TensorAddress):
         address_of = addresses(operand.map, context, instruction)
         coordinates = [context.source(item, "s32", instruction) for item in operand.coordinates.items]

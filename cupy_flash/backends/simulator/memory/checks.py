@@ -329,7 +329,8 @@ class Checks(Unit):
     ) -> None:
         """Record that wgmma instructions or bulk copies begin to read 16-byte pieces at index (n, pieces).
 
-        `reader` is their agent without its rank; `used` are the pieces whose values matter (None: all).
+        `reader` is the key of their agent without the block's rank; `used` are the pieces whose values matter (None:
+        all).
         """
         units = self._pieces(index)
         self._async_not_pending(issue, units)

@@ -42,7 +42,7 @@ class Clocks:
         self._state = np.zeros((planes, 2, context.blocks // context.cluster, self.warps, agents), np.uint64)
         self._state[0][:, :, np.arange(self.warps), np.arange(self.warps)] = 1
         self._leaders = np.zeros((context.warps, 32), bool)
-        self.led = False  # whether any warp has leaders
+        self.led = False  # whether any warp has lanes that know more than the warp has in common
         self.agents: dict[Agent, int] = {}
         self._published: dict[Agent, Clock] = {}  # barrier -> (planes, blocks, agents)
         self.grid = grid > 0

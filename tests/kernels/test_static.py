@@ -210,9 +210,12 @@ def test_the_shortest_path_through_a_loop():
         pytest.param(dict(warnings=("warning: C7510",)), "warning: C7510", id="warnings"),
     ],
 )
-def test_gate_fails_for_a_kernel(compiled, change, words):
-    (complaint,) = static.complaints([replace(compiled[0], **change)], [])
-    assert words in complaint and compiled[0].arch in complaint
+def test_gate_fails_for_a_kernel(change, words):
+    launch = ahead.launches(device.named("sm_75", "cuda"), dtype="float32", head_dim=8, backward=False)[0]
+    kernel = static._compile_launch("tiny", launch, "sm_75")
+    assert static.complaints([kernel], []) == []
+    (complaint,) = static.complaints([replace(kernel, **change)], [])
+    assert words in complaint and kernel.arch in complaint
 
 
 @pytest.mark.parametrize(
@@ -222,8 +225,12 @@ def test_gate_fails_for_a_kernel(compiled, change, words):
         pytest.param(dict(bytes_over_least=1.2), "1.20 times the minimum", id="bytes"),
     ],
 )
-def test_gate_fails_for_a_step(steps, change, words):
-    (complaint,) = static.complaints([], [replace(steps[0], **change)])
+def test_gate_fails_for_a_step(change, words):
+    step = static.Step(
+        "fp32 D 64", "simt/forward", (64, 64, 128), {}, bank_conflicts=0, bytes_over_least=1.0, sass=None
+    )
+    assert static.complaints([], [step]) == []
+    (complaint,) = static.complaints([], [replace(step, **change)])
     assert words in complaint
 
 

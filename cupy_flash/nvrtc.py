@@ -91,6 +91,8 @@ class CompileError(RuntimeError):
 class UnusableCompilerError(CompileError, ImportError):
     """NVRTC can compile no text for a target: it is too old for it, or its library of built-in functions is missing."""
 
+    name: str  # that of CompileError
+
 
 # The status of a compilation that failed for another reason than its text.
 OUT_OF_MEMORY, INVALID_OPTION, BUILTIN_OPERATION_FAILURE = 1, 5, 7

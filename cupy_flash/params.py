@@ -218,8 +218,8 @@ def _forms() -> dict[str, Form]:
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
     """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
-    sizes = zip(("batch", "heads", "rows"), (1, *arrays["lse"].shape)[-3:], strict=True)
-    members: dict[str, tuple[float, ...]] = {"stacked": (1,), **{name: (size,) for name, size in sizes}}
+    batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
+    members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
     for name, array in arrays.items():
         form = _rows if name.startswith("lse") else _tensor
         if len(array.shape) > len(arrays[name.replace("_b", "_a")].shape):

@@ -28,7 +28,9 @@ __device__ void merge_row(const Partials& p, const Row& row) {
   if (lane_id() == 0) *row.of<real>(p.lse) = sums.lse();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) partials(const __grid_constant__ Partials p) {
+// Without a bound on the registers, the loops would take so many that fewer than 7 blocks of an SM hide the latency of
+// the loads; a stricter bound spills in fp64 with D 512.
+extern "C" __global__ void __launch_bounds__(THREADS, 7) partials(const __grid_constant__ Partials p) {
   constexpr int WARPS = THREADS / WARP;
   for (int batch = blockIdx.z; batch < p.batch; batch += gridDim.z)
     for (int head = blockIdx.y; head < p.heads; head += gridDim.y)

@@ -118,7 +118,7 @@ def without_nvrtc(task, announce):
 
 
 def with_an_old_nvrtc(task, announce):
-    return obstructed(task, announce, lambda: nvrtc.compile("", "mma/forward", "sm_20"))
+    return obstructed(task, announce, lambda: cache.compiled("", "mma/forward", "sm_20"))
 
 
 def without_memory(task, announce):
@@ -176,7 +176,7 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
 
 OBSTACLES = {
     "without-nvrtc": (without_nvrtc, 1, f"{HALF}: ImportError: {nvrtc.MISSING}"),
-    "old-nvrtc": (with_an_old_nvrtc, 1, "cannot compile mma/forward for sm_20. nvrtc: error: invalid value for --gpu"),
+    "old-nvrtc": (with_an_old_nvrtc, 1, "nvrtc: error: invalid value for --gpu-architecture"),
     "no-memory": (without_memory, 1, f"{HALF}: MemoryError"),
     "full-disk": (on_a_full_disk, 1, f"{HALF}: OSError: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"),
     "interrupt": (interrupted, 130, "interrupted"),

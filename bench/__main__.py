@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "first":
         return _first(options.out, arguments)
     if options.command == "predict":
-        return _predict(options.out, arguments)
+        return _predict(options, arguments)
     if options.command == "compare":
         return _compare(options)
     if options.command == "costs":
@@ -118,26 +118,44 @@ def _static(options: argparse.Namespace, arguments: list[str]) -> int:
     archs = static.EVERY_ARCH if options.all else static.ARCHS
     libraries = [None, *options.nvrtc]
     problems = options.problems or list(static.SCARCE if options.all else static.PROBLEMS)
-    with progress("compile", len(libraries) * len(archs) * len(problems)) as step:
-        compiled = static.compile_all(problems, archs, libraries, options.jobs, step)
-    with progress("simulate", len(problems)) as step:
-        steps = [each for arch in static.STEP_ARCHS for each in static.count_steps(problems, arch, step)]
-    with progress("mods", len(static_mods.ENGINES) * len(static_mods.MODS)) as step:
-        added = static_mods.count([] if options.problems else static_mods.MODS, step)
+    mods_counted = [] if options.problems else list(static_mods.MODS)
+    path = options.out / "static.json"
+    stored = static.Result([], [], [])
+    if options.check or (options.update and path.is_file()):
+        stored = static.Result.of(json.loads(path.read_text(encoding="utf-8"))["static"])
+    if options.check:
+        return _report(stored.stale(problems, archs, mods_counted), "stale row", path)
     # Store file names of the compilers without their folders; every record has the compiler's release.
     command = [Path(argument).name if argument in options.nvrtc else argument for argument in arguments]
-    result = describe(command, options.jobs) | {
-        "static": static.record(compiled, steps) | {"mods": list(map(asdict, added))}
-    }
-    path = options.out / "static.json"
-    write(result, path)
-    for table in static.tables(result["static"]):
+    description = describe(command, options.jobs)
+    result = replace(stored)
+
+    def save(**rows: Any) -> None:
+        """Write rows as soon as they are made: a run that was interrupted is continued by --update."""
+        write(description | {"static": replace(result, **rows).record()}, path)
+
+    with progress("compile", len(libraries) * len(static.tasks(problems, archs))) as step:
+        result.kernels = static.compile_all(
+            problems, archs, libraries, options.jobs, step, stored.kernels, lambda rows: save(kernels=rows)
+        )
+    with progress("simulate", len(static.counted(problems))) as step:
+        result.steps = static.count_steps(problems, step, stored.steps, lambda rows: save(steps=rows))
+    with progress("mods", len(static_mods.cases(mods_counted))) as step:
+        result.mods = static_mods.count(mods_counted, step, stored.mods, lambda rows: save(mods=rows))
+    save()
+    for table in static.tables(result.record()):
         show(table)
-    complaints = static.complaints(compiled, steps) + static_mods.complaints(added)
-    for complaint in complaints:
-        print(complaint)
-    print(f"\n{len(compiled)} kernels compiled, {count(len(complaints), 'complaint')}. Full result: {path}")
-    return 1 if complaints else 0
+    complaints = static.complaints(result.kernels, result.steps) + static_mods.complaints(result.mods)
+    print(f"\n{len(result.kernels)} kernels.")
+    return _report(complaints + result.stale(problems, archs, mods_counted), "complaint", path)
+
+
+def _report(reasons: list[str], noun: str, path: Path) -> int:
+    """Print why a result is not good, and return the exit status."""
+    for reason in reasons:
+        print(reason)
+    print(f"{count(len(reasons), noun)}. Full result: {path}")
+    return 1 if reasons else 0
 
 
 def _overhead(out: Path, arguments: list[str]) -> int:
@@ -176,11 +194,15 @@ def _first(out: Path, arguments: list[str]) -> int:
     return 0
 
 
-def _predict(out: Path, arguments: list[str]) -> int:
+def _predict(options: argparse.Namespace, arguments: list[str]) -> int:
     regimes = [regime for regime in marks.MARKS if regime.dtype in predict.DTYPES]
+    path = options.out / "predict.json"
+    if options.check:
+        stored = json.loads(path.read_text(encoding="utf-8"))["predict"]
+        return _report(predict.stale(stored, regimes), "stale row", path)
     with progress("compile", len(regimes)) as step:
         predictions = [each._asdict() for each in predict.predict(regimes, step)]
-    write(describe(arguments, 1) | {"predict": predictions}, out / "predict.json")
+    write(describe(arguments, 1) | {"predict": predictions}, path)
     show(predict.table(predictions))
     return 0
 
@@ -344,9 +366,19 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", type=_lengths, metavar="N,N,...", default=list(ring.RANKS), help="numbers of processes"
     )
     gate = commands.add_parser(
-        "static", help="registers, spills and compiler warnings of every kernel; exit status 1 for spills or warnings"
+        "static",
+        help="registers, spills and compiler warnings of every kernel; exit status 1 for spills, warnings, stale rows",
     )
-    gate.add_argument("--all", action="store_true", help=f"for {', '.join(static.EVERY_ARCH)}")
+    gate.add_argument(
+        "--all", action="store_true", help=f"those with the most registers, for {', '.join(static.EVERY_ARCH)}"
+    )
+    rows = gate.add_mutually_exclusive_group()
+    rows.add_argument(
+        "--update", action="store_true", help="keep the rows of an earlier result whose kernels have not changed"
+    )
+    rows.add_argument(
+        "--check", action="store_true", help="compile nothing; exit status 1 names the rows whose kernels have changed"
+    )
     gate.add_argument(
         "--nvrtc", action="append", default=[], metavar="PATH", help="additional libnvrtc; may be repeated"
     )
@@ -370,6 +402,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     first_call.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     prediction = commands.add_parser("predict", help="predict the Hopper engine's speed from its SASS, without a GPU")
+    prediction.add_argument(
+        "--check", action="store_true", help="predict nothing; exit status 1 names the rows whose kernels have changed"
+    )
     prediction.add_argument("--out", type=Path, default=Path("bench/out"), help="output folder for the JSON")
     comparison = commands.add_parser(
         "compare", help="compare a run with an earlier one; exit status 1 if ours is slower"

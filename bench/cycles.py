@@ -6,10 +6,9 @@ its registers, its unit and, if it is a wait, for its event. wgmma instructions 
 cores execute them one after another: 64 x N x 16 (fp8: 64 x N x 32) takes N / 2 clocks, or the time in which shared
 memory delivers the operands. Loads from global memory have arrived when they are waited for.
 
-The model has not been compared with a GPU by this project. FlashAttention-3's own SASS in it, with warpgroups that
-overlap nothing, gives 693 TFLOP/s at D 128 causal and 476 at D 64 causal with a clock of 1.98 GHz (published: 695 and
-473). Expect an error of 15 % for a forward; for a backward, whose additions to dQ and stores of dS compete with the
-tensor cores in ways that are not modelled, take the result as an upper bound.
+The model has not been compared with a GPU by this project. `bench.predict` compares it with FlashAttention-3's SASS and
+published speeds. Additions to dQ and stores of dS of a backward compete with the tensor cores in ways that are not
+modelled.
 """
 
 from __future__ import annotations

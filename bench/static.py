@@ -3,21 +3,24 @@
 Every tile that plans choose at any length (`plan.launches_at_any_length`) is compiled for a representative set of
 problems: small and large head dimensions, both accumulation dtypes, no option and all options at once. The gate passes
 if no kernel spills registers and the compiler prints no warning.
+
+Every row of a result has the fingerprint of its kernel, by which rows of kernels that have changed since are found.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import multiprocessing
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +37,7 @@ from cupy_flash.problem import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Pro
 from cupy_flash.source import assemble
 
 from . import sass, static_mods
+from .fingerprint import fingerprint
 from .report import NOTHING, Table
 from .run import Progress
 
@@ -94,15 +98,19 @@ PROBLEMS: dict[str, dict[str, Any]] = {
             "fp16 D 256": dict(dtype="float16", head_dim=256),
             "fp16 D 64 all options": dict(dtype="float16", head_dim=64) | EVERY_OPTION,
             "fp16 D 128 all options": dict(dtype="float16", head_dim=128) | EVERY_OPTION,
+            "e4m3 D 64": dict(dtype=FP8, head_dim=64, backward=False),
+            "e4m3 D 128": dict(dtype=FP8, head_dim=128, backward=False),
+            "e4m3 D 256": dict(dtype=FP8, head_dim=256, backward=False),
         }.items()
     },
 }
 # The problems with the highest register pressure: --all compiles only these, for every architecture and compiler.
 SCARCE = (
     "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 96", "fp16 D 128", "fp16 D 64 all options",
-    "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128", "Hopper fp16 D 256",
-    "Hopper fp16 D 128 all options",
+    "KV cache fp16 D 64", "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128",
+    "Hopper fp16 D 256", "Hopper fp16 D 128 all options", "Hopper e4m3 D 64", "Hopper e4m3 D 128", "Hopper e4m3 D 256",
 )  # fmt: skip
+MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions whose steps are counted
 STEP_LENGTH, STEP_HEADS = 4096, 64  # the problem whose tile steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
 TILE_CONSTANTS = (
@@ -112,6 +120,7 @@ TILE_CONSTANTS = (
     "COLUMN_WARPS",
     "STAGES",
     "Q_IN_REGISTERS",
+    "SUM_COLUMNS",
     "ADD_DQ",
     "SHARES",
     "DQ_IN_BULK",
@@ -127,13 +136,19 @@ class Kernel:
     kernel: str
     tile: tuple[int, int, int] | None  # BLOCK_Q, BLOCK_KV, threads per block
     arch: str
+    fingerprint: str
+    shared_bytes: int
     compiler: str
     registers: int
     spills: int  # bytes stored and loaded
-    shared_bytes: int
     cubin_bytes: int
     seconds: float
     warnings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.kernel}, {self.problem}, tile {_size(self.tile)}, {self.arch}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,11 @@ class Sass:
     longest: float  # all those of the longest path
     waits: list[sass.Wait]  # waits of the steady path, each with the exponentials that overlap the tensor cores
 
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Sass:
+        """Return a stored record."""
+        return cls(**record | {"waits": [sass.Wait(*wait) for wait in record["waits"]]})
+
 
 @dataclass(frozen=True)
 class Step:
@@ -152,26 +172,145 @@ class Step:
     problem: str
     kernel: str
     tile: tuple[int, int, int]
+    fingerprint: str
     per_score: dict[str, float]  # thread instructions per score, by class
     bank_conflicts: int  # excess shared-memory wavefronts of the launch
     bytes_over_least: float | None  # global bytes of the launch over their minimum; None if options read arrays
     sass: Sass | None  # None for simt
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.kernel}, {self.problem}, tile {_size(self.tile)}"
+
+
+@dataclass
+class Result:
+    """The rows of a result of the gate."""
+
+    kernels: list[Kernel]
+    steps: list[Step]
+    mods: list[static_mods.Added]
+
+    @classmethod
+    def of(cls, section: dict[str, Any]) -> Result:
+        """Return the rows of a stored section."""
+        compiled = []
+        for line in section["kernels"]:
+            row = dict(zip(section["columns"], json.loads(line), strict=True))
+            of_kernel = {name: row.pop(name) for name in OF_KERNEL}
+            of_kernel["tile"] = of_kernel["tile"] and tuple(of_kernel["tile"])
+            for compiler, values in row.items():
+                if values is not None:
+                    *numbers, warnings = values
+                    of_compiler = dict(zip(OF_COMPILER, (*numbers, tuple(warnings)), strict=True))
+                    compiled.append(Kernel(**of_kernel, compiler=compiler, **of_compiler))
+        steps = [
+            Step(**step | {"tile": tuple(step["tile"]), "sass": step["sass"] and Sass.of(step["sass"])})
+            for step in section["steps"]
+        ]
+        mods = [static_mods.Added(**row | {"tile": tuple(row["tile"])}) for row in section["mods"]]
+        return cls(compiled, steps, mods)
+
+    def record(self) -> dict[str, Any]:
+        """Return the section: a kernel on each line, as a JSON string, with a column per compiler."""
+        compilers = list(dict.fromkeys(kernel.compiler for kernel in self.kernels))
+        rows: dict[tuple[Any, ...], dict[str, list[Any]]] = defaultdict(dict)
+        for kernel in self.kernels:
+            values = [getattr(kernel, name) for name in OF_COMPILER]
+            rows[tuple(getattr(kernel, name) for name in OF_KERNEL)][kernel.compiler] = values
+        return {
+            "columns": [*OF_KERNEL, *compilers],
+            "kernels": [json.dumps([*key, *map(row.get, compilers)]) for key, row in rows.items()],
+            "steps": [asdict(step) for step in self.steps],
+            "mods": [asdict(row) for row in self.mods],
+        }
+
+    def stale(self, problems: Sequence[str], archs: Sequence[str], mods: Sequence[str]) -> list[str]:
+        """Compare with the kernels that plans of these problems and mods choose today, and name rows that differ.
+
+        There is a row of every kernel and compiler.
+        """
+        return [
+            *self._stale_kernels(problems, archs),
+            *_differences(
+                "tile step",
+                {(each.problem, each.fingerprint): each.name for each in self.steps if each.problem in problems},
+                {(each.problem, fingerprint(each.launch)): each.name for each in counted(problems)},
+            ),
+            *_differences(
+                "mods",
+                {(each.name, each.fingerprint): each.name for each in self.mods if each.mod in mods},
+                {(each.name, each.fingerprint): each.name for each in static_mods.cases(mods)},
+            ),
+        ]
+
+    def _stale_kernels(self, problems: Sequence[str], archs: Sequence[str]) -> Iterator[str]:
+        stored: dict[tuple[str, str], dict[str, dict[str, Kernel]]] = defaultdict(lambda: defaultdict(dict))
+        for kernel in self.kernels:
+            stored[kernel.problem, kernel.arch][kernel.compiler][kernel.fingerprint] = kernel
+        compilers = dict.fromkeys(kernel.compiler for kernel in self.kernels)
+        for name, arch in tasks(problems, archs):
+            today = {key: _name(name, launch, arch) for key, launch in _launches(name, arch).items()}
+            for compiler in compilers:
+                rows = {key: kernel.name for key, kernel in stored[name, arch][compiler].items()}
+                yield from _differences(f"NVRTC {compiler}", rows, today)
+
+
+# The columns of a stored kernel: those of the kernel, and those that it has from each compiler.
+OF_KERNEL = ("problem", "kernel", "tile", "arch", "fingerprint", "shared_bytes")
+OF_COMPILER = ("registers", "spills", "cubin_bytes", "seconds", "warnings")
+
+
+def _differences(kind: str, stored: Mapping[Any, str], today: Mapping[Any, str]) -> list[str]:
+    """Return the names of the rows that are in one of the two only; both are {key with the fingerprint: name}."""
+    names = [name for key, name in {**today, **stored}.items() if (key in today) != (key in stored)]
+    return [f"stale, {kind}: {name}" for name in dict.fromkeys(names)]
+
+
+def tasks(problems: Iterable[str], archs: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the pairs of a problem and an architecture that the problem's engine serves."""
+    return [(name, arch) for name in problems for arch in archs if is_served(name, arch)]
+
+
+def _name(problem: str, launch: Launch, arch: str) -> str:
+    return f"{launch.kernel}, {problem}, tile {_size(launch.tile)}, {arch}"
+
 
 def compile_all(
-    problems: Iterable[str], archs: Iterable[str], libraries: Sequence[str | None], jobs: int, progress: Progress
+    problems: Iterable[str],
+    archs: Iterable[str],
+    libraries: Sequence[str | None],
+    jobs: int,
+    progress: Progress,
+    stored: Sequence[Kernel] = (),
+    save: Callable[[list[Kernel]], object] = lambda _: None,
 ) -> list[Kernel]:
-    """Compile every kernel of the problems for every architecture with every libnvrtc (path, or None: the default)."""
-    tasks = [(name, arch) for name in problems for arch in archs if is_served(name, arch)]
-    compiled: list[Kernel] = []
+    """Compile every kernel of the problems for every architecture with every libnvrtc (path, or None: the default).
+
+    Kernels of `stored` that are chosen today are not compiled again. `save` is called with all kernels after each
+    problem and architecture.
+    """
+    rows: dict[tuple[str, str], list[Kernel]] = {task: [] for task in tasks(problems, archs)}
+    todo = list(rows)
+    for kernel in stored:
+        rows.setdefault((kernel.problem, kernel.arch), []).append(kernel)
     context = multiprocessing.get_context("spawn")
     for library in libraries:
         # A process cannot unload its libnvrtc: one pool per compiler.
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_use, initargs=(library,)) as pool:
-            for (name, arch), kernels_of_task in zip(tasks, pool.map(_compile, *zip(*tasks, strict=True)), strict=True):
-                progress(f"{name}, {arch}")
-                compiled += kernels_of_task
-    return compiled
+            try:
+                made_of_tasks = pool.map(_compile, *zip(*todo, strict=True), [rows[task] for task in todo])
+                for task, made in zip(todo, made_of_tasks, strict=True):
+                    progress(", ".join(task))
+                    today = {kernel.fingerprint for kernel in made}
+                    others = [each for each in rows[task] if each.compiler != made[0].compiler]
+                    rows[task] = [each for each in others if each.fingerprint in today] + made
+                    save([kernel for kernels_of_task in rows.values() for kernel in kernels_of_task])
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # an interrupt ends the run after the compilations in progress
+                raise
+    return [kernel for kernels_of_task in rows.values() for kernel in kernels_of_task]
 
 
 def step_arch(name: str) -> str:
@@ -190,11 +329,22 @@ def _use(library: str | None) -> None:
         nvrtc.library = lru_cache(lambda: ctypes.CDLL(library))
 
 
-def _compile(name: str, arch: str) -> list[Kernel]:
+def _compile(name: str, arch: str, stored: Sequence[Kernel]) -> list[Kernel]:
+    """Return the rows of a problem on an architecture: those of `stored` that this compiler made of the same text."""
+    known = {kernel.fingerprint: kernel for kernel in stored if kernel.compiler == _release()}
+    return [
+        known[key] if key in known else _compile_launch(name, launch, arch)
+        for key, launch in _launches(name, arch).items()
+    ]
+
+
+def _launches(name: str, arch: str) -> dict[str, Launch]:
+    """Return the launches that plans and tunes of a problem may choose at any length, by fingerprint."""
     gpu = device.named(arch, "cuda")
     problems = _problems(**PROBLEMS[name])
+    problems += [each._replace(deterministic=True) for each in problems if each.backward and not each.derivative]
     launches = (*ahead.launches_of(problems, gpu), *_of_a_tune(problems, gpu))
-    return [_compile_launch(name, launch, arch) for launch in launches]
+    return {fingerprint(launch): launch for launch in launches}
 
 
 def _of_a_tune(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch, ...]:
@@ -233,40 +383,82 @@ def _compile_launch(name: str, launch: Launch, arch: str) -> Kernel:
     resources = result.resources[launch.function]
     spills = resources.spill_stores + resources.spill_loads
     return Kernel(
-        name, launch.kernel, launch.tile, arch, _release(), resources.registers, spills,
-        resources.smem + launch.shared_bytes, len(result.code), round(seconds, 3), result.warnings,
+        name, launch.kernel, launch.tile, arch, fingerprint(launch), resources.smem + launch.shared_bytes, _release(),
+        resources.registers, spills, len(result.code), round(seconds, 3), result.warnings,
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1)
 def _release() -> str:
     """Return the compiler's release, for example 13.5.37."""
     release = re.search(r"V([\d.]+)", nvrtc.identity())
     return release[1] if release else ".".join(map(str, nvrtc.version()))
 
 
-def count_steps(problems: Iterable[str], arch: str, progress: Progress) -> list[Step]:
-    """Count the tile steps of the kernels that plans choose on `arch` for long problems, on the simulator."""
-    steps = []
-    for name in problems:
+class Counted(NamedTuple):
+    """A kernel whose tile step is counted."""
+
+    problem: str
+    launch: Launch
+    arch: str
+    backward: bool
+    deterministic: bool
+
+    @property
+    def label(self) -> str:
+        """The name of the kernel, and whether it adds to dQ or does so in order."""
+        added = " + dQ" if self.launch.function == "backward_kv" and _adds_dq(self.launch) else ""
+        return self.launch.kernel + added + ", in order" * _in_order(self.launch)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.label}, {self.problem}, tile {_size(self.launch.tile)}"
+
+
+def counted(problems: Iterable[str], archs: Iterable[str] = STEP_ARCHS) -> list[Counted]:
+    """Return the kernels that plans choose for long problems and whose tile steps are counted."""
+    found: dict[tuple[Any, ...], Counted] = {}
+    for arch, name in itertools.product(archs, problems):
         # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
-        progress(name)
-        counted = set()  # a deterministic backward adds kernels only if dQ has one of its own
+        # A deterministic backward adds kernels only if dQ has one of its own, or is added in order.
         for backward, deterministic in ((False, False), (True, False), (True, True)):
             if backward and not PROBLEMS[name].get("backward", True):
                 continue
             for launch in _chosen(PROBLEMS[name], backward, arch, deterministic):
-                key = _label(launch), launch.tile
-                if launch.function in ("forward", "backward", "backward_q", "backward_kv") and key not in counted:
-                    counted.add(key)
-                    steps.append(_count(name, launch, backward, arch))
-    return steps
+                each = Counted(name, launch, arch, backward, deterministic)
+                if launch.function in MAINLOOPS:
+                    found.setdefault((name, each.label, launch.tile), each)
+    return list(found.values())
 
 
-def _label(launch: Launch) -> str:
-    """Return the name of a kernel, and whether one for dK and dV also adds dQ."""
-    return launch.kernel + " + dQ" * (launch.function == "backward_kv" and _adds_dq(launch))
+def count_steps(
+    problems: Iterable[str],
+    progress: Progress,
+    stored: Sequence[Step] = (),
+    save: Callable[[list[Step]], object] = lambda _: None,
+) -> list[Step]:
+    """Count the tile steps of the kernels that plans choose for long problems, on the simulator.
+
+    Steps of `stored` whose kernels are chosen today are not counted again, and those of other problems are kept. `save`
+    is called with all steps after each.
+    """
+    problems = list(problems)
+    known = {(step.problem, step.fingerprint): step for step in stored}
+    steps = {key: step for key, step in known.items() if step.problem not in problems}
+    for each in counted(problems):
+        progress(each.name)
+        key = each.problem, fingerprint(each.launch)
+        steps[key] = known.get(key) or _count(each)
+        save(list((known | steps).values()))
+    return list(steps.values())
+
+
+def _in_order(launch: Launch) -> bool:
+    """Return whether blocks add to dQ in an order."""
+    return bool(dict(launch.constants).get("DQ_IN_ORDER"))
 
 
 def _adds_dq(launch: Launch) -> bool:
@@ -286,30 +478,40 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str, deterministic: bo
     return plan(problem, device.named(arch, "cuda")).launches
 
 
-def _count(name: str, launch: Launch, backward: bool, arch: str) -> Step:
+def _count(counted: Counted) -> Step:
     """Simulate a launch of 2 x 2 tiles, and one with a third tile along the mainloop; the difference is one step.
 
-    The mainloop visits key tiles, or, in a backward whose blocks own keys, query tiles.
+    The mainloop visits key tiles, or, in a backward whose blocks own keys, query tiles. Blocks that add in order poll
+    until it is their turn, which would count: there is only one.
     """
-    config, tile = PROBLEMS[name], launch.tile
+    name, launch, arch, backward, deterministic = counted
+    config, tile = PROBLEMS[name] | {"deterministic": deterministic}, launch.tile
     assert tile is not None
     block_q, block_kv, threads = tile
-    by_key = launch.function in ("backward_kv", "backward")
+    by_key, blocks = launch.function in ("backward_kv", "backward"), 1 if _in_order(launch) else 2
     base, longer = (
-        _run(config, launch, backward, arch, ((2 + more * by_key) * block_q, (2 + more * (not by_key)) * block_kv))
-        for more in (0, 1)
+        _run(
+            config,
+            launch,
+            backward,
+            arch,
+            (visited * block_q, blocks * block_kv) if by_key else (blocks * block_q, visited * block_kv),
+        )
+        for visited in (2, 3)
     )
     added = {key: longer.by_class()[key] - base.by_class().get(key, 0) for key in longer.by_class()}
-    scores = 2 * block_q * block_kv
+    scores = blocks * block_q * block_kv
     per_score = {key: 32 * count / scores for key, count in added.items()}
     # An access counts its sectors or its bytes, whichever is less: lanes that read one address count once, and several
     # instructions that share a sector count a part each. TMA boxes share no sectors.
     bytes_moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
     if launch.boxes:
         bytes_moved = base.global_bytes_read + base.global_bytes_written
-    least = None if "mask" in config else _least_bytes(launch, config)
+    least = None if "mask" in config else _least_bytes(launch, config, blocks)
     over = None if least is None else bytes_moved / least
-    return Step(name, _label(launch), tile, per_score, base.bank_conflicts, over, _sass(launch, arch))
+    return Step(
+        name, counted.label, tile, fingerprint(launch), per_score, base.bank_conflicts, over, _sass(launch, arch)
+    )
 
 
 def _sass(launch: Launch, arch: str) -> Sass | None:
@@ -326,22 +528,23 @@ def _sass(launch: Launch, arch: str) -> Sass | None:
     return Sass(per_score, len(mainloop.longest) * of_score, mainloop.waits())
 
 
-def _least_bytes(launch: Launch, config: dict[str, Any]) -> int:
-    """Return the minimum traffic of a launch of 2 x 2 tiles: resident tiles move once, visited tiles once per block."""
+def _least_bytes(launch: Launch, config: dict[str, Any], blocks: int) -> int:
+    """Return the minimum traffic of blocks that visit 2 tiles: resident tiles move once, visited ones once a block."""
     assert launch.tile is not None
     block_q, block_kv, _ = launch.tile
-    dtype = np.dtype("uint16" if config["dtype"] == "bfloat16" else config["dtype"])
-    k, v = (dtype.itemsize * config.get(name, config["head_dim"]) for name in ("head_dim", "head_dim_v"))
-    row_stat = max(dtype.itemsize, 4)  # bytes of one lse or delta
-    queries, keys = 2 * block_q, 2 * block_kv
-    if launch.function == "forward":  # Q, O, lse; K and V
-        return queries * (k + v + row_stat) + 2 * keys * (k + v)
+    itemsize = ahead.element_dtype(config["dtype"]).itemsize
+    k, v = (itemsize * config.get(name, config["head_dim"]) for name in ("head_dim", "head_dim_v"))
+    row_stat = max(itemsize, 4)  # bytes of one lse or delta
+    by_key = launch.function in ("backward_kv", "backward")
+    queries, keys = (2 * block_q, blocks * block_kv) if by_key else (blocks * block_q, 2 * block_kv)
+    if launch.function in ("forward", "forward_fp8"):  # Q, O (of fp8 in bfloat16), lse; K and V
+        return queries * (k + v * (1 + (itemsize == 1)) + row_stat) + blocks * keys * (k + v)
     query_bytes = queries * (k + v + 2 * row_stat)  # Q, dO, lse, delta
     if launch.function == "backward_q":
-        return query_bytes + queries * k + 2 * keys * (k + v)
+        return query_bytes + queries * k + blocks * keys * (k + v)
     if _adds_dq(launch):  # every block also adds to dQ in fp32
         query_bytes += queries * 4 * -(-config["head_dim"] // 16) * 16
-    return 2 * keys * (k + v) + 2 * query_bytes  # K, V, dK, dV
+    return 2 * keys * (k + v) + blocks * query_bytes  # K, V, dK, dV
 
 
 def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, lengths: tuple[int, int]) -> Counters:
@@ -394,55 +597,45 @@ def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:
     """Return the reasons why the gate fails; empty if it passes."""
     reasons = []
     for kernel in compiled:
-        name = f"{kernel.kernel}, {kernel.problem}, tile {_size(kernel.tile)}, {kernel.arch}, NVRTC {kernel.compiler}"
+        name = f"{kernel.name}, NVRTC {kernel.compiler}"
         reasons += [f"{name}: spills {kernel.spills} bytes"] if kernel.spills else []
         reasons += [f"{name}: {warning}" for warning in kernel.warnings]
     for step in steps:
-        name = f"{step.kernel}, {step.problem}, tile {_size(step.tile)}"
-        reasons += [f"{name}: {step.bank_conflicts} bank conflicts"] if step.bank_conflicts else []
+        reasons += [f"{step.name}: {step.bank_conflicts} bank conflicts"] if step.bank_conflicts else []
         if step.bytes_over_least is not None and step.bytes_over_least > LIMIT:
-            reasons.append(f"{name}: moves {step.bytes_over_least:.2f} times the minimum bytes")
+            reasons.append(f"{step.name}: moves {step.bytes_over_least:.2f} times the minimum bytes")
     return reasons
-
-
-def record(compiled: Sequence[Kernel], steps: Iterable[Step]) -> dict[str, Any]:
-    """Return the section of a result; each of the thousands of kernels is one JSON string, to keep the file short."""
-    names = [field.name for field in fields(Kernel)]
-    lines = [json.dumps([getattr(kernel, name) for name in names]) for kernel in compiled]
-    return {"columns": names, "kernels": lines, "steps": [asdict(step) for step in steps]}
 
 
 def tables(section: dict[str, Any]) -> list[Table]:
     """Return the table of kernels, each the maximum over tiles and compilers, and the tables of tile steps."""
-    compiled = [dict(zip(section["columns"], json.loads(line), strict=True)) for line in section["kernels"]]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for record in compiled:
-        groups[record["problem"], record["kernel"]].append(record)
-    archs = list(dict.fromkeys(record["arch"] for record in compiled))
+    compiled = Result.of(section).kernels
+    groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
+    for kernel in compiled:
+        groups[kernel.problem, kernel.kernel].append(kernel)
+    archs = list(dict.fromkeys(kernel.arch for kernel in compiled))
     rows = []
-    for (problem, kernel), group in groups.items():
-        registers = [
-            max((record["registers"] for record in group if record["arch"] == arch), default=0) for arch in archs
-        ]
+    for (problem, name), group in groups.items():
+        registers = [max((each.registers for each in group if each.arch == arch), default=0) for arch in archs]
         rows.append(
             [
                 problem,
-                kernel,
-                str(len({tuple(record["tile"] or ()) for record in group})),
+                name,
+                str(len({each.tile for each in group})),
                 *map(str, registers),
-                str(sum(record["spills"] for record in group)),
-                f"{max(record['shared_bytes'] for record in group) / 1024:.0f}",
-                f"{max(record['cubin_bytes'] for record in group) / 1024:.0f}",
-                f"{max(record['seconds'] for record in group):.1f}",
+                str(sum(each.spills for each in group)),
+                f"{max(each.shared_bytes for each in group) / 1024:.0f}",
+                f"{max(each.cubin_bytes for each in group) / 1024:.0f}",
+                f"{max(each.seconds for each in group):.1f}",
             ]
         )
-    compilers = ", ".join(dict.fromkeys(record["compiler"] for record in compiled))
+    compilers = ", ".join(dict.fromkeys(kernel.compiler for kernel in compiled))
     heading = f"Registers by architecture, the most of all tiles that a plan may choose (NVRTC {compilers})"
     columns = ["problem", "kernel", "tiles", *archs, "spilled bytes", "shared KiB", "cubin KiB", "compile s"]
     return [
         Table(heading, columns, rows),
         *_step_tables(section["steps"]),
-        *static_mods.tables(section.get("mods", [])),
+        *static_mods.tables(section["mods"]),
     ]
 
 

@@ -6,9 +6,10 @@ one is not a failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from cupy_flash.problem import Problem
 from cupy_flash.source import assemble
 
 from . import sass
+from .fingerprint import fingerprint
 from .report import Table
 from .run import Progress
 
@@ -54,52 +56,102 @@ class Added:
     mod: str
     kernel: str
     tile: tuple[int, int, int]
+    fingerprint: str  # of the kernel, of the same without the mod, and of those whose spills count
     plain: float
     added: float  # instructions on the steady path
     longest: float  # all instructions of the longest path, with the mod: a tile that the mask cuts
     mark: float
     spills: int  # bytes, of the tile that spills most
 
-
-def count(mods: Iterable[str], progress: Progress) -> list[Added]:
-    """Compile the kernels that plans choose with each mod, and the same tiles without; bfloat16, D 128."""
-    rows = []
-    for engine, arch in ENGINES.items():
-        for mod in mods:
-            progress(f"mod {mod}, {engine}")
-            spills = _most_spilled(engine, arch, mod)
-            for backward in (False, True):
-                rows += [replace(row, spills=spills[row.kernel]) for row in _count(engine, arch, mod, backward)]
-    return rows
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.kernel} with the mod {self.mod}"
 
 
-def _most_spilled(engine: str, arch: str, mod: str) -> dict[str, int]:
-    """Return the most bytes that a kernel spills at any tile that plans choose, by kernel."""
-    most: dict[str, int] = {}
-    for head_dim in SPILL_DIMS:
-        on = device.named(arch, "cuda")
-        for launch in ahead.launches(on, dtype="bfloat16", head_dim=head_dim, engine=engine, **MODS[mod]):
-            text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
-            resources = nvrtc.compile(text, launch.kernel, arch).resources[launch.function]
-            spills = resources.spill_stores + resources.spill_loads
-            most[launch.kernel] = max(most.get(launch.kernel, 0), spills)
-    return most
+class Case(NamedTuple):
+    """A kernel with a mod, in the tile that a plan chooses."""
+
+    mod: str
+    arch: str
+    mark: float
+    launch: Launch
+    plain: Launch  # the same tile without the mod
+    candidates: tuple[Launch, ...]  # the kernel with every tile that plans choose
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of all these kernels."""
+        return fingerprint(self.launch, self.plain, *self.candidates)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.launch.kernel} with the mod {self.mod}"
 
 
-def _count(engine: str, arch: str, mod: str, backward: bool) -> list[Added]:
+def cases(mods: Iterable[str]) -> list[Case]:
+    """Return the kernels that plans choose with each mod; bfloat16, D 128."""
+    plans = itertools.product(ENGINES.items(), mods, (False, True))
+    return [case for (engine, arch), mod, backward in plans for case in cases_of(engine, arch, mod, backward)]
+
+
+def cases_of(engine: str, arch: str, mod: str, backward: bool) -> Iterator[Case]:
+    """Yield the kernels with a mainloop of one plan."""
     on = device.named(arch, "cuda")
     chosen = plan(_problem(engine, backward, **MODS[mod]), on)
-    plain = plan(_problem(engine, backward), on, chosen.tile)
-    without = {launch.kernel: launch for launch in plain.launches}
-    marks = MARKS[engine].get(mod, FULL_TILE)
-    rows = []
+    plain = {launch.kernel: launch for launch in plan(_problem(engine, backward), on, chosen.tile).launches}
+    candidates = [
+        launch
+        for head_dim in SPILL_DIMS
+        for launch in ahead.launches(on, dtype="bfloat16", head_dim=head_dim, engine=engine, **MODS[mod])
+    ]
+    mark = float(MARKS[engine].get(mod, FULL_TILE)[backward])
     for launch in chosen.launches:
         if launch.function in MAINLOOPS and launch.tile is not None:
-            steady, longest, spills = _instructions(launch, arch)
-            base, _, _ = _instructions(without[launch.kernel], arch)
-            mark = float(marks[backward])
-            rows.append(Added(mod, launch.kernel, launch.tile, base, steady - base, longest, mark, spills))
-    return rows
+            alike = tuple(each for each in candidates if each.kernel == launch.kernel)
+            yield Case(mod, arch, mark, launch, plain[launch.kernel], alike)
+
+
+def count(
+    mods: Iterable[str],
+    progress: Progress,
+    stored: Sequence[Added] = (),
+    save: Callable[[list[Added]], object] = lambda _: None,
+) -> list[Added]:
+    """Compile the kernels that plans choose with each mod, and the same tiles without.
+
+    Rows of `stored` whose kernels are chosen today are not compiled again, and those of other mods are kept. `save` is
+    called with all rows after each.
+    """
+    mods = list(mods)
+    known = {(row.name, row.fingerprint): row for row in stored}
+    rows = {key: row for key, row in known.items() if row.mod not in mods}
+    for case in cases(mods):
+        progress(case.name)
+        key = case.name, case.fingerprint
+        rows[key] = known.get(key) or measure(case)
+        save(list((known | rows).values()))
+    return list(rows.values())
+
+
+def measure(case: Case) -> Added:
+    """Compile the kernels of a case and count their instructions and spills."""
+    steady, longest = _instructions(case.launch, case.arch)
+    plain, _ = _instructions(case.plain, case.arch)
+    spills = max(_spills(launch, case.arch) for launch in case.candidates)
+    assert case.launch.tile is not None
+    return Added(
+        case.mod,
+        case.launch.kernel,
+        case.launch.tile,
+        case.fingerprint,
+        plain,
+        steady - plain,
+        longest,
+        case.mark,
+        spills,
+    )
 
 
 def _problem(engine: str, backward: bool, **mods: Any) -> Problem:
@@ -108,25 +160,32 @@ def _problem(engine: str, backward: bool, **mods: Any) -> Problem:
     return problem._replace(q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, whole_heads=HEADS)
 
 
-def _instructions(launch: Launch, arch: str) -> tuple[float, float, int]:
-    """Return (steady, longest, spilled bytes): mainloop instructions per score, without matrix products."""
-    text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
-    result = nvrtc.compile(text, launch.kernel, arch)
+def _compiled(launch: Launch, arch: str) -> nvrtc.Compiled:
+    return nvrtc.compile(assemble(launch.kernel, dict(launch.constants), dict(launch.headers)), launch.kernel, arch)
+
+
+def _spills(launch: Launch, arch: str) -> int:
+    """Return the bytes that a kernel spills, stored and loaded."""
+    resources = _compiled(launch, arch).resources[launch.function]
+    return resources.spill_stores + resources.spill_loads
+
+
+def _instructions(launch: Launch, arch: str) -> tuple[float, float]:
+    """Return mainloop instructions per score, without matrix products, of the steady path and of the longest one."""
     assert launch.tile is not None
     block_q, block_kv, threads = launch.tile
     threads -= 128 if launch.kernel.startswith("wgmma/") else 0  # the producer warpgroup has no mainloop math
-    loop, products = sass.mainloop(result.code), sass.CLASSES["products"]
+    loop, products = sass.mainloop(_compiled(launch, arch).code), sass.CLASSES["products"]
     steady, longest = (
         sum(sass.opcode(each) not in products for each in path) * threads / (block_q * block_kv)
         for path in (loop.steady, loop.longest)
     )
-    resources = result.resources[launch.function]
-    return steady, longest, resources.spill_stores + resources.spill_loads
+    return steady, longest
 
 
 def complaints(rows: Iterable[Added]) -> list[str]:
     """Return the reasons why the gate fails; empty if it passes."""
-    return [f"{row.kernel} with the mod {row.mod}: spills {row.spills} bytes" for row in rows if row.spills]
+    return [f"{row.name}: spills {row.spills} bytes" for row in rows if row.spills]
 
 
 def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:

@@ -153,6 +153,7 @@ FLOW = (
     "adapters.jax.calls",
     "adapters.jax.folding",
     "adapters.jax.sharding",
+    "adapters.jax.shutdown",
     "adapters.jax.handler",
     "adapters.jax.primitive",
     "adapters.jax.step",

@@ -21,6 +21,7 @@ from ... import backends
 from ...arrays import Array, as_array, contiguous_strides
 from ...problem import DOUBLE_BACKWARD, UnsupportedError
 from . import frame as ffi
+from . import shutdown
 from .calls import parse
 
 TARGET = "cupy_flash"
@@ -176,7 +177,10 @@ def _handler(platform: str) -> Any:
 def _served(frame: Any, platform: str) -> tuple[int | None, bool]:
     """Run a call; return the address of its error or None, and whether it was interrupted from the keyboard."""
     try:
-        if not _describe(frame, platform):
+        if _describe(frame, platform):
+            shutdown.expect_programs()
+        else:
+            call = shutdown.begin()  # noqa: F841  # kept until the return
             handle(frame, platform)
     except BaseException as error:  # an exception must not unwind through XLA's C++ frames
         return _error(frame, error), isinstance(error, KeyboardInterrupt)

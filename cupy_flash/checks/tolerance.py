@@ -1,10 +1,12 @@
 """The tolerance rule of numerical comparisons: the error of independent runs in the same precision sets the scale.
 
-    max |actual - reference| <= 2 * max |low precision - reference| + band,   band = eps(dtype) * max |reference| + tiny
+    max |actual - reference| <= factor * max |low precision - reference| + band
+    factor = 2 + 2 / sqrt(n),   band = eps(dtype) * max |reference| + tiny
 
 where NaN and infinities, signs included, must be in the same places. The low-precision result has, for each element,
 the least accurate value of several runs whose sums have other orders: the error of one run is luck of its order, which
-differs between the BLAS libraries of two machines.
+differs between the BLAS libraries of two machines. The largest error of few elements, such as those of dsink, remains
+luck, so the factor depends on the number n of finite elements: 2 for many, 3 for 4, and 4 for a single one.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> 
     )
     limits = ml_dtypes.finfo(dtype)
     band = float(limits.eps) * np.abs(reference64[finite]).max() + float(limits.smallest_subnormal)
-    allowed = 2 * low_error.max() + band
+    factor = 2 + 2 / np.sqrt(np.count_nonzero(finite))
+    allowed = factor * low_error.max() + band
     if error.max() <= allowed:
         return None
     worst = np.unravel_index(error.argmax(), error.shape)
     return (
-        f"error {error.max():.3e} > {allowed:.3e} = 2 * {low_error.max():.3e} (low-precision runs) + {band:.3e} "
+        f"error {error.max():.3e} > {allowed:.3e} = {factor:.2f} * {low_error.max():.3e} (low-precision runs) + {band:.3e} "
         f"(band); worst at {tuple(map(int, worst))}: {actual[worst]:.9g}, reference {reference64[worst]:.9g}"
     )
 

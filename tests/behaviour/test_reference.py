@@ -509,6 +509,14 @@ def test_fp8_sums_keep_14_bits():
     assert reference._multiply_in_14_bits(a[:, 1:], b[1:]) == 33 * 2**-6
 
 
+@pytest.mark.parametrize(("size", "most"), [(1, 4.0), (4, 3.0), (10_000, 2.02)])
+def test_tolerance_of_few_elements_is_larger(size, most):
+    expected = np.zeros(size)
+    assert_matches_reference(expected + 0.99 * most, expected, expected + 1, np.float32, "x")
+    with pytest.raises(AssertionError, match=f"= {most:.2f}"):
+        assert_matches_reference(expected + 1.01 * most, expected, expected + 1, np.float32, "x")
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

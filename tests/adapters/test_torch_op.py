@@ -504,6 +504,8 @@ def of_ended_transform(x):
     return wrapped[0]
 
 
+# torch's forward mode uses torch.jit.script
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["plain", "recorded"])
 def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_grad):
     """It unwraps them, or allocates them; their type is torch.Tensor, and no mode or transform is active."""

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
+import dtensor_checks
 import numpy as np
 import pytest
 import ranks
@@ -563,7 +564,14 @@ def a_rank_that_dies_is_an_error_for_the_others(world):
             ring_attention(q, q, q)
 
 
-SIZES = {2: CHECKS, 4: CHECKS | ON_4}
+DTENSORS = {f"dtensor-{name}": partial(dtensor_checks.on_2, case) for name, case in dtensor_checks.CASES.items()}
+DTENSORS |= {
+    "dtensor-refusals": dtensor_checks.refused_dtensors,
+    "dtensor-sums": dtensor_checks.sums_with_dropout,
+    "dtensor-sdpa": dtensor_checks.sdpa_of_dtensors,
+}
+ON_4 = {"dtensor-mesh": dtensor_checks.a_mesh_of_two_axes} | ON_4
+SIZES = {2: CHECKS | DTENSORS, 4: CHECKS | ON_4}
 
 
 @pytest.fixture(scope="module")

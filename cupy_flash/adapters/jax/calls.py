@@ -15,7 +15,7 @@ from ...mods.facts import floating_reads
 from ...mods.trace import Mod, decoded
 from ...pose import pose
 from ...problem import DOUBLE_BACKWARD, JVP, Operands, Options, Packed, Problem, Saved, Shard, Tangents, out_dtype
-from .axes import axes_of, sizes_of
+from ..axes import axes_of, sizes_of
 
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # placeholders for traced values

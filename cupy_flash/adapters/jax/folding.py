@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ...mods.instances import side_by_side
-from .axes import BROADCAST, LAYOUTS, TANGENTS
+from ..axes import BROADCAST, LAYOUTS, TANGENTS
 from .calls import SAVED
 
 

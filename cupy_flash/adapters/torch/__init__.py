@@ -1,5 +1,6 @@
 """Attention on torch tensors: autograd, compile, export, checkpointing, FSDP2, autocast; SDPA and flash-attn APIs."""
 
+from torch import distributed
 from torch.nn.attention import register_flash_attention_impl
 
 from .cache_drop_in import flash_attn_with_kvcache
@@ -37,3 +38,6 @@ __all__ = [
 
 # This only registers it; torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates it.
 register_flash_attention_impl("cupy_flash", register_fn=Activation)
+
+if distributed.is_available():  # not in every build of torch
+    from . import sharding  # noqa: F401  # registers the strategies for DTensor, a part of torch.distributed

@@ -153,7 +153,7 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
     flags["deterministic"] = flags["deterministic"] or torch.are_deterministic_algorithms_enabled()
     return (
         q, k, v, *features, *bounds,
-        _seed(options.seed, as_number(options.dropout), q.device),
+        _seed(options.seed, as_number(options.dropout), q),
         *longest,
         _causal(options.causal),
         None if left is None else as_index(left),
@@ -228,22 +228,29 @@ def as_int32(cu_seqlens: Any) -> Any:
     return cu_seqlens
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a tensor is distributed over ranks."""
+    return torch.distributed.is_available() and isinstance(tensor, torch.distributed.tensor.DTensor)
+
+
 def _length(value: Any) -> Any:
     """Return a length as an int, or unchanged if it is symbolic."""
     return value if isinstance(value, torch.SymInt) else as_index(value)
 
 
-def _seed(seed: Any, dropout: Any, device: Any) -> Any:
+def _seed(seed: Any, dropout: Any, q: Any) -> Any:
     """Return the seed as a tensor, which CUDA graphs, checkpointing and the backward can read; None without dropout."""
     if seed is None:
-        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
+        if dropout > 0 and is_dtensor(q):
+            raise ValueError("dropout of DTensors needs a seed: each rank would draw another one")
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device) if dropout > 0 else None
     if isinstance(seed, torch.Tensor) and not seed.is_nested:
         return seed
     if isinstance(seed, (bool, np.timedelta64)) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise TypeError(f"seed must be None, an int in [0, 2**64) or an int64 tensor of one element, not {seed!r}")
     # Reinterpret the 64 bits as int64.
     bits = int(seed) - 2**64 if seed >= 2**63 else int(seed)
-    return torch.full((1,), bits, dtype=torch.int64, device=device) if dropout > 0 else None
+    return q.new_full((1,), bits, dtype=torch.int64) if dropout > 0 else None  # a DTensor if q is one
 
 
 def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:

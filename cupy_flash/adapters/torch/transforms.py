@@ -29,6 +29,7 @@ from .op import (
     attend,
     attention_backward,
     attention_forward,
+    is_dtensor,
     library,
     mod_of_options,
     modified_attention_backward,
@@ -86,7 +87,8 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
         arguments = arguments_of(arrays, options, packed, fp8)
         mod = mod_of_options(options)
     except (TypeError, ValueError):
-        if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
+        # torch.compile cannot trace what pose does with memory, and a DTensor has none.
+        if not torch.compiler.is_compiling() and not is_dtensor(arrays[0]):
             pose(function, arrays, options, packed)  # raises the same reason together with all others
         raise
     captured = [] if mod is None else list(mod.arrays)

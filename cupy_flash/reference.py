@@ -527,17 +527,23 @@ class _Sums:
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Return a @ b."""
-        if self._rng is None:
-            return self._multiply(a, b)
-        order = self._rng.permutation(a.shape[-1])
+        order = self._order(a.shape[-1])
         return self._multiply(a[..., order], b[..., order, :])
 
     def sum(self, x: Array, axes: tuple[int, ...] = (-1,), keepdims: bool = True) -> Array:
         """Return the sum over `axes`."""
+<<<<<<< HEAD
         if self._rng is not None:
             for axis in axes:
                 x = x.take(self._rng.permutation(x.shape[axis]), axis)
+=======
+        for axis in axes:
+            x = x.swapaxes(axis, 0)[self._order(x.shape[axis])].swapaxes(axis, 0)
+>>>>>>> machines
         return np.asarray(x.sum(axis=axes, keepdims=keepdims))
+
+    def _order(self, terms: int) -> slice | Array:
+        return slice(None) if self._rng is None else self._rng.permutation(terms)
 
 
 def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -> Forward:

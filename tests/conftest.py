@@ -78,13 +78,16 @@ def kernel_cache(tmp_path_factory, request):
     """Create a kernel cache that all processes of a session share; set KERNELS to share the folder between sessions.
 
     PTX for the simulator is compiled with fewer optimization passes, in half the time, unless --exhaustive is given.
-    Cubins are always compiled with the flags of a user's call.
+    Cubins are always compiled with the flags of a user's call. CuPy, which creates its own cache as soon as it is
+    imported, gets a folder beside, because the home may be read-only.
     """
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(folder))
+        kernels = os.environ.get("KERNELS") or str(folder)
+        patch.setenv("CUPY_FLASH_CACHE_DIR", kernels)
+        patch.setenv("CUPY_CACHE_DIR", os.environ.get("CUPY_CACHE_DIR") or os.path.join(kernels, "cupy"))
         if not request.config.option.exhaustive:
             patch.setattr(nvrtc, "flags", faster(nvrtc.flags))
         cache.compiled.cache_clear()

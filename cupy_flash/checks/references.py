@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from .. import reference
+from ..device import blas_controller
 from ..trial import Call
 
 Array = np.ndarray[Any, Any]
@@ -20,7 +20,7 @@ def references(call: Call, dtype: Any, gradients: bool = True, orders: int = 8) 
     Each element of the low-precision results is the worst of several runs, which differ in the order of their sums: a
     single run may be exact by chance in an array of few elements, such as dsink.
     """
-    with threadpool_limits(1, user_api="blas"):  # several BLAS threads slow small arrays down tenfold on a busy machine
+    with blas_controller().limit(limits=1):  # several BLAS threads slow small arrays down tenfold on a busy machine
         exact = _run(call, gradients, None)
         worst = _run(call, gradients, dtype)
         for order in range(1, orders):

@@ -49,9 +49,8 @@ def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> 
         return None
     worst = np.unravel_index(error.argmax(), error.shape)
     return (
-        f"error {error.max():.3e} > {allowed:.3e} = {factor:.2f} * {low_error.max():.3e} (low-precision runs) "
-        f"+ {band:.3e} (band); worst at {tuple(map(int, worst))}: {actual[worst]:.9g}, "
-        f"reference {reference64[worst]:.9g}"
+        f"error {error.max():.3e} > {allowed:.3e} = {factor:.2f} * {low_error.max():.3e} (low-precision runs) + "
+        f"{band:.3e} (band); worst at {tuple(map(int, worst))}: {actual[worst]:.9g}, reference {reference64[worst]:.9g}"
     )
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 from cases import DTYPES, Case
-from threadpoolctl import threadpool_limits
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -127,7 +126,7 @@ def references(case: Case, moving=ALL, orders=8) -> tuple[Derivatives, Derivativ
     linear in the tangents: these are divided by their size, and the results multiplied by it, so that it changes
     nothing but the rounding of results.
     """
-    with threadpool_limits(1, user_api="blas"):
+    with device.blas_controller().limit(limits=1):
         exact = _run_reference(case, moving, None)
         worst = _run_reference(case, moving, DTYPES[case.dtype])
         for order in range(1, orders):

@@ -36,6 +36,8 @@ class CudaArray(Protocol):
 
 
 AnyArray = DLPackArray | CudaArray
+# Libraries whose capsules lack DLPack's read-only flag: {module of the type of arrays: library}
+IMMUTABLE = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "mlx": "mlx"}
 ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of arrays, in which results are returned
 
 
@@ -51,6 +53,7 @@ class Array:
     framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
     owner: Any = field(repr=False)
     readonly: bool = False
+    immutable: str = ""  # the library, if all its arrays are immutable; then readonly is True
     capsule: Any = field(default=None, repr=False)  # DLPack capsule; its destructor returns the memory to the producer
     sharding: Any = field(default=None, repr=False)  # jax outputs: sharding of the jax.Array that `result` makes
 
@@ -131,7 +134,7 @@ def as_array(x: Any, name: str) -> Array:
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
     """Allocate an uninitialised, writable, C-contiguous output in the framework and on the device of `like`.
 
-    For frameworks without a way to allocate a writable array it is a NumPy array (on a GPU: CuPy). jax arrays are
+    For libraries without a way to allocate a writable array it is a NumPy array (on a GPU: CuPy). jax arrays are
     immutable: the output is a buffer that `result` passes to jax, on the CPU without a copy.
     """
     dtype = np.dtype(dtype)
@@ -144,7 +147,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
         torch_dtype = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype_name(dtype))
         tensor = torch.empty(shape, dtype=torch_dtype, device=like.owner.device)
         return Array(tensor.data_ptr(), shape, tensor.stride(), dtype, like.device, "torch", tensor)
-    if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__"):
+    if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__") and not like.immutable:
         namespace = like.owner.__array_namespace__()
         namespace_dtype = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype_name(dtype))
         output = as_array(namespace.empty(shape, dtype=namespace_dtype, device=like.owner.device), "output")
@@ -225,6 +228,13 @@ def _call_producer(function: Callable[..., Any], *arguments: Any) -> Any:
 def _is_instance(x: Any, module: str, name: str) -> bool:
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(x, cls)
+
+
+@functools.cache
+def _immutable_library(cls: type) -> str:
+    """Return the library of a type of arrays if they are immutable but exported without the read-only flag, else ""."""
+    modules = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    return next((IMMUTABLE[module] for module in modules if module in IMMUTABLE), "")
 
 
 def _is_plain_tensor(x: Any) -> bool:
@@ -336,10 +346,11 @@ def _from_jax(x: Any) -> Array:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(f"dtype {x.dtype} is not supported")
     if len(x.devices()) != 1:
-        raise TypeError(f"sharded over {len(x.devices())} devices: pass the shards one by one")
-    array = _from_dlpack(x, "jax")
-    array.readonly = True  # jax arrays are immutable, but jax's capsules lack the read-only flag
-    return array
+        raise TypeError(
+            f"sharded over {len(x.devices())} devices: call cupy_flash.adapters.jax.attention, or pass the shards one "
+            "by one"
+        )
+    return _from_dlpack(x, "jax")
 
 
 def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
@@ -365,7 +376,9 @@ def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():
         index = cupy.cuda.runtime.pointerGetAttributes(pointer).device
-    return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
+    library = _immutable_library(type(x))
+    readonly = bool(readonly or library)
+    return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly, library)
 
 
 # DLPack through ctypes, because NumPy's importer supports neither bf16, fp8 nor CUDA. Structures of dlpack.h 1.x.
@@ -442,7 +455,8 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
-    return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
+    library = _immutable_library(type(x))
+    return Array(pointer, shape, strides, dtype, device, framework, x, bool(readonly or library), library, capsule)
 
 
 def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:

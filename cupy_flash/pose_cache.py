@@ -157,6 +157,7 @@ class CacheArrayFacts(NamedTuple):
     device: str
     framework: str
     readonly: bool
+    immutable: str  # as in Array
     has_rows: bool  # the last dimension is contiguous
     repeats: bool  # a stride is 0, so several elements share an address
     has_boxes: bool  # a cache that TMA can load
@@ -196,7 +197,8 @@ def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_len
     arrays = []
     for name, x in call.items():
         layout = *_rows_and_repeats(x.shape, x.strides), name in CACHES and has_boxes(x)
-        arrays.append((name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, x.readonly, *layout)))
+        written = x.readonly, x.immutable
+        arrays.append((name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, *written, *layout)))
     types = tuple(map(type, (*plain, backend, *sides)))
     text = "" if mod is None else mod.text
     return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
@@ -415,17 +417,29 @@ def _check_what_goes_together(
     unsupported = []
     if paged and "cache_leftpad" in arrays:
         unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
-    if appends and any(arrays[name].framework == "jax" for name in ("k_cache", "v_cache") if name in arrays):
-        unsupported.append(
-            "jax arrays are immutable, and nothing can be appended to them in place: "
-            "cupy_flash.adapters.jax.append_to_kv_cache returns new caches"
-        )
-    elif appends:
-        for name in ("k_cache", "v_cache"):
-            require(name not in arrays or not arrays[name].readonly, f"{name} is read-only: rows cannot be appended")
-            repeats = name in arrays and arrays[name].repeats
-            require(not repeats, f"{name} repeats its elements (a stride of 0): rows cannot be appended")
-    return unsupported
+    return unsupported + _check_written(requirements, arrays, appends)
+
+
+def _check_written(requirements: Requirements, arrays: dict[str, Any], appends: bool) -> list[str]:
+    """Check the arrays to which a call writes; return the refusals of those whose library has immutable arrays."""
+    refusals = []
+    for name in (*CACHES, "out") if appends else ("out",):
+        if name not in arrays:
+            continue
+        array, loss = arrays[name], "" if name == "out" else ": rows cannot be appended"
+        requirements.require(not array.repeats, f"{name} repeats its elements (a stride of 0){loss}")
+        if not array.immutable:
+            requirements.require(not array.readonly, f"{name} is read-only{loss}")
+        elif name == "out":
+            refusals.append(f"{array.immutable} arrays are immutable, and out cannot be written in place")
+        else:
+            instead = "keep the caches in arrays of another library, such as NumPy or torch"
+            if array.immutable == "jax":
+                instead = "cupy_flash.adapters.jax.append_to_kv_cache returns new caches"
+            refusals.append(
+                f"{array.immutable} arrays are immutable, and nothing can be appended to them in place: {instead}"
+            )
+    return list(dict.fromkeys(refusals))  # one for both caches
 
 
 def _check_mods(
@@ -568,8 +582,6 @@ def _check_others(requirements: Requirements, arrays: dict[str, Any], layout: st
         require(out.shape == expected, f"out must be {expected}, not {out.shape}")
         dtype = arrays["q"].dtype
         require_type(out.dtype == dtype, f"out must have the dtype of q, {dtype.name}, not {out.dtype.name}")
-        require(not out.readonly, "out is read-only")
-        require(not out.repeats, "out repeats its elements (a stride of 0)")
     if "q" in arrays:
         names = ("q", "alibi_slopes", "sink")
         known = Sizes(True, sizes.batch, sizes.q_len, sizes.capacity, sizes.heads, sizes.kv_heads, sizes.head_dim)

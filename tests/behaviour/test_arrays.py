@@ -382,7 +382,9 @@ def test_jax_on_several_devices():
     )
     assert ran.returncode == 0, ran.stderr
     refusal, result = ran.stdout.splitlines()
-    assert refusal.startswith("q (") and refusal.endswith("sharded over 2 devices: pass the shards one by one")
+    assert refusal.startswith("q (")
+    advice = "call cupy_flash.adapters.jax.attention, or pass the shards one by one"
+    assert refusal.endswith(f"sharded over 2 devices: {advice}")
     assert result == "True [2.0, 2.0, 2.0, 2.0]"
 
 
@@ -572,6 +574,20 @@ def test_outputs_that_cannot_be_written_are_refused():
     like = as_array(CopyingProducer(torch.ones(3)), "q")
     with pytest.raises(TypeError, match="CopyingProducer.* exports a copy or read-only memory"):
         empty((3,), like.dtype, like)
+
+
+def immutable(cls):
+    """A subclass of `cls` in a module of TensorFlow, whose arrays are immutable."""
+    return type("Tensor", (cls,), {"__module__": "tensorflow.python.framework.ops"})
+
+
+def test_arrays_of_immutable_libraries_are_readonly_and_outputs_are_not():
+    array = as_array(immutable(NamespaceProducer)(torch.ones(3)), "q")
+    assert (array.readonly, array.immutable) == (True, "tensorflow")
+    assert not array.numpy().flags.writeable
+    assert type(empty((3,), array.dtype, array).result()) is np.ndarray
+    on_gpu = as_array(immutable(CudaArrayInterface)(), "q")
+    assert (on_gpu.readonly, on_gpu.immutable) == (True, "tensorflow")
 
 
 def test_stream_of_cpu_arrays():

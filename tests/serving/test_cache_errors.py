@@ -2,10 +2,12 @@
 
 import re
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from cache_cases import CacheCase
+from producers import Producer
 
 import cupy_flash
 from cupy_flash import UnsupportedError
@@ -222,23 +224,51 @@ def test_lengths_are_not_part_of_the_problem():
     assert len(problems) == 1
 
 
-def test_jax_reads_and_does_not_append():
-    import jax.numpy as jnp
+class Tensor(Producer):
+    """A stand-in for TensorFlow's eager tensors: immutable, although the capsules that they export are writable."""
 
-    case = CacheCase(appended=1)
-    call = case.call()
-    arrays = [jnp.asarray(x) for x in call[:3]]
-    options = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
-    with pytest.raises(UnsupportedError, match="jax arrays are immutable"):
-        cupy_flash.attention_with_kv_cache(*arrays, **options)
-    with pytest.raises(UnsupportedError, match="jax arrays are immutable"):
-        cupy_flash.append_to_kv_cache(
-            options["k"], options["v"], *arrays[1:], cache_seqlens=options["cache_seqlens"]
-        )  # fmt: skip
-    reads = {n: x for n, x in options.items() if n not in ("k", "v")}
-    out = cupy_flash.attention_with_kv_cache(*arrays, **reads)
-    expected = cupy_flash.attention_with_kv_cache(*call[:3], **{n: call.options[n] for n in reads})
-    np.testing.assert_array_equal(np.asarray(out), expected)
+    __module__ = "tensorflow.python.framework.ops"
+
+
+class OwnTensor(Tensor):
+    """A subclass in a user's module."""
+
+    __module__ = "model"
+
+
+class MlxArray(Producer):
+    __module__ = "mlx.core"
+
+
+IMMUTABLE = {
+    "jax": (jnp.asarray, "jax", "cupy_flash.adapters.jax.append_to_kv_cache returns new caches"),
+    "tensorflow": (Tensor, "tensorflow", "keep the caches in arrays of another library, such as NumPy or torch"),
+    "subclass": (OwnTensor, "tensorflow", "keep the caches in arrays of another library"),
+    "mlx": (MlxArray, "mlx", "keep the caches in arrays of another library"),
+}
+
+
+@pytest.mark.parametrize("make, library, advice", IMMUTABLE.values(), ids=IMMUTABLE)
+def test_arrays_of_immutable_libraries_are_read_and_not_written(make, library, advice):
+    call = CacheCase(appended=1).call()
+    given = dict(zip(("q", "k_cache", "v_cache"), call[:3], strict=True)) | call.options
+    immutable = {n: make(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
+    refusal = rf"{library} arrays are immutable, and nothing can be appended to them in place: {re.escape(advice)}"
+    with pytest.raises(UnsupportedError, match=refusal):
+        cupy_flash.attention_with_kv_cache(**immutable)
+    caches = {n: immutable[n] for n in ("k", "v", "k_cache", "v_cache", "cache_seqlens")}
+    with pytest.raises(UnsupportedError, match=refusal):
+        cupy_flash.append_to_kv_cache(**caches)
+    reads = {n: x for n, x in immutable.items() if n not in ("k", "v")}
+    result = np.zeros_like(given["q"])
+    with pytest.raises(UnsupportedError, match=f"{library} arrays are immutable, and out cannot be written in place"):
+        cupy_flash.attention_with_kv_cache(**reads, out=make(result))
+    assert not result.any()
+    for name, x in before.items():
+        np.testing.assert_array_equal(given[name], x)
+    expected = cupy_flash.attention_with_kv_cache(**{n: given[n] for n in reads})
+    np.testing.assert_array_equal(np.asarray(cupy_flash.attention_with_kv_cache(**reads)), expected)
 
 
 # append_to_kv_cache

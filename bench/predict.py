@@ -44,7 +44,7 @@ ARCH = "sm_90a"
 DTYPES = ("float16", "bfloat16", FP8)
 KERNELS = ("forward", "forward_fp8", "backward")
 # FlashAttention-3's published speed over that of its SASS with overlap: mean and standard deviation over its kernels.
-_RATIOS = [each.measured / each.overlapping for each in FLASH_ATTENTION_3_MAINLOOPS.values() if each.measured]
+_RATIOS = [each.published / each.overlapping for each in FLASH_ATTENTION_3_MAINLOOPS.values() if each.published]
 SPEED_OF_OVERLAP, ERROR = mean(_RATIOS), pstdev(_RATIOS)
 
 
@@ -183,7 +183,7 @@ def table(predictions: list[dict[str, Any]]) -> Table:
                 NOTHING if each["goal"] is None else f"{each['goal']:.2f}",
                 f"{alone * MATMUL_TFLOPS:.0f} / {overlapping * MATMUL_TFLOPS:.0f}",
                 NOTHING if other is None else f"{other.alone} / {other.overlapping}",
-                NOTHING if other is None or other.measured is None else str(other.measured),
+                NOTHING if other is None or other.published is None else str(other.published),
                 NOTHING if other is None else "{}x{}".format(*other.tile),
                 NOTHING if each["turns"] == 1 else f"{each['turns']:.2f}",
                 " / ".join(each["binding"]),

@@ -30,7 +30,7 @@ class Mainloop(NamedTuple):
     instructions: float  # of a thread for one score
     alone: int  # TFLOP/s in bench.cycles, without overlap of consumer warpgroups
     overlapping: int  # and with
-    measured: int | None  # TFLOP/s that its authors publish; of the backward of D 256 on an H200, else on an H100
+    published: int | None  # TFLOP/s that its authors publish; of the backward of D 256 on an H200, else on an H100
 
 
 # (fp8, backward, head dimension, causal): the cubins of xformers 0.0.32.post2 (CUDA 12.8) and, for fp8, flash_attn3_jax

@@ -1,12 +1,14 @@
 """The cycle model of a mainloop, on loops with known numbers of clocks, and the speeds predicted from it."""
 
+import json
 from statistics import median
 
 import pytest
 
-from bench import cycles, predict, sass, turns
+from bench import cycles, marks, predict, sass, turns
+from bench.__main__ import main
 from bench.gpu import Regime
-from bench.published import FLASH_ATTENTION_3, LENGTHS
+from bench.published import FLASH_ATTENTION_3, FLASH_ATTENTION_3_MAINLOOPS, LENGTHS
 
 LOOP = "BRA `(.L_x_1)"
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0"
@@ -93,6 +95,15 @@ def test_overhead_explains_the_published_speeds():
     assert median(errors) < 0.04 and max(errors) < 0.15
 
 
+def test_published_speeds_are_a_fraction_of_the_speed_with_overlap():
+    """FlashAttention-3 has .61 times the speed of its SASS with overlap: forward, fp8 and backward, .54 to .71."""
+    assert (round(predict.SPEED_OF_OVERLAP, 2), round(predict.ERROR, 2)) == (0.61, 0.05)
+    for (fp8, *regime), mainloop in FLASH_ATTENTION_3_MAINLOOPS.items():
+        published = None if fp8 else FLASH_ATTENTION_3.get(tuple(regime), [None])[-1]
+        assert published in (None, mainloop.published)
+        assert mainloop.published is None or 0.54 <= mainloop.published / mainloop.overlapping <= 0.72
+
+
 LISTING = [
     "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3",
     "QGMMA.64x96x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0",
@@ -132,7 +143,28 @@ def test_a_regime_is_predicted():
     assert [wait.exps for wait in waits] == [0, prediction.exps]
     assert [wait.products for wait in waits] == [8 + 4, 8 + prediction.tile[1] // 16]
     (row,) = predict.table([prediction._asdict()]).rows
-    assert row[0] == regime.name and row[3] == "0.92"
+    fraction, error = predict.SPEED_OF_OVERLAP * high, predict.ERROR * high
+    assert row[:4] == [regime.name, "{}x{}".format(*prediction.tile), f"{fraction:.2f} ± {error:.2f}", "0.92"]
+    assert row[4] == f"{790 * low:.0f} / {790 * high:.0f}"
+    assert row[5:8] == ["646 / 1044", "648", "128x176"]  # FlashAttention-3's
+
+
+def test_stale_predictions_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(marks, "MARKS", {Regime("bfloat16", 128, 512 * 2**n, False): None for n in range(3)})
+    launches = {regime.name: predict.launch_of(regime) for regime in marks.MARKS}
+    rows = [{"regime": name, "fingerprint": predict.fingerprint(launch)} for name, launch in launches.items()]
+    command = ["predict", "--check", "--out", str(tmp_path)]
+
+    def status(rows):
+        (tmp_path / "predict.json").write_text(json.dumps({"predict": rows}))
+        return main(command)
+
+    assert status(rows) == 0
+    rows[0] |= {"fingerprint": "of another kernel"}
+    assert status([*rows[:2], {"regime": "without a mark", "fingerprint": ""}]) == 1
+    output = capsys.readouterr().out
+    named = [line.removeprefix("stale: ") for line in output.splitlines() if line.startswith("stale: ")]
+    assert named == [rows[0]["regime"], rows[2]["regime"], "without a mark"]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

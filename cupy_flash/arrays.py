@@ -230,7 +230,6 @@ def _is_instance(x: Any, module: str, name: str) -> bool:
     return cls is not None and isinstance(x, cls)
 
 
-@functools.cache
 def _immutable_library(cls: type) -> str:
     """Return the library of a type of arrays if they are immutable but exported without the read-only flag, else ""."""
     modules = [base.__module__.partition(".")[0] for base in cls.__mro__]

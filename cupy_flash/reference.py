@@ -532,14 +532,8 @@ class _Sums:
 
     def sum(self, x: Array, axes: tuple[int, ...] = (-1,), keepdims: bool = True) -> Array:
         """Return the sum over `axes`."""
-<<<<<<< HEAD
-        if self._rng is not None:
-            for axis in axes:
-                x = x.take(self._rng.permutation(x.shape[axis]), axis)
-=======
         for axis in axes:
             x = x.swapaxes(axis, 0)[self._order(x.shape[axis])].swapaxes(axis, 0)
->>>>>>> machines
         return np.asarray(x.sum(axis=axes, keepdims=keepdims))
 
     def _order(self, terms: int) -> slice | Array:

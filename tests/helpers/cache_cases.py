@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,21 @@ class CacheCall(NamedTuple):
         """The same call with `function` applied to every array."""
         options = {name: function(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
         return CacheCall(*map(function, self[:3]), options)
+
+    def in_wider_arrays(self) -> CacheCall:
+        """The same call with every array of several dimensions in a wider one, which gives it strides of its own."""
+        paddings = itertools.count(8, 8)
+        return self.map(lambda x: x if x.ndim < 2 else in_a_wider_array(x, next(paddings)))
+
+
+def in_a_wider_array(x: np.ndarray, padding: int) -> np.ndarray:
+    """A view with the contents of x of an array that is longer in each dimension and holds NaN elsewhere, or numbers
+    that are out of bounds as an index.
+    """
+    filling = {"b": True, "i": 2**30}.get(x.dtype.kind, np.nan)
+    view = np.full([n + padding for n in x.shape], filling, x.dtype)[tuple(map(slice, x.shape))]
+    view[...] = x
+    return view
 
 
 def _copied(cache):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import OPTIONS, Case, assert_bitwise_equal, check, planned, posed, run, run_kernels
+from cases import OPTIONS, Case, assert_bitwise_equal, check, outcome, planned, posed, run, run_kernels
 from planting import planted_in
 from tiers import exhaustive
 from tiles import small_tile
@@ -187,6 +187,14 @@ def test_dropout_draws_the_bits_of_its_twin(tile):
     out = backends.run_forward(chosen, operands)[0].numpy()
     expected = [[keep_mask(options["seed"], b * case.heads + h, 0, 40, 0, 40, 0.5) for h in range(2)] for b in range(2)]
     np.testing.assert_array_equal(out.swapaxes(1, 2) != 0, expected)
+
+
+def test_a_seed_in_an_array_changes_no_bit():
+    case = OPTIONS["dropout"]
+    call = case.call()
+    seed = np.array([call.options["seed"]], np.uint64).view(np.int64)  # all 64 bits
+    in_an_array = call._replace(options=call.options | dict(seed=seed))
+    assert_bitwise_equal(run(case, "simulator", in_an_array), outcome(case, "simulator"), case)
 
 
 # Addresses

@@ -12,7 +12,7 @@ from test_invariance import assert_bits, at
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import ahead, backends, device, nvrtc
+from cupy_flash import ahead, device, nvrtc
 from cupy_flash.backends.simulator.errors import SimulationError
 from cupy_flash.engines import mma_decode
 from cupy_flash.plan import plan
@@ -75,12 +75,15 @@ def neighbours(b, h, q_idx, kv_idx):
     return nearby & ((kv_idx >= 100) | (h % 2 == 1))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_tree_in_documents(engine):
+KERNELS = {**{engine: dict(engine=engine) for engine in ENGINES}, "producer-warp": dict(arch="sm_90a", tma=True)}
+
+
+@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+def test_a_tree_in_documents(kernels):
     """Random positions: neither the first head of a group nor the first and last query bound what a tile sees."""
     case = replace(LONG, lengths=(250, 130), q_len=5, appended=None, page=None, positions=True, capacity=256)
     call = with_mods(case, mask_mod=neighbours)
-    check(case, run_kernels(call, engine=engine), call=call)
+    check(case, run_kernels(call, **kernels), call=call)
 
 
 @pytest.mark.exhaustive
@@ -147,15 +150,16 @@ def test_the_batch_changes_no_bit(mask):
 # Invalid contents of arrays, plans, planted bugs
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma"), exhaustive("simt")])
 def test_invalid_positions_are_clamped(engine):
     """No captured array is read out of bounds, and the other sequence's result does not change."""
-    call = with_mods(CacheCase(lengths=(5, 9), q_len=2, positions=True, dtype="float16"))
-    expected = run_kernels(call, engine=engine)
-    problem, operands = posed(call, backend="simulator", engine=engine)
-    operands.cache.positions.numpy()[0] = -(2**31), 2**31 - 1
-    out = backends.forward(problem, operands)[0].numpy()
+    case = CacheCase(lengths=(5, 9), q_len=2, positions=True, dtype="float16")
+
+    def spoil(operands):
+        operands.cache.positions.numpy()[0] = -(2**31), case.capacity
+
+    expected = run_kernels(with_mods(case), engine=engine)
+    out = run_kernels(with_mods(case), engine=engine, spoil=spoil)[0]
     assert out[1].tobytes() == expected[0][1].tobytes()
 
 
@@ -229,7 +233,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     file, good, bad, row = bug
     with planted_in(monkeypatch, file, good, bad), pytest.raises(EITHER):
         if row is None:
-            test_a_tree_in_documents("mma_decode")
+            test_a_tree_in_documents({})
         elif callable(row):
             for positions in (False, True):
                 test_masks_with_hidden_tiles(row, "mma_decode", positions)

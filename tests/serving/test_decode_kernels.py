@@ -14,6 +14,7 @@ from cache_cases import (
     CacheCase,
     assert_append_writes_the_bits_of_the_cpu,
     check,
+    in_a_wider_array,
     posed,
     run_kernels,
 )
@@ -211,6 +212,9 @@ WRONG = {
     ),
     "bounds": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, 2**31 - 1),
     "bounds-negative": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, -9),
+    "bounds-of-pieces": (
+        dict(packed=(2, 2), appended=0, heads=16, kv_heads=1, split_size=64), "cu_seqlens_q", 1, 2**31 - 1,
+    ),
 }  # fmt: skip
 
 
@@ -230,6 +234,8 @@ def assert_other_sequences_keep_their_bits(name, kernels=run_kernels, lengths=(2
     if member == "cu_seqlens_q":  # it moves the rows of both sequences
         return
     blocks = call.options["block_table"][0] if case.page else np.array((case.batch_idx or (0,))[:1])
+    if member == "cache_batch_idx":  # keys of a row that does not exist read as zeros
+        assert not results[0][0].any()
     for a, b in zip(results[:2], expected[:2], strict=True):
         assert a[1].tobytes() == b[1].tobytes()
     for a, b in zip(results[2:], expected[2:], strict=True):
@@ -244,10 +250,11 @@ WRONG_OF_ENGINES = {
     for name in WRONG
     if engine == "mma_decode" or "bounds" not in name
 }
-DEFAULT_WRONG = [f"mma_decode-{name}" for name in ("length-past-the-capacity", "pages", "bounds", "slots", "positions")]
+DEFAULT_WRONG = ("length-past-the-capacity", "pages", "row-of-the-cache", "slots", "positions", "bounds-of-pieces")
+DEFAULT_WRONG = (*(f"mma_decode-{name}" for name in DEFAULT_WRONG), "mma-pages", "simt-pages")
 
 
-@pytest.mark.parametrize("row", in_tiers(WRONG_OF_ENGINES, (*DEFAULT_WRONG, "mma-pages", "simt-pages")))
+@pytest.mark.parametrize("row", in_tiers(WRONG_OF_ENGINES, DEFAULT_WRONG))
 def test_invalid_contents_change_only_their_own_sequence(row):
     name, engine = row
     assert_other_sequences_keep_their_bits(name, functools.partial(run_kernels, engine=engine))
@@ -339,8 +346,9 @@ def test_tiles_of_rows_read_only_keys_that_they_see(watch):
 
 @pytest.mark.parametrize("case", in_tiers(
     {"lengths": CacheCase(page=4, appended=3, rotary=(8, True)), "slots": CacheCase(slots=True, appended=2, page=8),
-     "packed": CacheCase(packed=(3, 1), appended=0, layout="bhsd"), "idx": CacheCase(batch_idx=(3, 1), appended=2)},
-    ("lengths", "packed"),
+     "packed": CacheCase(packed=(3, 1), appended=0, layout="bhsd"), "idx": CacheCase(batch_idx=(3, 1), appended=2),
+     "packed-slots": CacheCase(packed=(3, 1), appended=0, slots=True)},
+    ("lengths", "packed", "packed-slots"),
 ))  # fmt: skip
 def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
     call = replace(case, dtype="float16").call()
@@ -350,19 +358,34 @@ def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
         options = {"slots": options["slots"]}
     if case.packed:
         options["cu_seqlens"] = call.options["cu_seqlens_q"]
+    if case.packed and case.slots:
+        options["slots"][-1] = case.capacity - 1  # of a row past the last sequence
     assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch)
 
 
-def test_out_is_written_in_place():
-    case = replace(EVERYTHING, page=None)
+IN_STRIDES = {
+    "lengths": replace(EVERYTHING, appended=3, positions=True, cache_dtype="float8_e4m3fn", descales=True),
+    "slots": replace(EVERYTHING, appended=1, slots=True),
+}
+
+
+@pytest.mark.parametrize("case", IN_STRIDES.values(), ids=IN_STRIDES)
+def test_arrays_of_any_strides(case):
+    """Every array has strides of its own, and out is written in place."""
     call = case.call()
-    out = np.full_like(call.q, np.nan)
-    result = cupy_flash.attention_with_kv_cache(*call.copied()[:3], **call.options, out=out, backend="simulator")
+    ours, out = call.in_wider_arrays(), in_a_wider_array(np.full_like(call.q, np.nan), 8)
+    result, lse = cupy_flash.attention_with_kv_cache(
+        *ours[:3], **ours.options, out=out, return_lse=True, backend="simulator"
+    )
     assert result is out
-    assert out.tobytes() == run_kernels(call)[0].tobytes()
+    check(case, (out, lse, ours.k_cache, ours.v_cache), call=call)
+
+
+def test_out_needs_contiguous_rows():
+    call = replace(EVERYTHING, page=None).call()
+    out = np.zeros_like(call.q).swapaxes(1, 3).copy().swapaxes(1, 3)
     with pytest.raises(ValueError, match="the last dimension of out must be contiguous on a GPU"):
-        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, out=out.swapaxes(1, 3).copy().swapaxes(1, 3),
-                                           backend="simulator")  # fmt: skip
+        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, out=out, backend="simulator")
 
 
 REFUSED = {

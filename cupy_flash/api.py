@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import backends
-from .arrays import AnyArray, Array, ArrayT
+from .arrays import AnyArray, Array, ArrayT, as_array, copied
 from .partials import pose_merge
-from .pose import pose
+from .pose import ARRAY_NAMES, pose
 from .problem import Gradients, Options, Packed, Saved, SecondGradients, Tangents
 
 if TYPE_CHECKING:
@@ -303,33 +303,39 @@ def attention_varlen_backward(
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False,
+    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: Literal[False] = False,
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True],
+    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: Literal[True],
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
-) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...
+    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: bool,
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, **options: Unpack[PaddedOptions[AnyArray]]
+    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, **options: Unpack[PaddedOptions[AnyArray]]
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]:
     """Return the result of `attention`, and a function that computes its gradients.
+
+    The gradients are computed from q, k, v, the arrays among the options and in mods, out and lse, all of which the
+    function keeps by reference: with copy=False they must not change before its last call, else the gradients are wrong
+    without an error.
 
     Args:
         q: as in `attention`.
         k: as in `attention`.
         v: as in `attention`.
+        copy: True keeps copies of these arrays, except immutable ones (jax), in as much memory.
         **options: those of `attention`. A seed that is drawn for the forward is the backward's too.
 
     Returns:
@@ -346,9 +352,13 @@ def attention_vjp(
     out, lse = (array.result() for array in backends.forward(problem, operands))
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
+    arrays, results = (q, k, v), (out, lse)
+    if copy:
+        arrays, results = tuple(map(_copied, arrays)), tuple(map(_copied, results))
+        _copy_options(settings)
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
-        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
+        return _backward("vjp", arrays, settings, Saved(dout, *results, dlse))
 
     return ((out, lse) if settings.return_lse else out), vjp
 
@@ -714,6 +724,23 @@ def _backward(
     problem, operands = pose(function, arrays, options, packed, saved)
     gradients = backends.backward(problem, operands)
     return gradients.map(Array.result)
+
+
+def _copied(x: Any) -> Array:
+    return copied(as_array(x, "operand"))
+
+
+def _copy_options(options: Options) -> None:
+    """Replace the arrays of options and those that their mods capture by copies."""
+    for name in (*ARRAY_NAMES, "seed"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, int):
+            setattr(options, name, _copied(value))
+    if options.score_mod is not None or options.mask_mod is not None:
+        from .mods.trace import mod_of
+
+        mod = mod_of(options.score_mod, options.mask_mod)
+        options.score_mod, options.mask_mod = mod.with_arrays(tuple(map(_copied, mod.arrays))), None
 
 
 def _jvp(

@@ -53,7 +53,6 @@ class Array:
     framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
     owner: Any = field(repr=False)
     readonly: bool = False
-    immutable: str = ""  # the library, if all its arrays are immutable; then readonly is True
     capsule: Any = field(default=None, repr=False)  # DLPack capsule; its destructor returns the memory to the producer
     sharding: Any = field(default=None, repr=False)  # jax outputs: sharding of the jax.Array that `result` makes
 
@@ -65,6 +64,11 @@ class Array:
                 f"its memory starts at {self.pointer:#x}, not a multiple of the {self.dtype.alignment} bytes to which "
                 f"{self.dtype} must be aligned on a GPU: copy the bytes to a new array"
             )
+
+    @property
+    def immutable(self) -> str:
+        """The caller's library if all its arrays are immutable, else ""."""
+        return "" if self.framework in ("numpy", "torch", "cupy") else _immutable_library(type(self.owner))
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """View the memory as a NumPy array, never a copy; read-only if the caller's array is.
@@ -187,6 +191,23 @@ def contiguous(array: Array) -> Array:
         return as_array(cupy.array(source, order="C"), "operand")
 
 
+def copied(array: Array) -> Array:
+    """Copy to memory of its own, in the caller's library if that can allocate; return an immutable array itself."""
+    if array.immutable:
+        return array
+    if array.framework != "dlpack":
+        return contiguous(array)
+    copy = empty(array.shape, array.dtype, array)
+    if array.device == "cpu":
+        copy.numpy()[...] = array.numpy()
+    else:
+        import cupy
+
+        with cupy.cuda.Device(_device_index(array.device)):
+            cupy.from_dlpack(copy.owner)[...] = cupy.from_dlpack(array.owner)
+    return copy
+
+
 def stream_of(like: Array) -> int:
     """Return the CUDA stream handle for kernels on arrays like this one; 0 for CPU arrays.
 
@@ -232,8 +253,11 @@ def _is_instance(x: Any, module: str, name: str) -> bool:
 
 def _immutable_library(cls: type) -> str:
     """Return the library of a type of arrays if they are immutable but exported without the read-only flag, else ""."""
-    modules = [base.__module__.partition(".")[0] for base in cls.__mro__]
-    return next((IMMUTABLE[module] for module in modules if module in IMMUTABLE), "")
+    for base in cls.__mro__:
+        module = base.__module__.partition(".")[0]
+        if module in IMMUTABLE:
+            return IMMUTABLE[module]
+    return ""
 
 
 def _is_plain_tensor(x: Any) -> bool:
@@ -375,9 +399,8 @@ def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():
         index = cupy.cuda.runtime.pointerGetAttributes(pointer).device
-    library = _immutable_library(type(x))
-    readonly = bool(readonly or library)
-    return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly, library)
+    readonly = bool(readonly or _immutable_library(type(x)))
+    return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
 
 
 # DLPack through ctypes, because NumPy's importer supports neither bf16, fp8 nor CUDA. Structures of dlpack.h 1.x.
@@ -454,8 +477,8 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
-    library = _immutable_library(type(x))
-    return Array(pointer, shape, strides, dtype, device, framework, x, bool(readonly or library), library, capsule)
+    readonly = readonly or bool(_immutable_library(type(x)))
+    return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
 
 
 def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:

@@ -21,8 +21,10 @@ from cases import (
     run_planned,
     run_public,
 )
+from producers import MAKERS
 
 import cupy_flash
+from cupy_flash.arrays import as_array
 from cupy_flash.backends import cpu
 from cupy_flash.problem import Gradients, Saved
 
@@ -203,6 +205,37 @@ def test_vjp(backend):
     assert vjp(dout).dq.shape == q.shape
     with pytest.raises(ValueError, match="vjp: (.|\n)*dout must have the shape"):
         vjp(dout[:1])
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "dlpack", "namespace", "jax"])
+def test_vjp_keeps_references_or_copies(framework):
+    """A change of any array before the call of vjp changes the gradients, except with copy=True."""
+    case = Case(causal=True, bias="1hqk", sink=True, dropout=0.3, kv_lengths=(20, 9))
+    q, k, v, options, dout, *_ = case.call()
+    table = np.linspace(0.5, 1, q.shape[2], dtype=np.float32)
+    given = {"q": q, "k": k, "v": v, **options, "seed": 5 if framework == "jax" else np.array([5])}
+    make = MAKERS[framework]
+
+    def gradients_after(change, copy):
+        memory = {n: x.copy() if isinstance(x, np.ndarray) else x for n, x in given.items()} | {"table": table.copy()}
+        arrays = {n: make(x) if isinstance(x, np.ndarray) else x for n, x in memory.items()}
+        captured = arrays.pop("table")
+        score_mod = cupy_flash.Mod(lambda s, b, h, i, j: s * table[h]).with_arrays((captured,))
+        (out, lse), vjp = cupy_flash.attention_vjp(**arrays, score_mod=score_mod, return_lse=True, copy=copy)
+        if change:
+            for x in (*arrays.values(), captured, out, lse):
+                if not isinstance(x, (int, float, bool, str)) and x is not None:
+                    as_array(x, "x").numpy()[...] = 1
+        gradients = vjp(make(dout))
+        return [type(x) for x in gradients[:5]], [as_array(x, "x").numpy() for x in (*gradients[:5], *gradients[5])]
+
+    kinds, expected = gradients_after(False, False)
+    copied_kinds, copied = gradients_after(framework != "jax", True)
+    assert copied_kinds == kinds
+    for a, b in zip(copied, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if framework != "jax":
+        assert not np.array_equal(gradients_after(True, False)[1][0], expected[0])
 
 
 def test_vjp_keeps_the_seed_it_drew(backend):

@@ -92,6 +92,24 @@ def test_exporters_of_device_memory(protocol: str) -> None:
     assert_right(results, "simt")
 
 
+@pytest.mark.orders
+@pytest.mark.parametrize("protocol", [*EXPORTERS, "cupy"])
+def test_vjp_keeps_references_or_copies(protocol: str) -> None:
+    """Arrays that change before the call of vjp give other gradients, except with copy=True."""
+    for copy in (False, True):
+        q, k, v, dout = inputs("cupy", "simt")
+        given = (q, k, v) if protocol == "cupy" else [EXPORTERS[protocol](x, protocol) for x in (q, k, v)]
+        out, vjp = cupy_flash.attention_vjp(*given, causal=True, copy=copy)
+        results = [out.copy()]
+        for x in (q, k, v, out):
+            x *= 0
+        results += vjp(dout)[:3]
+        if copy:
+            assert_right(results, "simt")
+        else:
+            assert not results[1].any()
+
+
 @pytest.mark.parametrize("view", VIEWS)
 @on_every_engine
 def test_views_of_every_kind(engine: str, view: str) -> None:

@@ -352,13 +352,13 @@ def attention_vjp(
     out, lse = (array.result() for array in backends.forward(problem, operands))
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
-    arrays, results = (q, k, v), (out, lse)
+    kept: Any = (q, k, v, out, lse)
     if copy:
-        arrays, results = tuple(map(_copied, arrays)), tuple(map(_copied, results))
+        kept = tuple(map(_copied, kept))
         _copy_options(settings)
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
-        return _backward("vjp", arrays, settings, Saved(dout, *results, dlse))
+        return _backward("vjp", kept[:3], settings, Saved(dout, *kept[3:], dlse))
 
     return ((out, lse) if settings.return_lse else out), vjp
 

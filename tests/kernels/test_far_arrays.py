@@ -10,6 +10,7 @@ from tiles import SMALL_FRAGMENTS, fragments, small_tile
 
 from cupy_flash import nvrtc
 from cupy_flash.backends.simulator import launch
+from cupy_flash.backends.simulator.named_checks import CHECKS
 from cupy_flash.params import dtypes
 from cupy_flash.source import assemble
 
@@ -87,6 +88,6 @@ def test_workspaces_of_dq(is_packed):
     text = assemble("last_rows", dict(HEAD_DIM=COLUMNS, PACKED=is_packed), {"last_rows.cu": LAST_ROWS})
     ptx = nvrtc.compile(text, "last_rows", "compute_80").ptx
     # The checks of the order of a release would take as much memory as the workspaces have.
-    launch(ptx, "last_rows", (1, 1, 1), (32, 1, 1), params.tobytes(), memory=memory, checks=False)
+    launch(ptx, "last_rows", (1, 1, 1), (32, 1, 1), params.tobytes(), memory=memory, unchecked=CHECKS)
     np.testing.assert_array_equal(sums[-256:], np.repeat([0, 0, 0, 0, 1, 2, 3, 4], 32))
     assert turns[0 if is_packed else 1, -1, -1] == 7

@@ -229,7 +229,7 @@ def test_gate_fails_for_a_kernel(change, words):
 )
 def test_gate_fails_for_a_step(change, words):
     step = static.Step(
-        "fp32 D 64", "simt/forward", (64, 64, 128), {}, bank_conflicts=0, bytes_over_least=1.0, sass=None
+        "fp32 D 64", "simt/forward", (64, 64, 128), "", {}, bank_conflicts=0, bytes_over_least=1.0, sass=None
     )
     assert static.complaints([], [step]) == []
     (complaint,) = static.complaints([], [replace(step, **change)])

@@ -310,7 +310,8 @@ PLANTED = {
         "shared keys", "(Q_smem, share.K)", "(Q_smem, 8 - share.K)", AssertionError,
     ),
     "keys of the other share": (
-        "keys", "K_smem + keys, Q_smem", "K_smem + 64 * PANEL_ROW - keys, Q_smem", AssertionError,
+        "keys", "k_major_descriptor(K_smem + keys)", "k_major_descriptor(K_smem + 64 * PANEL_ROW - keys)",
+        AssertionError,
     ),
     "Q released before dK": (
         "keys", "wait_dK(dK_rmem, dS);\n      rings.Q.release();", "rings.Q.release();\n      wait_dK(dK_rmem, dS);",

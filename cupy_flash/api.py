@@ -358,7 +358,8 @@ def attention_vjp(
         _copy_options(settings)
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
-        return _backward("vjp", kept[:3], settings, Saved(dout, *kept[3:], dlse))
+        q, k, v, out, lse = kept
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
 
     return ((out, lse) if settings.return_lse else out), vjp
 

@@ -1,9 +1,12 @@
 """Options, fixtures and hypothesis settings of all tests: tiers, processes, backends, and outputs filled with NaN."""
 
+import atexit
 import functools
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from dataclasses import dataclass, field
 
 import hypothesis
@@ -14,6 +17,11 @@ import pytest
 from cupy_flash import backends, cache, nvrtc
 from cupy_flash.backends.simulator.counters import Counters
 from cupy_flash.backends.simulator.run import start
+
+# CuPy creates its cache as soon as it is imported, and cannot be imported if the home is read-only.
+if not os.access(os.path.expanduser("~"), os.W_OK) and "CUPY_CACHE_DIR" not in os.environ:
+    os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupy-")
+    atexit.register(shutil.rmtree, os.environ["CUPY_CACHE_DIR"], ignore_errors=True)
 
 # Set before jax first looks for devices: the tests of sharded arrays need four.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
@@ -78,16 +86,13 @@ def kernel_cache(tmp_path_factory, request):
     """Create a kernel cache that all processes of a session share; set KERNELS to share the folder between sessions.
 
     PTX for the simulator is compiled with fewer optimization passes, in half the time, unless --exhaustive is given.
-    Cubins are always compiled with the flags of a user's call. CuPy, which creates its own cache as soon as it is
-    imported, gets a folder beside, because the home may be read-only.
+    Cubins are always compiled with the flags of a user's call.
     """
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if hasattr(request.config, "workerinput") else folder) / "kernels"
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        kernels = os.environ.get("KERNELS") or str(folder)
-        patch.setenv("CUPY_FLASH_CACHE_DIR", kernels)
-        patch.setenv("CUPY_CACHE_DIR", os.environ.get("CUPY_CACHE_DIR") or os.path.join(kernels, "cupy"))
+        patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(folder))
         if not request.config.option.exhaustive:
             patch.setattr(nvrtc, "flags", faster(nvrtc.flags))
         cache.compiled.cache_clear()

@@ -1,5 +1,6 @@
 """The tests as other shells and machines run them: ignored signals, hanging tests, another arithmetic."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -29,14 +30,22 @@ def test_ctrl_c_reaches_a_test_and_its_processes():
     assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
 
 
-def test_tests_set_the_signals_that_they_need():
+def test_cupy_can_be_imported_if_it_is_installed():
+    """CuPy's import creates its cache."""
+    assert importlib.util.find_spec("cupy") is None or importlib.import_module("cupy").__name__ == "cupy"
+
+
+def test_a_run_in_the_background_without_a_home(tmp_path):
     """The shell ignores SIGHUP and SIGINT as nohup does, and as a script does for its background."""
+    (tmp_path / "file").touch()
     tests = (
         f"{HERE}::{test_ctrl_c_reaches_a_test_and_its_processes.__name__}",
+        f"{HERE}::{test_cupy_can_be_imported_if_it_is_installed.__name__}",
         f"{HERE.parent}/test_isolated.py::test_a_run_that_is_ended_ends_its_worker[{signal.SIGHUP:d}]",
     )
-    ran = run_of_pytest(*tests, "--timeout=60", shell=("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh"))
-    assert ran.stdout.splitlines()[-1].startswith("2 passed"), ran.stdout + ran.stderr
+    shell = ("sh", "-c", 'trap "" HUP INT; umask 077; exec "$@"', "sh")
+    ran = run_of_pytest(*tests, "--timeout=60", shell=shell, HOME=str(tmp_path / "file" / "home"), LC_ALL="C")
+    assert ran.stdout.splitlines()[-1].startswith("3 passed"), ran.stdout + ran.stderr
 
 
 HANGING = """
@@ -65,9 +74,10 @@ def test_a_hanging_test_fails_with_the_stacks_of_all_threads(tmp_path):
 
 
 NUMERIC = (
-    "tests/cpu/test_torch_products.py", "tests/behaviour/test_backward.py", "tests/behaviour/test_attention.py",
-    "tests/mods/test_mod_attention.py", "tests/mods/test_mod_kernels.py", "tests/serving/test_kv_cache.py",
-    "tests/adapters/test_torch_vit.py", "tests/adapters/test_torch_drop_in.py",
+    "tests/cpu/test_torch_products.py::test_results", "tests/behaviour/test_backward.py::test_every_option",
+    "tests/behaviour/test_backward.py::test_all_pairs_of_options", "tests/mods/test_mod_attention.py",
+    "tests/mods/test_mod_kernels.py::test_every_mod", "tests/adapters/test_torch_vit.py",
+    "tests/adapters/test_torch_drop_in.py::test_sdpa_equals_torch",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ def arrays_of(case):
         "row_bias": rng.normal(size=(batch, rows)),
         "values": rng.normal(size=(6, 6)),
         "number": rng.uniform(0.5, 1.5, ()),
+        "key_bias": np.cos(np.arange(rows * heads)).reshape(rows, heads),
     }
     whole = {
         "ids": np.sort(rng.integers(0, 4, (batch, rows)), axis=1),
@@ -59,6 +60,7 @@ SCORE_MODS = {
     "relative": relative,
     "dense": lambda xp, a: lambda s, b, h, q, kv: s + a["plane"][b, h, q, kv],
     "row-bias": lambda xp, a: lambda s, b, h, q, kv: s * a["number"] + a["row_bias"][b, kv] - a["row_bias"][b, q],
+    "key-bias": lambda xp, a: lambda s, b, h, q, kv: s + a["key_bias"][kv, h],
     "learned-twice": learned_twice,
     "choice": lambda xp, a: lambda s, b, h, q, kv: xp.where(s > 0, xp.sqrt(s), xp.exp(s) - 1),
     "hides": lambda xp, a: lambda s, b, h, q, kv: xp.where((q + kv) % 3 == 0, -np.inf, s * 1.5),

@@ -22,6 +22,7 @@ CASES = {
     "heads": Case(score_mod="alibi", causal=True),
     "dense": Case(score_mod="dense", mask_mod="document"),
     "number-and-rows": Case(score_mod="row-bias", mask_mod="rows"),
+    "several-tiles-of-keys": Case(score_mod="key-bias", q_len=9, kv_len=70, batch=1),
     "many-tiles": Case(score_mod="row-bias", q_len=70, kv_len=41, batch=1),
     "dropout-softcap-bias": Case(score_mod="row-bias", dropout=0.3, softcap=4.0, bias="bhqk", bias_hides=True),
     "infinite-factor": Case(score_mod="hides-by-sum", sink=True),
@@ -58,10 +59,11 @@ def gradients(case, how, cast=lambda x: x, moved=None):
     ).dcaptured
 
 
+DEFAULT_ROWS = ["dropout-softcap-bias-simt", "packed-simt", "several-tiles-of-keys-simt", "number-and-rows-mma"]
 ROWS = {f"{name}-{engine}": (case, engine) for name, case in CASES.items() for engine in ENGINES}
 
 
-@pytest.mark.parametrize("row", in_tiers(ROWS, ["dropout-softcap-bias-simt", "packed-simt", "number-and-rows-mma"]))
+@pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT_ROWS))
 def test_gradients_equal_the_cpu(row):
     """The CPU engine in fp64 is exact. A gradient may be a single number, so several perturbed runs set the
     tolerance.

@@ -1,12 +1,14 @@
 """A fingerprint of a kernel, by which stored results are recognised as stale.
 
-It is the same if only comments, white space or names change, or constants that the kernel does not read.
+It is the same if only comments, white space or names change, or constants, types and functions that the kernel does not
+use.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from functools import lru_cache
 
 from cupy_flash.launch import Launch
@@ -14,6 +16,12 @@ from cupy_flash.source import CONFIG, CONSTANT, IDENTIFIER, SWITCH, assemble
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 MARKER = re.compile(r'^#line \d+ "(.*)"\n', re.MULTILINE)
+# A type or a function, as clang-format lays it out: from the first column to a brace in the first column.
+DEFINITION = re.compile(
+    rf"^(?:template <.*>\n)?(?:struct (?P<type>{IDENTIFIER})\b|__device__ [^(;=]*?\b(?P<function>{IDENTIFIER})\()"
+    r"(?:[^\n]*\}|(?:[^\n]*\n)+?\});?\n",
+    re.MULTILINE,
+)
 TOKEN = re.compile(rf'(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<name>{IDENTIFIER})|\.?\d[\w.]*|\S')
 # Names that mean something to the compiler; all others may be renamed.
 OF_THE_COMPILER = re.compile(
@@ -45,15 +53,15 @@ def _of_text(text: str) -> str:
 def normalised(text: str) -> str:
     """Return an assembled text without comments and white space, its names numbered in their order.
 
-    Adjacent strings are joined, and constants of config.cuh that the text does not read are left out.
+    Adjacent strings are joined; types, functions and constants of config.cuh that the text does not use are left out.
     """
-    before, *files = MARKER.split(text)
+    _, *files = MARKER.split(text)
     pieces = list(zip(files[::2], (COMMENT.sub("", body) for body in files[1::2]), strict=True))
-    read = set(re.findall(IDENTIFIER, "\n".join(body for file, body in pieces if file != CONFIG)))
-    bodies = [before] + [_constants_read(body, read) if file == CONFIG else body for file, body in pieces]
+    used = _used("".join(body for file, body in pieces if file != CONFIG))
+    constants = _constants_read("".join(body for file, body in pieces if file == CONFIG), used)
     numbers: dict[str, int] = {}
     tokens: list[str] = []
-    for token in TOKEN.finditer("\n".join(bodies)):
+    for token in TOKEN.finditer(f"{constants}\n{used}"):
         name, string = token["name"], token["text"]
         if string and tokens and tokens[-1].startswith('"'):
             tokens[-1] = tokens[-1][:-1] + string[1:]
@@ -64,8 +72,25 @@ def normalised(text: str) -> str:
     return " ".join(tokens)
 
 
-def _constants_read(config: str, read: set[str]) -> str:
-    """Return the definitions of config.cuh that define a name of `read`."""
+def _used(text: str) -> str:
+    """Return a text without the types and functions that it does not use."""
+    while True:
+        counts = Counter(re.findall(IDENTIFIER, text))
+
+        def kept(definition: re.Match[str], counts: Counter[str] = counts) -> str:
+            name = definition["type"] or definition["function"]
+            own = re.findall(IDENTIFIER, definition[0]).count(name)
+            return definition[0] if counts[name] > own else ""
+
+        shorter = DEFINITION.sub(kept, text)
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def _constants_read(config: str, text: str) -> str:
+    """Return the definitions of config.cuh whose names the text has."""
+    read = set(re.findall(IDENTIFIER, text))
     lines = []
     for line in config.splitlines():
         constant = re.fullmatch(CONSTANT, line.strip()) or re.fullmatch(SWITCH, line.strip())

@@ -12,10 +12,20 @@ constexpr int BLOCK_Q = 64;  // queries
 constexpr bool BIAS = false;
 #define PAGED 0
 #line 3 "kernel.cu"
+struct Partials {
+  int rows;
+};
+template <int N>
+__device__ int rows_of(const Partials& p) {
+  return N * p.rows;
+}
 __device__ inline float limited(float x, float y) {
   float z = min(x, y) - threadIdx.x * BLOCK_Q;  // the smaller one
   asm volatile("ex2.approx.f32 %0, %0;" : "+f"(z));
   return x - y + 2.5f * z;
+}
+extern "C" __global__ void forward(float* out) {
+  *out = limited(out[1], out[2]);
 }
 """
 
@@ -31,6 +41,9 @@ __device__ inline float limited(float x, float y) {
         pytest.param('"ex2.approx.f32 %0, %0;"', '"ex2.approx"\n    ".f32 %0, %0;"', id="divided-string"),
         pytest.param("BIAS = false", "BIAS = true", id="constant-that-is-not-read"),
         pytest.param("constexpr bool BIAS = false;\n", "", id="absent-constant-that-is-not-read"),
+        pytest.param("  int rows;", "  int batch;\n  int rows;", id="type-that-is-not-used"),
+        pytest.param("N * p.rows", "2 * N", id="function-that-is-not-used"),
+        pytest.param("extern", "__device__ float3 g() { return {}; }\nextern", id="another-function-that-is-not-used"),
         pytest.param("#define PAGED 0", "#define PAGED 1", id="switch-that-is-not-read"),
     ],
 )
@@ -50,6 +63,7 @@ def test_same(old, new):
         pytest.param("ex2.approx", "lg2.approx", id="instruction"),
         pytest.param("ex2.approx.f32 %0", "ex2.approx.f32  %0", id="string"),
         pytest.param("volatile", "", id="qualifier"),
+        pytest.param("*out = ", "*out = rows_of<2>({}) + ", id="use-of-a-function"),
     ],
 )
 def test_different(old, new):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import blas_threads
-from cupy_flash.isolated import ended_by_signal
+from cupy_flash.measure.worker_process import ended_by_signal
 
 from . import (
     bounds,

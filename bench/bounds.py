@@ -174,17 +174,17 @@ def main(arguments: Sequence[str]) -> None:
 
     import torch
 
-    from cupy_flash import backends
-    from cupy_flash.plan import candidates
+    from cupy_flash import dispatch
+    from cupy_flash.plan.plan import candidates
 
     from .sweep import posed
 
     regime, name = Regime(**ast.literal_eval(arguments[0])), arguments[1]
     for engine, problem, operands in posed(regime, inputs(regime)):
         if name.partition(" ")[0] == engine:
-            plans = candidates(backends.plan_for(problem), engine)
+            plans = candidates(dispatch.plan_for(problem), engine)
             tile_plan = next(tile_plan for tile, tile_plan in plans if f"{engine} {tile}" == name)
-            run = backends.run_backward if regime.backward else backends.run_forward
+            run = dispatch.run_backward if regime.backward else dispatch.run_forward
             run(tile_plan, operands)
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaProfilerStart()

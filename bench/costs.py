@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupy_flash import ahead, device
+from cupy_flash import device
 from cupy_flash.engines import mma, simt
 from cupy_flash.engines.wgmma import backward, forward, forward_fp8
-from cupy_flash.plan import candidates, plan
-from cupy_flash.problem import Problem
+from cupy_flash.gpu import ahead
+from cupy_flash.plan.plan import candidates, plan
+from cupy_flash.problem.records import Problem
 
 from .gpu import Regime, fastest, kind, our_tflops
 from .report import NOTHING, Table

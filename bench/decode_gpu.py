@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash.backends import plan_for, run_forward
-from cupy_flash.plan import Plan, forms
-from cupy_flash.pose_cache import CacheOptions, pose_with_cache
+from cupy_flash.dispatch import plan_for, run_forward
+from cupy_flash.plan.plan import Plan, forms
+from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
 
 from . import decode_peers
 from .report import NOTHING, Table

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.isolated import one_line
+from cupy_flash.measure.worker_process import one_line
 
 from .peers import FLEX_ATTENTION
 

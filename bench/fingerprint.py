@@ -11,8 +11,8 @@ import re
 from collections import Counter
 from functools import lru_cache
 
-from cupy_flash.launch import Launch
-from cupy_flash.source import CONFIG, CONSTANT, IDENTIFIER, SWITCH, assemble
+from cupy_flash.engines.launch import Launch
+from cupy_flash.jit.source import CONFIG, CONSTANT, IDENTIFIER, SWITCH, assemble
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 MARKER = re.compile(r'^#line \d+ "(.*)"\n', re.MULTILINE)

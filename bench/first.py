@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import cupy_flash
-from cupy_flash.isolated import Announce, Lost, OutOfTime, Worker
+from cupy_flash.measure.worker_process import Announce, Lost, OutOfTime, Worker
 
 from .report import NOTHING, Table
 
@@ -62,8 +62,10 @@ def first_call(on_gpu: bool, folder: str, config: dict[str, Any], announce: Anno
 
 def prepare_seconds(config: dict[str, Any]) -> float:
     """Return the seconds to plan a call and compile its kernels for ARCH."""
-    from cupy_flash import ahead, device, plan
-    from cupy_flash.backends.kernels import compile_launch
+    from cupy_flash import device
+    from cupy_flash.gpu import ahead
+    from cupy_flash.gpu.run_plan import compile_launch
+    from cupy_flash.plan import plan
 
     options = dict(config)
     backward = options.pop("backward", False)

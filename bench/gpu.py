@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from cupy_flash.isolated import Announce, Lost, OutOfTime, Worker, ended_by_signal, one_line
-from cupy_flash.problem import FP8
+from cupy_flash.measure.worker_process import Announce, Lost, OutOfTime, Worker, ended_by_signal, one_line
+from cupy_flash.problem.records import FP8
 
 from .peers import FLEX_ATTENTION, OURS
 from .results import describe, write

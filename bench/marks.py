@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from cupy_flash.problem import FP8
+from cupy_flash.problem.records import FP8
 
 from .gpu import Regime, fastest, peer_tflops
 from .report import NOTHING, Table

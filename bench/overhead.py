@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash import backends, tensor_map
+from cupy_flash import dispatch
 from cupy_flash.arrays import Array
-from cupy_flash.backends import kernels
-from cupy_flash.plan import Plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Operands, Options, Problem
+from cupy_flash.gpu import run_plan, tensor_map
+from cupy_flash.plan.plan import Plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Operands, Options, Problem
 
 from .report import Table
 
@@ -57,10 +57,10 @@ def forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
     """Replace the backends' forward: compute outputs and the arguments of all launches, without launching."""
     on_gpu = chosen.device.backend == "cuda"
     encode = tensor_map.encode_for_gpu if on_gpu else tensor_map.encode_for_simulator
-    return kernels.forward(chosen, operands, partial(_pack, encode))
+    return run_plan.forward(chosen, operands, partial(_pack, encode))
 
 
-def _pack(encode: Any, work: kernels.Work) -> None:
+def _pack(encode: Any, work: run_plan.Work) -> None:
     params = work.params(_pointer)
     for launch in work.launches:
         work.arguments(launch, params, _pointer, encode)
@@ -72,12 +72,12 @@ def _pointer(array: Array) -> int:
 
 @contextmanager
 def _without_launches() -> Iterator[None]:
-    replaced = {backend: backends.MODULES[backend] for backend in ("simulator", "cuda")}
-    backends.MODULES.update(dict.fromkeys(replaced, __name__))
+    replaced = {backend: dispatch.MODULES[backend] for backend in ("simulator", "cuda")}
+    dispatch.MODULES.update(dict.fromkeys(replaced, __name__))
     try:
         yield
     finally:
-        backends.MODULES.update(replaced)
+        dispatch.MODULES.update(replaced)
 
 
 def _options(framework: str) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def _calls(framework: str, grad: bool) -> dict[str, float]:
 def _steps(framework: str) -> dict[str, float]:
     inputs, options = _inputs(framework, False, 0, 0), Options(**_options(framework))
     problem, operands = _posed(inputs, options)
-    chosen = backends.plan_for(problem)
+    chosen = dispatch.plan_for(problem)
     every = [inputs] * (CALLS * ROUNDS)
     return {
         "pose": _seconds(lambda inputs: _posed(inputs, options), every),
-        "plan": _seconds(lambda _: backends.plan_for(problem), every),
+        "plan": _seconds(lambda _: dispatch.plan_for(problem), every),
         "outputs, params and maps": _seconds(lambda _: forward(chosen, operands), every),
     }
 

@@ -21,11 +21,12 @@ from collections.abc import Iterable, Sequence
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
-from cupy_flash import device, nvrtc
-from cupy_flash.launch import Launch
-from cupy_flash.plan import plan
-from cupy_flash.problem import FP8
-from cupy_flash.source import assemble
+from cupy_flash import device
+from cupy_flash.engines.launch import Launch
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.records import FP8
 
 from . import cycles, sass, turns
 from .costs import problem_of

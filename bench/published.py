@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupy_flash.problem import FP8
+from cupy_flash.problem.records import FP8
 
 from .gpu import Regime
 

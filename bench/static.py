@@ -24,17 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash import ahead, device, nvrtc
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator.counters import Counters
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import device
 from cupy_flash.engines import mma_decode
+from cupy_flash.engines.launch import Launch
 from cupy_flash.engines.wgmma import hopper
-from cupy_flash.launch import Launch
-from cupy_flash.plan import Plan, plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Problem, Saved
-from cupy_flash.source import assemble
+from cupy_flash.gpu import ahead, run_plan
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.plan.plan import Plan, plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Problem, Saved
+from cupy_flash.simulator.counters import Counters
+from cupy_flash.simulator.run import start
 
 from . import sass, static_mods
 from .fingerprint import fingerprint
@@ -568,7 +569,7 @@ def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, leng
         )  # fmt: skip
     counters: dict[str, Counters] = {}
 
-    def counting(work: kernels.Work) -> None:
+    def counting(work: run_plan.Work) -> None:
         counters.update(zip((each.kernel for each in work.launches), start(work), strict=True))
 
     def planned(saved: Saved | None) -> tuple[Plan, Operands]:
@@ -579,10 +580,10 @@ def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, leng
         return chosen._replace(launches=launches), operands
 
     chosen, operands = planned(None)
-    out, lse = kernels.forward(chosen, operands, counting)
+    out, lse = run_plan.forward(chosen, operands, counting)
     if backward:
         saved = Saved(array(q_len, dim_v), out.owner, lse.owner, lse.owner if "mask" in options else None)
-        kernels.backward(*planned(saved), counting)
+        run_plan.backward(*planned(saved), counting)
     return counters[launch.kernel]
 
 

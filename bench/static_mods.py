@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash import ahead, device, nvrtc
-from cupy_flash.launch import Launch
-from cupy_flash.plan import plan
-from cupy_flash.problem import Problem
-from cupy_flash.source import assemble
+from cupy_flash import device
+from cupy_flash.engines.launch import Launch
+from cupy_flash.gpu import ahead
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.records import Problem
 
 from . import sass
 from .fingerprint import fingerprint

@@ -13,13 +13,13 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from functools import lru_cache, partial
 from typing import Any
 
-from cupy_flash import backends
-from cupy_flash.backends.kernels import compile_launch
-from cupy_flash.isolated import Announce
-from cupy_flash.launch import Launch
-from cupy_flash.plan import candidates
-from cupy_flash.pose import pose
-from cupy_flash.problem import FP8, Operands, Options, Problem, Saved, UnsupportedError
+from cupy_flash import dispatch
+from cupy_flash.engines.launch import Launch
+from cupy_flash.gpu.run_plan import compile_launch
+from cupy_flash.measure.worker_process import Announce
+from cupy_flash.plan.plan import candidates
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import FP8, Operands, Options, Problem, Saved, UnsupportedError
 
 from .gpu import (
     SECONDS_OF_COMPILING,
@@ -92,12 +92,12 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
     if regime not in MARKS and FLEX_ATTENTION in calls:
         del calls[FLEX_ATTENTION]
         refused[FLEX_ATTENTION] = "takes seconds to compile: measured only in regimes with a mark"
-    run = backends.run_backward if regime.backward else backends.run_forward
+    run = dispatch.run_backward if regime.backward else dispatch.run_forward
     tiles: list[dict[str, Any]] = []
     launches: dict[Any, tuple[Launch, str]] = {}
     for engine, problem, operands in posed(regime, tensors):
         try:
-            chosen = backends.plan_for(problem)
+            chosen = dispatch.plan_for(problem)
         except UnsupportedError as error:
             refused[engine] = _reasons(engine, error)
             continue
@@ -135,7 +135,7 @@ def posed(regime: Regime, tensors: Inputs) -> Iterable[tuple[str, Problem, Opera
     options = dict(causal=regime.causal, layout="bhsd")
     saved = None
     if regime.backward:
-        out, lse = backends.forward(*pose("sweep", (q, k, v), Options(**options), None, None))
+        out, lse = dispatch.forward(*pose("sweep", (q, k, v), Options(**options), None, None))
         saved = Saved(dout, out.owner, lse.owner, None)
     for engine in engines(regime.dtype):
         engine_options = Options(engine=engine, deterministic=regime.deterministic, **options)

@@ -19,15 +19,15 @@ from .api import (
     merge,
 )
 from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
-from .problem import Gradients, SecondGradients, UnsupportedError
+from .problem.records import Gradients, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory, reference
-    from .checks.verdicts import check
-    from .mods.blocks import block_mask
+    from .mask_blocks import block_mask
+    from .measure.checks.verdicts import check
+    from .measure.tuning import tune
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
-    from .tuning import tune
 
 __version__ = "0.1.0"
 
@@ -65,8 +65,8 @@ __all__ = [
 
 MODULES = ("memory", "reference")
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mods.blocks"}
-LAZY |= {"check": ".checks.verdicts", "tune": ".tuning"}
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mask_blocks"}
+LAZY |= {"check": ".measure.checks.verdicts", "tune": ".measure.tuning"}
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name
 

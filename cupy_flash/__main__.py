@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands import cache, check, compile, explain, info, memory, ptx, report, tune
-from .nvrtc import CompileError
-from .problem import UnsupportedError
+from .commands import check, compile, explain, info, kernel_cache, memory, ptx, report, tune
+from .jit.nvrtc import CompileError
+from .problem.records import UnsupportedError
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m cupy_flash", description="Exact attention for Python arrays.")
     parser.add_argument("--version", action="version", version=f"cupy_flash {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, check, tune, report, compile, explain, ptx, memory, cache):
+    for command in (info, check, tune, report, compile, explain, ptx, memory, kernel_cache):
         command.add(commands)
     arguments = vars(parser.parse_args(argv))
     run = arguments.pop("run")

@@ -6,16 +6,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import backends
+from . import dispatch
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
-from .partials import pose_merge
-from .pose import ARRAY_NAMES, pose
-from .problem import Gradients, Options, Packed, Saved, SecondGradients, Tangents
+from .cpu.partials import pose_merge
+from .problem.build import ARRAY_NAMES, pose
+from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Tangents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import (
+    from .jit.nvrtc import Compiled
+    from .problem.argument_types import (
         Causal,
         DType,
         Layout,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         ScoreMod,
         Window,
     )
-    from .nvrtc import Compiled
 
 
 @overload
@@ -349,7 +349,7 @@ def attention_vjp(
     """
     settings = Options.of("attention_vjp", options)
     problem, operands = pose("attention_vjp", (q, k, v), settings)
-    out, lse = (array.result() for array in backends.forward(problem, operands))
+    out, lse = (array.result() for array in dispatch.forward(problem, operands))
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
     kept: Any = (q, k, v, out, lse)
@@ -598,7 +598,7 @@ def merge(
         (out, lse), out in the dtype of out_a.
     """
     chosen, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
-    out, lse = backends.merge(parts, chosen)
+    out, lse = dispatch.merge(parts, chosen)
     return out.result(), lse.result()
 
 
@@ -657,8 +657,8 @@ def compile(
         ImportError: NVRTC is missing.
         RuntimeError: `arch` is None and this machine has no GPU.
     """
-    from . import ahead
-    from .backends.kernels import compile_launch  # lazily: calls on a CPU need neither compiler nor cache
+    from .gpu import ahead
+    from .gpu.run_plan import compile_launch  # lazily: calls on a CPU need neither compiler nor cache
 
     on = ahead.device_for(arch)
     launches = ahead.launches(
@@ -668,7 +668,7 @@ def compile(
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:
-        backends.load(launches, on)
+        dispatch.load(launches, on)
     return results
 
 
@@ -692,11 +692,11 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     """
     settings = Options.of("explain", options)
     problem, operands = pose("explain", (q, k, v), settings)
-    text = backends.explain(backends.plan_for(problem), operands)
+    text = dispatch.explain(dispatch.plan_for(problem), operands)
     if problem.framework == "jax":
-        from .adapters.jax import frame
+        from .adapters.jax import ffi_structs
 
-        text = f"{text}\njit        {frame.described()}"
+        text = f"{text}\njit        {ffi_structs.described()}"
     if not problem.mods:
         return text
     from .mods import explain as mods
@@ -705,7 +705,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
     if not problem.mask_mod:
         return text
-    chosen, counts = backends.tile_counts(problem, operands)
+    chosen, counts = dispatch.tile_counts(problem, operands)
     return f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
 
 
@@ -715,7 +715,7 @@ def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, pack
 
         return adapter.forward(function, arrays, options, packed)
     problem, operands = pose(function, arrays, options, packed)
-    out, lse = backends.forward(problem, operands)
+    out, lse = dispatch.forward(problem, operands)
     return (out.result(), lse.result()) if options.return_lse else out.result()
 
 
@@ -723,7 +723,7 @@ def _backward(
     function: str, arrays: tuple[Any, Any, Any], options: Options, saved: Saved, packed: Packed | None = None
 ) -> Gradients:
     problem, operands = pose(function, arrays, options, packed, saved)
-    gradients = backends.backward(problem, operands)
+    gradients = dispatch.backward(problem, operands)
     return gradients.map(Array.result)
 
 
@@ -748,7 +748,7 @@ def _jvp(
     function: str, arrays: tuple[Any, Any, Any], tangents: Tangents, options: Options, packed: Packed | None = None
 ) -> Any:
     problem, operands = pose(function, arrays, options, packed, tangents=tangents)
-    out, lse, tout, tlse = (array.result() for array in backends.jvp(problem, operands))
+    out, lse, tout, tlse = (array.result() for array in dispatch.jvp(problem, operands))
     return (out, tout, lse, tlse) if options.return_lse else (out, tout)
 
 
@@ -761,7 +761,7 @@ def _double_backward(
     packed: Packed | None = None,
 ) -> SecondGradients:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
-    return backends.double_backward(problem, operands).map(Array.result)
+    return dispatch.double_backward(problem, operands).map(Array.result)
 
 
 def _is_torch(x: Any) -> bool:

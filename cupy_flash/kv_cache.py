@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import backends
+from . import dispatch
 from .arrays import AnyArray, ArrayT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import CacheArguments, CacheArgumentsWithoutLse, Layout, MaskMod, ScoreMod, Window
+    from .problem.argument_types import CacheArguments, CacheArgumentsWithoutLse, Layout, MaskMod, ScoreMod, Window
 
 
 @overload
@@ -144,7 +144,7 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .pose_cache import CacheOptions, pose_with_cache  # lazily: most calls have no cache
+    from .problem.kv_cache import CacheOptions, pose_with_cache  # lazily: most calls have no cache
 
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
@@ -152,10 +152,10 @@ def attention_with_kv_cache(
         mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
     )  # fmt: skip
     if _is_torch(q):
-        from .adapters.torch import cache
+        from .adapters.torch import kv_cache
 
-        return cache.attend(q, k_cache, v_cache, options)
-    result, lse = backends.forward(*pose_with_cache(q, k_cache, v_cache, options))
+        return kv_cache.attend(q, k_cache, v_cache, options)
+    result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options))
     return (result.result(), lse.result()) if return_lse else result.result()
 
 
@@ -177,11 +177,11 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
-    from .pose_cache import CacheOptions, pose_with_cache
+    from .problem.kv_cache import CacheOptions, pose_with_cache
 
     settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
-    text = backends.plan_for(problem).explain()
+    text = dispatch.plan_for(problem).explain()
     if not problem.mods:
         return text
     from .mods import explain as mods
@@ -235,7 +235,7 @@ def append_to_kv_cache(
         ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
-    from .pose_cache import CacheOptions, pose_append
+    from .problem.kv_cache import CacheOptions, pose_append
 
     options = CacheOptions(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table, slots=slots,
@@ -243,11 +243,11 @@ def append_to_kv_cache(
         k_descale=k_descale, v_descale=v_descale, layout=layout,
     )  # fmt: skip
     if _is_torch(k):
-        from .adapters.torch import cache
+        from .adapters.torch import kv_cache
 
-        cache.append(k, v, k_cache, v_cache, cu_seqlens, options)
+        kv_cache.append(k, v, k_cache, v_cache, cu_seqlens, options)
         return
-    backends.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
+    dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
 
 
 def _is_torch(x: Any) -> bool:

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from .adapters.torch.saved import Retained
+    from .adapters.torch.retained_memory import Retained
 
 GB = 10**9
 ATTENTIONS = ("standard", "flash")
@@ -513,9 +513,9 @@ def measure(
     Raises:
         TypeError: model is not a torch.nn.Module.
     """
-    from .adapters.torch import saved
+    from .adapters.torch import retained_memory
 
-    return saved.measure(model, batch)
+    return retained_memory.measure(model, batch)
 
 
 def find_retained(loss: torch.Tensor) -> list[Retained]:
@@ -538,9 +538,9 @@ def find_retained(loss: torch.Tensor) -> list[Retained]:
     Raises:
         TypeError: loss is not a torch.Tensor.
     """
-    from .adapters.torch import saved
+    from .adapters.torch import retained_memory
 
-    return saved.find_retained(loss)
+    return retained_memory.find_retained(loss)
 
 
 def plot(model: Transformer, training: Training, path: Path, memory: float | None = None, title: str = "") -> None:

@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
-from cupy_flash.features import FEATURES
+from cupy_flash.problem.features import FEATURES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.arguments import ReferenceOptions
+    from cupy_flash.problem.argument_types import ReferenceOptions
 
 Array = npt.NDArray[Any]
 FP8 = "float8_e4m3fn"

@@ -1,6 +1,6 @@
 // Compile-time constants of a plan, with their defaults.
 //
-// cupy_flash/source.py replaces the defaults by the plan's values when it assembles a kernel's text. To allow that,
+// cupy_flash/jit/source.py replaces the defaults by the plan's values when it assembles a kernel's text. To allow that,
 // every line is a comment or defines one constant, in one of these forms:
 //
 //     constexpr int NAME = 64;          an integer

@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// CUtensorMap, encoded by the driver (cupy_flash/tensor_map.py).
+// CUtensorMap, encoded by the driver (cupy_flash/gpu/tensor_map.py).
 struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };

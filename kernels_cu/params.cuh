@@ -1,4 +1,4 @@
-// The only argument of every kernel, passed by value. cupy_flash/params.py derives the NumPy dtype from this text, so a
+// The only argument of every kernel, passed by value. cupy_flash/gpu/params.py derives the NumPy dtype from this text, so a
 // field is declared here and nowhere else.
 #pragma once
 

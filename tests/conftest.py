@@ -14,9 +14,11 @@ import numpy as np
 import on_gpu
 import pytest
 
-from cupy_flash import backends, cache, nvrtc
-from cupy_flash.backends.simulator.counters import Counters
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import dispatch
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.kernel_cache import compiled
+from cupy_flash.simulator.counters import Counters
+from cupy_flash.simulator.run import start
 
 # CuPy creates its cache as soon as it is imported, and cannot be imported if the home is read-only.
 if not os.access(os.path.expanduser("~"), os.W_OK) and "CUPY_CACHE_DIR" not in os.environ:
@@ -95,7 +97,7 @@ def kernel_cache(tmp_path_factory, request):
         patch.setenv("CUPY_FLASH_CACHE_DIR", os.environ.get("KERNELS") or str(folder))
         if not request.config.option.exhaustive:
             patch.setattr(nvrtc, "flags", faster(nvrtc.flags))
-        cache.compiled.cache_clear()
+        compiled.cache_clear()
         yield
 
 
@@ -172,5 +174,5 @@ def steps(monkeypatch):
         return record
 
     for name in ("forward", "backward"):
-        monkeypatch.setattr(backends, name, recorded(name, getattr(backends, name)))
+        monkeypatch.setattr(dispatch, name, recorded(name, getattr(dispatch, name)))
     return seen

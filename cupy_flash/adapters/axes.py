@@ -6,7 +6,7 @@ head dimensions, and "." for an axis that is none of them.
 
 from __future__ import annotations
 
-from .. import features
+from ..problem import features
 
 LAYOUTS = {
     "bshd": {"q": "bihd", "k": "bjgd", "v": "bjge", "out": "bihe", "lse": "bhi"},

@@ -22,10 +22,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from ..mods.trace import Mod
-from ..pose_cache import CacheOptions
-from ..problem import UnsupportedError
+from ..problem.kv_cache import CacheOptions
+from ..problem.records import UnsupportedError
 from .torch import attention, attention_varlen
-from .torch.cache import attend
+from .torch.kv_cache import attend
 
 NAME = "cupy_fa"  # without "flash", because transformers downloads a kernel for names that contain it
 

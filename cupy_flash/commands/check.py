@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
-from ..isolated import ended_by_signal
-from ..plan import MODULES
+from ..measure.worker_process import ended_by_signal
+from ..plan.plan import MODULES
 
 
 def add(commands: Any) -> None:
@@ -46,7 +46,7 @@ def progress(line: str) -> None:
 
 def run(backend: str, engine: str | None, quick: bool, **arguments: Any) -> int:
     """Run the check, print its table or JSON, and return 0 if all engines have passed."""
-    from ..checks.verdicts import check
+    from ..measure.checks.verdicts import check
 
     try:
         with ended_by_signal():

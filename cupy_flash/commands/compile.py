@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
-from .. import ahead
-from ..backends.kernels import compile_launch
-from ..launch import Launch
-from . import cache
+from ..engines.launch import Launch
+from ..gpu import ahead
+from ..gpu.run_plan import compile_launch
+from . import kernel_cache
 from .problem_arguments import add_problem, size
 
 
@@ -43,7 +43,7 @@ def run(arch: str | None, jobs: int | None, **arguments: Any) -> int:
                 report(f"{number}/{len(launches)} {task.result()}")
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, do not start the remaining kernels
-    return cache.print_size()
+    return kernel_cache.print_size()
 
 
 def _compile(launch: Launch, target: str) -> str:

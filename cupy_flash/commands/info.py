@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, ahead, device, environment, evidence, nvrtc, source
-from ..backends import SIMULATED
+from .. import __version__, device, environment
 from ..device import Device
-from ..plan import DECODERS, MODULES, unproved
-from . import cache
+from ..dispatch import SIMULATED
+from ..gpu import ahead
+from ..jit import nvrtc, source
+from ..plan import measurements
+from ..plan.plan import DECODERS, MODULES, unproved
+from . import kernel_cache
 
 # Their versions come from package metadata, so that none of them is imported.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
@@ -37,8 +40,8 @@ def run() -> int:
         "import cupy": import_cupy(),
         "kernels_cu": kernels(),
         "NVRTC": compiler(),
-        "cache": cache.describe(),
-        "evidence": "; ".join(evidence.summary()) or f"none: {evidence.CHECK_COMMAND}",
+        "cache": kernel_cache.describe(),
+        "evidence": "; ".join(measurements.summary()) or f"none: {measurements.CHECK_COMMAND}",
         "CUPY_FLASH_BACKEND": environment.backend() or "not set",
         "CUPY_FLASH_CACHE_DIR": environment.cache_dir() or "not set",
         "CUPY_FLASH_EVIDENCE_DIR": environment.evidence_dir() or "not set",

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .. import ahead, device
-from ..features import ARRAY, CAUSAL, CHOICE, FEATURES, FLAG, NUMBER, WINDOW, Feature
-from ..plan import MODULES, Plan, plan
-from ..problem import DTYPES, FP8
+from .. import device
+from ..gpu import ahead
+from ..plan.plan import MODULES, Plan, plan
+from ..problem.features import ARRAY, CAUSAL, CHOICE, FEATURES, FLAG, NUMBER, WINDOW, Feature
+from ..problem.records import DTYPES, FP8
 
 
 def size(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..backends.kernels import compile_launch
+from ..gpu.run_plan import compile_launch
 from .problem_arguments import add_lengths, add_problem, plans
 
 

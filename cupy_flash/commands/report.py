@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from .. import evidence
+from ..plan import measurements
 from . import info
 
 
@@ -34,7 +34,7 @@ def run(out: Path | None) -> int:
         info.run()
     records: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
-    for file, record in evidence.stored():
+    for file, record in measurements.stored():
         (ignored if isinstance(record, str) else records)[str(file)] = record
     failed = _failed(records.values())
     report = {"info": printed.getvalue().splitlines(), "failed": failed, "evidence": records, "ignored": ignored}

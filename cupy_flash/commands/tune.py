@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..isolated import ended_by_signal
-from ..problem import DTYPES, FP8
+from ..measure.worker_process import ended_by_signal
+from ..problem.records import DTYPES, FP8
 from .check import add_backend, add_json, progress
 from .problem_arguments import size
 
@@ -65,7 +65,7 @@ def positive(text: str) -> float:
 
 def run(like: Path | None, backend: str, minutes: float | None, **arguments: Any) -> int:
     """Measure, print the speedups, and return 3 if time ran out, 1 if a call could not be measured, else 0."""
-    from ..tuning import tune
+    from ..measure.tuning import tune
 
     decode = arguments["decode"]
     if decode and (arguments["backward"] or arguments["causal"]):

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
-from .. import backends
+from .. import dispatch
 from ..api import merge
-from ..features import ARRAYS, FEATURES, MODS, SEED
 from ..mods.trace import Mod, decoded, mod_of
-from ..pose import pose
-from ..problem import Options, Packed, Saved, Shard
+from ..problem.build import pose
+from ..problem.features import ARRAYS, FEATURES, MODS, SEED
+from ..problem.records import Options, Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments import (
+    from ..problem.argument_types import (
         Boundaries,
         Group,
         Layout,
@@ -424,7 +424,7 @@ class _Ring(torch.autograd.Function):
         for step, pairs in enumerate(call.schedule.pairs):
             arrival = call.next_keys(step, kv)
             for pair in pairs:
-                out, lse = (x.result() for x in backends.forward(*call.pose(pair, (q, *kv), tuple(tensors))))
+                out, lse = (x.result() for x in dispatch.forward(*call.pose(pair, (q, *kv), tuple(tensors))))
                 if pair.queries in parts:
                     layout: Layout = "bhsd" if call.layout == "bhsd" else "bshd"
                     parts[pair.queries] = merge(*parts[pair.queries], out, lse, layout=layout)
@@ -465,7 +465,7 @@ def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *sav
         dkv = [torch.zeros_like(x, dtype=lse.dtype) for x in kv]
         for pair in pairs:
             rows = call.saved(pair.queries, dout, out, lse, dlse)._replace(captured_gradient=wanted)
-            gradients = backends.backward(*call.pose(pair, (q, *kv), (*tensors, *captured), rows))
+            gradients = dispatch.backward(*call.pose(pair, (q, *kv), (*tensors, *captured), rows))
             of_captured.add(gradients)
             dk, dv = (call.rows(x, pair.keys) for x in dkv)
             for name, total in {"dq": call.rows(dq, pair.queries), "dk": dk, "dv": dv, **named}.items():

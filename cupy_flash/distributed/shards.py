@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..mask import Mask
+from ..problem.mask import Mask
 
 if TYPE_CHECKING:
-    from ..arguments import Sharding
+    from ..problem.argument_types import Sharding
 
 SHARDINGS = ("contiguous", "zigzag", "striped")
 

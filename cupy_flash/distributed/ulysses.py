@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
-from .. import backends
-from ..pose import pose
-from ..problem import Options, Packed, Saved, Shard
+from .. import dispatch
+from ..problem.build import pose
+from ..problem.records import Options, Packed, Saved, Shard
 from .channel import Channel
 from .ring import (
     SERVED,
@@ -35,7 +35,7 @@ from .shards import runs
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments import (
+    from ..problem.argument_types import (
         Group,
         Lengths,
         PackedRanksOptions,
@@ -291,7 +291,7 @@ class _Ulysses(torch.autograd.Function):
         bounds = (cu_seqlens_q, cu_seqlens_k)
         q = call.to_heads(q, call.q_sizes, call.axes)
         k, v = (call.to_heads(x, call.kv_sizes, call.axes) for x in (k, v))
-        out, lse = (x.result() for x in backends.forward(*call.pose((q, k, v), tuple(tensors), bounds)))
+        out, lse = (x.result() for x in dispatch.forward(*call.pose((q, k, v), tuple(tensors), bounds)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *tensors, *bounds)
         ctx.call = call
@@ -316,7 +316,7 @@ def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *sav
     dlse = None if dlse is None else call.to_heads(dlse, call.q_sizes, LSE)
     rows = Saved(dout, out, lse, dlse, captured_gradient=wanted)
     posed = call.pose((q, k, v), (*tensors, *captured), (cu_seqlens_q, cu_seqlens_k), rows)
-    gradients = backends.backward(*posed)
+    gradients = dispatch.backward(*posed)
     of_captured.add(gradients)
     dq, dk, dv = (gradients[i].result() for i in range(3))
     dq = call.to_rows(dq, call.q_sizes, call.axes)

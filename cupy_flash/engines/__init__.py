@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..device import Device
-from ..launch import Launch
-from ..params import Workspace
-from ..problem import Problem
+from ..gpu.params import Workspace
+from ..problem.records import Problem
+from .launch import Launch
 
 
 class Engine(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import Launch
-from ..params import Workspace
-from ..problem import Problem
+from ..gpu.params import Workspace
+from ..problem.records import Problem
+from .launch import Launch
 from .shared import dtype_refusals
 
 BACKENDS: tuple[str, ...] = ("cpu",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..device import Device
-from ..problem import Problem
+from ..problem.records import Problem
 from .cpu import FLOP, LOAD, SCORE, TILE, Tile, alike, launches, workspaces, worth
 from .shared import dtype_refusals
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..features import FEATURES, is_given
-from ..launch import Constant, Launch
-from ..params import Workspace
-from ..problem import Problem
+from ..gpu.params import Workspace
+from ..problem.features import FEATURES, is_given
+from ..problem.records import Problem
+from .launch import Constant, Launch
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 
 # A scale within these bounds is folded into the exponents with log2(e); any other needs a pass over the scores.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..launch import Constant, Launch
-from ..params import Workspace
-from ..problem import Problem
-from .cached import append_launches, forward_refusals, rotated_rows, static_bytes
+from ..gpu.params import Workspace
+from ..problem.records import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
+from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
+from .launch import Constant, Launch
 from .shared import (
     captured_reads,
     grid_refusals,

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..device import Device
-from ..launch import Launch
-from ..params import Workspace
-from ..problem import Problem, UnsupportedError
-from ..tensor_map import Box
-from .cached import ROW_THREADS, append_launches, rotated_rows, static_bytes
+from ..gpu.params import Workspace
+from ..gpu.tensor_map import Box
+from ..problem.records import Problem, UnsupportedError
 from .fragments import fragment_constants, is_modified
+from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
+from .launch import Launch
 from .mma import (
     CLOCK,
     INSTRUCTIONS,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..cpu.visited_tiles import TileCounts
+from ..problem.mod_checks import floating_reads
 from .derive import derivative
-from .facts import floating_reads
 from .ir import expression
 from .trace import Mod
-from .visits import TileCounts
 
 
 def explain(mod: Mod, *, gradients: bool = True) -> str:

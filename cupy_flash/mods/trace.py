@@ -28,8 +28,8 @@ import numpy as np
 from .block_tables import converted, is_block_mask
 from .functions import FUNCTIONS, unknown
 from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
-from .objects import Held, original
-from .sources import Collect
+from .trace_guards import Collect
+from .traced_objects import Held, original
 from .values import Number, Trace, Traced, Value, call, is_array, lift
 
 MASK_INPUTS = ("b", "h", "q", "kv")

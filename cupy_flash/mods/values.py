@@ -19,7 +19,7 @@ from ..arrays import as_array
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import ARGUMENTS, BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
-from .sources import Sources
+from .trace_guards import Sources
 
 LONGEST_ROW = 1024  # maximum elements of a captured row, which is computed element by element
 MOST_ARRAYS = 32

@@ -10,10 +10,10 @@ from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.adapters.jax import attention
-from cupy_flash.checks.references import references
-from cupy_flash.trial import Call
+from cupy_flash.measure.checks.references import references
+from cupy_flash.problem.recorded_call import Call
 
 B, SQ, SK, H, HK, D = 3, 33, 47, 4, 2, 16
 
@@ -185,14 +185,14 @@ def test_saved_for_the_backward():
 
 def test_eager_call_reads_and_writes_memory_of_jax(monkeypatch):
     seen = {}
-    forward = backends.forward
+    forward = dispatch.forward
 
     def record(problem, operands):
         results = forward(problem, operands)
         seen.update(q=operands.q.pointer, out=results[0].pointer)
         return results
 
-    monkeypatch.setattr(backends, "forward", record)
+    monkeypatch.setattr(dispatch, "forward", record)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (Q, K, V))
     out = attention(q, k, v)
     assert seen == dict(q=q.unsafe_buffer_pointer(), out=out.unsafe_buffer_pointer())

@@ -11,7 +11,7 @@ from tiers import exhaustive, in_tiers
 
 import cupy_flash
 from cupy_flash.adapters.jax import append_to_kv_cache, attention, attention_with_kv_cache
-from cupy_flash.adapters.jax.cache import CACHES, CacheCall
+from cupy_flash.adapters.jax.kv_cache import CACHES, CacheCall
 
 B, S, H, HK, D, CAPACITY = 2, 3, 4, 2, 8, 16
 LENGTHS = np.array([5, 2], np.int32)

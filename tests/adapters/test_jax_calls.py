@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cupy_flash.adapters.jax import append_to_kv_cache, attention, attention_with_kv_cache, step
-from cupy_flash.adapters.jax.calls import Call
+from cupy_flash.adapters.jax import append_to_kv_cache, attention, attention_with_kv_cache, ffi_execute
+from cupy_flash.adapters.jax.static_call import Call
 
 Q, K, V = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4)), jnp.float32)
 gradient = jax.grad(lambda q: attention(q, K, V).sum())
@@ -81,11 +81,11 @@ def test_arrays_on_different_devices_are_refused():
 
 def test_other_lengths_of_a_cache_compile_nothing():
     k, v = K[:, :1], V[:, :1]
-    before = step._program.cache_info().misses
+    before = ffi_execute._program.cache_info().misses
     caches = K + 0, V + 0
     for position in range(4):
         caches = append_to_kv_cache(k, v, *caches, cache_seqlens=position)
-    assert step._program.cache_info().misses <= before + 1
+    assert ffi_execute._program.cache_info().misses <= before + 1
     np.testing.assert_array_equal(caches[0][:, :4], jnp.broadcast_to(k, (1, 4, 2, 4)))
     np.testing.assert_array_equal(caches[0][:, 4:], K[:, 4:])
 

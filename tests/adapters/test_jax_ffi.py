@@ -11,9 +11,9 @@ from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash.adapters.jax import attention, cache, calls, frame, handler, primitive
+from cupy_flash.adapters.jax import attention, ffi_handler, ffi_structs, kv_cache, primitive, static_call
 from cupy_flash.arrays import Array, contiguous_strides
-from cupy_flash.problem import Options
+from cupy_flash.problem.records import Options
 
 # ---------------------------------------------------------------------------------------------------------- the header
 
@@ -27,9 +27,9 @@ ENUMS = ("XLA_FFI_Extension_Type", "XLA_FFI_DataType", "XLA_FFI_ExecutionStage",
 
 def members_of_header(name):
     """(name, size) of the members of a struct in the header; a nested struct has the size of ours."""
-    body = re.search(rf"struct {name} \{{(.*?)\n\}}", frame.header(), re.DOTALL)[1]
+    body = re.search(rf"struct {name} \{{(.*?)\n\}}", ffi_structs.header(), re.DOTALL)[1]
     body = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"\1* \1", re.sub(r"//[^\n]*", "", body))
-    ours = {struct.NAME: ctypes.sizeof(struct) for struct in frame.STRUCTS}
+    ours = {struct.NAME: ctypes.sizeof(struct) for struct in ffi_structs.STRUCTS}
     sizes = ours | {c: ctypes.sizeof(python) for c, python in TYPES.items()} | dict.fromkeys(ENUMS, 4)
     members = []
     for declaration in filter(None, map(str.strip, body.split(";"))):
@@ -39,7 +39,7 @@ def members_of_header(name):
     return members
 
 
-@pytest.mark.parametrize("struct", frame.STRUCTS, ids=lambda struct: struct.NAME)
+@pytest.mark.parametrize("struct", ffi_structs.STRUCTS, ids=lambda struct: struct.NAME)
 def test_structs_equal_the_header(struct):
     expected = members_of_header(struct.NAME)
     actual = [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
@@ -49,26 +49,26 @@ def test_structs_equal_the_header(struct):
 
 
 def test_constants_equal_the_header():
-    enumerated = {name: int(value) for name, value in re.findall(r"(XLA_FFI_\w+) = (\d+)", frame.header())}
-    for code, dtype in frame.DATA_TYPES.items():
+    enumerated = {name: int(value) for name, value in re.findall(r"(XLA_FFI_\w+) = (\d+)", ffi_structs.header())}
+    for code, dtype in ffi_structs.DATA_TYPES.items():
         name = {"bool": "PRED", "float8_e5m2": "F8E5M2", "float8_e4m3fn": "F8E4M3FN", "bfloat16": "BF16"}.get(dtype)
         name = name or f"{'S' if dtype.startswith('int') else dtype[0].upper()}{np.dtype(dtype).itemsize * 8}"
         assert enumerated[f"XLA_FFI_DataType_{name}"] == code
     for name in ("INITIALIZE", "EXECUTE"):
-        assert enumerated[f"XLA_FFI_ExecutionStage_{name}"] == getattr(frame, name)
+        assert enumerated[f"XLA_FFI_ExecutionStage_{name}"] == getattr(ffi_structs, name)
     for name in ("INVALID_ARGUMENT", "UNIMPLEMENTED", "INTERNAL"):
-        assert enumerated[f"XLA_FFI_Error_Code_{name}"] == getattr(frame, name)
-    assert enumerated["XLA_FFI_Extension_Metadata"] == frame.METADATA
-    assert frame.unserved() is None
+        assert enumerated[f"XLA_FFI_Error_Code_{name}"] == getattr(ffi_structs, name)
+    assert enumerated["XLA_FFI_Extension_Metadata"] == ffi_structs.METADATA
+    assert ffi_structs.unserved() is None
 
 
 Q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 17, 4, 8)), jnp.float32)
 
 
 def test_another_major_version_falls_back_to_pure_callback(monkeypatch):
-    text = re.sub(r"(#define XLA_FFI_API_MAJOR) \d+", r"\1 1", frame.header())
-    monkeypatch.setattr(frame, "header", lambda: text)
-    frame.unserved.cache_clear()
+    text = re.sub(r"(#define XLA_FFI_API_MAJOR) \d+", r"\1 1", ffi_structs.header())
+    monkeypatch.setattr(ffi_structs, "header", lambda: text)
+    ffi_structs.unserved.cache_clear()
     try:
         reason = "jaxlib has major version 1 of XLA's FFI, and this package speaks 0"
         assert reason in cupy_flash.explain(Q, Q, Q)
@@ -76,22 +76,22 @@ def test_another_major_version_falls_back_to_pure_callback(monkeypatch):
         step = jax.jit(lambda q: differentiate(q) * 1)
         with pytest.warns(RuntimeWarning, match=f"falls back to jax.pure_callback: {reason}"):
             text = step.lower(Q).as_text()
-        assert "xla_ffi_python_cpu_callback" in text and handler.TARGET + '"' not in text
+        assert "xla_ffi_python_cpu_callback" in text and ffi_handler.TARGET + '"' not in text
         np.testing.assert_array_equal(step(Q), differentiate(Q))
     finally:
-        frame.unserved.cache_clear()
+        ffi_structs.unserved.cache_clear()
 
 
 def test_jit_is_one_call_of_the_handler_and_copies_nothing(monkeypatch):
     seen = []
-    run = calls.Call.run
+    run = static_call.Call.run
 
     def record(call, operands, buffers):
         results = run(call, operands, buffers)
         seen.append({name: x.pointer for name, x in (operands | results).items()})
         return results
 
-    monkeypatch.setattr(calls.Call, "run", record)
+    monkeypatch.setattr(static_call.Call, "run", record)
     step = jax.jit(attention)
     q, k = (jnp.asarray(Q * factor) for factor in (1, 2))
     out = step(q, k, k)
@@ -111,7 +111,7 @@ def test_no_exception_crosses_into_xla(monkeypatch):
     def fail(call, operands, buffers):
         raise SystemExit("no")
 
-    monkeypatch.setattr(calls.Call, "run", fail)
+    monkeypatch.setattr(static_call.Call, "run", fail)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="INTERNAL: SystemExit: no"):
         jax.jit(attention)(Q, Q, Q).block_until_ready()
 
@@ -126,32 +126,32 @@ class Xla:
 
     def __init__(self, ordinal=0):
         self.errors, self.keep, self.ordinal = [], [], ordinal
-        self.api = frame.Api(api_version=frame.Version(major_version=0, minor_version=3))
+        self.api = ffi_structs.Api(api_version=ffi_structs.Version(major_version=0, minor_version=3))
         for name in ("Error_Create", "Stream_Get", "DeviceOrdinal_Get"):
-            function = frame.Function(getattr(self, name))
+            function = ffi_structs.Function(getattr(self, name))
             self.keep.append(function)
             setattr(self.api, f"XLA_FFI_{name}", ctypes.cast(function, ctypes.c_void_p).value)
 
     def Error_Create(self, address):
-        argument = frame.ErrorCreateArgs.from_address(address)
+        argument = ffi_structs.ErrorCreateArgs.from_address(address)
         self.errors.append((argument.errc, argument.message.decode()))
         return 1
 
     def Stream_Get(self, address):
-        frame.StreamGetArgs.from_address(address).stream = 7
+        ffi_structs.StreamGetArgs.from_address(address).stream = 7
 
     def DeviceOrdinal_Get(self, address):
-        frame.DeviceOrdinalGetArgs.from_address(address).device_ordinal = self.ordinal
+        ffi_structs.DeviceOrdinalGetArgs.from_address(address).device_ordinal = self.ordinal
 
-    def call(self, operands, results, attributes, stage=frame.EXECUTE, platform="cuda"):
+    def call(self, operands, results, attributes, stage=ffi_structs.EXECUTE, platform="cuda"):
         """Call the handler; return (code, message) of its error, or None."""
-        call = frame.CallFrame(api=ctypes.pointer(self.api), stage=stage)
-        call.args = frame.Args(size=len(operands), args=self.buffers(operands))
-        call.rets = frame.Rets(size=len(results), rets=self.buffers(results))
+        call = ffi_structs.CallFrame(api=ctypes.pointer(self.api), stage=stage)
+        call.args = ffi_structs.Args(size=len(operands), args=self.buffers(operands))
+        call.rets = ffi_structs.Rets(size=len(results), rets=self.buffers(results))
         names, values = (self.array(map(self.span, texts)) for texts in (attributes, attributes.values()))
-        call.attrs = frame.Attrs(size=len(attributes), attrs=values)
-        call.attrs.names = ctypes.cast(names, ctypes.POINTER(ctypes.POINTER(frame.ByteSpan)))
-        error = handler.HANDLERS[platform](ctypes.addressof(call))
+        call.attrs = ffi_structs.Attrs(size=len(attributes), attrs=values)
+        call.attrs.names = ctypes.cast(names, ctypes.POINTER(ctypes.POINTER(ffi_structs.ByteSpan)))
+        error = ffi_handler.HANDLERS[platform](ctypes.addressof(call))
         return self.errors.pop() if error else None
 
     def array(self, structs):
@@ -162,23 +162,23 @@ class Xla:
         return array
 
     def buffers(self, arrays):
-        codes = {name: code for code, name in frame.DATA_TYPES.items()}
+        codes = {name: code for code, name in ffi_structs.DATA_TYPES.items()}
         buffers = []
         for x in arrays:
             dims = (ctypes.c_int64 * x.ndim)(*x.shape)
-            buffers.append(frame.Buffer(dtype=codes[x.dtype.name], data=x.ctypes.data, rank=x.ndim, dims=dims))
+            buffers.append(ffi_structs.Buffer(dtype=codes[x.dtype.name], data=x.ctypes.data, rank=x.ndim, dims=dims))
         return ctypes.cast(self.array(buffers), ctypes.POINTER(ctypes.c_void_p))
 
     def span(self, text):
         bytes_ = ctypes.create_string_buffer(text.encode())
         self.keep.append(bytes_)
-        return frame.ByteSpan(ptr=ctypes.addressof(bytes_), len=len(text.encode()))
+        return ffi_structs.ByteSpan(ptr=ctypes.addressof(bytes_), len=len(text.encode()))
 
 
 def static(**options):
     settings = Options(**options)
-    given = {name: getattr(settings, name, None) for name in calls.Static._fields}
-    return calls.Static(**given | {"function": "attention"})
+    given = {name: getattr(settings, name, None) for name in static_call.Static._fields}
+    return static_call.Static(**given | {"function": "attention"})
 
 
 def run_frame(call, operands, ordinal=0):
@@ -194,7 +194,7 @@ def run_frame(call, operands, ordinal=0):
         buffers[outputs[place]] = operands[call.names[operand]]
     attributes = {"call": call.text, "outputs": " ".join(map(str, outputs))}
     xla = Xla(ordinal)
-    for stage in (0, 1, frame.INITIALIZE, frame.EXECUTE):
+    for stage in (0, 1, ffi_structs.INITIALIZE, ffi_structs.EXECUTE):
         error = xla.call([operands[name] for name in call.names], buffers, attributes, stage)
         assert error is None, error
     return {name: buffers[index] for name, index in zip(call.result_names, outputs, strict=True)}
@@ -218,10 +218,10 @@ def test_handler_runs_a_hopper_plan_from_a_frame(options):
     numbers = {name: x for name, x in options.items() if name not in arrays}
     settings = static(**numbers, backend="simulator:sm_90a")
     operands |= arrays
-    forward = run_frame(calls.Call("forward", settings, tuple(operands)), operands)
+    forward = run_frame(static_call.Call("forward", settings, tuple(operands)), operands)
     saved = {"dout": normal(7, *forward["out"].shape), **forward, "dlse": np.zeros_like(forward["lse"])}
     operands |= saved
-    backward = run_frame(calls.Call("backward", settings, tuple(operands)), operands)
+    backward = run_frame(static_call.Call("backward", settings, tuple(operands)), operands)
     if "seed" in options:
         options = options | {"seed": 5 + (6 << 32)}
     direct = options | {"backend": "simulator:sm_90a"}
@@ -246,13 +246,13 @@ def test_handler_runs_derivatives_from_frames():
     options = dict(causal=True, softcap=3.0, backend="simulator")
     settings = static(**options)
     operands = x | tangents
-    results = run_frame(calls.Call("JVP", settings, tuple(operands)), operands)
+    results = run_frame(static_call.Call("JVP", settings, tuple(operands)), operands)
     direct = cupy_flash.attention_jvp(*operands.values(), return_lse=True, **options)
     for name, expected in zip(("out", "tout", "lse", "tlse"), direct, strict=True):
         np.testing.assert_array_equal(results[name], expected)
     saved = {"dout": normal(20, *shapes["q"]).astype(np.float32), "out": results["out"], "lse": results["lse"]}
     operands |= saved
-    second = run_frame(calls.Call("double backward", settings, tuple(operands)), operands)
+    second = run_frame(static_call.Call("double backward", settings, tuple(operands)), operands)
     direct = cupy_flash.attention_double_backward(
         *tangents.values(), saved["dout"], *x.values(), *list(saved.values())[1:], **options
     )
@@ -277,7 +277,7 @@ def test_each_device_computes_its_shard_of_dropout_and_mods(ordinal):
     }  # fmt: skip
     places = {f"0:{n}": [n // 2, n % 2 * 2] for n in range(4)}
     settings = static(**options, score_mod=mod.encoded)._replace(whole_heads=4, places=places)
-    results = run_frame(calls.Call("forward", settings, tuple(shard)), shard, ordinal)
+    results = run_frame(static_call.Call("forward", settings, tuple(shard)), shard, ordinal)
     np.testing.assert_array_equal(results["out"], out[b : b + 1, :, 2 * h : 2 * h + 2])
     np.testing.assert_array_equal(results["lse"], lse[b : b + 1, 2 * h : 2 * h + 2])
 
@@ -289,14 +289,14 @@ def test_handler_appends_to_a_cache_and_reads_it_from_frames():
     lengths = {"cache_seqlens": np.array([5, 2], np.int32)}
     expected = {name: cache.copy() for name, cache in caches.items()}
     cupy_flash.append_to_kv_cache(*rows.values(), *expected.values(), **lengths)
-    settings = dict.fromkeys(cache.CacheStatic._fields) | {"backend": "simulator", "layout": "bshd", "causal": True}
+    settings = dict.fromkeys(kv_cache.CacheStatic._fields) | {"backend": "simulator", "layout": "bshd", "causal": True}
     settings |= {"function": "cached", "rotary_interleaved": True, "return_lse": False}
     operands = rows | caches | lengths
-    run_frame(cache.CacheCall("append", cache.CacheStatic(**settings), tuple(operands)), operands)
+    run_frame(kv_cache.CacheCall("append", kv_cache.CacheStatic(**settings), tuple(operands)), operands)
     for name, appended in expected.items():
         np.testing.assert_array_equal(caches[name], appended)
     operands = {"q": normal(5, 2, 1, 4, 64), **caches, "cache_seqlens": lengths["cache_seqlens"] + 3}
-    results = run_frame(cache.CacheCall("cached", cache.CacheStatic(**settings), tuple(operands)), operands)
+    results = run_frame(kv_cache.CacheCall("cached", kv_cache.CacheStatic(**settings), tuple(operands)), operands)
     arrays = (operands["q"], *caches.values())
     options = dict(cache_seqlens=operands["cache_seqlens"], return_lse=True)
     direct = cupy_flash.attention_with_kv_cache(*arrays, backend="simulator", **options)
@@ -306,26 +306,26 @@ def test_handler_appends_to_a_cache_and_reads_it_from_frames():
 
 def test_errors_of_a_frame_and_its_metadata():
     q = np.zeros((1, 4, 2, 8), np.float32)
-    call = calls.Call("forward", static(), ("q", "k", "v"))
+    call = static_call.Call("forward", static(), ("q", "k", "v"))
     attributes = {"call": call.text, "outputs": "0 1"}
     results = [np.zeros_like(q), np.zeros((1, 2, 4), np.float32)]
     code, message = Xla().call([q, q[:, :3], q], results, attributes, platform="cpu")
-    assert code == frame.INVALID_ARGUMENT and "k and v must have one length, not 3 and 4" in message
+    assert code == ffi_structs.INVALID_ARGUMENT and "k and v must have one length, not 3 and 4" in message
     code, message = Xla().call([q, q, q], results, attributes)  # there is no GPU here
-    assert code in (frame.UNIMPLEMENTED, frame.INTERNAL) or message is None
-    metadata = frame.Metadata()
-    base = frame.Extension(type=frame.METADATA)
-    extension = frame.MetadataExtension(base, ctypes.pointer(metadata))
+    assert code in (ffi_structs.UNIMPLEMENTED, ffi_structs.INTERNAL) or message is None
+    metadata = ffi_structs.Metadata()
+    base = ffi_structs.Extension(type=ffi_structs.METADATA)
+    extension = ffi_structs.MetadataExtension(base, ctypes.pointer(metadata))
     xla = Xla()
-    metadata_call = frame.CallFrame(extension_start=ctypes.addressof(extension), api=ctypes.pointer(xla.api))
-    assert not handler.HANDLERS["cuda"](ctypes.addressof(metadata_call))
+    metadata_call = ffi_structs.CallFrame(extension_start=ctypes.addressof(extension), api=ctypes.pointer(xla.api))
+    assert not ffi_handler.HANDLERS["cuda"](ctypes.addressof(metadata_call))
     assert (metadata.api_version.major_version, metadata.api_version.minor_version) == (0, 3)
-    assert metadata.traits == frame.COMMAND_BUFFER_COMPATIBLE
+    assert metadata.traits == ffi_structs.COMMAND_BUFFER_COMPATIBLE
 
 
 def test_workspaces_of_a_gpu_are_results_of_the_call():
     settings = static(backend="simulator:sm_90a")
-    call = calls.Call("backward", settings, ("q", "k", "v", "dout", "out", "lse", "dlse"))
+    call = static_call.Call("backward", settings, ("q", "k", "v", "dout", "out", "lse", "dlse"))
     recorder = primitive.Recorder("cpu")
     shapes = [(1, 256, 4, 64)] * 5 + [(1, 4, 256)] * 2
     dtypes = [np.dtype(np.float16)] * 5 + [np.dtype(np.float32)] * 2
@@ -339,6 +339,6 @@ def test_workspaces_of_a_gpu_are_results_of_the_call():
 
 def test_a_call_is_parsed_from_its_text():
     settings = static(window=(3, None), scale=np.float32(0.3), softcap=2.5, causal="top_left", seed=2**64 - 1)
-    call = calls.Call("forward", settings, ("q", "k", "v"))
-    parsed = calls.parse(call.text)
+    call = static_call.Call("forward", settings, ("q", "k", "v"))
+    parsed = static_call.parse(call.text)
     assert parsed == call and type(parsed.static.scale) is float and type(parsed.static.window) is tuple

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import exhaustive, in_tiers
 
-from cupy_flash.adapters.jax import attention, attention_varlen, calls, sharding
+from cupy_flash.adapters.jax import attention, attention_varlen, sharding, static_call
 
 B, S, H, HK, D = 4, 24, 4, 2, 8
 WHOLE, BATCH, HEADS = PartitionSpec(), PartitionSpec("data"), PartitionSpec("data", None, "model")
@@ -144,8 +144,10 @@ def test_the_table_of_shards():
     """The table of shards that a GPU's handler reads, compared with shards of arrays that hold their own indices."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     operands = sharded(mesh, QKV, PartitionSpec("data", None, "model"))
-    call = calls.parse(
-        calls.Call("forward", calls.Static(**dict.fromkeys(calls.Static._fields) | {"layout": "bshd"}), (*"qkv",)).text
+    call = static_call.parse(
+        static_call.Call(
+            "forward", static_call.Static(**dict.fromkeys(static_call.Static._fields) | {"layout": "bshd"}), (*"qkv",)
+        ).text
     )
     split = sharding._split(call, mesh, operands.values())
     numbers = jax.device_put(jnp.indices((B, S, H, D)), NamedSharding(mesh, PartitionSpec(None, *HEADS)))

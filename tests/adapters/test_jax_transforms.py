@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiers import in_tiers
 
-from cupy_flash.adapters.jax import attention, attention_varlen, calls, handler
+from cupy_flash.adapters.jax import attention, attention_varlen, ffi_handler, static_call
 
 N, B, S, H, HK, D = 3, 2, 9, 4, 2, 8
 
@@ -62,8 +62,8 @@ def test_vmap_is_one_call_and_equals_a_loop(case, monkeypatch):
     expected = [step({name: x[n] for name, x in per_instance.items()}) for n in range(N)]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
     steps = []
-    run = calls.Call.run
-    monkeypatch.setattr(calls.Call, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
+    run = static_call.Call.run
+    monkeypatch.setattr(static_call.Call, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
     actual = jax.block_until_ready(jax.jit(jax.vmap(step, in_axes=(axes,)))(given))
     assert sorted(steps) == ["backward"] * count + ["forward"] * count
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
@@ -96,8 +96,8 @@ def test_vmap_of_mods_is_one_call(case, monkeypatch):
     gradient = jax.grad(functools.partial(modified, sink), (0, 1, 2, 3))
     expected = [gradient(*(x if a is None else x[n] for x, a in zip(arrays, axes, strict=True))) for n in range(N)]
     steps = []
-    run = calls.Call.run
-    monkeypatch.setattr(calls.Call, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
+    run = static_call.Call.run
+    monkeypatch.setattr(static_call.Call, "run", lambda call, *arrays: steps.append(call.step) or run(call, *arrays))
     actual = jax.block_until_ready(jax.jit(jax.vmap(gradient, axes))(*arrays))
     assert sorted(steps) == ["backward", "forward"]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
@@ -169,9 +169,9 @@ def test_numbers_may_be_traced():
 def test_an_exported_program_runs():
     q, k, v = (normal(n, B, S, H, D) for n in range(3))
     step = jax.jit(jax.grad(lambda q, k, v: (attention(q, k, v, causal=True, window=(3, None)) ** 2).sum(), (0, 1, 2)))
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(handler.TARGET)]
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(ffi_handler.TARGET)]
     exported = jax.export.export(step, disabled_checks=allowed)(q, k, v)
-    assert handler.TARGET in exported.mlir_module()
+    assert ffi_handler.TARGET in exported.mlir_module()
     for one, other in zip(exported.call(q, k, v), step(q, k, v), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -5,7 +5,7 @@ import pytest
 from tiers import in_tiers
 
 import cupy_flash
-from cupy_flash.problem import UnsupportedError
+from cupy_flash.problem.records import UnsupportedError
 
 torch = pytest.importorskip("torch")
 
@@ -222,9 +222,9 @@ def test_transforms_while_compiling(name, mods):
 
 def test_vmap_folds_the_batch(monkeypatch):
     calls = []
-    run = adapter.op.backends.forward
+    run = adapter.op.dispatch.forward
     monkeypatch.setattr(
-        adapter.op.backends, "forward", lambda problem, x: calls.append(problem.batch) or run(problem, x)
+        adapter.op.dispatch, "forward", lambda problem, x: calls.append(problem.batch) or run(problem, x)
     )
     vmap(ours, in_dims=(0, None, None))(torch.stack(X), *X[1:])
     assert calls == [6]
@@ -290,7 +290,7 @@ def test_fake_tensors_know_the_shapes_of_second_gradients():
 def test_operators_pass_opcheck(mods):
     from cupy_flash.adapters.torch import derivatives
     from cupy_flash.adapters.torch.op import TENSORS, arguments_of
-    from cupy_flash.problem import Options
+    from cupy_flash.problem.records import Options
 
     q, k, v = (x.detach() for x in (Q, K, V))
     mod = cupy_flash.Mod(score_mod=with_table(TABLE))

@@ -15,7 +15,7 @@ import cupy_flash
 from cupy_flash import reference
 from cupy_flash.adapters import torch as adapter
 from cupy_flash.memory import find_retained
-from cupy_flash.problem import UnsupportedError
+from cupy_flash.problem.records import UnsupportedError
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 32
 SIMULATOR = dict(backend="simulator:sm_90a")

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cupy_flash
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.adapters import torch as adapter
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 2, 5, 7, 4, 2, 8, 6
@@ -484,9 +484,9 @@ def test_settings_of_torch_apply_to_calls_without_gradients(monkeypatch):
     assert torch.equal(dropped[0], dropped[1])
     assert not torch.equal(dropped[0], dropped[2])
     problems = []
-    forward = backends.forward
+    forward = dispatch.forward
     monkeypatch.setattr(
-        backends, "forward", lambda problem, operands: (problems.append(problem), forward(problem, operands))[1]
+        dispatch, "forward", lambda problem, operands: (problems.append(problem), forward(problem, operands))[1]
     )
     torch.use_deterministic_algorithms(True)
     try:

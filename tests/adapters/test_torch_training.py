@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cupy_flash
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.adapters import torch as adapter
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 4, 2, 8
@@ -180,8 +180,8 @@ def gradients_of(run):
 def forwards(monkeypatch):
     """A list with one entry per run of the forward."""
     runs = []
-    original = backends.forward
-    monkeypatch.setattr(backends, "forward", lambda *arguments: runs.append(None) or original(*arguments))
+    original = dispatch.forward
+    monkeypatch.setattr(dispatch, "forward", lambda *arguments: runs.append(None) or original(*arguments))
     return runs
 
 

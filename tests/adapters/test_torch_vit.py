@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch_orders import furthest, in_several_orders
 
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.adapters.torch import sdpa
 
 DIM, HEADS, DEPTH = 32, 4, 2
@@ -81,9 +81,9 @@ def test_vision_transformer(routed, monkeypatch):
     torch.manual_seed(0)
     model, images = VisionTransformer(), torch.randn(2, 3, 16, 16)
     steps = []
-    forward, backward = backends.forward, backends.backward
-    monkeypatch.setattr(backends, "forward", lambda *call: (steps.append("forward"), forward(*call))[1])
-    monkeypatch.setattr(backends, "backward", lambda *call: (steps.append("backward"), backward(*call))[1])
+    forward, backward = dispatch.forward, dispatch.backward
+    monkeypatch.setattr(dispatch, "forward", lambda *call: (steps.append("forward"), forward(*call))[1])
+    monkeypatch.setattr(dispatch, "backward", lambda *call: (steps.append("backward"), backward(*call))[1])
     with routed():
         actual = logits_and_gradients(model, images)
     assert steps == ["forward"] * DEPTH + ["backward"] * DEPTH

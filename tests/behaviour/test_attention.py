@@ -30,10 +30,11 @@ from producers import MAKERS
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash.backends import cpu, workers
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.cpu import thread_pool
 from cupy_flash.device import blas_controller
 from cupy_flash.dropout import keep_mask
-from cupy_flash.mask import Band
+from cupy_flash.problem.mask import Band
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -298,8 +299,8 @@ def test_calls_from_many_threads():
 
 def test_blas_limit_nests_and_overlaps():
     """Two calls may enter and leave in any order: the limit is lifted when the second one leaves."""
-    limit, before = workers._single_threaded_blas, blas_limits()
-    first, second = workers._User(), workers._User()
+    limit, before = thread_pool._single_threaded_blas, blas_limits()
+    first, second = thread_pool._User(), thread_pool._User()
     limit.enter(first)
     limit.enter(second)
     assert set(blas_limits()) <= {1}
@@ -337,7 +338,7 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
         raise MemoryError("no more")
 
     with pytest.raises(MemoryError, match="no more"):
-        workers.run_tasks(threads, [lambda: done.append(1), fail])
+        thread_pool.run_tasks(threads, [lambda: done.append(1), fail])
     assert done == [1]
     assert blas_limits() == before
     check(Case())

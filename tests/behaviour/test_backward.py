@@ -25,8 +25,8 @@ from producers import MAKERS
 
 import cupy_flash
 from cupy_flash.arrays import as_array
-from cupy_flash.backends import cpu
-from cupy_flash.problem import Gradients, Saved
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.problem.records import Gradients, Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

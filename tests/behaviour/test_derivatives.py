@@ -16,9 +16,8 @@ from tiers import in_tiers
 import cupy_flash
 from bench.memory import growth_exponent
 from bench.results import ROOT
-from cupy_flash import score
-from cupy_flash.backends import cpu_derivatives
-from cupy_flash.problem import UnsupportedError
+from cupy_flash.cpu import derivatives, score
+from cupy_flash.problem.records import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -77,8 +76,8 @@ def test_absent_tangents_take_no_products(monkeypatch):
             counts.append(1)
             return np.asarray(self) @ np.asarray(other)
 
-    monkeypatch.setattr(cpu_derivatives, "load_rows", lambda x, dtype: np.asarray(x, dtype).view(Counted))
-    monkeypatch.setattr(cpu_derivatives, "product", lambda W, X: counts.append(1) or np.asarray(W) @ np.asarray(X))
+    monkeypatch.setattr(derivatives, "load_rows", lambda x, dtype: np.asarray(x, dtype).view(Counted))
+    monkeypatch.setattr(derivatives, "product", lambda W, X: counts.append(1) or np.asarray(W) @ np.asarray(X))
     for moving, products in ((ALL, 6), (("tq", "tv"), 5), (("tq",), 4), (("tv",), 3), ((), 2)):
         counts.clear()
         direction = direction_of(Case(), call, moving)
@@ -109,7 +108,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug, monkeypatch):
     name, right, wrong = BUGS[bug]
-    module = score if name in ("Softcap", "Bias") else cpu_derivatives
+    module = score if name in ("Softcap", "Bias") else derivatives
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(right) == 1, right
     planted = {"__name__": module.__name__, "__package__": module.__package__, "__file__": module.__file__}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tiles import in_small_tiles
 
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.engines import wgmma
-from cupy_flash.plan import plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Saved
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, Saved
 
 FORWARD, BACKWARD, FP8 = (
     wgmma.forward.Tile(128, 64, stages=2, persistent=False, takes_turns=False, paired=False),
@@ -89,14 +89,14 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
         problem, operands = pose("hidden", tuple(arrays[name] for name in "qkv"), options, None, saved)
         if engine == "wgmma":
             tile = forward_tile if saved is None else BACKWARD
-            chosen = plan(problem, backends.device_of(problem), tile)
+            chosen = plan(problem, dispatch.device_of(problem), tile)
         else:
             chosen = in_small_tiles(problem)
         return chosen, operands, {step.function: visited(band, step.tile) for step in chosen.launches if step.tile}
 
     # (entry, head, query, column) and (entry, head, query)
     *chosen, tiles = posed()
-    out, lse = (array.numpy() for array in backends.run_forward(*chosen))
+    out, lse = (array.numpy() for array in dispatch.run_forward(*chosen))
     reached, lse_reached = differs(out.astype(np.float32)), differs(lse)
     seeing = sees[..., keys].any(-1)
     assert seeing[:2].any() and not seeing[:2].all() and not seeing[2].any()
@@ -116,7 +116,7 @@ def test_values_of_hidden_keys_stay_in_their_tile(engine, dtype, arch, q_len, kv
     rows = reached.any(-1) | lse_reached
     rows[:, 4, query] = True
     *chosen, tiles = posed(Saved(arrays["dout"], out, lse, None))
-    gradients = backends.run_backward(*chosen)
+    gradients = dispatch.run_backward(*chosen)
     dq, dk, dv = (differs(getattr(gradients, name).numpy().astype(np.float32)).any(-1) for name in ("dq", "dk", "dv"))
     kv_tiles = tiles["backward" if "backward" in tiles else "backward_kv"]
     q_tiles = tiles.get("backward_q", kv_tiles)  # without a dQ kernel, the key blocks add to dQ

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from visibility import sees
 
-from cupy_flash.mask import Band, Mask
+from cupy_flash.problem.mask import Band, Mask
 
 LENGTHS = range(5)
 SIDES = (None, 0, 1, 2, 7)

@@ -14,10 +14,10 @@ from tolerance import assert_matches_reference
 import cupy_flash
 from cupy_flash import reference
 from cupy_flash.arrays import as_array
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import run as simulator
-from cupy_flash.launch import require_grids
-from cupy_flash.partials import merge, pose_merge
+from cupy_flash.cpu.partials import merge, pose_merge
+from cupy_flash.engines.launch import require_grids
+from cupy_flash.gpu import run_plan
+from cupy_flash.simulator import run as simulator
 
 FORWARD = ("out", "lse")
 
@@ -178,7 +178,7 @@ def test_nothing_to_merge(shape):
 def merge_kernel(out_a, lse_a, out_b, lse_b, *, layout="bshd"):
     """Run partials.cu on the simulator with the launch that a GPU would get."""
     layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
-    return tuple(array.numpy() for array in kernels.merge(parts, layout, "sm_80", simulator.start))
+    return tuple(array.numpy() for array in run_plan.merge(parts, layout, "sm_80", simulator.start))
 
 
 TWINS = {
@@ -198,7 +198,7 @@ TWINS = {
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
 def test_kernel_is_the_twin_of_partials(twin, monkeypatch):
     """partials.cu equals partials.py up to the rounding of its exponential."""
-    monkeypatch.setattr(kernels, "GRID_LIMITS", twin.get("limits", kernels.GRID_LIMITS))
+    monkeypatch.setattr(run_plan, "GRID_LIMITS", twin.get("limits", run_plan.GRID_LIMITS))
     shape, layout, dtype = twin["shape"], twin.get("layout", "bshd"), DTYPES[twin.get("dtype", "float32")]
     rng = np.random.default_rng(3)
     *leading, a, b, _ = shape
@@ -225,7 +225,7 @@ def test_kernel_is_the_twin_of_partials(twin, monkeypatch):
 def test_a_grid_has_no_more_blocks_than_cuda_starts(shape):
     layout, parts = pose_merge(results(*shape, seed=0) * 2, "bshd")
     works = []
-    kernels.merge(parts, layout, "sm_80", works.append)
+    run_plan.merge(parts, layout, "sm_80", works.append)
     (launch,) = works[0].launches
     require_grids((launch,))
     params = works[0].params(lambda array: 0)
@@ -248,7 +248,7 @@ def stacked(backend, outs, lses, layout="bshd"):
     """Merge all parts: the last one is the argument a, the others are the stack b."""
     parts = tuple(as_array(x, "part") for x in (outs[-1], lses[-1], outs[:-1], lses[:-1]))
     if backend == "simulator":
-        return tuple(x.numpy() for x in kernels.merge(parts, layout, "sm_80", simulator.start))
+        return tuple(x.numpy() for x in run_plan.merge(parts, layout, "sm_80", simulator.start))
     return tuple(x.numpy() for x in merge(parts, layout))
 
 

@@ -10,9 +10,9 @@ import torch
 from tolerance import assert_matches_reference
 
 from cupy_flash import reference
-from cupy_flash.checks.references import references
 from cupy_flash.dropout import keep_mask
-from cupy_flash.trial import Call
+from cupy_flash.measure.checks.references import references
+from cupy_flash.problem.recorded_call import Call
 
 BATCH, Q_LENGTH, KV_LENGTH, Q_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 2, 4, 5, 4, 2, 3, 2
 SLOPES = np.array([0.5, 0.25, 0.125, 1.0], np.float32)

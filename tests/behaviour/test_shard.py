@@ -9,9 +9,9 @@ from cases import Case, Result, by_backend, check, run
 from tiles import in_small_tiles
 
 import cupy_flash
-from cupy_flash import backends
-from cupy_flash.pose import pose
-from cupy_flash.problem import WHOLE, Options, Packed, Saved, Shard
+from cupy_flash import dispatch
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import WHOLE, Options, Packed, Saved, Shard
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -95,7 +95,7 @@ def run_parts(case, backend, step, parts):
         merged = None
         for j in range(count):
             q_rows, _, problem, operands = call(i, j)
-            part = [array.numpy() for array in backends.run_forward(in_small_tiles(problem), operands)]
+            part = [array.numpy() for array in dispatch.run_forward(in_small_tiles(problem), operands)]
             merged = part if merged is None else cupy_flash.merge(*merged, *part, **layout)
         put(out, q_rows, axis, merged[0])
         put(lse, q_rows, lse.ndim - 1, merged[1])
@@ -104,7 +104,7 @@ def run_parts(case, backend, step, parts):
     dcaptured = []
     for i, j in product(range(count), repeat=2):
         q_rows, kv_rows, problem, operands = call(i, j, (dout, out, lse, dlse))
-        results = backends.run_backward(in_small_tiles(problem), operands).map(lambda array: array.numpy())
+        results = dispatch.run_backward(in_small_tiles(problem), operands).map(lambda array: array.numpy())
         gradients = results[:3]
         dcaptured.append(results.dcaptured)
         for whole, rows, part in zip((dq, dk, dv), (q_rows, kv_rows, kv_rows), gradients, strict=True):
@@ -135,7 +135,7 @@ def test_heads_in_parts_draw_the_bits_of_the_whole(backend):
 
     def attend(*arrays, shard=WHOLE):
         problem, operands = pose("shard", arrays, Options(**options, backend=backend), shard=shard)
-        return backends.run_forward(in_small_tiles(problem), operands)[0].numpy()
+        return dispatch.run_forward(in_small_tiles(problem), operands)[0].numpy()
 
     whole = attend(q, k, v)
     for half in (slice(0, 2), slice(2, 4)):
@@ -151,11 +151,11 @@ def test_mods_count_sequences_and_heads_of_the_whole(backend):
     part, kv_part = (np.s_[1:, :, heads] for heads in (slice(2, 4), slice(1, 2)))
     arrays, shard = (q[part], k[kv_part], v[kv_part]), Shard(first_head=2, heads=4, first_batch=1)
     problem, operands = pose("shard", arrays, Options(**options, backend=backend), shard=shard)
-    out = backends.run_forward(in_small_tiles(problem), operands)[0].numpy()
+    out = dispatch.run_forward(in_small_tiles(problem), operands)[0].numpy()
     np.testing.assert_allclose(out, whole.out[part], rtol=1e-5, atol=1e-6)
     saved = Saved(dout[part], whole.out[part], whole.lse[1:, 2:], dlse[1:, 2:])
     problem, operands = pose("shard", arrays, Options(**options, backend=backend), None, saved, shard)
-    gradients = backends.run_backward(in_small_tiles(problem), operands)
+    gradients = dispatch.run_backward(in_small_tiles(problem), operands)
     np.testing.assert_allclose(gradients.dq.numpy(), whole.dq[part], rtol=1e-4, atol=1e-5)
     (slopes,) = (x.numpy() for x in gradients.dcaptured if x is not None)
     assert slopes.shape == (4,) and (slopes[:2] == 0).all() and (slopes[2:] != 0).all()

@@ -7,8 +7,10 @@ from sweeps import case, regime, result
 
 from bench import costs
 from bench.__main__ import main
-from cupy_flash import ahead, device, plan
+from cupy_flash import device
 from cupy_flash.engines.wgmma import forward
+from cupy_flash.gpu import ahead
+from cupy_flash.plan import plan
 
 HOPPER = device.named("sm_90a", "cuda")
 

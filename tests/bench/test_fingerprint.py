@@ -3,7 +3,8 @@
 import pytest
 
 from bench.fingerprint import fingerprint, normalised
-from cupy_flash import ahead, device
+from cupy_flash import device
+from cupy_flash.gpu import ahead
 
 TEXT = """#line 1 "kernel.cu"
 // A kernel.

@@ -9,7 +9,7 @@ from patience import FOREVER, give_workers_time, patiently
 
 from bench import first
 from bench.__main__ import main
-from cupy_flash import nvrtc
+from cupy_flash.jit import nvrtc
 
 
 @pytest.fixture(autouse=True)

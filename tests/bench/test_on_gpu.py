@@ -25,11 +25,11 @@ from patience import FOREVER, give_workers_time, patiently
 
 from bench import gpu, sweep
 from bench.results import ROOT
-from cupy_flash import backends, device
-from cupy_flash.isolated import Lost
-from cupy_flash.plan import plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Saved, Tangents
+from cupy_flash import device, dispatch
+from cupy_flash.measure.worker_process import Lost
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, Saved, Tangents
 
 TOOL = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -384,7 +384,7 @@ def test_sanitized_calls_start_every_kernel():
     of_caches = {
         launch.kernel
         for case in sanitize.CACHES.values()
-        for launch in backends.plan_for(posed(case.call(), backend="simulator")[0]).launches
+        for launch in dispatch.plan_for(posed(case.call(), backend="simulator")[0]).launches
     }
     assert of_caches == {"rotary_append", "mma/decode", "merge"}
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
@@ -402,7 +402,7 @@ ONLY_ON_A_GPU = [
     *(ROOT / "tests" / "gpu").glob("*.py"),
     *(ROOT / "tests" / "helpers" / name for name in ("on_gpu.py", "fp8_on_gpu.py", "sanitize.py")),
     ROOT / "tests" / "conformance" / "on_gpu.py",
-    *(ROOT / "cupy_flash" / name for name in ("arrays.py", "device.py", "ahead.py", "backends/cuda.py")),
+    *(ROOT / "cupy_flash" / name for name in ("arrays.py", "device.py", "gpu/ahead.py", "gpu/cuda.py")),
 ]
 
 

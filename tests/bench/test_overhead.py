@@ -5,7 +5,7 @@ kernels.
 import pytest
 
 from bench import overhead
-from cupy_flash import backends
+from cupy_flash import dispatch
 
 
 def test_calls_do_everything_but_launch(monkeypatch):
@@ -16,9 +16,9 @@ def test_calls_do_everything_but_launch(monkeypatch):
     for constant in ("CALLS", "ROUNDS", "LENGTH_ROUNDS"):
         monkeypatch.setattr(overhead, constant, 2)
     monkeypatch.setattr(overhead, "_buffers", {})
-    before = dict(backends.MODULES)
+    before = dict(dispatch.MODULES)
     section = overhead.measure(("numpy", "torch"))
-    assert before == backends.MODULES
+    assert before == dispatch.MODULES
     assert list(section["calls"]) == ["numpy", "torch", "torch, autograd"]
     assert all(seconds > 0 for rows in section.values() for row in rows.values() for seconds in row.values())
     # q, k and v at new addresses, with three numbers of rows
@@ -29,6 +29,6 @@ def test_calls_do_everything_but_launch(monkeypatch):
 
 def test_backends_are_restored_after_an_error():
     with pytest.raises(ValueError, match="stop"), overhead._without_launches():
-        assert backends.MODULES["cuda"] == overhead.__name__
+        assert dispatch.MODULES["cuda"] == overhead.__name__
         raise ValueError("stop")
-    assert backends.MODULES["cuda"] == ".cuda"
+    assert dispatch.MODULES["cuda"] == ".gpu.cuda"

@@ -12,7 +12,7 @@ from bench import costs, gpu, marks, sweep
 from bench.__main__ import main
 from bench.published import flash_attention_3
 from bench.tables import block
-from cupy_flash.plan import candidates, plan
+from cupy_flash.plan.plan import candidates, plan
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cupy_flash.checks.micro_kernels import difference, every_kernel, simulate
+from cupy_flash.measure.checks.micro_kernels import difference, every_kernel, simulate
 
 
 def disagreements(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from cupy_flash.checks.micro_kernels import Kernel
+from cupy_flash.measure.checks.micro_kernels import Kernel
 
 
 def in_cuda(kernel: Kernel, name: str) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.checks.micro_kernels import Array, difference, kernels, simulate, work
-from cupy_flash.isolated import Lost, Worker, ended_by_signal
+from cupy_flash.measure.checks.micro_kernels import Array, difference, kernels, simulate, work
+from cupy_flash.measure.worker_process import Lost, Worker, ended_by_signal
 
 
 def main(folder: Path, work: Any = work) -> int:

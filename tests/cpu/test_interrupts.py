@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from cases import Case, posed
 
-from cupy_flash.backends import cpu, workers
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.cpu import thread_pool
 from cupy_flash.device import blas_controller
-from cupy_flash.problem import Saved
+from cupy_flash.problem.records import Saved
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60  # seconds until a test fails; a passing test never waits that long
@@ -67,11 +68,11 @@ def strike(error, moment, call):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, AsynchronousError])
 def test_an_exception_at_any_moment_leaves_nothing_behind(error, threads):
-    limit, errors = workers._single_threaded_blas, np.geterr()
+    limit, errors = thread_pool._single_threaded_blas, np.geterr()
     for moment in itertools.count():
         limits_of_tasks = set()
         tasks = [partial(lambda limits: limits.update(blas_limits()), limits_of_tasks)] * 2
-        lasted = strike(error, moment, partial(workers.run_tasks, threads, tasks))
+        lasted = strike(error, moment, partial(thread_pool.run_tasks, threads, tasks))
         assert blas_limits() == {2}, moment
         assert np.geterr() == errors, moment
         assert not limit._users, moment
@@ -90,10 +91,10 @@ def test_the_next_call_repairs_a_limit_that_was_left_behind(monkeypatch):
         raise AsynchronousError
 
     with monkeypatch.context() as patch, pytest.raises(AsynchronousError):
-        patch.setattr(workers._single_threaded_blas, "leave", cut_short)
-        workers.run_tasks(1, [lambda: None])
+        patch.setattr(thread_pool._single_threaded_blas, "leave", cut_short)
+        thread_pool.run_tasks(1, [lambda: None])
     assert blas_limits() == {1}
-    workers.run_tasks(1, [lambda: None])
+    thread_pool.run_tasks(1, [lambda: None])
     assert blas_limits() == {2}
 
 
@@ -106,8 +107,8 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
     if backward:
         plan, operands = posed(case, Saved(case.call().dout, out, lse), **small)
     run = cpu.backward if backward else cpu.forward
-    poll, polls = workers.Stop.poll, itertools.count()
-    monkeypatch.setattr(workers.Stop, "poll", lambda stop: (next(polls), poll(stop)))
+    poll, polls = thread_pool.Stop.poll, itertools.count()
+    monkeypatch.setattr(thread_pool.Stop, "poll", lambda stop: (next(polls), poll(stop)))
     run(plan, operands)
     assert next(polls) >= 2 * (64 // 16) ** 2  # tiles of both heads
 
@@ -124,7 +125,7 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
         stopped.append(stop.requested)
         poll(stop)
 
-    monkeypatch.setattr(workers.Stop, "poll", interrupt)
+    monkeypatch.setattr(thread_pool.Stop, "poll", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(plan, operands)
     assert stopped == [True]
@@ -132,7 +133,7 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
 
 
 def test_an_error_in_one_thread_stops_the_other():
-    stop, began = workers.Stop(), threading.Event()
+    stop, began = thread_pool.Stop(), threading.Event()
 
     def fail():
         assert began.wait(PATIENCE)
@@ -148,7 +149,7 @@ def test_an_error_in_one_thread_stops_the_other():
 
     for tasks in ((fail, last_long), (last_long, fail)):
         with pytest.raises(MemoryError, match="no more"):
-            workers.run_tasks(2, list(tasks), stop)
+            thread_pool.run_tasks(2, list(tasks), stop)
         assert blas_limits() == {2}
         stop.requested = False
         began.clear()
@@ -159,7 +160,8 @@ FORK = """
 import os, signal, threading, time
 import numpy as np
 import cupy_flash
-from cupy_flash.backends import cpu, cuda, workers
+from cupy_flash.cpu import attention as cpu, thread_pool
+from cupy_flash.gpu import cuda
 from cupy_flash.device import blas_controller
 
 libraries = blas_controller().lib_controllers
@@ -184,7 +186,7 @@ def hold():
     with cuda._loading:  # as a thread has it that compiles a kernel
         inside.set()
         leave.wait()
-thread = threading.Thread(target=workers.run_tasks, args=(1, [hold]))
+thread = threading.Thread(target=thread_pool.run_tasks, args=(1, [hold]))
 thread.start()
 inside.wait()
 assert blas_limits() == {1}
@@ -194,7 +196,7 @@ leave.set()
 thread.join()
 assert blas_limits() == {2}
 
-forking, another_lock, set_limits = threading.Event(), threading.Lock(), workers._single_threaded_blas._set
+forking, another_lock, set_limits = threading.Event(), threading.Lock(), thread_pool._single_threaded_blas._set
 def set_slowly(threads):
     with another_lock:  # as threadpoolctl has one
         if threading.current_thread() is setting:
@@ -202,9 +204,9 @@ def set_slowly(threads):
             forking.wait()
             time.sleep(0.2)  # long after a fork that does not wait
         set_limits(threads)
-workers._single_threaded_blas._set = set_slowly
+thread_pool._single_threaded_blas._set = set_slowly
 inside.clear()
-setting = threading.Thread(target=workers.run_tasks, args=(1, [lambda: None]))
+setting = threading.Thread(target=thread_pool.run_tasks, args=(1, [lambda: None]))
 setting.start()
 inside.wait()
 os.register_at_fork(before=forking.set)

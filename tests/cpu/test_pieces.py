@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import backends
-from cupy_flash.backends import cpu
-from cupy_flash.backends.products import Products
-from cupy_flash.backends.workers import OrderedSum
+from cupy_flash import dispatch
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.cpu.blas import Products
+from cupy_flash.cpu.thread_pool import OrderedSum
 from cupy_flash.engines import cpu as engine
 from cupy_flash.engines.cpu import Tile
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Saved
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, Saved
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 140, 3, 8, 16
 CALLS = {
@@ -35,7 +35,7 @@ def planned(options):
     )
     out, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     problem, operands = pose("attention_backward", (q, k, v), Options(**options), saved=Saved(dout, out, lse))
-    return backends.plan_for(problem)._replace(block_q=BLOCK, block_kv=BLOCK, tile=Tile(BLOCK, BLOCK)), operands
+    return dispatch.plan_for(problem)._replace(block_q=BLOCK, block_kv=BLOCK, tile=Tile(BLOCK, BLOCK)), operands
 
 
 def gradients(plan, operands, threads):

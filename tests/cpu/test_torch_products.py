@@ -13,8 +13,9 @@ from cases import OPTIONS, SCORES, Case, assert_bitwise_equal, check, run_planne
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash.backends import cpu, products, workers
-from cupy_flash.backends.products import Products, TorchProducts
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.cpu import blas, thread_pool
+from cupy_flash.cpu.blas import Products, TorchProducts
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NUMPY = ("softcap", "alibi", "bias", "mask", "dropout")  # options that NumPy computes, one head at a time
@@ -36,8 +37,8 @@ CASES |= {
 
 def in_torch(monkeypatch, heads_at_once):
     """Compute the next calls in torch, in tiles of 16 x 32 and 32 x 16."""
-    monkeypatch.setattr(products, "TORCH_TILES", ((16, 32), (32, 16)))
-    region = products._region()
+    monkeypatch.setattr(blas, "TORCH_TILES", ((16, 32), (32, 16)))
+    region = blas._region()
     assert region is not None
     monkeypatch.setattr(cpu, "products_of", lambda *arguments: TorchProducts(region, heads_at_once))
 
@@ -107,9 +108,7 @@ def test_large_calls_on_tensors_are_recorded_by_autograd_as_usual():
 def chosen(monkeypatch):
     """The list of the products of each call from now on."""
     calls = []
-    monkeypatch.setattr(
-        cpu, "products_of", lambda *arguments: calls.append(products.products_of(*arguments)) or calls[-1]
-    )
+    monkeypatch.setattr(cpu, "products_of", lambda *arguments: calls.append(blas.products_of(*arguments)) or calls[-1])
     return calls
 
 
@@ -167,8 +166,8 @@ def test_rounded_products_by_the_older_setting_are_not_used(chosen):
 
 def test_few_threads_are_obeyed(monkeypatch):
     """A call takes as many threads as both torch and BLAS may use, though a region has two at least."""
-    threads, poll = set(), workers.Stop.poll
-    monkeypatch.setattr(workers.Stop, "poll", lambda stop: (threads.add(threading.get_ident()), poll(stop)))
+    threads, poll = set(), thread_pool.Stop.poll
+    monkeypatch.setattr(thread_pool.Stop, "poll", lambda stop: (threads.add(threading.get_ident()), poll(stop)))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -199,7 +198,7 @@ def test_bits_beside_another_call():
 
 
 def test_without_a_region_numpy_computes(chosen, monkeypatch):
-    monkeypatch.setattr(products, "_region", lambda: None)
+    monkeypatch.setattr(blas, "_region", lambda: None)
     cupy_flash.attention(*TENSORS)
     assert [type(one) for one in chosen] == [Products]
 
@@ -228,7 +227,7 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_lacks():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_in_a_region_reaches_the_caller(failing):
-    region, ran = products._region(), []
+    region, ran = blas._region(), []
 
     def fail():
         raise MemoryError("no more")
@@ -236,15 +235,15 @@ def test_an_error_in_a_region_reaches_the_caller(failing):
     tasks = [lambda: ran.append(1), lambda: ran.append(1)]
     tasks[failing] = fail
     with pytest.raises(MemoryError, match="no more"):
-        workers.run_tasks(2, tasks, region=region)
-    assert not workers._single_threaded_blas._users
+        thread_pool.run_tasks(2, tasks, region=region)
+    assert not thread_pool._single_threaded_blas._users
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
     """ctypes drops an exception that strikes between its call of Python and the code that catches it."""
-    region, errors = products._region(), np.geterr()
-    workers.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
+    region, errors = blas._region(), np.geterr()
+    thread_pool.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
     for moment in itertools.count():
         moments = itertools.count()
 
@@ -255,12 +254,12 @@ def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
         interrupted = False
         try:
             sys.setprofile(profiler)
-            workers.run_tasks(2, [lambda: None] * 2, region=region)
+            thread_pool.run_tasks(2, [lambda: None] * 2, region=region)
         except KeyboardInterrupt:
             interrupted = True
         finally:
             sys.setprofile(None)
-        assert not workers._single_threaded_blas._users, moment
+        assert not thread_pool._single_threaded_blas._users, moment
         assert np.geterr() == errors, moment
         if next(moments) <= moment:
             break

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import cupy_flash
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.distributed import (
     channel,
     packed_rows,
@@ -238,7 +238,7 @@ def low_precision(world):
 
 @check
 def transfers_of_keys_overlap_with_computation(world):
-    events, (forward, backward) = [], (backends.forward, backends.backward)
+    events, (forward, backward) = [], (dispatch.forward, dispatch.backward)
     start, wait = distributed.batch_isend_irecv, channel.Arrival.wait
 
     def noted(name, function):
@@ -251,8 +251,8 @@ def transfers_of_keys_overlap_with_computation(world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "batch_isend_irecv", noted("send", start))
         patch.setattr(channel.Arrival, "wait", noted("wait", wait))
-        patch.setattr(backends, "forward", noted("compute", forward))
-        patch.setattr(backends, "backward", noted("compute", backward))
+        patch.setattr(dispatch, "forward", noted("compute", forward))
+        patch.setattr(dispatch, "backward", noted("compute", backward))
         q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
         out = ring_attention(q, k, v, sharding="contiguous")
         hops = world.size - 1
@@ -558,7 +558,7 @@ def a_rank_that_dies_is_an_error_for_the_others(world):
         os._exit(1)
 
     if world.rank == 2:
-        backends.forward = die
+        dispatch.forward = die
     with pytest.raises(RuntimeError):  # torch reports that the connection is closed
         for _ in range(3):
             ring_attention(q, q, q)

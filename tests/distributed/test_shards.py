@@ -8,7 +8,7 @@ import torch
 from visibility import sees
 
 from cupy_flash.distributed import packed_rows, positions, shards
-from cupy_flash.mask import Mask
+from cupy_flash.problem.mask import Mask
 
 LENGTHS = (0, 1, 2, 3, 7, 16, 37)
 RANKS = (1, 2, 3, 4, 8)

@@ -15,9 +15,9 @@ from on_gpu import in_numpy
 from pools import MEMORY, nbytes
 
 import cupy_flash
-from cupy_flash import backends
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Saved
+from cupy_flash import dispatch
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, Saved
 
 LENGTH = 64 if in_numpy() else 512  # array sizes are multiples of 512 bytes, to which allocators round up
 LENGTHS = (16, 32) if in_numpy() else (2048, 4096)
@@ -42,7 +42,7 @@ def test_cupy_holds_results_alone(engine: str) -> None:
 def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: dict[str, Any]) -> list[int]:
     """Sizes in bytes of the workspaces that the plans of a forward and a backward state, in order."""
     problem, _ = pose("attention", arrays, Options(**options), None, saved)
-    workspaces = backends.plan_for(problem).workspaces(problem.q_len, problem.kv_len)
+    workspaces = dispatch.plan_for(problem).workspaces(problem.q_len, problem.kv_len)
     return [math.prod(x.shape) * x.dtype.itemsize for x in workspaces]
 
 

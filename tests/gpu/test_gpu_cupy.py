@@ -14,7 +14,7 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import device
-from cupy_flash.backends import cuda
+from cupy_flash.gpu import cuda
 
 
 def from_python(size: int, device_id: int) -> int:

@@ -25,7 +25,7 @@ from engines import (
 )
 
 import cupy_flash
-from cupy_flash.backends import cuda
+from cupy_flash.gpu import cuda
 
 
 @on_both_frameworks

@@ -7,7 +7,7 @@ import pytest
 from engines import ENGINES, HEAD_DIM, assert_right, assign, inputs, new_stream, on_every_engine, step
 
 import cupy_flash
-from cupy_flash.backends import cuda
+from cupy_flash.gpu import cuda
 
 pytestmark = pytest.mark.orders
 

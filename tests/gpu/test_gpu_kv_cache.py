@@ -15,10 +15,10 @@ from engines import FRAMEWORKS, HALF, new_stream, on_both_frameworks, on_gpu, on
 
 import cupy_flash
 from bench import decode_gpu, decode_peers
-from cupy_flash.backends import plan_for, run_forward
-from cupy_flash.plan import Plan, forms
-from cupy_flash.pose_cache import CacheOptions, pose_with_cache
-from cupy_flash.problem import Operands
+from cupy_flash.dispatch import plan_for, run_forward
+from cupy_flash.plan.plan import Plan, forms
+from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem.records import Operands
 
 CASE = CacheCase(
     lengths=(5, 130, 0), page=16, capacity=144, appended=2, q_len=3, rotary=(8, False), window=(100, None), alibi="h",

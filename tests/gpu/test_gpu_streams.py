@@ -27,7 +27,7 @@ from on_gpu import in_numpy
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash.checks.references import references
+from cupy_flash.measure.checks.references import references
 
 pytestmark = pytest.mark.orders
 

@@ -22,10 +22,10 @@ from engines import (
 )
 from on_gpu import in_numpy
 
-from cupy_flash import cache
-from cupy_flash.backends import cuda
-from cupy_flash.launch import Launch
-from cupy_flash.nvrtc import Compiled
+from cupy_flash.engines.launch import Launch
+from cupy_flash.gpu import cuda
+from cupy_flash.jit import kernel_cache
+from cupy_flash.jit.nvrtc import Compiled
 
 THREADS, REPEATS = (2, 2) if in_numpy() else (8, 10)
 
@@ -66,7 +66,7 @@ def test_threads_that_start_without_compiled_kernels(
 ) -> None:
     monkeypatch.setattr(cuda, "_loaded", {})
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "kernels"))
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()
     compile_launch, compiled = cuda.compile_launch, []
 
     def counted(launch: Launch, arch: str) -> Compiled:
@@ -80,4 +80,4 @@ def test_threads_that_start_without_compiled_kernels(
         for actual, alone in zip(results, expected, strict=True):
             assert actual.tobytes() == on_host(alone).tobytes()
     assert len(compiled) == len(cuda._loaded) > 2  # each kernel was compiled once
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()

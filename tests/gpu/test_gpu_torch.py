@@ -13,7 +13,7 @@ from pools import MEMORY, nbytes
 
 import cupy_flash
 from cupy_flash.arrays import as_array
-from cupy_flash.backends import cuda
+from cupy_flash.gpu import cuda
 
 LENGTH = 512  # array sizes are multiples of 512 bytes, to which allocators round up
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cupy_flash import cache, nvrtc
-from cupy_flash.nvrtc import Compiled
+from cupy_flash.jit import kernel_cache, nvrtc
+from cupy_flash.jit.nvrtc import Compiled
 
 from .modules import cubin
 
@@ -20,7 +20,7 @@ def install() -> None:
     def compile(text: str, name: str, target: str) -> Compiled:
         if not target.startswith("sm_"):
             return compile_real(text, name, target)
-        ptx = cache.compiled(text, name, _ptx(target))
+        ptx = kernel_cache.compiled(text, name, _ptx(target))
         return Compiled(name, target, cubin(target, ptx.code), ptx.log)
 
     def flags(target: str) -> tuple[str, ...]:

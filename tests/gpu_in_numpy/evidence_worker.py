@@ -10,8 +10,8 @@ from typing import Any
 from patience import patiently
 
 import gpu_in_numpy
-from cupy_flash import tuning
-from cupy_flash.checks import calls
+from cupy_flash.measure import tuning
+from cupy_flash.measure.checks import calls
 
 
 @cache

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cupy_flash.backends.simulator import Memory
-from cupy_flash.backends.simulator.memory.store import GLOBAL, POISON
+from cupy_flash.simulator import Memory
+from cupy_flash.simulator.memory.store import GLOBAL, POISON
 
 from .errors import CAPTURE_UNSUPPORTED, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, CudaError
 

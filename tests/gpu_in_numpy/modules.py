@@ -11,10 +11,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cupy_flash.backends.simulator import CHECKS, launch, parse
-from cupy_flash.backends.simulator.errors import PtxError
-from cupy_flash.backends.simulator.machine.ptx import Function, Module
-from cupy_flash.tensor_map import ALIGNMENT, L2_PROMOTIONS, SWIZZLES, TensorMap, encode_for_simulator
+from cupy_flash.gpu.tensor_map import ALIGNMENT, L2_PROMOTIONS, SWIZZLES, TensorMap, encode_for_simulator
+from cupy_flash.simulator import CHECKS, launch, parse
+from cupy_flash.simulator.errors import PtxError
+from cupy_flash.simulator.machine.ptx import Function, Module
 
 from .devices import BLOCK_LIMITS, GRID_LIMITS, SHARED_BYTES, THREADS_PER_BLOCK, Card
 from .errors import (

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cupy_flash.backends.simulator import SimulationError
-from cupy_flash.backends.simulator.errors import MemoryFault
+from cupy_flash.simulator import SimulationError
+from cupy_flash.simulator.errors import MemoryFault
 
 from .errors import (
     CAPTURE_IMPLICIT,

@@ -12,13 +12,14 @@ import pytest
 from forget import forget_plans
 from patience import give_workers_time
 
-from cupy_flash import ahead, evidence
-from cupy_flash.checks import micro_kernels, verdicts
-from cupy_flash.checks.verdicts import run_check
-from cupy_flash.plan import plan
-from cupy_flash.problem import UnsupportedError
-from cupy_flash.trial import Trial
-from cupy_flash.tuning import run_tune
+from cupy_flash.gpu import ahead
+from cupy_flash.measure.checks import micro_kernels, verdicts
+from cupy_flash.measure.checks.verdicts import run_check
+from cupy_flash.measure.tuning import run_tune
+from cupy_flash.plan import measurements
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.recorded_call import Trial
+from cupy_flash.problem.records import UnsupportedError
 
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, causal=True, backward=True)
 HALF = Trial("bfloat16", 16, q_len=8, kv_len=8, heads=1, backward=False)
@@ -34,7 +35,7 @@ if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
         cache.
         """
         kernels = os.environ["CUPY_FLASH_CACHE_DIR"]
-        monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernels))
+        monkeypatch.setattr(measurements, "FOLDER", os.path.relpath(tmp_path / "evidence", kernels))
         monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])
         runs_on = micro_kernels.Kernel.runs_on
         monkeypatch.setattr(
@@ -59,7 +60,9 @@ if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
             ("mma_decode", "KV cache"),
             *((engine, kind) for engine in ("simt", "mma") for kind in ("side stream", "CUDA graph")),
         }  # fmt: skip
-        assert evidence.check_of("simt", result.device).passed and evidence.check_of("mma", result.device).passed
+        assert (
+            measurements.check_of("simt", result.device).passed and measurements.check_of("mma", result.device).passed
+        )
 
     @pytest.mark.exhaustive
     def test_a_lost_device_disqualifies_the_engine_that_lost_it() -> None:

@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 
-from cupy_flash.adapters.jax import handler
+from cupy_flash.adapters.jax import ffi_handler
 
 ended = []
-served, handle = handler._served, handler.handle
+served, handle = ffi_handler._served, ffi_handler.handle
 
 
 def in_flight(function):
@@ -29,7 +29,7 @@ def in_flight(function):
 
 def hold_programs():
     """Delay all calls, before they are recorded as running."""
-    handler._served = in_flight(served)
+    ffi_handler._served = in_flight(served)
 
 
 def hold_programs_of_a_thread():
@@ -40,13 +40,13 @@ def hold_programs_of_a_thread():
             time.sleep(1)
         return served(*arguments)
 
-    handler.handle, handler._served = in_flight(handle), late
+    ffi_handler.handle, ffi_handler._served = in_flight(handle), late
     sys.modules["slow"] = _Slow()
 
 
 def release():
     """Call the handler without delay."""
-    handler.handle, handler._served = handle, served
+    ffi_handler.handle, ffi_handler._served = handle, served
 
 
 class _Slow:

@@ -15,13 +15,13 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import device, reference
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator.run import start
-from cupy_flash.checks.references import furthest
 from cupy_flash.engines import mma_decode
-from cupy_flash.plan import plan
-from cupy_flash.pose_cache import CacheOptions, pose_with_cache
-from cupy_flash.problem import Operands, Problem
+from cupy_flash.gpu import run_plan
+from cupy_flash.measure.checks.references import furthest
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem.records import Operands, Problem
+from cupy_flash.simulator.run import start
 
 ORDERS = 8  # low-precision runs, which differ in the order of their sums
 CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -252,7 +252,7 @@ def run_kernels(
     """(out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
 
     blocks, rows and cluster replace the fields of a decode's planned tile; `tma` adds a producer warp.
-    `start` runs the launches, as in `backends.kernels`. `spoil` changes the operands after the host has checked them.
+    `start` runs the launches, as in `gpu.run_plan`. `spoil` changes the operands after the host has checked them.
     """
     problem, operands = posed(call, backend=f"simulator:{arch}", engine=engine)
     if spoil is not None:
@@ -267,7 +267,7 @@ def run_kernels(
         tile = tile._replace(blocks=blocks)
     if cluster:
         tile = tile._replace(cluster=cluster)
-    out, lse = kernels.forward(plan(problem, device.named(arch), tile), operands, start)
+    out, lse = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)
     return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
 
 

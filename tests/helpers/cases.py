@@ -16,16 +16,17 @@ from tiles import small_tile
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import backends, device
+from cupy_flash import device, dispatch
 from cupy_flash.arrays import Array
-from cupy_flash.backends import cpu, kernels
-from cupy_flash.backends.simulator.run import start
-from cupy_flash.checks import references as reference_runs
-from cupy_flash.checks.references import furthest as furthest
-from cupy_flash.plan import Plan, plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Operands, Options, Packed, Saved
-from cupy_flash.trial import Call
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.gpu import run_plan
+from cupy_flash.measure.checks import references as reference_runs
+from cupy_flash.measure.checks.references import furthest as furthest
+from cupy_flash.plan.plan import Plan, plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.recorded_call import Call
+from cupy_flash.problem.records import Operands, Options, Packed, Saved
+from cupy_flash.simulator.run import start
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
@@ -214,7 +215,7 @@ def posed(case: Case, saved: Saved | None = None, call: Call | None = None, **ch
     """The plan of a case, with `changes` of its fields, and its operands; it is a backward if `saved` is given."""
     call = call or case.call()
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
-    return backends.plan_for(problem)._replace(**changes), operands
+    return dispatch.plan_for(problem)._replace(**changes), operands
 
 
 def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
@@ -247,12 +248,12 @@ def planned(
     return chosen._replace(launches=less), operands
 
 
-def run_kernels(case: Case, *, call: Call | None = None, start: kernels.Start = start, **how) -> Result:
+def run_kernels(case: Case, *, call: Call | None = None, start: run_plan.Start = start, **how) -> Result:
     """Results of the simulator with the plan of `planned(case, call=call, **how)`; `start` runs the launches."""
     call = call or case.call()
-    out, lse = (array.numpy() for array in kernels.forward(*planned(case, call=call, **how), start))
+    out, lse = (array.numpy() for array in run_plan.forward(*planned(case, call=call, **how), start))
     saved = Saved(call.dout, out, lse, call.dlse)
-    gradients = kernels.backward(*planned(case, saved, call=call, **how), start)
+    gradients = run_plan.backward(*planned(case, saved, call=call, **how), start)
     return Result(out, lse, *gradients.map(Array.numpy))
 
 

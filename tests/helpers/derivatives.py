@@ -9,13 +9,14 @@ from cases import DTYPES, Case
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import backends, device, reference
+from cupy_flash import device, dispatch, reference
 from cupy_flash.arrays import Array
-from cupy_flash.backends import cpu_derivatives, kernels
-from cupy_flash.backends.simulator.run import start
-from cupy_flash.plan import plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Saved, Tangents
+from cupy_flash.cpu import derivatives
+from cupy_flash.gpu import run_plan
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, Saved, Tangents
+from cupy_flash.simulator.run import start
 
 ALL = ("tq", "tk", "tv", "tbias", "tsink")
 
@@ -81,9 +82,9 @@ def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
     """
 
     def planned(problem):
-        return backends.plan_for(problem)._replace(**changes)
+        return dispatch.plan_for(problem)._replace(**changes)
 
-    return run_plans(case, planned, cpu_derivatives.jvp, cpu_derivatives.double_backward, moving, call)
+    return run_plans(case, planned, derivatives.jvp, derivatives.double_backward, moving, call)
 
 
 def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None):
@@ -98,7 +99,7 @@ def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=star
         return plan(problem, gpu, tile(plan(problem, gpu)) if callable(tile) else tile)
 
     return run_plans(
-        case, planned, *(partial(step, start=start) for step in (kernels.jvp, kernels.backward)), moving, call
+        case, planned, *(partial(step, start=start) for step in (run_plan.jvp, run_plan.backward)), moving, call
     )
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cupy_flash.arrays import Array, as_array
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import Memory, run
-from cupy_flash.params import Workspace
-from cupy_flash.plan import Plan
+from cupy_flash.gpu import run_plan
+from cupy_flash.gpu.params import Workspace
+from cupy_flash.plan.plan import Plan
+from cupy_flash.simulator import Memory, run
 
 FAR = 2**31 + 64  # in elements
 
@@ -67,7 +67,7 @@ def spread_results(monkeypatch: pytest.MonkeyPatch) -> None:
         return as_array(empty(shape, dtype, range(len(shape) - 1)), "a result")
 
     monkeypatch.setattr(Plan, "workspaces", far_workspaces)
-    monkeypatch.setattr(kernels, "empty", far_empty)
+    monkeypatch.setattr(run_plan, "empty", far_empty)
     monkeypatch.setattr(run, "Memory", FarMemory)
 
 

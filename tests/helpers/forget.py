@@ -1,6 +1,6 @@
 """Clears the caches of plans, so that a test which changes engines or tiles gets no plan made before the change."""
 
-from cupy_flash import plan
+from cupy_flash.plan import plan
 
 
 def forget_plans():

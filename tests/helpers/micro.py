@@ -2,9 +2,9 @@
 
 import struct
 
-from cupy_flash.backends.simulator import Memory, launch
-from cupy_flash.checks.micro_kernels import source
-from cupy_flash.tensor_map import encode_for_simulator
+from cupy_flash.gpu.tensor_map import encode_for_simulator
+from cupy_flash.measure.checks.micro_kernels import source
+from cupy_flash.simulator import Memory, launch
 
 
 def run(

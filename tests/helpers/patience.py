@@ -6,7 +6,7 @@ the load of the machine.
 
 import time
 
-from cupy_flash import isolated
+from cupy_flash.measure import worker_process
 
 FOREVER = 7200.0  # seconds, longer than pytest's timeout
 
@@ -17,9 +17,9 @@ def hang():
 
 
 def give_workers_time(monkeypatch):
-    """Remove the time limits on starting and ending processes of cupy_flash.isolated."""
-    monkeypatch.setattr(isolated, "START_SECONDS", FOREVER)
-    monkeypatch.setattr(isolated, "ENDING_SECONDS", FOREVER)
+    """Remove the time limits on starting and ending processes of cupy_flash.measure.worker_process."""
+    monkeypatch.setattr(worker_process, "START_SECONDS", FOREVER)
+    monkeypatch.setattr(worker_process, "ENDING_SECONDS", FOREVER)
 
 
 def patiently(announce):

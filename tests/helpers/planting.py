@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cupy_flash import source
-from cupy_flash.backends import kernels
-from cupy_flash.source import assemble, kernel_folder
+from cupy_flash.gpu import run_plan
+from cupy_flash.jit import source
+from cupy_flash.jit.source import assemble, kernel_folder
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def planted(monkeypatch, *changes, in_header=False):
         return text
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "assemble", assemble_planted)
+        patch.setattr(run_plan, "assemble", assemble_planted)
         try:
             yield
         finally:  # if the expected error is missing, the likely reason is a text that no longer exists

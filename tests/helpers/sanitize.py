@@ -25,10 +25,10 @@ from cases import Call, Case, Result, check, compare, run
 from mods import arrays_of, mods_of
 
 import cupy_flash
-from cupy_flash import backends, device
-from cupy_flash.plan import Plan, candidates, plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Operands, Options, Saved
+from cupy_flash import device, dispatch
+from cupy_flash.plan.plan import Plan, candidates, plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Operands, Options, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
 # A few tiles each, the last one partial. Together the cases cover every option, every kernel, and both orders of dQ.
@@ -111,11 +111,11 @@ def run_in(call: Call, tile: TileOf) -> Result:
 
     def planned(saved: Saved | None = None) -> tuple[Plan, Operands]:
         problem, operands = pose("case", (q, k, v), Options(**call.options), None, saved)
-        best = backends.plan_for(problem)
+        best = dispatch.plan_for(problem)
         return plan(problem, best.device, tile(best)), operands
 
-    out, lse = (array.result() for array in backends.run_forward(*planned()))
-    gradients = backends.run_backward(*planned(Saved(dout, out, lse, dlse)))[:3]
+    out, lse = (array.result() for array in dispatch.run_forward(*planned()))
+    gradients = dispatch.run_backward(*planned(Saved(dout, out, lse, dlse)))[:3]
     return Result(*map(cupy.asnumpy, (out, lse, *(array.result() for array in gradients))), None, None)
 
 

@@ -3,10 +3,10 @@
 test_kernels.py and test_mma.py run other tiles, among them those that a plan chooses.
 """
 
-from cupy_flash import backends
+from cupy_flash import dispatch
 from cupy_flash.engines import mma, simt
-from cupy_flash.plan import Plan, plan
-from cupy_flash.problem import Problem
+from cupy_flash.plan.plan import Plan, plan
+from cupy_flash.problem.records import Problem
 
 SMALL_TILE = simt.Tile(block_q=8, block_kv=16, threads=64)
 SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=2, q_in_registers=True)
@@ -14,7 +14,7 @@ SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=
 
 def in_small_tiles(problem: Problem) -> Plan:
     """The plan of a problem on its device, with a small tile if the device is the simulator."""
-    chosen = backends.plan_for(problem)
+    chosen = dispatch.plan_for(problem)
     if chosen.device.backend != "simulator":
         return chosen
     return plan(problem, chosen.device, small_tile(chosen))

@@ -1,8 +1,8 @@
-"""Asserts the tolerance rule of every numerical test, cupy_flash.checks.tolerance. No test chooses a tolerance
+"""Asserts the tolerance rule of every numerical test, cupy_flash.measure.checks.tolerance. No test chooses a tolerance
 by hand.
 """
 
-from cupy_flash.checks.tolerance import deviation, special_values
+from cupy_flash.measure.checks.tolerance import deviation, special_values
 
 
 def assert_matches_reference(actual, reference64, low_precision, dtype, what):

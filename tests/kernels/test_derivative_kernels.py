@@ -12,10 +12,10 @@ from planting import planted_in
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE
 
-from cupy_flash import nvrtc
-from cupy_flash.backends.simulator.errors import OutOfBounds
-from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import mma, simt
+from cupy_flash.jit import nvrtc
+from cupy_flash.simulator.errors import OutOfBounds
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

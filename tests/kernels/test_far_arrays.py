@@ -8,11 +8,11 @@ import pytest
 from cases import Case, assert_bitwise_equal, run_kernels
 from tiles import SMALL_FRAGMENTS, fragments, small_tile
 
-from cupy_flash import nvrtc
-from cupy_flash.backends.simulator import launch
-from cupy_flash.backends.simulator.named_checks import CHECKS
-from cupy_flash.params import dtypes
-from cupy_flash.source import assemble
+from cupy_flash.gpu.params import dtypes
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.simulator import launch
+from cupy_flash.simulator.named_checks import CHECKS
 
 CASE = Case(
     batch=2, q_len=4, kv_len=4, heads=2, kv_heads=2, dtype="float16", alibi="bh", bias="bhqk", mask="bhqk", sink=True

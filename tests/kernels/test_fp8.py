@@ -13,15 +13,16 @@ from fp8_cases import FP8, LONG, OPTIONS, quantised, references
 from planting import planted
 
 import cupy_flash
-from cupy_flash import ahead, backends, device, nvrtc
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import errors
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import device, dispatch
 from cupy_flash.engines import wgmma
-from cupy_flash.plan import plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, UnsupportedError
-from cupy_flash.source import assemble, kernel_folder
+from cupy_flash.gpu import ahead, run_plan
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble, kernel_folder
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, UnsupportedError
+from cupy_flash.simulator import errors
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -34,7 +35,7 @@ def planned(call, tile=None):
     """The plan of a call in this tile (by default the best one), and its operands."""
     options = Options(**call.options | HOPPER)
     problem, operands = pose("case", call[:3], options, call.packed)
-    return plan(problem, backends.device_of(problem), tile), operands
+    return plan(problem, dispatch.device_of(problem), tile), operands
 
 
 def forward(call, tile=None, blocks=None, start=start):
@@ -43,7 +44,7 @@ def forward(call, tile=None, blocks=None, start=start):
     if blocks is not None:
         *others, last = chosen.launches
         chosen = chosen._replace(launches=(*others, last._replace(grid=(blocks, *last.grid[1:]))))
-    out, lse = (array.numpy() for array in kernels.forward(chosen, operands, start))
+    out, lse = (array.numpy() for array in run_plan.forward(chosen, operands, start))
     return Result(out, lse, *[None] * 5)
 
 
@@ -122,7 +123,7 @@ def test_transposed_values(packed):
         workspaces.append(work.results["vt"].numpy())
         return start(work._replace(launches=(turning,)))
 
-    kernels.forward(chosen, operands, keep)
+    run_plan.forward(chosen, operands, keep)
     (vt,) = workspaces
     order = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
     column = 0

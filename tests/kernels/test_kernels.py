@@ -16,16 +16,17 @@ from planting import planted_in
 from tiers import exhaustive
 from tiles import small_tile
 
-from cupy_flash import backends, nvrtc
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator.errors import OutOfBounds, Race
-from cupy_flash.backends.simulator.machine.scheduler import OPCODES
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import dispatch
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import simt
-from cupy_flash.params import dtypes
-from cupy_flash.problem import Saved
-from cupy_flash.source import assemble, kernel_folder
+from cupy_flash.gpu import run_plan
+from cupy_flash.gpu.params import dtypes
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble, kernel_folder
+from cupy_flash.problem.records import Saved
+from cupy_flash.simulator.errors import OutOfBounds, Race
+from cupy_flash.simulator.machine.scheduler import OPCODES
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -93,7 +94,7 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     call, result = case.call(), run_kernels(case, tile=tile)
     padding = 8 * case.accumulation.itemsize  # padding after the last row of P, the last array in shared memory
     with pytest.raises(OutOfBounds, match="shared"):
-        backends.run_forward(*planned(case, tile=tile, fewer_bytes=padding + 1))
+        dispatch.run_forward(*planned(case, tile=tile, fewer_bytes=padding + 1))
     chosen, operands = planned(case, Saved(call.dout, result.out, result.lse, call.dlse), tile=tile)
     checked = []
     for number, step in enumerate(chosen.launches):
@@ -102,7 +103,7 @@ def test_shared_memory_is_what_the_kernels_use(tile, dtype):
         launches = list(chosen.launches)
         launches[number] = step._replace(shared_bytes=step.shared_bytes - 1)
         with pytest.raises(OutOfBounds, match="shared"):
-            backends.run_backward(chosen._replace(launches=tuple(launches)), operands)
+            dispatch.run_backward(chosen._replace(launches=tuple(launches)), operands)
         checked.append(step.function)
     assert checked == ["backward_kv", "backward_q", "backward_bias"]
 
@@ -184,7 +185,7 @@ def test_dropout_draws_the_bits_of_its_twin(tile):
     on_cpu, operands = posed(case)
     operands.v.numpy()[...] = np.eye(40)[:, None]
     chosen = planned(case, tile=tile)[0]
-    out = backends.run_forward(chosen, operands)[0].numpy()
+    out = dispatch.run_forward(chosen, operands)[0].numpy()
     expected = [[keep_mask(options["seed"], b * case.heads + h, 0, 40, 0, 40, 0.5) for h in range(2)] for b in range(2)]
     np.testing.assert_array_equal(out.swapaxes(1, 2) != 0, expected)
 
@@ -307,5 +308,5 @@ def test_keys_are_addressed_in_one_place(engine, monkeypatch):
 def test_a_planted_stride_has_bank_conflicts(monkeypatch, watch):
     case = Case(q_len=16, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
     with planted_in(monkeypatch, "simt/tile.cuh", "/ VECTOR | 1) * VECTOR", "/ VECTOR) * VECTOR"):
-        kernels.forward(*planned(case), watch.start)
+        run_plan.forward(*planned(case), watch.start)
     assert watch.counters["forward"].bank_conflicts > 1000

@@ -29,8 +29,12 @@ from planting import planted_in
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_FRAGMENTS, fragments, small_tile
 
-from cupy_flash import backends
-from cupy_flash.backends.simulator.errors import (
+from cupy_flash import dispatch
+from cupy_flash.dropout import keep_mask
+from cupy_flash.engines import mma
+from cupy_flash.engines.fragments import RESCALE_ABOVE
+from cupy_flash.problem.records import Saved
+from cupy_flash.simulator.errors import (
     MemoryFault,
     Misaligned,
     OutOfBounds,
@@ -39,11 +43,7 @@ from cupy_flash.backends.simulator.errors import (
     SimulationError,
     Uninitialised,
 )
-from cupy_flash.backends.simulator.run import start
-from cupy_flash.dropout import keep_mask
-from cupy_flash.engines import mma
-from cupy_flash.engines.fragments import RESCALE_ABOVE
-from cupy_flash.problem import Saved
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -189,7 +189,7 @@ def test_shared_memory_is_what_the_kernels_use():
         result = run_kernels(case, **how)
         for saved in (None, Saved(call.dout, result.out, result.lse, call.dlse)):
             chosen, operands = planned(case, saved, **how)
-            run = backends.run_forward if saved is None else backends.run_backward
+            run = dispatch.run_forward if saved is None else dispatch.run_backward
             for number, step in enumerate(chosen.launches):
                 if step.shared_bytes:
                     launches = list(chosen.launches)
@@ -233,7 +233,7 @@ def forward(case, rescale_above=RESCALE_ABOVE):
     (launch,) = chosen.launches
     constants = dict(launch.constants) | {"RESCALE_ABOVE": rescale_above}
     launches = (launch._replace(constants=tuple(constants.items())),)
-    out, lse = (array.numpy() for array in backends.run_forward(chosen._replace(launches=launches), operands))
+    out, lse = (array.numpy() for array in dispatch.run_forward(chosen._replace(launches=launches), operands))
     return Result(out, lse, *[None] * 5)
 
 
@@ -286,15 +286,15 @@ def test_dropout_draws_the_bits_of_its_twin(dq):
     chosen, operands = planned(case, **how)
     for name, x in (("q", np.eye(40, 48)), ("k", np.eye(48)), ("v", np.eye(48))):
         getattr(operands, name).numpy()[...] = x[:, None]
-    out = backends.run_forward(chosen, operands)[0].numpy()
+    out = dispatch.run_forward(chosen, operands)[0].numpy()
     np.testing.assert_array_equal(out.swapaxes(1, 2) != 0, kept)
 
     operands.v.numpy()[...] = 1
-    out, lse = (array.numpy() for array in backends.run_forward(chosen, operands))
+    out, lse = (array.numpy() for array in dispatch.run_forward(chosen, operands))
     dout = np.broadcast_to(np.eye(40, 48)[:, None], out.shape).astype(out.dtype)
     chosen, others = planned(case, Saved(dout, out, lse, None), **how)
     assert ("dq" in [launch.kernel for launch in chosen.launches]) == (dq == "added")
-    gradients = backends.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
+    gradients = dispatch.run_backward(chosen, others._replace(q=operands.q, k=operands.k, v=operands.v))
     dq_rows, dk, dv = (getattr(gradients, name).numpy().swapaxes(1, 2) for name in ("dq", "dk", "dv"))
     np.testing.assert_array_equal(dq_rows > 0, kept)
     np.testing.assert_array_equal(dq_rows < 0, ~kept)
@@ -382,13 +382,13 @@ def test_rows_that_see_no_key_have_no_gradient(case, dq):
     """Gradients are finite although dout and dlse are NaN in these rows, as for a loss that contains lse = -inf."""
     case = replace(case, dtype="bfloat16")
     call, how = case.call(), dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
-    out, lse = (array.numpy() for array in backends.run_forward(*planned(case, **how)))
+    out, lse = (array.numpy() for array in dispatch.run_forward(*planned(case, **how)))
     empty = np.isneginf(lse)
     assert empty.any()
     dout, dlse = call.dout.copy(), call.dlse.copy()
     dout[empty.swapaxes(1, 2)] = np.nan
     dlse[empty] = np.nan
-    gradients = backends.run_backward(*planned(case, Saved(dout, out, lse, dlse), **how))
+    gradients = dispatch.run_backward(*planned(case, Saved(dout, out, lse, dlse), **how))
     result = Result(out, lse, *(None if x is None else x.numpy() for x in gradients))
     assert (result.dq[empty.swapaxes(1, 2)] == 0).all()
     check(case, result)
@@ -618,6 +618,6 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     how = dict(arch=bug.arch, engine="mma", tile=fragments(bug.tile, bug.dq))
     with planted_in(monkeypatch, bug.file, bug.old, bug.new), pytest.raises(bug.error):
         # Check the forward first: if it is wrong, the backward need not be compiled.
-        out, lse = (array.numpy() for array in backends.run_forward(*planned(bug.case, **how)))
+        out, lse = (array.numpy() for array in dispatch.run_forward(*planned(bug.case, **how)))
         check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))
         check(bug.case, run_kernels(bug.case, **how))

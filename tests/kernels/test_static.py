@@ -13,8 +13,10 @@ from bench.__main__ import main
 from bench.fingerprint import fingerprint
 from bench.results import ROOT
 from bench.tables import block
-from cupy_flash import ahead, cache, device, nvrtc
-from cupy_flash.source import assemble
+from cupy_flash import device
+from cupy_flash.gpu import ahead
+from cupy_flash.jit import kernel_cache, nvrtc
+from cupy_flash.jit.source import assemble
 
 
 def unseen(_):
@@ -39,9 +41,9 @@ def steps():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
-        cache.compiled.cache_clear()
+        kernel_cache.compiled.cache_clear()
         yield static.count_steps(["fp32 D 64", "fp16 D 64"], unseen)
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()
 
 
 def test_gate(compiled, steps):

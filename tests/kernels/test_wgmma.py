@@ -14,18 +14,19 @@ from tiers import exhaustive
 from wgmma_cases import LONG, OPTIONS
 
 import cupy_flash
-from cupy_flash import ahead, device, nvrtc
+from cupy_flash import device
 from cupy_flash.arrays import as_array
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import errors
-from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import wgmma
-from cupy_flash.params import pack_maps
-from cupy_flash.plan import plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, UnsupportedError
-from cupy_flash.source import assemble
-from cupy_flash.tensor_map import Box, decode, encode_for_simulator
+from cupy_flash.gpu import ahead, run_plan
+from cupy_flash.gpu.params import pack_maps
+from cupy_flash.gpu.tensor_map import Box, decode, encode_for_simulator
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, UnsupportedError
+from cupy_flash.simulator import errors
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -46,7 +47,7 @@ def forward(case, tile=TILE, blocks=None, start=start, call=None):
     if blocks is not None:
         *others, step = chosen.launches
         chosen = chosen._replace(launches=(*others, step._replace(grid=(blocks, 1, 1))))
-    out, lse = (array.numpy() for array in kernels.forward(chosen, operands, start))
+    out, lse = (array.numpy() for array in run_plan.forward(chosen, operands, start))
     return Result(out, lse, *[None] * 5)
 
 
@@ -482,7 +483,7 @@ def test_map_of_a_packed_batch():
     """All sequences form one batch entry; the stride of a single head may be any legal value."""
     _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
     boxes = (Box("q", 128, 64), Box("k", 64, 64))
-    maps = pack_maps(boxes, kernels.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
+    maps = pack_maps(boxes, run_plan.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
     q, k = decode(maps[:128]), decode(maps[128:])
     assert (q.shape, q.strides) == ((64, 20, 2, 1), (2 * 2 * 64, 2 * 64, 128))
     assert (k.shape, k.strides) == ((64, 17, 1, 1), (2 * 64, 128, 128))

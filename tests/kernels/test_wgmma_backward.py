@@ -11,14 +11,16 @@ from planting import planted
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
-from cupy_flash import ahead, backends, device, nvrtc
-from cupy_flash.backends.simulator import errors
-from cupy_flash.backends.simulator import run as simulator
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import device, dispatch
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
-from cupy_flash.problem import Gradients, Saved
-from cupy_flash.source import assemble
+from cupy_flash.gpu import ahead
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.problem.records import Gradients, Saved
+from cupy_flash.simulator import errors
+from cupy_flash.simulator import run as simulator
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -246,12 +248,12 @@ def test_dout_that_tma_cannot_load_is_copied():
     saved = [
         Saved(
             dout,
-            *(array.numpy() for array in backends.run_forward(*planned(case, **how))),
+            *(array.numpy() for array in dispatch.run_forward(*planned(case, **how))),
             None,
         )
         for dout in (same.copy(), same, odd)
     ]
-    expected, *results = (backends.run_backward(*planned(case, each, **how)) for each in saved)
+    expected, *results = (dispatch.run_backward(*planned(case, each, **how)) for each in saved)
     for result, name in product(results, ("dk", "dv")):
         assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 

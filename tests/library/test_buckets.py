@@ -14,13 +14,13 @@ from cases import DTYPES, Case, posed
 from forget import forget_plans
 
 import cupy_flash
-from cupy_flash import ahead
-from cupy_flash import plan as module
 from cupy_flash.device import Device, named
 from cupy_flash.engines import wgmma
-from cupy_flash.mask import Mask
-from cupy_flash.plan import BUCKETS, MODULES, bucket_of, last_of_bucket, plan
-from cupy_flash.problem import LONGEST
+from cupy_flash.gpu import ahead
+from cupy_flash.plan import plan as module
+from cupy_flash.plan.plan import BUCKETS, MODULES, bucket_of, last_of_bucket, plan
+from cupy_flash.problem.mask import Mask
+from cupy_flash.problem.records import LONGEST
 
 CPU, AMPERE, HOPPER = Device("cpu", "x86_64", 8), named("sm_80"), named("sm_90a")
 PROBLEM = posed(Case(heads=8, causal=True))[0].problem

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import cache, nvrtc
 from cupy_flash.__main__ import main
-from cupy_flash.cache import Entry
+from cupy_flash.jit import kernel_cache, nvrtc
+from cupy_flash.jit.kernel_cache import Entry
 
 TEXT = '#line 1 "simt/fill.cu"\nextern "C" __global__ void fill(float* x) { x[threadIdx.x] = 1; }\n'
 COMPILER = "release 13.5, V13.5.37"
@@ -33,10 +33,10 @@ ENTRY_FILES = ["entry.json", "kernel.cubin", "log.txt", "source.cu"]
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clear the caches in memory and the record of warnings given, as in a new process."""
-    monkeypatch.setattr(cache, "failures", itertools.count())
-    cache.compiled.cache_clear()
+    monkeypatch.setattr(kernel_cache, "failures", itertools.count())
+    kernel_cache.compiled.cache_clear()
     yield
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def forget() -> None:
     """Clear the caches in memory, as in a new process."""
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()
 
 
 def store(text: str = TEXT) -> Path:
     """Compile into the cache folder; return the folder of the entry."""
-    path = cache.compiled(text, NAME, TARGET).path
+    path = kernel_cache.compiled(text, NAME, TARGET).path
     assert path is not None
     forget()
     return path.parent
@@ -78,7 +78,7 @@ def assert_unstored(count: int = 1) -> str:
     """Compile `count` kernels that cannot be stored; return the text of the warning, which is given once."""
     with pytest.warns(RuntimeWarning) as caught:
         for number in range(count):
-            compiled = cache.compiled(TEXT.replace("1; }", f"{7 + number}; }}"), NAME, TARGET)
+            compiled = kernel_cache.compiled(TEXT.replace("1; }", f"{7 + number}; }}"), NAME, TARGET)
             assert compiled.code.startswith(b"\x7fELF")
             assert compiled.path is None
     assert len(caught) == 1
@@ -104,10 +104,10 @@ def owned_by(monkeypatch: pytest.MonkeyPatch, path: Path, user: int) -> None:
 
 
 def test_compiles_once_for_memory_and_disk(folder: Path, compiles: list[str]) -> None:
-    first = cache.compiled(TEXT, NAME, TARGET)
-    assert cache.compiled(TEXT, NAME, TARGET) is first
+    first = kernel_cache.compiled(TEXT, NAME, TARGET)
+    assert kernel_cache.compiled(TEXT, NAME, TARGET) is first
     forget()
-    again = cache.compiled(TEXT, NAME, TARGET)
+    again = kernel_cache.compiled(TEXT, NAME, TARGET)
     assert again is not first
     assert again == first
     assert again.resources["fill"].registers > 0
@@ -117,7 +117,7 @@ def test_compiles_once_for_memory_and_disk(folder: Path, compiles: list[str]) ->
 def test_a_compilation_is_logged_and_a_hit_is_not(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="cupy_flash"):
         store()
-        cache.compiled(TEXT, NAME, TARGET)
+        kernel_cache.compiled(TEXT, NAME, TARGET)
     (record,) = caplog.records
     assert record.levelno == logging.INFO and record.name == "cupy_flash.cache"
     assert record.getMessage() == (
@@ -128,12 +128,12 @@ def test_a_compilation_is_logged_and_a_hit_is_not(folder: Path, caplog: pytest.L
 def test_a_hit_on_disk_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store()
     monkeypatch.setattr(Entry, "publish", None)
-    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert kernel_cache.compiled(TEXT, NAME, TARGET).path is not None
 
 
 def test_an_entry_is_a_folder_that_a_person_can_read(folder: Path) -> None:
-    compiled = cache.compiled(TEXT, NAME, TARGET)
-    (entry,) = cache.entries(folder)
+    compiled = kernel_cache.compiled(TEXT, NAME, TARGET)
+    (entry,) = kernel_cache.entries(folder)
     assert re.fullmatch(r"simt\.fill\.[0-9a-f]{32}", entry.name)
     assert sorted(path.name for path in entry.iterdir()) == ENTRY_FILES
     assert compiled.path == entry / "kernel.cubin"
@@ -147,12 +147,12 @@ def test_an_entry_is_a_folder_that_a_person_can_read(folder: Path) -> None:
 
 
 def test_ptx_is_stored_as_ptx(folder: Path, compiles: list[str]) -> None:
-    first = cache.compiled(TEXT, NAME, "compute_80")
+    first = kernel_cache.compiled(TEXT, NAME, "compute_80")
     assert first.path is not None
     assert first.path.name == "kernel.ptx"
     assert first.path.read_text() == first.ptx
     forget()
-    assert cache.compiled(TEXT, NAME, "compute_80") == first
+    assert kernel_cache.compiled(TEXT, NAME, "compute_80") == first
     assert compiles == [NAME]
 
 
@@ -187,7 +187,7 @@ def test_a_hit_on_disk_does_not_load_the_compiler(folder: Path, library_loads: l
     store()
     library_loads.clear()
     nvrtc.identity.cache_clear()
-    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert kernel_cache.compiled(TEXT, NAME, TARGET).path is not None
     assert library_loads == [] and compiles == [NAME]
 
 
@@ -200,7 +200,7 @@ def test_another_compiler_compiles_again(
     for library in libraries:
         library.write_text("a library")
     monkeypatch.setattr(nvrtc, "path", lambda: libraries[0])
-    monkeypatch.setattr(cache.environment, "libraries", lambda: ("another",))
+    monkeypatch.setattr(kernel_cache.environment, "libraries", lambda: ("another",))
     assert store() == first and compiles == [NAME]  # another environment with the same library file
     monkeypatch.setattr(nvrtc, "identity", lambda: "release 14.0")
     assert store() == first and compiles == [NAME]  # the file has not changed, so the stored identity is used
@@ -225,7 +225,7 @@ def test_an_invalid_note_of_a_compiler_is_replaced(folder: Path, compiles: list[
 
 
 def test_memory_is_bounded() -> None:
-    assert cache.compiled.cache_parameters()["maxsize"] is not None
+    assert kernel_cache.compiled.cache_parameters()["maxsize"] is not None
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_folder_of_root_or_the_user_serves_hits(
 ) -> None:
     store()
     owned_by(monkeypatch, folder, owner)
-    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert kernel_cache.compiled(TEXT, NAME, TARGET).path is not None
     assert compiles == [NAME]
 
 
@@ -309,7 +309,7 @@ def test_a_read_only_folder_serves_hits(folder: Path, compiles: list[str]) -> No
     store()
     folder.chmod(0o555)
     contents = sorted(folder.rglob("*"))
-    assert cache.compiled(TEXT, NAME, TARGET).path is not None
+    assert kernel_cache.compiled(TEXT, NAME, TARGET).path is not None
     assert compiles == [NAME]
     assert f"{folder} is read-only" in assert_unstored(3)
     assert sorted(folder.rglob("*")) == contents
@@ -352,7 +352,7 @@ def test_a_relative_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("fails_at", ENTRY_FILES)
 def test_a_full_disk_leaves_no_files(folder: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str) -> None:
-    write = cache.write
+    write = kernel_cache.write
 
     def full(path: Path, content: bytes, mode: int) -> None:
         if path.name == fails_at:
@@ -360,7 +360,7 @@ def test_a_full_disk_leaves_no_files(folder: Path, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, content, mode)
 
-    monkeypatch.setattr(cache, "write", full)
+    monkeypatch.setattr(kernel_cache, "write", full)
     assert os.strerror(errno.ENOSPC) in assert_unstored(3)
     assert not list(folder.iterdir())
 
@@ -431,15 +431,15 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_entry_is_compiled_again_and_replaced(
     folder: Path, compiles: list[str], damage: Callable[[Path], object]
 ) -> None:
-    good = cache.compiled(TEXT, NAME, TARGET)
+    good = kernel_cache.compiled(TEXT, NAME, TARGET)
     entry = store()
     damage(entry)
     for _ in range(2):
-        again = cache.compiled(TEXT, NAME, TARGET)
+        again = kernel_cache.compiled(TEXT, NAME, TARGET)
         assert (again.code, again.path) == (good.code, good.path)
         forget()
     assert compiles == [NAME] * 2
-    assert list(cache.entries(folder)) == [entry]
+    assert list(kernel_cache.entries(folder)) == [entry]
     assert sorted(path.name for path in entry.iterdir()) == ENTRY_FILES
 
 
@@ -448,7 +448,7 @@ def test_an_entry_of_another_user_is_compiled_again(
 ) -> None:
     entry = store()
     owned_by(monkeypatch, entry, 4243)
-    cache.compiled(TEXT, NAME, TARGET)
+    kernel_cache.compiled(TEXT, NAME, TARGET)
     assert compiles == [NAME] * 2
 
 
@@ -458,7 +458,7 @@ def test_a_file_of_another_user_is_not_trusted(
 ) -> None:
     entry = store()
     owned_by(monkeypatch, entry / file, 4243)
-    cache.compiled(TEXT, NAME, TARGET)
+    kernel_cache.compiled(TEXT, NAME, TARGET)
     assert compiles == [NAME] * 2
 
 
@@ -481,12 +481,12 @@ def test_a_damaged_note_of_a_compiler_is_ignored(
 ) -> None:
     store()
     (note,) = folder.glob("compiler.*.json")
-    assert cache.noted_compiler(folder) == nvrtc.identity()
+    assert kernel_cache.noted_compiler(folder) == nvrtc.identity()
     damage(note)
-    assert cache.noted_compiler(folder) is None
-    cache.compiled(TEXT, NAME, TARGET)
+    assert kernel_cache.noted_compiler(folder) is None
+    kernel_cache.compiled(TEXT, NAME, TARGET)
     assert compiles == [NAME]
-    assert cache.noted_compiler(folder) == nvrtc.identity()  # the note has been rewritten
+    assert kernel_cache.noted_compiler(folder) == nvrtc.identity()  # the note has been rewritten
 
 
 def test_publishing_removes_old_files_of_killed_processes(folder: Path) -> None:
@@ -513,7 +513,7 @@ def test_the_first_process_to_publish_wins(folder: Path) -> None:
     ours = Entry(folder, TEXT, NAME, TARGET, nvrtc.identity())
     ours.publish({ours.payload: result.code, "log.txt": result.log.encode(), "entry.json": ours.record(result)})
     assert entry.stat().st_ino == inode
-    assert list(cache.entries(folder)) == [entry]
+    assert list(kernel_cache.entries(folder)) == [entry]
 
 
 def test_a_damaged_entry_may_be_moved_away_by_another_process(
@@ -536,13 +536,13 @@ def test_a_damaged_entry_may_be_moved_away_by_another_process(
 def test_the_text_of_a_failed_compilation_is_kept(folder: Path, compiles: list[str]) -> None:
     for _ in range(2):
         with pytest.raises(nvrtc.CompileError, match='identifier "flaot" is undefined') as error:
-            cache.compiled(BROKEN, NAME, TARGET)
+            kernel_cache.compiled(BROKEN, NAME, TARGET)
         source = error.value.source
         assert source is not None
         assert f"The assembled text is in {source}\n" in str(error.value)
         assert source.read_text() == BROKEN
         assert (source.parent / "log.txt").read_text() == error.value.log
-        assert list(cache.entries(folder)) == [source.parent]
+        assert list(kernel_cache.entries(folder)) == [source.parent]
     assert compiles == [NAME] * 2
 
 
@@ -552,7 +552,7 @@ def test_a_failed_compilation_is_reported_if_nothing_can_be_written(folder: Path
     for mode in (0o555, 0o777):
         folder.chmod(mode)
         with pytest.raises(nvrtc.CompileError, match='identifier "flaot" is undefined') as error:
-            cache.compiled(BROKEN, NAME, TARGET)
+            kernel_cache.compiled(BROKEN, NAME, TARGET)
         assert error.value.source is None
     folder.chmod(0o700)
 
@@ -577,7 +577,7 @@ def hammer(rank: int, folder: Path, start: Barrier) -> None:
                 entry.publish(files)
                 os.truncate(entry.path / entry.payload, PAYLOAD // 2)
             start.wait()
-            assert cache.usable_folder() == folder
+            assert kernel_cache.usable_folder() == folder
             before = entry.load()
             entry.publish(files)
             after = entry.load()
@@ -600,10 +600,10 @@ def test_many_processes_on_one_cold_folder(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * PROCESSES
-    assert {path.name.split(".")[0] for path in cache.entries(folder)} == {f"kernel{n}" for n in range(KERNELS)}
+    assert {path.name.split(".")[0] for path in kernel_cache.entries(folder)} == {f"kernel{n}" for n in range(KERNELS)}
     entries = [Entry(folder, f"// kernel {n}", f"kernel{n}", TARGET, COMPILER) for n in range(KERNELS)]
     loaded = [entry.load() for entry in entries]
-    assert len(list(cache.entries(folder))) == KERNELS
+    assert len(list(kernel_cache.entries(folder))) == KERNELS
     assert [entry and entry.code[:1] for entry in loaded] == [bytes([kernel + 1]) for kernel in range(KERNELS)]
 
 
@@ -624,26 +624,26 @@ def full_folder(folder: Path) -> Path:
 
 
 def test_clear_removes_only_our_files(full_folder: Path) -> None:
-    cache.clear(full_folder)
+    kernel_cache.clear(full_folder)
     kept = ["k.0123456789abcdef0123456789abcdef", "notes.txt", "simt.mine"]
     assert sorted(path.name for path in full_folder.iterdir()) == kept
     assert (full_folder / "simt.mine" / "source.cu").read_text() == "mine"
-    cache.clear(full_folder)
-    cache.clear(full_folder / "nothing")
+    kernel_cache.clear(full_folder)
+    kernel_cache.clear(full_folder / "nothing")
 
 
 def test_clear_keeps_a_foreign_file_in_an_entry(folder: Path) -> None:
     entry = store()
     (entry / "profile.ncu-rep").write_text("mine")
-    cache.clear(folder)
+    kernel_cache.clear(folder)
     assert [path.name for path in entry.iterdir()] == ["profile.ncu-rep"]
 
 
 def test_size_counts_entries_and_bytes(full_folder: Path) -> None:
     ours = [path for path in full_folder.iterdir() if re.search(r"\.[0-9a-f]{32}$|^publishing-", path.name)]
     files = [file for path in ours if not path.is_symlink() for file in path.rglob("*") if file.is_file()]
-    assert cache.size(full_folder) == (3, sum(len(file.read_bytes()) for file in files))
-    assert cache.size(full_folder / "nothing") == (0, 0)
+    assert kernel_cache.size(full_folder) == (3, sum(len(file.read_bytes()) for file in files))
+    assert kernel_cache.size(full_folder / "nothing") == (0, 0)
 
 
 def test_commands_show_and_clear_the_cache(full_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,18 +14,19 @@ from forget import forget_plans
 from patience import FOREVER, give_workers_time, patiently
 
 import cupy_flash
-from cupy_flash import cache, evidence, nvrtc
 from cupy_flash.__main__ import main
-from cupy_flash.backends import kernels
-from cupy_flash.checks import calls, verdicts
-from cupy_flash.checks.calls import DTYPES, HEAD_DIMS, trials
-from cupy_flash.checks.verdicts import run_check
 from cupy_flash.device import named
-from cupy_flash.features import FEATURES
-from cupy_flash.plan import DECODERS
-from cupy_flash.problem import UnsupportedError
-from cupy_flash.source import assemble
-from cupy_flash.trial import Trial
+from cupy_flash.gpu import run_plan
+from cupy_flash.jit import kernel_cache, nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.measure.checks import calls, verdicts
+from cupy_flash.measure.checks.calls import DTYPES, HEAD_DIMS, trials
+from cupy_flash.measure.checks.verdicts import run_check
+from cupy_flash.plan import measurements
+from cupy_flash.plan.plan import DECODERS
+from cupy_flash.problem.features import FEATURES
+from cupy_flash.problem.recorded_call import Trial
+from cupy_flash.problem.records import UnsupportedError
 
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
@@ -41,7 +42,7 @@ def small(tmp_path, monkeypatch):
     limits.
     """
     kernel_folder = os.environ["CUPY_FLASH_CACHE_DIR"]
-    monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", kernel_folder))
+    monkeypatch.setattr(measurements, "FOLDER", os.path.relpath(tmp_path / "evidence", kernel_folder))
     monkeypatch.setattr(verdicts, "trials", lambda engine, *_: CASES[engine])
     give_workers_time(monkeypatch)
     forget_plans()
@@ -60,7 +61,7 @@ def planted(task, announce, good, bad):
         return text.replace(good, bad)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(kernels, "assemble", assemble_planted)
+    patch.setattr(run_plan, "assemble", assemble_planted)
     try:
         return calls.work(task, announce)
     finally:
@@ -118,7 +119,7 @@ def without_nvrtc(task, announce):
 
 
 def with_an_old_nvrtc(task, announce):
-    return obstructed(task, announce, lambda: cache.compiled("", "mma/forward", "sm_20"))
+    return obstructed(task, announce, lambda: kernel_cache.compiled("", "mma/forward", "sm_20"))
 
 
 def without_memory(task, announce):
@@ -165,8 +166,8 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
     assert f"simt              1      0  FAILED: {result.engines['simt']}" in str(result)
     assert report[0].startswith(f"1/2 simt: {SMALL}: {verdict}, ") and report[1].startswith("2/2 mma: ")
 
-    stored = evidence.check_of("simt", named("sm_80"))
-    assert not stored.passed and words in stored.reason and evidence.check_of("mma", named("sm_80")).passed
+    stored = measurements.check_of("simt", named("sm_80"))
+    assert not stored.passed and words in stored.reason and measurements.check_of("mma", named("sm_80")).passed
     (case,) = json.loads(stored.path.read_text())["cases"]
     assert Trial.of(case["trial"]) == SMALL  # and can be reproduced
     with pytest.raises(UnsupportedError, match="simt: its check failed on simulator"):
@@ -198,14 +199,14 @@ def test_what_is_not_the_engine_s_fault_stores_no_verdict(work, status, message,
 @pytest.mark.parametrize(("fails_at", "cases"), [("space", 0), ("check.mma.json", 2)])
 def test_a_full_disk_stores_no_verdict_at_all(fails_at, cases, tmp_path, monkeypatch, capsys):
     """A disk that is full before the check is found before the work."""
-    write = cache.write
+    write = kernel_cache.write
 
     def full(path, content, mode):
         if path.name == fails_at:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, content, mode)
 
-    monkeypatch.setattr(cache, "write", full)
+    monkeypatch.setattr(kernel_cache, "write", full)
     monkeypatch.setattr(calls, "work", functools.partial(obstructed, obstruct=type(None)))
     assert main(["check", "--backend", "simulator:sm_80"]) == 1
     printed = capsys.readouterr()
@@ -216,10 +217,10 @@ def test_a_full_disk_stores_no_verdict_at_all(fails_at, cases, tmp_path, monkeyp
 
 def test_a_passed_check_is_evidence_and_a_quick_one_is_not():
     result = run_check("simulator:sm_80", "simt", True, lambda line: None, calls.work)
-    assert result.passed and evidence.check_of("simt", named("sm_80")) is None
+    assert result.passed and measurements.check_of("simt", named("sm_80")) is None
     assert "checked    simt not yet on simulator" in explained()
     assert run_check("simulator:sm_80", "simt", False, lambda line: None, calls.work).passed
-    assert evidence.check_of("simt", named("sm_80")).passed and "checked    simt passed" in explained()
+    assert measurements.check_of("simt", named("sm_80")).passed and "checked    simt passed" in explained()
 
 
 @pytest.mark.exhaustive
@@ -227,7 +228,7 @@ def test_an_engine_of_kv_caches(monkeypatch):
     """A check of mma_decode covers contiguous and paged caches; the planted bug changes a factor of the softmax."""
     monkeypatch.setitem(CASES, "mma_decode", [DECODE])
     assert run_check("simulator", "mma_decode", False, lambda line: None, calls.work).passed
-    assert evidence.check_of("mma_decode", named("sm_80")).passed
+    assert measurements.check_of("mma_decode", named("sm_80")).passed
     result = run_check("simulator", "mma_decode", False, lambda line: None, wrong_decode)
     assert "contiguous cache, out: error" in result.engines["mma_decode"]
 

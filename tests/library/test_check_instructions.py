@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiers import in_tiers
 
-from cupy_flash.checks import micro_kernels, simulated
+from cupy_flash.measure.checks import micro_kernels, simulated
 
 KERNELS = {kernel.name: kernel for kernel in micro_kernels.kernels()}
 EXACT, BOUNDED = KERNELS["fma.rn.f32"], KERNELS["mma.m16n8k16-f16"]
@@ -14,7 +14,7 @@ EXACT, BOUNDED = KERNELS["fma.rn.f32"], KERNELS["mma.m16n8k16-f16"]
 
 @pytest.mark.parametrize("kernels", in_tiers({"some": 40, "all": 1}, default=["some"]))
 def test_the_stored_results_are_the_simulators(kernels):
-    """`python -m cupy_flash.checks.simulated` regenerates the stored results."""
+    """`python -m cupy_flash.measure.checks.simulated` regenerates the stored results."""
     some = list(KERNELS.values())[::kernels]
     assert {kernel.name: simulated.entry_of(kernel) for kernel in some} == {
         kernel.name: simulated.stored()[kernel.name] for kernel in some

@@ -9,10 +9,12 @@ import torch
 from cases import OPTIONS, Case, posed, run
 
 import cupy_flash
-from cupy_flash import ahead, cache, device, nvrtc
+from cupy_flash import device
 from cupy_flash.__main__ import main
-from cupy_flash.plan import plan
-from cupy_flash.problem import DTYPES, Saved
+from cupy_flash.gpu import ahead
+from cupy_flash.jit import kernel_cache, nvrtc
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.records import DTYPES, Saved
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
 
@@ -140,7 +142,7 @@ def test_command_without_nvrtc(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(nvrtc, "library", missing)
     monkeypatch.setattr(nvrtc, "identity", missing)  # the process may have cached the identity
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()
     assert main(["compile", "--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]) == 1
     output = capsys.readouterr()
     assert output.err == f"{nvrtc.MISSING}\n" and output.out == ""

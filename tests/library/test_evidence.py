@@ -15,15 +15,16 @@ from forget import forget_plans
 from processes import processes
 
 import cupy_flash
-from cupy_flash import ahead, evidence
 from cupy_flash.__main__ import main
-from cupy_flash.cache_records import Cache
 from cupy_flash.commands import info
 from cupy_flash.device import Device, named
 from cupy_flash.engines import simt
-from cupy_flash.evidence import INSTRUCTIONS, SECONDS, Measured
-from cupy_flash.plan import candidates, last_of_bucket, plan, predicted, scales_of, tune_key
-from cupy_flash.problem import UnsupportedError
+from cupy_flash.gpu import ahead
+from cupy_flash.plan import measurements
+from cupy_flash.plan.measurements import INSTRUCTIONS, SECONDS, Measured
+from cupy_flash.plan.plan import candidates, last_of_bucket, plan, predicted, scales_of, tune_key
+from cupy_flash.problem.kv_cache_records import Cache
+from cupy_flash.problem.records import UnsupportedError
 
 HOPPER, AMPERE = named("sm_90a"), named("sm_80")
 CARD = Device("cuda", "sm_90a", 132, 232448, "NVIDIA H200", "12.8")
@@ -44,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def passed(device, engine, reason=None):
-    paths = evidence.store_checks(device, {engine: (reason, [{"case": "a case", "verdict": "passed"}])})
+    paths = measurements.store_checks(device, {engine: (reason, [{"case": "a case", "verdict": "passed"}])})
     forget_plans()
     return paths[engine]
 
@@ -57,7 +58,7 @@ def measured(problem, device, *fastest, **changes):
     default = predicted(bucket, device)
     names = [*fastest, (default.engine, repr(default.tile))]
     tiles = [Measured(*name, 10.0 + number) for number, name in enumerate(names)]
-    stored = evidence.store_tune(
+    stored = measurements.store_tune(
         device, tune_key(bucket) | changes, INSTRUCTIONS, tiles, (default.engine, repr(default.tile)), {}, True
     )
     forget_plans()
@@ -132,11 +133,11 @@ def test_measured_tiles_that_are_not_legal_are_skipped():
 
 
 def test_split_size_keeps_the_predicted_tile():
-    from cupy_flash.plan import _tune
+    from cupy_flash.plan.plan import _tune
 
     cache = Cache("bshd", SINGLE.dtype, blocks=1, page=None, appended=None, slots=False, rotary=None, split_size=None)
     problem = SINGLE._replace(cache=cache)
-    evidence.store_tune(
+    measurements.store_tune(
         AMPERE, tune_key(problem), INSTRUCTIONS, [Measured("simt", "Tile()", 1.0)], ("simt", "Tile()"), {}, True
     )
     assert _tune(problem, AMPERE) is not None
@@ -165,13 +166,13 @@ def test_the_first_plan_on_a_gpu_without_evidence_names_the_command(caplog):
         "no evidence about the engines on NVIDIA H200 yet: python -m cupy_flash check finds out, once"
     ]
     caplog.clear()
-    evidence.suggest.cache_clear()
+    measurements.suggest.cache_clear()
     passed(CARD, "simt")
     with caplog.at_level(logging.INFO, "cupy_flash.evidence"):
         plan(problem, CARD)
         plan(SINGLE, AMPERE)
     assert caplog.messages == []
-    evidence.suggest.cache_clear()
+    measurements.suggest.cache_clear()
 
 
 # ---- predictions refitted to a card
@@ -187,7 +188,7 @@ def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
     costs = {engine: each.cost for engine, (_, each) in best.items()}
     tiles = [Measured(engine, repr(tile), each.cost * factors[engine]) for engine, (tile, each) in best.items()]
     default = predicted(bucket, CARD)
-    tune = evidence.store_tune(
+    tune = measurements.store_tune(
         CARD, tune_key(bucket), unit, tiles, (default.engine, repr(default.tile)), costs, complete
     )
     if spoil is not None:
@@ -221,8 +222,8 @@ def test_an_engine_that_is_measured_faster_than_predicted_wins_in_other_buckets(
 def test_a_refit_is_the_median_of_the_buckets():
     for length, factor in ((64, 0.5), (100, 0.9), (300, 7.0)):
         refit(SMALL._replace(q_len=length, kv_len=length), simt=factor, mma=2.0)
-    assert evidence.fits(CARD, "forward")["simt"] == (pytest.approx(0.9), 3)
-    assert evidence.fits(CARD, "backward") == {} and evidence.fits(AMPERE, "forward") == {}
+    assert measurements.fits(CARD, "forward")["simt"] == (pytest.approx(0.9), 3)
+    assert measurements.fits(CARD, "backward") == {} and measurements.fits(AMPERE, "forward") == {}
     assert "refitted" not in longer(100, SMALL._replace(backward=True)).explain()
 
 
@@ -262,7 +263,7 @@ def rewritten(path, change):
     record = json.loads(path.read_text())
     del record["sha256"]
     change(record)
-    record["sha256"] = evidence._digest(record)
+    record["sha256"] = measurements._digest(record)
     path.write_text(json.dumps(record))
 
 
@@ -359,7 +360,7 @@ def test_records_with_a_wrong_field_are_ignored(bad, tmp_path, capsys):
     forget_plans()
     why = f"its fields {name} are missing or wrong"
     assert f"ignored    {path}: {why}" in plan(SINGLE, AMPERE).explain()
-    assert evidence.tunes(AMPERE) == [] and why in evidence.summary()[0]
+    assert measurements.tunes(AMPERE) == [] and why in measurements.summary()[0]
     assert main(["report", "--out", str(tmp_path / "report.json")]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["ignored"] == {str(path): why}
 
@@ -377,7 +378,7 @@ def test_only_failed_verdicts_of_an_older_version_are_ignored():
     why = "it is a failed verdict of an older version, whose reason may not be the kernels"
     chosen = plan(HALF._replace(engine="simt"), HOPPER)
     assert "checked    simt not yet" in chosen.explain() and f"ignored    {failed}: {why}" in chosen.explain()
-    assert f"{failed.name} is ignored: {why}" in evidence.summary()[0]
+    assert f"{failed.name} is ignored: {why}" in measurements.summary()[0]
 
 
 def test_records_that_are_ignored_for_one_reason_share_a_line():
@@ -410,11 +411,11 @@ def test_a_parent_that_others_can_write_to(where, folder, tmp_path, monkeypatch)
         monkeypatch.setenv("CUPY_FLASH_EVIDENCE_DIR", str(parent))
         path = parent / path.relative_to(folder / "evidence")
     forget_plans()
-    assert evidence.check_of("wgmma", HOPPER).path == path
+    assert measurements.check_of("wgmma", HOPPER).path == path
     parent.chmod(0o777)
     forget_plans()
-    assert evidence.check_of("wgmma", HOPPER) is None
-    assert f"{parent} can be written by other users" in evidence.ignored[path]
+    assert measurements.check_of("wgmma", HOPPER) is None
+    assert f"{parent} can be written by other users" in measurements.ignored[path]
 
 
 def test_measurements_without_the_default_are_ignored():
@@ -428,9 +429,9 @@ def test_measurements_without_the_default_are_ignored():
 def test_an_architecture_without_a_card_has_no_evidence():
     """compile(arch=...) and explain --arch plan for an architecture, not for a card."""
     somewhere = named("sm_90a", "cuda")
-    assert somewhere.card == "" and evidence.check_of("wgmma", somewhere) is None
+    assert somewhere.card == "" and measurements.check_of("wgmma", somewhere) is None
     passed(HOPPER, "wgmma")
-    assert evidence.check_of("wgmma", somewhere) is None and evidence.tunes(somewhere) == []
+    assert measurements.check_of("wgmma", somewhere) is None and measurements.tunes(somewhere) == []
 
 
 def test_a_folder_that_cannot_hold_evidence(folder):
@@ -455,10 +456,10 @@ def test_a_shared_folder_serves_where_the_own_one_has_no_record(folder, tmp_path
     monkeypatch.setenv("CUPY_FLASH_EVIDENCE_DIR", str(shared))
     forget_plans()
     assert repr(plan(SINGLE, AMPERE).tile) == tile and str(shared) in plan(SINGLE, AMPERE).explain()
-    assert not evidence.check_of("mma", AMPERE).passed
+    assert not measurements.check_of("mma", AMPERE).passed
     measured(SINGLE, AMPERE, ("simt", other))
     assert repr(plan(SINGLE, AMPERE).tile) == other
-    assert [tune.path.is_relative_to(folder) for tune in evidence.tunes(AMPERE)] == [True]
+    assert [tune.path.is_relative_to(folder) for tune in measurements.tunes(AMPERE)] == [True]
     assert sorted((path, path.stat().st_mtime_ns) for path in shared.rglob("*")) == before
 
 
@@ -471,21 +472,21 @@ def run_both(program):
 
 STORE = """
 import sys
-from cupy_flash import evidence
+from cupy_flash.plan import measurements
 from cupy_flash.device import named
-from cupy_flash.evidence import Measured
+from cupy_flash.plan.measurements import Measured
 for number in range(40):
     for key in ({"both": number}, {sys.argv[1]: number}):
         tiles = [Measured("simt", sys.argv[1], 1.0)]
-        evidence.store_tune(named("sm_80"), key, "s", tiles, ("simt", sys.argv[1]), {}, True)
+        measurements.store_tune(named("sm_80"), key, "s", tiles, ("simt", sys.argv[1]), {}, True)
 """
 
 
 @pytest.mark.exhaustive
 def test_two_processes_that_store_at_once_lose_nothing(folder):
     run_both(STORE)
-    stored = evidence.tunes(AMPERE)
-    assert len(stored) == 120 and evidence.ignored == {}
+    stored = measurements.tunes(AMPERE)
+    assert len(stored) == 120 and measurements.ignored == {}
     for name in ("first", "second"):
         assert sum(tune.measured[0].tile == name for tune in stored if name in tune.key) == 40
     assert not list(folder.rglob("publishing-*"))
@@ -494,13 +495,13 @@ def test_two_processes_that_store_at_once_lose_nothing(folder):
 ONE_BUCKET = """
 import sys
 from threading import Thread
-from cupy_flash import evidence
+from cupy_flash.plan import measurements
 from cupy_flash.device import named
-from cupy_flash.evidence import Measured
+from cupy_flash.plan.measurements import Measured
 def store(numbers):
     for number in numbers:
         tiles = [Measured("simt", "default", 1.0), Measured("simt", f"{sys.argv[1]} {number}", 1.0)]
-        evidence.store_tune(named("sm_80"), {"bucket": 1}, "s", tiles, ("simt", "default"), {}, True)
+        measurements.store_tune(named("sm_80"), {"bucket": 1}, "s", tiles, ("simt", "default"), {}, True)
 threads = [Thread(target=store, args=(range(first, 12, 3),)) for first in range(3)]
 for thread in threads:
     thread.start()
@@ -511,8 +512,8 @@ for thread in threads:
 
 def test_processes_and_threads_that_tune_one_bucket_lose_nothing():
     run_both(ONE_BUCKET)
-    (tune,) = evidence.tunes(AMPERE)
-    assert len(tune.measured) == 25 and evidence.ignored == {}
+    (tune,) = measurements.tunes(AMPERE)
+    assert len(tune.measured) == 25 and measurements.ignored == {}
 
 
 def test_a_reader_sees_a_whole_record():
@@ -526,11 +527,11 @@ def test_a_reader_sees_a_whole_record():
 
 def test_storing_fewer_measurements_keeps_the_others():
     key, tiles = {"bucket": 1}, [Measured("simt", name, amount) for name, amount in (("a", 3.0), ("b", 2.0))]
-    evidence.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), {}, True)
-    stored = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), {}, False)
+    measurements.store_tune(AMPERE, key, INSTRUCTIONS, tiles, ("simt", "a"), {}, True)
+    stored = measurements.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "a", 1.0)], ("simt", "a"), {}, False)
     assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
-    assert evidence.tune_of(key, AMPERE) == stored
-    other = evidence.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), {}, False)
+    assert measurements.tune_of(key, AMPERE) == stored
+    other = measurements.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), {}, False)
     assert len(other.measured) == 1 and not other.complete  # it was measured against another default tile
 
 
@@ -555,7 +556,7 @@ def test_info_lists_the_evidence(capsys):
 def test_report_has_info_evidence_and_the_failed_case(tmp_path, capsys):
     failed = {"case": "float32, D 64", "verdict": "wrong", "reason": "out: error 1", "trial": {"head_dim": 64}}
     cases = [failed, {"case": "x", "verdict": "passed"}]
-    evidence.store_checks(HOPPER, {"mma": ("float32, D 64: wrong", cases)})
+    measurements.store_checks(HOPPER, {"mma": ("float32, D 64: wrong", cases)})
     truncate(passed(HOPPER, "simt"))
     out = tmp_path / "report.json"
     assert main(["report", "--out", str(out)]) == 0

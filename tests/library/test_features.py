@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from cupy_flash import api, arguments, attention, attention_with_kv_cache, features
-from cupy_flash.features import ARRAYS, FEATURES, MODS, NAMES, SIZES
-from cupy_flash.params import dtypes
-from cupy_flash.problem import Operands, Problem
-from cupy_flash.source import CONFIG, kernel_folder
+from cupy_flash import api, attention, attention_with_kv_cache
+from cupy_flash.gpu.params import dtypes
+from cupy_flash.jit.source import CONFIG, kernel_folder
+from cupy_flash.problem import argument_types, features
+from cupy_flash.problem.features import ARRAYS, FEATURES, MODS, NAMES, SIZES
+from cupy_flash.problem.records import Operands, Problem
 
 OPTIONS = {
     name: parameter
@@ -38,14 +39,14 @@ def types_of(options):
 
 
 def test_the_types_of_the_signature_are_those_of_keyword_arguments():
-    assert types_of(arguments.PaddedOptions) == {name: parameter.annotation for name, parameter in OPTIONS.items()}
+    assert types_of(argument_types.PaddedOptions) == {name: parameter.annotation for name, parameter in OPTIONS.items()}
 
 
 def test_the_types_of_calls_on_a_cache_are_those_of_the_signature():
     signature = inspect.signature(attention_with_kv_cache).parameters.values()
     types = {x.name: x.annotation for x in signature if x.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert types_of(arguments.CacheArguments) == types
-    assert types_of(arguments.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse"}
+    assert types_of(argument_types.CacheArguments) == types
+    assert types_of(argument_types.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse"}
 
 
 def test_every_kind_of_option_has_its_type():
@@ -65,17 +66,17 @@ def test_every_kind_of_option_has_its_type():
         or types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
         for feature in FEATURES
     }
-    assert types_of(arguments.PaddedOptions) == expected | {"layout": "Layout"}
+    assert types_of(argument_types.PaddedOptions) == expected | {"layout": "Layout"}
 
 
 @pytest.mark.parametrize(
     ("options", "serves"),
     [
-        (arguments.PaddedOptions, lambda feature: True),
-        (arguments.PackedOptions, lambda feature: not feature.padded and feature.name != "layout"),
-        (arguments.RanksOptions, lambda feature: feature not in (*ARRAYS, *MODS) or feature.ranks),
+        (argument_types.PaddedOptions, lambda feature: True),
+        (argument_types.PackedOptions, lambda feature: not feature.padded and feature.name != "layout"),
+        (argument_types.RanksOptions, lambda feature: feature not in (*ARRAYS, *MODS) or feature.ranks),
         (
-            arguments.PackedRanksOptions,
+            argument_types.PackedRanksOptions,
             lambda feature: (feature not in (*ARRAYS, *MODS) or feature.ranks) and feature.name != "layout",
         ),
     ],
@@ -84,13 +85,13 @@ def test_every_kind_of_option_has_its_type():
 def test_typed_dicts_have_the_options_of_the_table(options, serves):
     names = {feature.name for feature in FEATURES if serves(feature)}
     assert options.__annotations__.keys() == names
-    without_lse = getattr(arguments, f"{options.__name__}WithoutLse")
+    without_lse = getattr(argument_types, f"{options.__name__}WithoutLse")
     assert without_lse.__annotations__.keys() == names - {feature.name for feature in FEATURES if feature.result}
 
 
 def test_the_reference_takes_the_options_of_the_definition():
     names = {feature.name for feature in FEATURES if feature.definition}
-    assert arguments.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
+    assert argument_types.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
 
 
 @BY_NAME

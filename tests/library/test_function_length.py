@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cupy_flash.source import kernel_folder
+from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 90  # lines, from the start of the declaration to the closing brace
 # Text whose braces open no block: comments, strings, preprocessor lines with their continuations, and initialisers on

@@ -1,4 +1,4 @@
-"""cupy_flash.isolated: results from a separate process, and every way in which the process can be lost."""
+"""Results from a separate process (measure/worker_process.py), and every way in which the process can be lost."""
 
 import math
 import multiprocessing
@@ -14,8 +14,8 @@ import pytest
 from patience import FOREVER, give_workers_time, hang
 from processes import processes
 
-from cupy_flash.isolated import OUT_OF_GPU_MEMORY, START, Lost, OutOfTime, Worker, one_line
-from cupy_flash.problem import UnsupportedError
+from cupy_flash.measure.worker_process import OUT_OF_GPU_MEMORY, START, Lost, OutOfTime, Worker, one_line
+from cupy_flash.problem.records import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +155,7 @@ import math
 import signal
 import pytest
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so does what runs under nohup
-from cupy_flash.isolated import Worker, ended_by_signal
+from cupy_flash.measure.worker_process import Worker, ended_by_signal
 from patience import give_workers_time
 from test_isolated import work
 with pytest.MonkeyPatch.context() as patch, ended_by_signal(), Worker(work) as worker:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from cuda import pathfinder
 
-from cupy_flash import nvrtc, source
+from cupy_flash.jit import nvrtc, source
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,7 +182,7 @@ FRESH = """
 import hashlib, json, os, sys
 text = sys.stdin.read()
 sys.path.insert(0, sys.argv[1])
-from cupy_flash import nvrtc
+from cupy_flash.jit import nvrtc
 results = [nvrtc.compile(text, "simt/reverse", target).code for target in ("sm_80", "sm_90a", "compute_80")]
 foreign = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "jax", "cupy", "cupy_backends"})
 print(json.dumps([[hashlib.sha256(code).hexdigest() for code in results], foreign]))

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import cupy_flash
-from cupy_flash import source
 from cupy_flash.__main__ import main
+from cupy_flash.jit import source
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "cupy_flash", "kernels_cu")
@@ -99,7 +99,9 @@ def test_wheel_holds_every_module_and_kernel_and_nothing_else(wheel: Path) -> No
     ]
     with zipfile.ZipFile(wheel) as archive:
         held = [name for name in archive.namelist() if ".dist-info/" not in name]
-    assert sorted(held) == sorted([*modules, *kernels, "cupy_flash/py.typed", "cupy_flash/checks/simulated.json"])
+    assert sorted(held) == sorted(
+        [*modules, *kernels, "cupy_flash/py.typed", "cupy_flash/measure/checks/simulated.json"]
+    )
     assert "cupy_flash/kernels_cu/README.md" in held
 
 
@@ -178,7 +180,7 @@ def test_bare_checkout_finds_its_kernels(tmp_path: Path) -> None:
 
 def test_missing_kernels_name_both_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path.resolve() / "cupy_flash"
-    monkeypatch.setattr(source, "__file__", str(package / "source.py"))
+    monkeypatch.setattr(source, "__file__", str(package / "jit" / "source.py"))
     with pytest.raises(FileNotFoundError) as error:
         source.kernel_folder()
     assert str(package / "kernels_cu") in str(error.value)

@@ -8,10 +8,11 @@ from cases import OPTIONS, Case, posed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import dropout, params
+from cupy_flash import dropout
 from cupy_flash.arrays import Array, as_array
-from cupy_flash.params import Workspace, dtypes, pack, pack_partials
-from cupy_flash.problem import Saved
+from cupy_flash.gpu import params
+from cupy_flash.gpu.params import Workspace, dtypes, pack, pack_partials
+from cupy_flash.problem.records import Saved
 
 
 def address(array):

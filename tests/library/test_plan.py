@@ -10,11 +10,11 @@ from cases import DTYPES, Case, posed
 from forget import forget_plans
 
 import cupy_flash
-from cupy_flash.backends import kernels
 from cupy_flash.device import GPUS, Device, named
 from cupy_flash.engines import mma, simt
-from cupy_flash.plan import MODULES, candidates, launches_at_any_length, plan
-from cupy_flash.problem import Saved, UnsupportedError
+from cupy_flash.gpu import run_plan
+from cupy_flash.plan.plan import MODULES, candidates, launches_at_any_length, plan
+from cupy_flash.problem.records import Saved, UnsupportedError
 
 DEVICE = Device("cpu", "x86_64", 8)
 PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
@@ -308,7 +308,7 @@ def test_workspaces_are_linear_in_the_length(packed):
         call = case.call()
         on_cpu, operands = posed(case, Saved(call.dout, call.dout, call.dlse, None))
         chosen, works = plan(on_cpu.problem._replace(engine="mma"), named("sm_90"), tile), []
-        kernels.backward(chosen, operands, works.append)
+        run_plan.backward(chosen, operands, works.append)
         names = [workspace.name for workspace in chosen.workspaces(length, length)]
         assert names == ["delta", "lse2", "dq_sums"]
         bytes_of = {name: works[0].results[name].numpy().nbytes for name in names}

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import pose as module
 from cupy_flash.arrays import Array
-from cupy_flash.features import ARRAYS, MODS, NAMES
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options, Packed, Saved
+from cupy_flash.problem import build as module
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.features import ARRAYS, MODS, NAMES
+from cupy_flash.problem.records import Options, Packed, Saved
 
 
 def zeros(*shape, dtype=np.float32):

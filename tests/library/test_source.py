@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash import source
+from cupy_flash.jit import source
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels_cu"

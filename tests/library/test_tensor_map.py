@@ -5,8 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupy_flash import tensor_map as module
-from cupy_flash.tensor_map import ALIGNMENT, BYTES, DATA_TYPES, TensorMap, decode, encode_for_gpu, encode_for_simulator
+from cupy_flash.gpu import tensor_map as module
+from cupy_flash.gpu.tensor_map import (
+    ALIGNMENT,
+    BYTES,
+    DATA_TYPES,
+    TensorMap,
+    decode,
+    encode_for_gpu,
+    encode_for_simulator,
+)
 
 GOOD = {
     "data_type": DATA_TYPES["bf16"],

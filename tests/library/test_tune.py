@@ -14,20 +14,21 @@ from processes import processes
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import evidence, peers, tuning
 from cupy_flash.__main__ import main
-from cupy_flash.cache_trial import CacheTrial, cache_call
 from cupy_flash.commands import tune as command
 from cupy_flash.device import Device, named
 from cupy_flash.engines import mma_decode, simt
-from cupy_flash.evidence import CHECK_COMMAND, Measured
-from cupy_flash.isolated import Lost
-from cupy_flash.plan import plan, predicted, tune_key
-from cupy_flash.pose import pose
-from cupy_flash.pose_cache import CacheOptions, pose_with_cache
-from cupy_flash.problem import Options
-from cupy_flash.trial import Trial, recorded_line
-from cupy_flash.tuning import recorded, run_tune
+from cupy_flash.measure import other_libraries, tuning
+from cupy_flash.measure.tuning import recorded, run_tune
+from cupy_flash.measure.worker_process import Lost
+from cupy_flash.plan import measurements
+from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
+from cupy_flash.plan.plan import plan, predicted, tune_key
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem.recorded_call import Trial, recorded_line
+from cupy_flash.problem.recorded_kv_cache import CacheTrial, cache_call
+from cupy_flash.problem.records import Options
 
 AMPERE = named("sm_80")
 WORK = tuning.work
@@ -39,7 +40,9 @@ TILES = [simt.Tile(16, 16, 64), simt.Tile(8, 16, 64), simt.Tile(32, 16, 64)]
 @pytest.fixture(autouse=True)
 def own_evidence(tmp_path, monkeypatch):
     """Use a new evidence folder, the shared kernel cache, three tiles of simt, and no worker process."""
-    monkeypatch.setattr(evidence, "FOLDER", os.path.relpath(tmp_path / "evidence", os.environ["CUPY_FLASH_CACHE_DIR"]))
+    monkeypatch.setattr(
+        measurements, "FOLDER", os.path.relpath(tmp_path / "evidence", os.environ["CUPY_FLASH_CACHE_DIR"])
+    )
     monkeypatch.setattr(simt, "tiles", lambda problem, device: TILES)
     monkeypatch.setattr(tuning, "Worker", WorkerInThisProcess)
     tuning._default.cache_clear()
@@ -154,7 +157,7 @@ def test_an_interrupted_tune_keeps_its_measurements():
     card.amounts[third[1]] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         run(card)
-    (stored,) = evidence.tunes(AMPERE)
+    (stored,) = measurements.tunes(AMPERE)
     assert not stored.complete and len(stored.measured) == 2 and second[1] in {each.tile for each in stored.measured}
 
 
@@ -170,11 +173,11 @@ def test_a_new_default_is_measured_again(monkeypatch):
 def test_a_change_of_the_cost_model_renews_the_predictions_alone(monkeypatch):
     card = Card()
     with monkeypatch.context() as earlier:
-        earlier.setattr(evidence, "costs_text", lambda: "0" * 64)
+        earlier.setattr(measurements, "costs_text", lambda: "0" * 64)
         run(card)
-    assert [tune.predicted for tune in evidence.tunes(AMPERE)] == [{}]
+    assert [tune.predicted for tune in measurements.tunes(AMPERE)] == [{}]
     assert run(card).complete and len(card.calls) == 3  # no tile is measured again
-    (tune,) = evidence.tunes(AMPERE)
+    (tune,) = measurements.tunes(AMPERE)
     assert tune.complete and tune.predicted == {"simt": predicted(plan_of(24).problem, AMPERE).cost}
 
 
@@ -196,7 +199,7 @@ def test_tiles_that_are_wrong_or_lost_are_left_out():
 def test_a_default_that_cannot_be_measured_stores_nothing():
     results = run(Card(amounts=[Lost("x", "crashed")] * 3))
     assert not results.complete and results.results[0].tune is None and "nothing was measured" in str(results)
-    assert evidence.tunes(AMPERE) == [] and "measured   not yet" in explained()
+    assert measurements.tunes(AMPERE) == [] and "measured   not yet" in explained()
 
 
 def test_a_call_that_no_engine_serves_lists_their_reasons():
@@ -231,7 +234,7 @@ def test_engines_that_no_check_has_passed_are_left_out():
         return {engine for engine, _ in task_candidates.tiles}, task_candidates.left_out
 
     assert engines() == ({"simt", "mma"}, {"wgmma": f"no check has passed it on this card: {CHECK_COMMAND}"})
-    evidence.store_checks(hopper, {"wgmma": (None, []), "simt": ("wrong", [])})
+    measurements.store_checks(hopper, {"wgmma": (None, []), "simt": ("wrong", [])})
     forget_plans()
     assert engines() == ({"wgmma", "mma"}, {"simt": "its check failed: wrong"})
 
@@ -252,7 +255,7 @@ def test_the_simulator_counts_instructions_and_plans_follow(backward):
 
 def test_a_tile_with_other_results_is_left_out(monkeypatch):
     default = predicted(plan_of(8).problem, AMPERE).tile
-    run_forward = tuning.backends.run_forward
+    run_forward = tuning.dispatch.run_forward
 
     def wrong(chosen, operands):
         out, lse = run_forward(chosen, operands)
@@ -260,7 +263,7 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
             out.owner[...] *= 1.1
         return out, lse
 
-    monkeypatch.setattr(tuning.backends, "run_forward", wrong)
+    monkeypatch.setattr(tuning.dispatch, "run_forward", wrong)
     (result,) = run_tune([replace(CALL, q_len=8, kv_len=8)], "simulator", None, lambda line: None, tuning.work).results
     assert names(result) == [repr(default)]
     assert set(result.left_out.values()) == {"its results differ from those of the default tile"}
@@ -310,7 +313,9 @@ def test_an_engine_measured_four_times_as_fast_wins_in_other_buckets(monkeypatch
 
 
 def test_peers_are_reported_and_never_chosen(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)  # flash-attn counts as not installed
+    monkeypatch.setattr(
+        other_libraries.importlib.util, "find_spec", lambda name: None
+    )  # flash-attn counts as not installed
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
     card = FourTimesAsFast()
     results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
@@ -330,7 +335,7 @@ def test_without_peers_the_reason_is_reported(monkeypatch):
     results = run(Card())
     assert "no peers were measured for comparison: a simulator runs none" in str(results)
     assert results.as_json()["no_peers"] == "a simulator runs none" and results.results[0].peers == {}
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(other_libraries.importlib.util, "find_spec", lambda name: None)
     assert tuning.work(tuning.Task("peers", "cuda"), lambda step, seconds: None) == "torch is not installed"
     monkeypatch.setitem(FourTimesAsFast.answers, "peers", "torch finds no GPU")
     card = FourTimesAsFast()
@@ -348,8 +353,8 @@ def test_without_peers_the_reason_is_reported(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_peers_of_a_call(changes, count, monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert len(peers.names(replace(CALL, **changes))) == count
+    monkeypatch.setattr(other_libraries.importlib.util, "find_spec", lambda name: None)
+    assert len(other_libraries.names(replace(CALL, **changes))) == count
 
 
 @pytest.mark.exhaustive
@@ -357,7 +362,7 @@ def test_the_peers_of_a_call(changes, count, monkeypatch):
 def test_a_peer_computes_the_call(backward):
     """Runs on the CPU, where torch has a flash kernel as well."""
     trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
-    call = peers.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
+    call = other_libraries.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
     shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
     assert shapes == ([(2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)] if backward else [(2, 4, 9, 16)])
 
@@ -370,9 +375,10 @@ import sys
 from dataclasses import replace
 import pytest
 import test_tune
-from cupy_flash import evidence, peers, tuning
+from cupy_flash.measure import tuning
+from cupy_flash.plan import measurements
 from cupy_flash.engines import simt
-evidence.FOLDER, tuning.Worker = sys.argv[1], test_tune.WorkerInThisProcess
+measurements.FOLDER, tuning.Worker = sys.argv[1], test_tune.WorkerInThisProcess
 simt.tiles = lambda problem, device: test_tune.TILES
 lengths = [24, *((100, 200, 400) if sys.argv[2] == "first" else (800, 1600, 3200))]
 trials = [replace(test_tune.CALL, q_len=length, kv_len=length) for length in lengths]
@@ -383,12 +389,12 @@ assert test_tune.run(test_tune.Card(), trials).complete
 def test_two_processes_tune_at_once():
     folders = (Path(__file__).parent, Path(__file__).parents[1] / "helpers", Path(cupy_flash.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    command = [sys.executable, "-c", TWO, evidence.FOLDER]
+    command = [sys.executable, "-c", TWO, measurements.FOLDER]
     with processes(*([*command, name] for name in ("first", "second")), env=environment) as both:
         assert [each.wait() for each in both] == [0, 0]
-    tunes = evidence.tunes(AMPERE)
+    tunes = measurements.tunes(AMPERE)
     assert len(tunes) == 7 and all(tune.complete and len(tune.measured) == 3 for tune in tunes)
-    assert evidence.ignored == {} and plan_of(24).tile == TILES[1]
+    assert measurements.ignored == {} and plan_of(24).tile == TILES[1]
 
 
 # ---- recorded calls
@@ -564,7 +570,9 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
     measured = [
         Measured(*name, 10.0 - number) for number, name in enumerate(("mma_decode", tile) for tile in decodes[:5])
     ]
-    evidence.store_tune(AMPERE, task_candidates.key, evidence.INSTRUCTIONS, measured, task_candidates.default, {}, True)
+    measurements.store_tune(
+        AMPERE, task_candidates.key, measurements.INSTRUCTIONS, measured, task_candidates.default, {}, True
+    )
     forget_plans()
     assert repr(plan(chosen.problem, AMPERE).tile) == decodes[4]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
@@ -711,7 +719,7 @@ def test_a_tune_that_cannot_store_measures_nothing(monkeypatch):
         raise PermissionError("the folder is closed")
 
     card = Card()
-    monkeypatch.setattr(evidence, "_prepared", fail)
+    monkeypatch.setattr(measurements, "_prepared", fail)
     with pytest.raises(OSError, match="the results cannot be stored: the folder is closed. Set CUPY_FLASH_CACHE_DIR"):
         run(card)
     assert card.calls == []

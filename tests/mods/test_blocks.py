@@ -7,13 +7,13 @@ import pytest
 from planting import planted
 
 import cupy_flash
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import errors
-from cupy_flash.backends.simulator.run import start
-from cupy_flash.launch import require_grids
-from cupy_flash.mods.blocks import block_mask, host_classes, posed
+from cupy_flash.engines.launch import require_grids
+from cupy_flash.gpu import run_plan
+from cupy_flash.mask_blocks import block_mask, host_classes, posed
 from cupy_flash.mods.plot import HIDDEN, SEEN, SKIPPED, UNMASKED, picture
 from cupy_flash.mods.trace import traced
+from cupy_flash.simulator import errors
+from cupy_flash.simulator.run import start
 
 torch = pytest.importorskip("torch")
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -93,11 +93,11 @@ def test_tables_of_torch_tensors():
 def simulated_classes(mask_mod, q_len, kv_len, heads=(1, 1), block=BLOCK):
     """The classes that the kernel of a GPU computes."""
     problem, operands = posed(traced(None, mask_mod), heads, (q_len, kv_len), "simulator")
-    return kernels.block_classes(problem, operands, block, "sm_80", start).numpy().swapaxes(1, 2)
+    return run_plan.block_classes(problem, operands, block, "sm_80", start).numpy().swapaxes(1, 2)
 
 
 def test_the_kernel_loops_where_the_limits_cut_its_grid(monkeypatch):
-    monkeypatch.setattr(kernels, "GRID_LIMITS", (2**31 - 1, 2, 3))
+    monkeypatch.setattr(run_plan, "GRID_LIMITS", (2**31 - 1, 2, 3))
     expected = host_classes(traced(None, mask_by_head), (2, 2), (110, 70), 32)
     assert set(expected.flat) == {0, 1, 2}
     np.testing.assert_array_equal(simulated_classes(mask_by_head, 110, 70, (2, 2), 32), expected)
@@ -107,7 +107,7 @@ def test_the_kernel_loops_where_the_limits_cut_its_grid(monkeypatch):
 def test_a_grid_has_no_more_blocks_than_cuda_starts(heads, q_len):
     works = []
     problem, operands = posed(traced(None, lambda b, h, q, kv: segments[kv] > q), heads, (q_len, 9), "simulator")
-    kernels.block_classes(problem, operands, 8, "sm_80", works.append)
+    run_plan.block_classes(problem, operands, 8, "sm_80", works.append)
     require_grids(works[0].launches)
 
 

@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from cupy_flash.gpu.captured import Captured
 from cupy_flash.mods import clamps, cuda_code
-from cupy_flash.mods.captured import Captured
 from cupy_flash.mods.ir import ARGUMENTS, BOOL, INT, LONG, Element, Graph, Program
 from cupy_flash.mods.numpy_code import function_of
 from cupy_flash.mods.trace import Mod

@@ -10,15 +10,15 @@ from helpers.masks import LENGTH, MASKS, SCORES, random_mask
 from helpers.tiers import in_tiers
 
 from bench import sass
-from cupy_flash import nvrtc
-from cupy_flash.backends.simulator import Memory, SimulationError, launch
+from cupy_flash.gpu.params import _struct
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import CONFIG, Text, configure, kernel_folder
 from cupy_flash.mods import cuda_code
 from cupy_flash.mods.derive import derivative
 from cupy_flash.mods.numpy_code import function_of
 from cupy_flash.mods.tiles import EMPTY, FULL, Extremes, TileClasses
 from cupy_flash.mods.trace import Mod
-from cupy_flash.params import _struct
-from cupy_flash.source import CONFIG, Text, configure, kernel_folder
+from cupy_flash.simulator import Memory, SimulationError, launch
 
 PAIRS = """
 extern "C" __global__ void pairs(const __grid_constant__ Params p, const int* heads, const int* queries,

@@ -8,8 +8,8 @@ from cases import Case, Result, assert_bitwise_equal, check, posed, run, run_pla
 from mods import MASK_MODS, SCORE_MODS, arrays_of, mods_of
 
 import cupy_flash
-from cupy_flash.backends import cpu
-from cupy_flash.problem import Saved
+from cupy_flash.cpu import attention as cpu
+from cupy_flash.problem.records import Saved
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -387,9 +387,9 @@ def test_explain_counts_the_tiles_of_each_class():
 
 
 def test_shards_count_positions_and_heads_of_the_whole():
-    from cupy_flash import backends
-    from cupy_flash.pose import pose
-    from cupy_flash.problem import Options, Shard
+    from cupy_flash import dispatch
+    from cupy_flash.problem.build import pose
+    from cupy_flash.problem.records import Options, Shard
 
     case = Case(q_len=24, kv_len=24, score_mod="relative", mask_mod="sliding", kv_heads=4)
     call, whole = case.call(), run(case)
@@ -399,5 +399,5 @@ def test_shards_count_positions_and_heads_of_the_whole():
     shard = Shard(starts, 1, 1, 4)
     arrays = (call.q[:, 8:16, heads], call.k[:, :, heads], call.v[:, :, heads])
     problem, operands = pose("shard", arrays, Options(**call.options), shard=shard)
-    out, _ = backends.forward(problem, operands)
+    out, _ = dispatch.forward(problem, operands)
     np.testing.assert_allclose(out.numpy(), whole.out[:, 8:16, heads], rtol=1e-5, atol=1e-6)

@@ -13,14 +13,14 @@ from test_mod_kernels import check_captured
 from tiers import in_tiers
 from wgmma_cases import LONG
 
-from cupy_flash import backends
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator import errors
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import dispatch
 from cupy_flash.engines import wgmma
-from cupy_flash.plan import plan
-from cupy_flash.pose import pose
-from cupy_flash.problem import Options
+from cupy_flash.gpu import run_plan
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options
+from cupy_flash.simulator import errors
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -47,7 +47,7 @@ def forward(case, tile=TILE, blocks=None, start=start):
     chosen, operands = planned(case, None, "sm_90a", tile, engine="wgmma")
     grids = {"forward": (blocks, 1, 1)} if blocks is not None else {}
     launches = tuple(each._replace(grid=grids.get(each.function, each.grid)) for each in chosen.launches)
-    out, lse = (array.numpy() for array in kernels.forward(chosen._replace(launches=launches), operands, start))
+    out, lse = (array.numpy() for array in run_plan.forward(chosen._replace(launches=launches), operands, start))
     return Result(out, lse, *[None] * 5)
 
 
@@ -97,8 +97,8 @@ def test_fp8(options):
     call = quantised(case)
     options = Options(**call.options, backend="simulator:sm_90a")
     problem, operands = pose("case", call[:3], options, call.packed)
-    chosen = plan(problem, backends.device_of(problem), FP8_TILE)
-    out, lse = (array.numpy() for array in kernels.forward(chosen, operands, start))
+    chosen = plan(problem, dispatch.device_of(problem), FP8_TILE)
+    out, lse = (array.numpy() for array in run_plan.forward(chosen, operands, start))
     compare(case, Result(out, lse, *[None] * 5), *references(call), only=("out", "lse"))
 
 

@@ -12,11 +12,13 @@ from test_invariance import assert_bits, at
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import ahead, device, nvrtc
-from cupy_flash.backends.simulator.errors import SimulationError
+from cupy_flash import device
 from cupy_flash.engines import mma_decode
-from cupy_flash.plan import plan
-from cupy_flash.source import assemble
+from cupy_flash.gpu import ahead
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.plan.plan import plan
+from cupy_flash.simulator.errors import SimulationError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -15,10 +15,10 @@ from test_invariance import assert_bits, at
 from tiers import exhaustive, in_tiers
 
 from cupy_flash import device
-from cupy_flash.backends.simulator.errors import EarlyExit, Race
-from cupy_flash.backends.simulator.run import start
 from cupy_flash.engines import mma_decode
-from cupy_flash.plan import plan
+from cupy_flash.plan.plan import plan
+from cupy_flash.simulator.errors import EarlyExit, Race
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -24,12 +24,13 @@ from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import UnsupportedError, ahead, backends, device
-from cupy_flash.backends.simulator.errors import SimulationError
-from cupy_flash.backends.simulator.run import start
+from cupy_flash import UnsupportedError, device, dispatch
 from cupy_flash.engines import mma_decode
-from cupy_flash.plan import plan
-from cupy_flash.source import assemble, kernel_folder
+from cupy_flash.gpu import ahead
+from cupy_flash.jit.source import assemble, kernel_folder
+from cupy_flash.plan.plan import plan
+from cupy_flash.simulator.errors import SimulationError
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -273,7 +274,7 @@ def test_only_the_pages_of_the_table_are_read(engine):
         for page in row[: -(-n // 16)]
     }
 
-    class Pages(cupy_flash.backends.simulator.Memory):
+    class Pages(cupy_flash.simulator.Memory):
         def add(self, array, name, **options):
             address = super().add(array, name, **options)
             if name in ("k", "v"):
@@ -287,13 +288,13 @@ def test_only_the_pages_of_the_table_are_read(engine):
             return address
 
         def _part(self, array, name, start):
-            from cupy_flash.backends.simulator.memory.store import Allocation
+            from cupy_flash.simulator.memory.store import Allocation
 
             return Allocation(name, start, array.reshape(-1).view(np.uint8), writable=False, initialised=True)
 
     expected = run_kernels(call, engine=engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupy_flash.backends.simulator.run.Memory", Pages)
+        patch.setattr("cupy_flash.simulator.run.Memory", Pages)
         actual = run_kernels(call, engine=engine)
     for a, b in zip(actual[:2], expected[:2], strict=True):
         assert a.tobytes() == b.tobytes()
@@ -309,12 +310,12 @@ def test_offsets_of_64_bits(options, engine, monkeypatch):
     call = case.call()
     arrays = {name: far.spread_rows(call.options[name]) for name in ("k", "v")}
     arrays["mask"] = far.spread(call.options["mask"], range(4))
-    options = cupy_flash.pose_cache.CacheOptions(**call.options | arrays, backend="simulator", engine=engine)
+    options = cupy_flash.problem.kv_cache.CacheOptions(**call.options | arrays, backend="simulator", engine=engine)
     problem, operands = posed(call, backend="simulator", engine=engine)
-    expected = [x.numpy() for x in backends.forward(problem, operands)]
+    expected = [x.numpy() for x in dispatch.forward(problem, operands)]
     far.spread_results(monkeypatch)
-    problem, far_operands = cupy_flash.pose_cache.pose_with_cache(*map(far.spread_rows, call[:3]), options)
-    actual = [x.numpy() for x in backends.forward(problem, far_operands)]
+    problem, far_operands = cupy_flash.problem.kv_cache.pose_with_cache(*map(far.spread_rows, call[:3]), options)
+    actual = [x.numpy() for x in dispatch.forward(problem, far_operands)]
     for a, b in zip(actual, expected, strict=True):
         assert a.tobytes() == b.tobytes()
     np.testing.assert_array_equal(far_operands.k.numpy(), operands.k.numpy())
@@ -430,7 +431,7 @@ def test_the_tile_depends_on_the_group_and_the_queries_alone():
         chosen = set()
         for batch in (1, 3, 100):
             case = CacheCase(lengths=(9,) * batch, heads=2 * group, kv_heads=2, q_len=q_len, dtype="float16")
-            chosen.add(backends.plan(posed(case.call(), backend="simulator")[0], on).tile.rows)
+            chosen.add(dispatch.plan(posed(case.call(), backend="simulator")[0], on).tile.rows)
         assert chosen == {rows}
 
 
@@ -439,7 +440,7 @@ def test_launches_set_every_constant_that_their_kernels_use():
 
     names = set(re.findall(r"(\w+) = .*;", (kernel_folder() / "config.cuh").read_text()))
     problem, _ = posed(EVERYTHING.call(), backend="simulator")
-    steps = backends.plan_for(problem._replace(kv_len=4096)).launches
+    steps = dispatch.plan_for(problem._replace(kv_len=4096)).launches
     assert [step.function for step in steps] == ["rotary_append", "decode", "merge"]
     for step in steps:
         text = re.sub(r"//.*|(constexpr \w+|using) \w+ = [\w.]+;", "", assemble(step.kernel, dict(step.constants)))

@@ -18,8 +18,9 @@ from planting import planted_in
 from test_decode_kernels import EVERYTHING, PACKED
 from tiers import exhaustive, in_tiers
 
-from cupy_flash import ahead, device
-from cupy_flash.plan import plan
+from cupy_flash import device
+from cupy_flash.gpu import ahead
+from cupy_flash.plan.plan import plan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -6,10 +6,10 @@ from cache_cases import CacheCall, CacheCase, run
 from forget import forget_plans
 
 import cupy_flash
-from cupy_flash import backends
-from cupy_flash.backends.decode.keys import Keys
-from cupy_flash.backends.decode.sequences import Sequence, row_tiles
-from cupy_flash.pose_cache import CacheOptions, pose_with_cache
+from cupy_flash import dispatch
+from cupy_flash.cpu.decode.keys import Keys
+from cupy_flash.cpu.decode.sequences import Sequence, row_tiles
+from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
 
 OPTIONS = {
     "plain": {},
@@ -117,7 +117,7 @@ def test_a_query_has_a_fixed_row_in_its_tile(group):
     """
     call = CacheCase(heads=group, kv_heads=1, q_len=40, lengths=(60,), capacity=64, split_size=64).call()
     problem, operands = pose_with_cache(*call[:3], CacheOptions(**call.options))
-    chosen = backends.plan_for(problem)
+    chosen = dispatch.plan_for(problem)
     rows = {}
     for q_len in (40, 13, 1):
         first = 60 - q_len

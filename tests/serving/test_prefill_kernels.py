@@ -20,11 +20,11 @@ from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
 
 import cupy_flash
-from cupy_flash import UnsupportedError, backends
-from cupy_flash.backends import kernels
-from cupy_flash.backends.simulator.errors import SimulationError
-from cupy_flash.backends.simulator.run import start
-from cupy_flash.plan import candidates
+from cupy_flash import UnsupportedError, dispatch
+from cupy_flash.gpu import run_plan
+from cupy_flash.plan.plan import candidates
+from cupy_flash.simulator.errors import SimulationError
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -78,7 +78,7 @@ def test_any_gpu_and_head_dimension(arch, dim, dim_v):
 
 def planned(case):
     """The plan of a case on sm_80 by mma."""
-    return backends.plan_for(posed(case.call(), backend="simulator", engine="mma")[0])
+    return dispatch.plan_for(posed(case.call(), backend="simulator", engine="mma")[0])
 
 
 @pytest.mark.exhaustive
@@ -87,7 +87,7 @@ def test_every_tile_with_pages_of_one_key():
     case = replace(CHUNK, page=1, lengths=(70, 3), q_len=70, appended=70, capacity=144)
     for _, each in candidates(planned(case), "mma"):
         problem, operands = posed(case.call(), backend="simulator", engine="mma")
-        out, lse = kernels.forward(each._replace(problem=problem), operands, start)
+        out, lse = run_plan.forward(each._replace(problem=problem), operands, start)
         check(case, (out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()))
 
 
@@ -138,7 +138,7 @@ def test_the_number_of_queries_chooses_the_kernel(dtype, q_len, engine):
         case = CacheCase(lengths=(3000, 500), capacity=8192, page=page, q_len=q_len, heads=16, kv_heads=4, dtype=dtype,
                          head_dim=64, head_dim_v=64)  # fmt: skip
         problem, _ = posed(case.call(), backend="simulator")
-        chosen = backends.plan_for(problem)
+        chosen = dispatch.plan_for(problem)
         assert chosen.engine == engine
         steps = [x.kernel for x in chosen.launches]
         assert steps == (["mma/decode", "merge"] if engine == "mma_decode" else [f"{engine}/forward"])
@@ -147,7 +147,7 @@ def test_the_number_of_queries_chooses_the_kernel(dtype, q_len, engine):
 
 def test_one_row_tile_is_decoded_even_if_mma_is_predicted_to_be_faster():
     problem, _ = posed(CacheCase(lengths=(5,), capacity=40, dtype="float16").call(), backend="simulator")
-    text = backends.plan_for(problem).explain()
+    text = dispatch.plan_for(problem).explain()
     assert "not mma    its smallest predicted time is" in text
     assert "one tile of mma_decode has all 2 rows of a group, and reads each key once" in text
 

@@ -148,14 +148,14 @@ def test_inductor_writes_to_the_caches():
 def test_opcheck():
     """The schema with its mutations, the autograd registration and the fake kernel agree with the operator."""
     (q, *caches), options = step(rotary=(8, True))
-    from cupy_flash.adapters.torch import cache
+    from cupy_flash.adapters.torch import kv_cache
 
     given = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
-    given_options = cache.CacheOptions(**options)
-    arguments = cache._arguments(cache.ATTEND, {**given, **cache._tensors(given_options)}, given_options, ())
+    given_options = kv_cache.CacheOptions(**options)
+    arguments = kv_cache._arguments(kv_cache.ATTEND, {**given, **kv_cache._tensors(given_options)}, given_options, ())
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(cache.attention_with_kv_cache, arguments, test_utils=tests)
-    torch.library.opcheck(cache.append_then_attend_kv_cache, (*arguments, True), test_utils=tests)
+    torch.library.opcheck(kv_cache.attention_with_kv_cache, arguments, test_utils=tests)
+    torch.library.opcheck(kv_cache.append_then_attend_kv_cache, (*arguments, True), test_utils=tests)
 
 
 def test_a_profiler_sees_the_operator_and_both_ways_write_the_caches():

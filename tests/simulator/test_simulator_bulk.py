@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import CHECKS, errors
-from cupy_flash.checks.hopper import BY_NAME, CASES
-from cupy_flash.checks.hopper.bulk import BOXES, STRIDED, tensor
-from cupy_flash.checks.hopper.case import drain, fill, initialise, wait
+from cupy_flash.measure.checks.hopper import BY_NAME, CASES
+from cupy_flash.measure.checks.hopper.bulk import BOXES, STRIDED, tensor
+from cupy_flash.measure.checks.hopper.case import drain, fill, initialise, wait
+from cupy_flash.simulator import CHECKS, errors
 
 ORDERS = ["early", "late", "random"]
 DTYPES = {"u8": np.uint8, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import CHECKS, errors
+from cupy_flash.simulator import CHECKS, errors
 
 WORDS = ".shared .align 16 .b8 words[1024];"
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import SimulationError, errors
-from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.case import PAIR, initialise, wait
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.hopper.case import PAIR, initialise, wait
+from cupy_flash.simulator import SimulationError, errors
 
 ORDERS = ["early", "late", "random"]
 MULTICAST, REMOTE, LOAD = (BY_NAME[f"cluster.{name}"] for name in ("multicast", "remote", "load"))

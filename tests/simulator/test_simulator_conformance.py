@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import Memory, launch
-from cupy_flash.checks.instructions import BY_NAME, CASES, THREADS, TYPES, WARP_CASES
+from cupy_flash.measure.checks.instructions import BY_NAME, CASES, THREADS, TYPES, WARP_CASES
+from cupy_flash.simulator import Memory, launch
 
 
 def run_micro(case, values):

@@ -16,12 +16,14 @@ from conformance.assembled import source
 from conformance.on_gpu import main
 from patience import FOREVER, give_workers_time, hang
 
-from cupy_flash import ahead, device, nvrtc
-from cupy_flash.checks import hopper
-from cupy_flash.checks.instructions import BY_NAME, WARP_CASES
-from cupy_flash.checks.micro_kernels import Kernel, difference, every_kernel, kernels, simulate
+from cupy_flash import device
 from cupy_flash.engines import mma_decode
-from cupy_flash.source import assemble
+from cupy_flash.gpu import ahead
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.measure.checks import hopper
+from cupy_flash.measure.checks.instructions import BY_NAME, WARP_CASES
+from cupy_flash.measure.checks.micro_kernels import Kernel, difference, every_kernel, kernels, simulate
 
 STORED = sorted((Path(__file__).parents[1] / "conformance" / "gpu").glob("*.npz"))
 KERNELS = {kernel.name: kernel for kernel in every_kernel()}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.simulator import errors
 
 WORDS = ".shared .align 16 .b8 words[2048];"
 ORDERS = ["early", "late", "random"]

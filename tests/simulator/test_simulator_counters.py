@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator.counters import shared_wavefronts
+from cupy_flash.simulator.counters import shared_wavefronts
 
 TILE = ".shared .align 16 .b8 tile[16384];"
 LANES = np.arange(32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import errors
+from cupy_flash.simulator import errors
 
 # Block 0 writes words and then a flag; block 1 waits for the flag, then each of its lanes reads another lane's word.
 WRITE = """

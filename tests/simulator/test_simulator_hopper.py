@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import nvrtc
-from cupy_flash.backends.simulator import Memory, errors, launch
-from cupy_flash.tensor_map import DATA_TYPES, TensorMap, encode_for_simulator
+from cupy_flash.gpu.tensor_map import DATA_TYPES, TensorMap, encode_for_simulator
+from cupy_flash.jit import nvrtc
+from cupy_flash.simulator import Memory, errors, launch
 
 D, BLOCK_Q, BLOCK_KV, STAGES = 64, 128, 64, 2
 

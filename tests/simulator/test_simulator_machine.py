@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from micro import run, source
 
-from cupy_flash.backends.simulator import Memory, SimulationError, errors, launch, parse
-from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.bulk import tensor
-from cupy_flash.checks.hopper.shared_memory import DYNAMIC_BYTES
-from cupy_flash.tensor_map import encode_for_simulator
+from cupy_flash.gpu.tensor_map import encode_for_simulator
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.hopper.bulk import tensor
+from cupy_flash.measure.checks.hopper.shared_memory import DYNAMIC_BYTES
+from cupy_flash.simulator import Memory, SimulationError, errors, launch, parse
 
 LANES = np.arange(32)
 STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.instructions import MMA_FORMS, ldmatrix_body, mma_body
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.instructions import MMA_FORMS, ldmatrix_body, mma_body
 
 
 def group_of(lane):

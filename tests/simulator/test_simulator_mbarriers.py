@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.case import initialise, wait
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.hopper.case import initialise, wait
+from cupy_flash.simulator import errors
 
 ORDERS = ["early", "late", "random"]
 SHARED = ".shared .align 1024 .b8 smem[4096]; .shared .align 8 .b8 bars[64];"

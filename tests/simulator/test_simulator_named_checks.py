@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import CHECKS, UNENFORCED, errors
-from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.case import wait
-from cupy_flash.checks.hopper.wgmma import Operand
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.hopper.case import wait
+from cupy_flash.measure.checks.hopper.wgmma import Operand
+from cupy_flash.simulator import CHECKS, UNENFORCED, errors
 
 LOAD, STORE, WGMMA = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["wgmma.f16-minus"]
 FENCE = "@%q6 fence.mbarrier_init.release.cluster;"

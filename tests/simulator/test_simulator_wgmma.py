@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from micro import run
 
-from cupy_flash.backends.simulator import errors
-from cupy_flash.checks.hopper import BY_NAME
-from cupy_flash.checks.hopper.wgmma import WGMMA_FORMS, Operand, wgmma_case
+from cupy_flash.measure.checks.hopper import BY_NAME
+from cupy_flash.measure.checks.hopper.wgmma import WGMMA_FORMS, Operand, wgmma_case
+from cupy_flash.simulator import errors
 
 DTYPES = {
     "f16": np.float16,

@@ -1,6 +1,6 @@
 """Attention for jax: eager, and compiled through XLA's FFI on a CPU and on a GPU."""
 
-from .cache import append_to_kv_cache, attention_with_kv_cache
+from .kv_cache import append_to_kv_cache, attention_with_kv_cache
 from .nn import dot_product_attention
 from .op import attention, attention_jvp, attention_varlen
 from .ring import ring_attention, ring_positions

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ...problem import DOUBLE_BACKWARD, JVP
-from . import calls, folding
-from .calls import BACKWARD, FORWARD, Call, Static
-from .step import bind_primitive, refuse_derivative, run, step_p, typed_like, types
+from ...problem.records import DOUBLE_BACKWARD, JVP
+from . import static_call, vmap
+from .ffi_execute import bind_primitive, refuse_derivative, run, step_p, typed_like, types
+from .static_call import BACKWARD, FORWARD, Call, Static
 
 OF_ATTENTION, OF_BACKWARD, OF_JVP = "derivative of attention", "derivative of the backward", "derivative of the JVP"
 OF_STEP = (FORWARD, BACKWARD, JVP)  # the steps that can be differentiated
@@ -34,7 +34,7 @@ KNOWN = ("out", "lse")
 
 def _differentiate_step(primals: Any, tangents: Any, *, call: str, **_: Any) -> Any:
     """The JVP rule of a step: return its results and their tangents; a tangent that is 0 is ad.Zero."""
-    step, static, names = parsed = calls.parse(call)
+    step, static, names = parsed = static_call.parse(call)
     operands, given = (dict(zip(names, arrays, strict=True)) for arrays in (primals, tangents))
     if step not in OF_STEP or "starts" in names:  # a ring's merged lse is not that of its shard's keys
         refuse_derivative(static.function)
@@ -94,7 +94,7 @@ class Linear(Call):
         return {name: (tuple(operands[like].shape), operands[like].dtype) for name, like in self.like.items()}
 
 
-calls.STEPS |= dict.fromkeys((OF_ATTENTION, OF_BACKWARD, OF_JVP), (Linear, Static))
+static_call.STEPS |= dict.fromkeys((OF_ATTENTION, OF_BACKWARD, OF_JVP), (Linear, Static))
 linear_p = Primitive("cupy_flash_derivative")
 
 
@@ -119,7 +119,7 @@ def _derivative_of_derivative(
 
 def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
     """Evaluate a derivative, for forward mode, by the step in the second column of the module's table."""
-    linear = calls.parse(call)
+    linear = static_call.parse(call)
     operands = dict(zip(linear.names, arrays, strict=True))
     if linear.step == OF_JVP:
         raise NotImplementedError(
@@ -150,7 +150,7 @@ def _derivative_of_backward(static: Static, known: dict[str, Any], direction: di
 
 def _transpose(cotangents: Any, *arrays: Any, call: str, **_: Any) -> Any:
     """Transpose a derivative, for reverse mode: return the cotangents of its tangents."""
-    linear = calls.parse(call)
+    linear = static_call.parse(call)
     known = {name: x for name, x in zip(linear.names, arrays, strict=True) if not ad.is_undefined_primal(x)}
     of_results = {name: x for name, x in zip(linear.like, cotangents, strict=True) if not _is_zero(x)}
     if linear.step == OF_BACKWARD:
@@ -172,7 +172,7 @@ def _typed(gradients: dict[str, Any], operands: dict[str, Any]) -> dict[str, Any
 
 def _differentiate(primals: Any, tangents: Any, *, call: str, **_: Any) -> Any:
     """The JVP rule of a derivative: return its results and their tangents."""
-    linear = calls.parse(call)
+    linear = static_call.parse(call)
     if linear.step != OF_ATTENTION:
         refuse_derivative(linear.static.function)
     operands, given = (dict(zip(linear.names, arrays, strict=True)) for arrays in (primals, tangents))
@@ -182,13 +182,13 @@ def _differentiate(primals: Any, tangents: Any, *, call: str, **_: Any) -> Any:
 
 
 def _batch(arrays: Any, places: Any, *, call: str, **_: Any) -> Any:
-    results = folding.batch(functools.partial(bind_primitive, linear_p), arrays, places, calls.parse(call))
+    results = vmap.batch(functools.partial(bind_primitive, linear_p), arrays, places, static_call.parse(call))
     return results, (0,) * len(results)
 
 
 def _abstract(*operands: Any, call: str, **_: Any) -> Any:
     """Return the types of the results, which are those of the results of the step."""
-    linear = calls.parse(call)
+    linear = static_call.parse(call)
     if linear.step != OF_BACKWARD:
         return [operands[linear.names.index(name)].update(weak_type=False) for name in KNOWN]
     known = {name: x for name, x in zip(linear.names, operands, strict=True) if name not in linear.tangents}

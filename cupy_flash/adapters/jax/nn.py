@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ...problem import UnsupportedError
+from ...problem.records import UnsupportedError
 from .op import JaxArray, attend
 
 IMPLEMENTATIONS = (None, "xla", "cudnn")  # the values that jax accepts

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...mods.trace import Mod, decoded, mod_of
-from ...problem import JVP, Options
+from ...problem.records import JVP, Options
 from . import derivatives  # noqa: F401  # the rules of differentiation
-from .calls import ARRAYS, FORWARD, NUMBERS, Static
-from .step import run
+from .ffi_execute import run
+from .static_call import ARRAYS, FORWARD, NUMBERS, Static
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from typing_extensions import Unpack
 
-    from ...arguments import PackedOptions, PackedOptionsWithoutLse, PaddedOptions, PaddedOptionsWithoutLse
+    from ...problem.argument_types import PackedOptions, PackedOptionsWithoutLse, PaddedOptions, PaddedOptionsWithoutLse
 
 JaxArray: TypeAlias = jax.Array | np.ndarray
 

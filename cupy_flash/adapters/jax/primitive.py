@@ -15,12 +15,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ... import backends
+from ... import dispatch
 from ...arrays import Array, as_array, contiguous_strides
-from ...backends import kernels
-from ...problem import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
-from . import frame, handler
-from .calls import BACKWARD, CACHED, FORWARD, NUMBERS, Call, parse
+from ...gpu import run_plan
+from ...problem.records import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
+from . import ffi_handler, ffi_structs
+from .static_call import BACKWARD, CACHED, FORWARD, NUMBERS, Call, parse
 
 local_p = Primitive("cupy_flash_attention")
 
@@ -36,10 +36,10 @@ def _abstract(*operands: Any, call: str) -> list[Any]:
 
 
 def _on_cpu(context: Any, *operands: Any, call: str) -> Any:
-    reason = frame.unserved()
+    reason = ffi_structs.unserved()
     if reason is None:
         outputs = " ".join(map(str, range(len(context.avals_out))))
-        rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=parse(call).aliases)
+        rule = jax.ffi.ffi_lowering(ffi_handler.TARGET, operand_output_aliases=parse(call).aliases)
         return rule(context, *operands, call=call, outputs=outputs)
     warnings.warn(f"jitted attention falls back to jax.pure_callback: {reason}", RuntimeWarning, stacklevel=2)
     return mlir.lower_fun(functools.partial(_call_back, call=call), multiple_results=True)(context, *operands)
@@ -58,7 +58,7 @@ def _call_back(*arrays: Any, call: str) -> Any:
 
 
 def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
-    reason = frame.unserved()
+    reason = ffi_structs.unserved()
     if reason is not None:
         raise NotImplementedError(f"attention cannot be compiled for a GPU: {reason}")
     parsed = parse(call)
@@ -70,7 +70,7 @@ def _on_gpu(context: Any, *operands: Any, call: str) -> Any:
         )
     written, outputs = _allocations_on_gpu(parsed, context.avals_in)
     avals = [jax.core.ShapedArray(shape, dtype) for shape, dtype in written]
-    rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=parsed.aliases)
+    rule = jax.ffi.ffi_lowering(ffi_handler.TARGET, operand_output_aliases=parsed.aliases)
     results = rule(context.replace(avals_out=avals), *operands, call=call, outputs=" ".join(map(str, outputs)))
     return [results[index] for index in outputs]
 
@@ -112,7 +112,7 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
     """Return (shape, dtype) of each array that the kernels of a call allocate, in order, and the results' indices."""
     problem, posed = call.pose(operands)
     if call.aliases:  # an append writes to the caches and has no workspaces
-        backends.plan_for(problem)
+        dispatch.plan_for(problem)
         return list(call.results(operands).values()), list(range(len(call.aliases)))
     results = call.named(_traced(call.step, problem, posed))
     places = {id(array): place for place, array in enumerate(recorder.arrays)}
@@ -121,13 +121,15 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
 
 def _traced(step: str, problem: Problem, operands: Operands) -> Any:
     """Return the results of a step without a launch of its kernels."""
-    plan = backends.plan_for(problem)
+    plan = dispatch.plan_for(problem)
     if step != DOUBLE_BACKWARD:
-        run = {FORWARD: kernels.forward, CACHED: kernels.forward, BACKWARD: kernels.backward, JVP: kernels.jvp}[step]
+        run = {FORWARD: run_plan.forward, CACHED: run_plan.forward, BACKWARD: run_plan.backward, JVP: run_plan.jvp}[
+            step
+        ]
         return run(plan, operands, lambda work: None)
-    along = backends.plan_for(backends.along_cotangents(problem))
-    _, _, tout, tlse = kernels.jvp(along, operands, lambda work: None)
-    gradients = kernels.backward(plan, operands._replace(tout=tout, tlse=tlse), lambda work: None)
+    along = dispatch.plan_for(dispatch.along_cotangents(problem))
+    _, _, tout, tlse = run_plan.jvp(along, operands, lambda work: None)
+    gradients = run_plan.backward(plan, operands._replace(tout=tout, tlse=tlse), lambda work: None)
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
@@ -135,5 +137,5 @@ local_p.multiple_results = True
 local_p.def_abstract_eval(_abstract)
 mlir.register_lowering(local_p, _on_cpu, platform="cpu")
 mlir.register_lowering(local_p, _on_gpu, platform="cuda")
-if frame.unserved() is None:
-    handler.register()  # at import: programs loaded by jax.export call it by name
+if ffi_structs.unserved() is None:
+    ffi_handler.register()  # at import: programs loaded by jax.export call it by name

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import features
-from ...mask import Mask
-from ...problem import Options
-from .calls import BACKWARD, FORWARD, Static
+from ...problem import features
+from ...problem.mask import Mask
+from ...problem.records import Options
+from .ffi_execute import run, typed_like
 from .op import JaxArray, seed_words
-from .step import run, typed_like
+from .static_call import BACKWARD, FORWARD, Static
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
 
-    from ...arguments import RanksOptions, Sharding
+    from ...problem.argument_types import RanksOptions, Sharding
 
 SHARDINGS = ("contiguous", "zigzag", "striped")
 SERVED = tuple(feature.name for feature in features.ARRAYS if feature.ranks)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .calls import Call, parse
+from .static_call import Call, parse
 
 Axes = tuple[str, ...]  # names of mesh axes
 SHARDED = ("q", "k_cache", "v_cache", "k", "v")  # operands whose sharding decides the split, in order of precedence

@@ -3,7 +3,6 @@
 from torch import distributed
 from torch.nn.attention import register_flash_attention_impl
 
-from .cache_drop_in import flash_attn_with_kvcache
 from .drop_in import (
     attention,
     attention_varlen,
@@ -16,6 +15,7 @@ from .drop_in import (
     scaled_dot_product_attention,
     sdpa,
 )
+from .kv_cache_drop_in import flash_attn_with_kvcache
 from .module import CausalSelfAttention
 from .registry import Activation
 from .transforms import forward

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ... import backends
-from ...features import DIFFERENTIATED
+from ... import dispatch
 from ...mods.trace import Mod, decoded
-from ...problem import Saved, Tangents
+from ...problem.features import DIFFERENTIATED
+from ...problem.records import Saved, Tangents
 from .autograd_kernel import register_autograd
 from .op import (
     GRADIENTS,
@@ -59,14 +59,14 @@ def _split_jvp(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Tangen
 def _jvp(*arguments: Any) -> tuple[Any, ...]:
     call, captured, mods, tangents = _split_jvp(arguments)
     with on_device_of(call.q):
-        return tuple(x.result() for x in backends.jvp(*call.pose(None, _mod(mods, captured), tangents)))
+        return tuple(x.result() for x in dispatch.jvp(*call.pose(None, _mod(mods, captured), tangents)))
 
 
 def _double_backward(*arguments: Any) -> tuple[Any, ...]:
     call, captured, mods, saved = split_modified(arguments[:-IN_DIRECTION])
     tangents = Tangents._make(arguments[-IN_DIRECTION:])
     with on_device_of(call.q):
-        second = backends.double_backward(*call.pose(saved, _mod(mods, captured), tangents))
+        second = dispatch.double_backward(*call.pose(saved, _mod(mods, captured), tangents))
     gradients = returned(call, second[: len(DIFFERENTIATED)])
     dcaptured = list(returned(call, second.dcaptured or (None,) * len(captured)))
     return (*gradients, dcaptured, second.ddout.result(), second.ddlse.result())

@@ -18,15 +18,15 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from ...problem import Options, Packed, UnsupportedError
-from .cache_drop_in import attend_to_pages
+from ...problem.records import Options, Packed, UnsupportedError
+from .kv_cache_drop_in import attend_to_pages
 from .op import as_int32, is_zero
 from .transforms import forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ...arguments import PackedOptions, PackedOptionsWithoutLse, PaddedOptions, PaddedOptionsWithoutLse
+    from ...problem.argument_types import PackedOptions, PackedOptionsWithoutLse, PaddedOptions, PaddedOptionsWithoutLse
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,12 +17,12 @@ import torch
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
-from ... import backends
-from ...features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
-from ...mods.facts import floating_reads
+from ... import dispatch
 from ...mods.trace import Mod, decoded, mod_of
-from ...pose import pose
-from ...problem import Options, Packed, Saved, Tangents
+from ...problem.build import pose
+from ...problem.features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
+from ...problem.mod_checks import floating_reads
+from ...problem.records import Options, Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
 
@@ -284,7 +284,7 @@ def _run_forward(call: Call, mod: Mod | None = None) -> tuple[Any, Any]:
     with on_device_of(call.q):
         if call.fp8:
             call = rounded(call)
-        out, lse = backends.forward(*call.pose(mod=mod))
+        out, lse = dispatch.forward(*call.pose(mod=mod))
     return out.result().to(dtype), lse.result()
 
 
@@ -296,14 +296,14 @@ def run_backward(*arguments: Any) -> tuple[Any, ...]:
     """Run attention_backward; this is its kernel for all devices."""
     call, saved = split(arguments)
     with on_device_of(call.q):
-        gradients = backends.backward(*call.pose(saved))
+        gradients = dispatch.backward(*call.pose(saved))
     return returned(call, gradients[: len(DIFFERENTIATED)])
 
 
 def _modified_backward(*arguments: Any) -> tuple[Any, ...]:
     call, captured, mods, saved = split_modified(arguments)
     with on_device_of(call.q):
-        *gradients, dcaptured = backends.backward(*call.pose(saved, decoded(mods, captured)))
+        *gradients, dcaptured = dispatch.backward(*call.pose(saved, decoded(mods, captured)))
     return (*returned(call, gradients), list(returned(call, dcaptured or (None,) * len(captured))))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...problem import UnsupportedError
-from .cache_drop_in import attend_to_pages
+from ...problem.records import UnsupportedError
+from .kv_cache_drop_in import attend_to_pages
 from .op import Call, attention_backward, attention_forward
 
 

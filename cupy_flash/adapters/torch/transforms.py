@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ... import backends
-from ...features import DIFFERENTIATED
+from ... import dispatch
 from ...mods.trace import Mod
-from ...pose import pose
-from ...problem import Options, Packed
+from ...problem.build import pose
+from ...problem.features import DIFFERENTIATED
+from ...problem.records import Options, Packed
 from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .op import (
@@ -54,7 +54,7 @@ def forward(
         return record(function, arrays, options, packed, fp8)
     if fp8 is False and _is_unobserved(arrays, options, packed):
         with on_device_of(arrays[0]):
-            out, lse = backends.forward(*pose(function, arrays, options, packed))
+            out, lse = dispatch.forward(*pose(function, arrays, options, packed))
         return (out.result(), lse.result()) if options.return_lse else out.result()
     return _recorded(function, arrays, options, packed, fp8)
 

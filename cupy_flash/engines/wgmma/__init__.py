@@ -11,10 +11,10 @@ from typing import Any
 
 from ...arrays import dtype_name
 from ...device import Device
-from ...launch import Launch
-from ...params import Workspace
-from ...problem import FP8, Problem
+from ...gpu.params import Workspace
+from ...problem.records import FP8, Problem
 from ..fragments import fragment_refusals
+from ..launch import Launch
 from ..shared import grid_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...device import Device
-from ...launch import Constant, Launch
-from ...params import Workspace
-from ...problem import Problem
-from ...tensor_map import Box
+from ...gpu.params import Workspace
+from ...gpu.tensor_map import Box
+from ...problem.records import Problem
 from .. import mma
 from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
+from ..launch import Constant, Launch
 from ..shared import known_constants, loads_by_key, sequences
 from .hopper import (
     BLOCK,

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...device import Device
-from ...launch import Constant, Launch
-from ...params import Workspace
-from ...problem import Problem
-from ...tensor_map import Box
+from ...gpu.params import Workspace
+from ...gpu.tensor_map import Box
+from ...problem.records import Problem
 from ..fragments import fragment_constants, is_modified
+from ..launch import Constant, Launch
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,

@@ -1,6 +1,6 @@
 """Hopper constants that the engine's kernels share: tile granularity and the cost model's throughputs."""
 
-from ...problem import Problem
+from ...problem.records import Problem
 from ..fragments import is_modified
 from ..shared import loads_by_score
 

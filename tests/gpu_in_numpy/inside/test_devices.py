@@ -13,7 +13,7 @@ from engines import assert_right, inputs, on_every_engine, step
 from gpu_in_numpy.errors import ILLEGAL_ADDRESS, INVALID_HANDLE, CudaError
 
 import cupy_flash
-from cupy_flash.backends import cuda
+from cupy_flash.gpu import cuda
 
 machine = gpu_in_numpy.machine()
 ADD = cupy.RawKernel('extern "C" __global__ void add(float* x) { x[threadIdx.x] += 1; }', "add")

@@ -20,7 +20,7 @@ from gpu_in_numpy.errors import (
 )
 from tiers import exhaustive
 
-from cupy_flash.backends import cuda
+from cupy_flash.gpu import cuda
 
 machine = gpu_in_numpy.machine()
 DriverError = cupy.cuda.driver.CUDADriverError

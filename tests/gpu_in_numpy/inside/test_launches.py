@@ -14,9 +14,9 @@ from engines import inputs, step
 from gpu_in_numpy.modules import MAGIC
 
 import cupy_flash
-from cupy_flash import cache, nvrtc, tensor_map
-from cupy_flash.backends import cuda, kernels
-from cupy_flash.launch import Launch
+from cupy_flash.engines.launch import Launch
+from cupy_flash.gpu import cuda, run_plan, tensor_map
+from cupy_flash.jit import kernel_cache, nvrtc
 
 machine = gpu_in_numpy.machine()
 Refused = cupy.cuda.driver.CUDADriverError
@@ -169,7 +169,7 @@ def test_shared_memory_that_was_not_allowed_is_found(monkeypatch: pytest.MonkeyP
 
 def planted_function(launch: Launch, arch: str) -> Any:
     """cuda._function without setting the attribute of dynamic shared memory."""
-    result = kernels.compile_launch(launch, arch)
+    result = run_plan.compile_launch(launch, arch)
     return cupy.RawModule(path=str(result.path)).get_function(launch.function)
 
 
@@ -209,15 +209,15 @@ def test_without_a_folder_the_bytes_are_loaded(monkeypatch: pytest.MonkeyPatch, 
     closed.write_text("no folder")
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(closed))
     monkeypatch.setattr(cuda, "_loaded", {})
-    monkeypatch.setattr(cache, "failures", iter(range(1, 9)))  # test_cache.py tests the warning
-    cache.compiled.cache_clear()
+    monkeypatch.setattr(kernel_cache, "failures", iter(range(1, 9)))  # test_cache.py tests the warning
+    kernel_cache.compiled.cache_clear()
     q, k, v, _ = inputs("cupy", "simt")
     machine.modules.loads.clear()
     out = cupy_flash.attention(q, k, v, engine="simt")
     assert len(machine.modules.loads) == 1 and bool(cupy.isfinite(out).all())
     (function,) = cuda._loaded.values()
     assert isinstance(function, cupy.cuda.Function)  # a RawKernel would need a path
-    cache.compiled.cache_clear()
+    kernel_cache.compiled.cache_clear()
 
 
 def test_no_launch_without_blocks() -> None:

@@ -16,7 +16,7 @@ from engines import assert_right, assign, inputs
 
 import cupy_flash
 from cupy_flash import arrays
-from cupy_flash.backends import cuda, kernels
+from cupy_flash.gpu import cuda, run_plan
 
 machine = gpu_in_numpy.machine()
 SEEDS = range(5)
@@ -127,13 +127,13 @@ def workspaces_freed_before_the_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def outputs_from_another_streams_pool(patch: pytest.MonkeyPatch) -> None:
-    other, empty = new_stream(), kernels.empty
+    other, empty = new_stream(), run_plan.empty
 
     def allocate(*arguments: Any) -> Any:
         with other:
             return empty(*arguments)
 
-    patch.setattr(kernels, "empty", allocate)
+    patch.setattr(run_plan, "empty", allocate)
 
 
 def legacy_default_stream_taken_for_per_thread(patch: pytest.MonkeyPatch) -> None:

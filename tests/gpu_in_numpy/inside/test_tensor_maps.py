@@ -11,9 +11,8 @@ import pytest
 from engines import assert_right, inputs, step
 
 import cupy_flash
-from cupy_flash import tensor_map
-from cupy_flash.backends import cuda
-from cupy_flash.tensor_map import ALIGNMENT, BYTES, decode
+from cupy_flash.gpu import cuda, tensor_map
+from cupy_flash.gpu.tensor_map import ALIGNMENT, BYTES, decode
 
 machine = gpu_in_numpy.machine()
 

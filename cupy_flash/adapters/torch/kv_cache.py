@@ -1,0 +1,293 @@
+"""A KV cache of torch tensors: the operators that read one and append to it.
+
+They are cupy_flash::attention_with_kv_cache, ::append_then_attend and ::append_to_kv_cache. All declare that they write
+to the caches in place, so that torch.compile neither reorders nor copies them, and record no gradients. `attend`,
+`append_then_attend` and `append` convert a caller's arguments to the operators' and call them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from ... import dispatch
+from ...problem.features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
+from ...problem.kv_cache import CacheOptions, pose_append, pose_with_cache
+from ...problem.records import UnsupportedError
+from .autograd_kernel import are_plain
+from .op import as_index, as_number, on_device_of, require_one_device, window_sides
+
+ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
+# {kind of option: schema type of the operators' arguments that are not tensors}
+TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
+OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
+OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
+# Options of append_then_attend that its append has too.
+OF_APPEND = (
+    "cache_batch_idx", "block_table", "k_descale", "v_descale", "rotary_cos", "rotary_sin", "rotary_interleaved",
+)  # fmt: skip
+WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}
+REQUIRED = ("q", "k_cache", "v_cache")
+
+library = torch.library.Library("cupy_flash", "FRAGMENT")
+
+
+def _schema(tensors: tuple[str, ...], required: tuple[str, ...]) -> str:
+    return ", ".join(
+        [f"Tensor{WRITTEN.get(name, '')}{'?' * (name not in required)} {name}" for name in tensors]
+        + [f"{kind} {name}" for name, kind in OTHERS.items()]
+    )
+
+
+ATTEND = (*REQUIRED, *ARRAY_NAMES)
+APPEND = ("k", "v", "k_cache", "v_cache", "cu_seqlens", *(x for x in ARRAY_NAMES if x not in ("k", "v", "out")))
+for schema in (
+    f"attention_with_kv_cache({_schema(ATTEND, REQUIRED)}) -> (Tensor result, Tensor lse)",
+    f"append_then_attend({_schema(ATTEND, REQUIRED)}, bool advance) -> (Tensor result, Tensor lse)",
+    f"append_to_kv_cache({_schema(APPEND, ('k', 'v', 'k_cache', 'v_cache'))}) -> ()",
+):
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+attention_with_kv_cache = torch.ops.cupy_flash.attention_with_kv_cache.default
+append_then_attend_kv_cache = torch.ops.cupy_flash.append_then_attend.default
+append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
+
+
+def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
+    """Return the result of `cupy_flash.attention_with_kv_cache` on tensors, which is `out` if that is given."""
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
+    if torch.compiler.is_compiling():
+        if options.score_mod is not None or options.mask_mod is not None:
+            raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
+    elif (
+        options.score_mod is not None
+        or options.mask_mod is not None
+        or are_plain([x for x in given.values() if x is not None])
+    ):
+        return _attend_directly(q, k_cache, v_cache, options, given)
+    return _operate(attention_with_kv_cache, given, options)
+
+
+def append_then_attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, advance: bool) -> Any:
+    """Return the result of `attend` with other positions of the queries: n_b, plus a query's index with `advance`.
+
+    n_b is the length of sequence b before the append. One operator computes both steps and checks them before it
+    writes, so that a call that is refused leaves the caches unchanged, under torch.compile too.
+    """
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
+    return _operate(append_then_attend_kv_cache, given, options, advance)
+
+
+def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *others: Any) -> Any:
+    """Return the result of an operator that attends; `others` are its arguments that no option has."""
+    reasons = _recorded(given)
+    try:
+        arguments = _arguments(ATTEND, given, options, reasons)
+    except (TypeError, ValueError):
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
+            # raises the same reason together with all others
+            pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options, reasons)
+        raise
+    result, lse = operator(*arguments, *others)
+    if options.out is not None:
+        result = options.out
+    return (result, lse) if options.return_lse else result
+
+
+def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
+    """Compute `attend` without the operator, whose schema has no functions, or which nothing of torch observes."""
+    reasons = _recorded(given | _captured(options))
+    with on_device_of(q):
+        result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options, reasons))
+    _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
+    out = result.result() if options.out is None else options.out
+    return (out, lse.result()) if options.return_lse else out
+
+
+def _captured(options: CacheOptions) -> dict[str, Any]:
+    """Return the arrays that the mods capture, by their names in errors; {} if a trace fails, which pose reports."""
+    if options.score_mod is None and options.mask_mod is None:
+        return {}
+    from ...mods.ir import Untraceable
+    from ...mods.trace import mod_of
+
+    try:
+        arrays = mod_of(options.score_mod, options.mask_mod).arrays
+    except Untraceable:
+        return {}
+    return {f"array{slot}": array for slot, array in enumerate(arrays)}
+
+
+def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions) -> None:
+    """Run `cupy_flash.append_to_kv_cache` on tensors."""
+    given = {**_tensors(options), "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
+    reasons = _recorded(given)
+    try:
+        arguments = _arguments(APPEND, given, options, reasons)
+    except (TypeError, ValueError):
+        if not torch.compiler.is_compiling():
+            pose_append(k, v, k_cache, v_cache, cu_seqlens, options, reasons)
+        raise
+    append_to_kv_cache(*arguments)
+
+
+def _tensors(options: CacheOptions) -> dict[str, Any]:
+    """Return the options that may be tensors, by name; None for a cache_seqlens that is a number."""
+    tensors = {name: getattr(options, name) for name in ARRAY_NAMES}
+    if _is_whole(tensors["cache_seqlens"]):
+        tensors["cache_seqlens"] = None
+    return tensors
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer, torch.SymInt)) and not isinstance(value, (bool, np.timedelta64))
+
+
+def _recorded(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the reason for an error if autograd had to record the call; a silent detach would lose gradients."""
+    tensors = {name: x for name, x in given.items() if x is not None and isinstance(x, torch.Tensor)}
+    is_dual = forward_ad._current_level >= 0
+    tangents = [name for name, x in tensors.items() if is_dual and forward_ad.unpack_dual(x).tangent is not None]
+    if tangents:
+        return (f"{', '.join(tangents)}: a KV cache has no forward-mode derivative",)
+    if not torch.is_grad_enabled():
+        return ()
+    names = [name for name, x in tensors.items() if x.requires_grad]
+    if not names:
+        return ()
+    return (f"{', '.join(names)} require grad, and a KV cache records no gradients: call it under torch.no_grad()",)
+
+
+def _arguments(
+    names: tuple[str, ...], given: dict[str, Any], options: CacheOptions, reasons: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """Return the operator's arguments; TypeError or ValueError for a value that its schema cannot express."""
+    if reasons:
+        raise ValueError(reasons[0])
+    tensors = [given[name] for name in names]
+    for tensor in tensors:
+        if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_nested):
+            raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(tensor)}")
+    # torch.compile cannot trace is_neg. Outside of it the dispatcher fails with an internal error of torch.
+    if not torch.compiler.is_compiling():
+        for name in WRITTEN:
+            if given.get(name) is not None and given[name].is_neg():
+                raise ValueError(f"{name} is lazily negated, and an operator cannot write to it: call resolve_neg()")
+    left, right = window_sides(options.window)
+    others = {name: getattr(options, name, None) for name in OTHERS}
+    others["length"] = options.cache_seqlens if _is_whole(options.cache_seqlens) else None
+    others |= {"window_left": left, "window_right": right}
+    for name, kind in OTHERS.items():
+        value = others[name]
+        if value is None and kind.endswith("?"):
+            continue
+        if kind == "bool":
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
+            others[name] = bool(value)
+        elif kind == "float?":
+            others[name] = as_number(value)
+        elif kind in ("int?", "SymInt?"):
+            others[name] = value if isinstance(value, torch.SymInt) else as_index(value)
+        elif not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, not {value!r}")
+    return (*tensors, *others.values())
+
+
+def _options(names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[dict[str, Any], CacheOptions]:
+    """Return the tensors by name, and the options, from an operator's arguments."""
+    given = dict(zip((*names, *OTHERS), arguments, strict=True))
+    options = {feature.name: given.get(feature.name) for feature in CACHE_FEATURES if feature.name != "window"}
+    if given["length"] is not None:
+        options["cache_seqlens"] = given["length"]
+    return given, CacheOptions(window=(given["window_left"], given["window_right"]), **options)
+
+
+def _attend(*arguments: Any) -> tuple[Any, Any]:
+    given, options = _options(ATTEND, arguments)
+    with on_device_of(given["q"]):
+        results = dispatch.forward(*pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options))
+    return _returned(given, results)
+
+
+def _append_then_attend(*arguments: Any) -> tuple[Any, Any]:
+    *shared, advance = arguments
+    given, options = _options(ATTEND, tuple(shared))
+    arrays = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+    with on_device_of(q):
+        pose_with_cache(*arrays, options)  # the checks that need q beside k and v
+        k, v, before = options.k, options.v, options.cache_seqlens
+        appended = CacheOptions(cache_seqlens=before, **{name: given[name] for name in OF_APPEND})
+        rows = pose_append(k, v, k_cache, v_cache, None, appended)
+        positions = _positions(q, before, advance)
+        attended = replace(options, k=None, v=None, cache_seqlens=before + k.shape[1], positions=positions)
+        call = pose_with_cache(*arrays, attended)
+        dispatch.plan_for(call[0])
+        dispatch.append(*rows)
+        results = dispatch.forward(*call)
+    return _returned(given, results)
+
+
+def _positions(q: Any, lengths: Any, advance: bool) -> Any:
+    """Return positions, int32 (B, Sq): lengths[b] for every query of sequence b, plus its index with `advance`."""
+    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) * advance
+    before = torch.as_tensor(lengths, dtype=torch.int32, device=q.device).expand(q.shape[0])
+    return (before[:, None] + steps).to(torch.int32)
+
+
+def _returned(given: dict[str, Any], results: Any) -> tuple[Any, Any]:
+    """Return an operator's results, and count the writes to its arguments."""
+    result, lse = results
+    _bump(*(given[name] for name in ("out", *(("k_cache", "v_cache") if given["k"] is not None else ()))))
+    # An operator must not return a tensor to which it writes, so `attend` returns `out` itself.
+    return (result.result() if given["out"] is None else given["q"].new_empty((0,))), lse.result()
+
+
+def _append(*arguments: Any) -> None:
+    given, options = _options(APPEND, arguments)
+    options.k = options.v = None
+    k, v, k_cache, v_cache, cu_seqlens = (given[name] for name in APPEND[:5])
+    with on_device_of(k):
+        dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
+    _bump(given["k_cache"], given["v_cache"])
+
+
+def _bump(*written: Any) -> None:
+    """Increment the version of these tensors, as torch's in-place operations do for autograd."""
+    for tensor in written:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+library.impl("attention_with_kv_cache", _attend, "CompositeExplicitAutograd")
+library.impl("append_then_attend", _append_then_attend, "CompositeExplicitAutograd")
+library.impl("append_to_kv_cache", _append, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("cupy_flash::append_then_attend", lib=library)
+def _fake_append_then_attend(*arguments: Any) -> tuple[Any, Any]:
+    return _fake_attend(*arguments[:-1])
+
+
+@torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)
+def _fake_attend(*arguments: Any) -> tuple[Any, Any]:
+    given, options = _options(ATTEND, arguments)
+    require_one_device("attention_with_kv_cache", given)
+    q = given["q"]
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if options.cu_seqlens_q is not None:
+        lse_shape: tuple[Any, ...] = (q.shape[1], q.shape[0])
+    else:
+        heads, rows = (1, 2) if options.layout == "bhsd" else (2, 1)
+        lse_shape = (q.shape[0], q.shape[heads], q.shape[rows])
+    result = q.new_empty((0,) if options.out is not None else (*q.shape[:-1], given["v_cache"].shape[-1]))
+    return result, q.new_empty(lse_shape, dtype=lse_dtype)
+
+
+@torch.library.register_fake("cupy_flash::append_to_kv_cache", lib=library)
+def _fake_append(*arguments: Any) -> None:
+    given, _ = _options(APPEND, arguments)
+    require_one_device("append_to_kv_cache", given)

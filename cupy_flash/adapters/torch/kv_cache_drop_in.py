@@ -1,0 +1,240 @@
+"""flash-attn's functions on a KV cache of torch tensors: flash_attn_with_kvcache, and varlen attention on pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...problem.kv_cache import SPLIT_UNIT, CacheOptions
+from ...problem.records import UnsupportedError
+from .kv_cache import append_then_attend, attend
+from .op import as_int32, is_zero, require_one_device, window_sides
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    attention_chunk: int = 0,
+    sinks: torch.Tensor | None = None,
+    scheduler_metadata: object = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    split_size: int | None = None,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """Compute flash_attn_with_kvcache of flash-attn 2; keyword-only arguments are FlashAttention 3's or cupy_flash's.
+
+    The arguments have the meanings of `cupy_flash.attention_with_kv_cache`, with these differences. Queries are rotated
+    as in flash-attn: query i by n_b + i, or all queries of a sequence by n_b if neither causal nor a window is given.
+
+    Args:
+        q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q.
+        k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table.
+        v_cache: likewise.
+        k: rows to append, (B, Snew, Hk, D), or packed as q.
+        v: likewise.
+        rotary_cos: floating (R, rd / 2); it requires k and v.
+        rotary_sin: likewise.
+        cache_seqlens: int32 (B,) or an int: the number of keys before the append.
+        cache_batch_idx: int32 (B,): row cache_batch_idx[b] of the caches, or of block_table, belongs to sequence b.
+        cache_leftpad: int32 (B,); UnsupportedError with block_table.
+        block_table: int32 (B, columns), or (R, columns) with cache_batch_idx.
+        softmax_scale: default 1 / sqrt(D).
+        causal: hide the keys after a query.
+        window_size: (left, right), -1 unbounded.
+        softcap: 0.0 means no softcap.
+        rotary_interleaved: whether pairs are dimensions (2i, 2i + 1).
+        alibi_slopes: float32 (Hq,) or (B, Hq).
+        num_splits: 0 divides the work equally among the processors; n sets split_size to an n-th of the capacity,
+            rounded up to a multiple of 64, so that the bits of the result do not depend on the batch.
+        return_softmax_lse: also return softmax_lse, (B, Hq, Sq) or (Hq, T).
+        page_table: another name of block_table.
+        cu_seqlens_q: int32 (B + 1,), for packed queries.
+        cu_seqlens_k_new: ignored without k; else None or cu_seqlens_q itself, or in host memory equal to it.
+        max_seqlen_q: at least the longest sequence of queries; needed with cu_seqlens_q.
+        rotary_seqlens: UnsupportedError unless None.
+        qv: UnsupportedError unless None.
+        q_descale: UnsupportedError unless None.
+        k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
+        v_descale: likewise.
+        attention_chunk: UnsupportedError unless 0.
+        sinks: floating (Hq,), `sink` of `cupy_flash.attention`.
+        scheduler_metadata: ignored, as are pack_gqa and sm_margin: they tune flash-attn's kernels.
+        pack_gqa: ignored.
+        sm_margin: ignored.
+        split_size: as in `cupy_flash.attention_with_kv_cache`; not with num_splits.
+        out: an array for the result.
+
+    Returns:
+        out (B, Sq, Hq, D), or (out, softmax_lse).
+    """
+    name = "flash_attn_with_kvcache"
+    _refuse(name, {"qv": qv is not None, "q_descale": q_descale is not None, "attention_chunk": attention_chunk != 0})
+    if rotary_seqlens is not None:
+        raise UnsupportedError(
+            f"{name}: rotary_seqlens is not supported, because rotation starts at cache_seqlens here: "
+            "cupy_flash.attention_with_kv_cache takes positions"
+        )
+    if block_table is not None and page_table is not None:
+        raise ValueError(f"{name}: block_table and page_table are names of one argument")
+    table = page_table if block_table is None else block_table
+    if table is not None and cache_batch_idx is not None:
+        table, cache_batch_idx = _rows_of_table(name, table, cache_batch_idx), None
+    if k is not None:
+        _require_packed_as_queries(name, k, cu_seqlens_q, cu_seqlens_k_new)
+    if rotary_cos is not None and k is None:
+        raise ValueError(f"{name}: rotary_cos and rotary_sin need k and v, as in flash-attn")
+    options: dict[str, Any] = {
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": table,
+        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window_size,
+        "scale": softmax_scale, "softcap": None if is_zero(softcap) else softcap, "alibi_slopes": alibi_slopes,
+        "sink": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out, "return_lse": return_softmax_lse,
+        "split_size": _split_size(name, num_splits, split_size, k_cache, table),
+    }  # fmt: skip
+    options |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+    is_local = bool(causal) or any(side not in (None, -1) for side in window_sides(window_size))
+    together = CacheOptions(k, v, cache_seqlens, **options)
+    if rotary_cos is None or k is None or (_as_many_rows(q, k) and (is_local or _has_one_query(q, max_seqlen_q))):
+        return attend(q, k_cache, v_cache, together)
+    if cu_seqlens_q is not None:
+        raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
+    # Here flash-attn rotates queries by other positions than those that attend() would use.
+    return append_then_attend(q, k_cache, v_cache, together, advance=is_local)
+
+
+def attend_to_pages(
+    function: str,
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    seqused_k: Any,
+    *,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    alibi_slopes: Any,
+    num_splits: Any,
+    return_softmax_lse: Any,
+    softcap: Any = 0.0,
+    sink: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    out: Any = None,
+) -> Any:
+    """Return attention of packed queries on pages, with flash-attn's argument names; errors quote `function`."""
+    if not is_zero(dropout_p):
+        raise UnsupportedError(f"{function}: dropout with block_table: a KV cache records no gradients")
+    lengths = seqused_k
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise ValueError(f"{function}: block_table needs seqused_k or cu_seqlens_k: the keys of each sequence")
+        lengths = cu_seqlens_k.diff().to(torch.int32)
+    options = CacheOptions(
+        cache_seqlens=lengths, block_table=block_table, cu_seqlens_q=as_int32(cu_seqlens_q), max_seqlen_q=max_seqlen_q,
+        causal=causal, window=window_size, scale=softmax_scale, softcap=None if is_zero(softcap) else softcap,
+        alibi_slopes=alibi_slopes, sink=sink, k_descale=k_descale, v_descale=v_descale, out=out,
+        return_lse=return_softmax_lse, split_size=_split_size(function, num_splits, None, k_pages, block_table),
+    )  # fmt: skip
+    return attend(q, k_pages, v_pages, options)
+
+
+def _refuse(function: str, given: dict[str, bool]) -> None:
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise UnsupportedError(f"{function}: {', '.join(names)} is not supported")
+
+
+def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
+    """Return the rows of a block table that cache_batch_idx selects, one per sequence.
+
+    A row that does not exist has pages of -1, which do not exist either: operators refuse them in host memory, and the
+    kernels for GPUs, where nothing reads the indices, drop what is appended to them.
+    """
+    for name, array in (("block_table", table), ("cache_batch_idx", rows)):
+        if not isinstance(array, torch.Tensor) or array.dtype != torch.int32:
+            raise TypeError(f"{function}: {name} must be an int32 tensor, not {getattr(array, 'dtype', type(array))}")
+    if table.dim() != 2 or rows.dim() != 1:
+        shapes = f"{tuple(table.shape)} and {tuple(rows.shape)}"
+        raise ValueError(f"{function}: block_table and cache_batch_idx must be (R, columns) and (B,), not {shapes}")
+    require_one_device(function, {"block_table": table, "cache_batch_idx": rows})
+    count = table.shape[0]
+    exists = (rows >= 0) & (rows < count)
+    if _is_readable(rows) and not exists.all():
+        raise ValueError(f"{function}: cache_batch_idx is {rows.tolist()}, and block_table has {count} rows")
+    return F.pad(table, (0, 0, 0, 1), value=-1).index_select(0, torch.where(exists, rows, count))
+
+
+def _require_packed_as_queries(function: str, k: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any) -> None:
+    """Raise UnsupportedError if k and v are packed and q is not, the reverse, or if their lengths differ."""
+    if cu_seqlens_k_new is cu_seqlens_q or (cu_seqlens_k_new is None and len(k.shape) == 3):
+        return
+    elsewhere = "append the rows with cupy_flash.append_to_kv_cache first, and call without k and v"
+    if cu_seqlens_q is None or cu_seqlens_k_new is None:
+        raise UnsupportedError(f"{function}: k and v must be packed if and only if q is: {elsewhere}")
+    if not (_is_readable(cu_seqlens_q) and _is_readable(cu_seqlens_k_new)):
+        raise UnsupportedError(
+            f"{function}: cu_seqlens_k_new must be cu_seqlens_q itself, because values on a GPU, or under "
+            f"torch.compile, are not read to compare them; if k and v have other lengths than q, {elsewhere}"
+        )
+    if cu_seqlens_q.tolist() != cu_seqlens_k_new.tolist():
+        lengths = f"cu_seqlens_k_new is {cu_seqlens_k_new.tolist()}, and cu_seqlens_q {cu_seqlens_q.tolist()}"
+        raise UnsupportedError(f"{function}: k and v must have the lengths of q: {lengths}; {elsewhere}")
+
+
+def _is_readable(tensor: Any) -> bool:
+    """Return whether the values of a tensor can be read without waiting for a device or ending a trace."""
+    return not torch.compiler.is_compiling() and type(tensor) is torch.Tensor and tensor.is_cpu
+
+
+def _split_size(function: str, num_splits: Any, split_size: Any, k_cache: Any, table: Any) -> Any:
+    """Return the split_size that divides the capacity into num_splits pieces."""
+    if not num_splits:
+        return split_size
+    if split_size is not None:
+        raise ValueError(f"{function}: num_splits and split_size are two ways to say one thing: give one")
+    if num_splits < 0:
+        raise ValueError(f"{function}: num_splits must be at least 0, not {num_splits}")
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[-1])
+    return max(-(-capacity // (num_splits * SPLIT_UNIT)), 1) * SPLIT_UNIT
+
+
+def _as_many_rows(q: Any, k: Any) -> bool:
+    return len(q.shape) == 3 or q.shape[1:2] == k.shape[1:2]
+
+
+def _has_one_query(q: Any, max_seqlen_q: Any) -> bool:
+    return max_seqlen_q == 1 if len(q.shape) == 3 else q.shape[1:2] == (1,)

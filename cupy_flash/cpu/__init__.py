@@ -1,0 +1,1 @@
+"""Attention in NumPy and BLAS, tile by tile."""

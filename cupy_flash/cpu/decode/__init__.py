@@ -1,0 +1,243 @@
+"""Attention of few queries, or on a KV cache, on the CPU: every key is read once for all heads that attend to it.
+
+A task is a tile of query rows of all heads, and a piece of the keys, which it processes in chunks: scores of all heads,
+online softmax, O += P V. The pieces of a tile are merged in order. Tiles and pieces do not depend on the number of
+threads.
+
+With split_size, pieces end at its multiples, tiles have a fixed number of rows and start at fixed positions, and chunks
+are padded with zeros, so that the arithmetic of a query depends only on its own sequence. A chunk in which a row sees
+no key leaves the row's O unchanged (O * 1 + 0).
+
+Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max, l
+row sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, empty
+from ...plan.plan import Plan
+from ...problem.kv_lengths import read_spans
+from ...problem.records import Operands, Problem
+from ..blas import product, square_sum
+from ..partials import merge_weights
+from ..thread_pool import Stop, run_tasks
+from . import append as appending
+from .mods import Mods
+from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
+
+# Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
+TASKS = 32
+CHUNKS = 8
+
+
+class Part(NamedTuple):
+    """The result of a row tile over a piece of the keys: normalised O (Hk, rows, Dv), and lse (Hk, rows)."""
+
+    O: np.ndarray
+    lse: np.ndarray
+
+
+def append(plan: Plan, operands: Operands) -> None:
+    """Append the rows of k and v of a call to its caches."""
+    with np.errstate(all="ignore"):
+        appending.append(plan.problem, operands, read_spans(plan.problem, operands))
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Append to the cache if the call has new rows, compute attention, and return (out, lse) as `cpu.forward`."""
+    problem, q = plan.problem, operands.q
+    given = operands.cache
+    if given is None or given.out is None:
+        out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
+    else:
+        out = given.out
+    lse = empty(problem.lse_shape(q), problem.accumulation, q)
+    rows = (out.numpy(), lse.numpy())
+    if problem.has_lengths:  # no tile writes the rows outside the sequences
+        rows[0][...] = 0
+        rows[1][...] = -np.inf
+    with np.errstate(all="ignore"):
+        if problem.cache is None:
+            sequences = sequences_of_batch(problem, operands, *rows)
+        else:
+            spans = read_spans(problem, operands)
+            appending.append(problem, operands, spans)
+            sequences = sequences_of_cache(problem, operands, spans, *rows)
+        call = _Call(problem, operands)
+
+        def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
+            """Return the chunks of a piece [first, last) from the key `start` on; with split_size whole chunks."""
+            skipped = max(start - first, 0) // plan.block_kv * plan.block_kv
+            grid = range(first + skipped, last, plan.block_kv)
+            if call.padded:
+                return [(chunk, min(chunk + plan.block_kv, first + piece)) for chunk in grid]
+            return [(max(chunk, start), min(chunk + plan.block_kv, last)) for chunk in grid]
+
+        tiles = [tile for sequence in sequences for tile in row_tiles(plan, sequence)]
+        ranges = [call.visible(tile) for tile in tiles]
+        piece = _piece(problem, sum(stop - start for start, stop in ranges), plan.block_kv)
+        parts: list[list[Part | None]] = []
+        tasks: list[Callable[[], None]] = []
+        for tile, (start, stop) in zip(tiles, ranges, strict=True):
+            pieces = range(start // piece * piece, stop, piece) if start < stop else range(0)
+            parts.append([None] * len(pieces))
+            Q = call.load(tile)
+            tasks += [
+                partial(call.attend, parts[-1], index, tile, Q, chunks(first, min(first + piece, stop), start))
+                for index, first in enumerate(pieces)
+            ]
+        run_tasks(plan.threads, tasks, call.stop)
+        for tile, of_tile in zip(tiles, parts, strict=True):
+            tile.store(*call.finish(tile, of_tile), problem)
+    return out, lse
+
+
+def _piece(problem: Problem, keys: int, chunk: int) -> int:
+    """Return the number of keys of a piece, a multiple of `chunk` unless split_size is given."""
+    if problem.cache is not None and problem.cache.split_size is not None:
+        return problem.cache.split_size
+    return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
+
+
+class _Call:
+    """The inputs and outputs that all tasks of a call share."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self.problem, self.stop = problem, Stop()
+        dtype = problem.accumulation
+        self.padded = problem.cache is not None and problem.cache.split_size is not None
+        # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
+        scale, one = dtype.type(problem.scale), dtype.type(1)
+        self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
+        self.lowest = np.finfo(dtype).min
+        self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
+        self.modifies |= problem.dense_mask is not None or problem.mods != ""
+        self.mods = Mods(problem, operands) if problem.mods else None
+        by_head = (-1, problem.kv_heads, problem.group)
+        slopes, sink = operands.alibi_slopes, operands.sink
+        self.slopes = None if slopes is None else np.atleast_2d(slopes.numpy()).astype(dtype).reshape(by_head)
+        self.sink = None if sink is None else sink.numpy().astype(dtype).reshape(by_head)[0]
+        self.k_descale, self.v_descale = (
+            None if x is None else x.numpy().astype(dtype) for x in (operands.k_descale, operands.v_descale)
+        )
+
+    def visible(self, tile: RowTile) -> tuple[int, int]:
+        """Return the keys [start, stop) that the positions of the tile's queries let any of them see."""
+        keys, mask = tile.sequence.keys, self.problem.mask
+        first = tile.sequence.position + tile.queries.start
+        last = tile.sequence.position + tile.queries.stop - 1
+        start = keys.start if mask.left is None else max(keys.start, first - mask.left)
+        stop = keys.stop if mask.right is None else min(keys.stop, last + mask.right + 1)
+        return start, max(start, stop)
+
+    def load(self, tile: RowTile) -> np.ndarray:
+        """Return the scaled Q of the tile."""
+        Q = tile.load(self.problem)
+        if self.k_descale is not None:
+            Q *= self.k_descale[tile.sequence.batch, :, None, None]
+        Q *= self.q_scale
+        return Q
+
+    def attend(
+        self, parts: list[Part | None], index: int, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]]
+    ) -> None:
+        """Compute parts[index], the attention of the tile over the keys of these chunks."""
+        part = self._attend(tile, Q, chunks, np.matmul)
+        if not math.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
+            part = self._attend(tile, Q, chunks, product)
+        parts[index] = part
+
+    def _attend(
+        self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
+    ) -> Part:
+        shape, dtype, width, m = Q.shape[:2], Q.dtype, 0, None
+        O, l = np.zeros((*shape, self.problem.head_dim_v), dtype), np.zeros((*shape, 1), dtype)
+        for start, stop in chunks:
+            self.stop.poll()
+            K, V = tile.sequence.keys.load(start, stop)
+            if stop - start != width:
+                width = stop - start
+                S = np.empty((*shape, width), dtype)
+            np.matmul(Q, K.swapaxes(1, 2), out=S)
+            if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
+                self.modify(S, tile, start)
+            # m is at least the lowest finite number, not -inf, so that a hidden score minus m is -inf, not NaN.
+            top = np.maximum.reduce(S, axis=2, keepdims=True, initial=self.lowest)
+            if m is None:
+                m = top
+            elif (top > m).any():  # otherwise the factor is 1
+                reference = np.maximum(m, top)
+                rescale = np.exp(m - reference)
+                l *= rescale
+                O *= rescale
+                m = reference
+            S -= m
+            np.exp(S, out=S)
+            l += np.add.reduce(S, axis=2, keepdims=True)
+            O += multiply(S, V)
+        O /= np.maximum(l, 1)  # a row that sees a key has l >= exp(m - m) = 1, any other 0
+        assert m is not None  # a piece has at least one chunk
+        return Part(O, (m + np.log(l))[..., 0])
+
+    def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
+        """Turn the products with the keys [start, start + S.shape[2]) into scores, in place; hidden ones are -inf."""
+        problem, keys, stop = self.problem, tile.sequence.keys, start + S.shape[2]
+        if self.product_scale != 1:
+            S *= self.product_scale
+        if problem.softcap is not None:
+            S /= problem.softcap
+            np.tanh(S, out=S)
+            S *= problem.softcap
+        left, right = problem.mask.left, problem.mask.right
+        is_hidden = tile.is_partly_hidden(problem.mask, start, stop)
+        if self.slopes is not None or is_hidden:
+            distance = tile.row_positions(problem)[:, None] - np.arange(start, stop)  # (rows, keys)
+        if self.slopes is not None:
+            slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
+            group = np.arange(S.shape[1]) % problem.group
+            S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
+        if self.mods is not None:
+            self.mods.apply(S, tile, start)
+        if is_hidden:
+            if left is not None:
+                np.copyto(S, -np.inf, where=distance > left)
+            if right is not None:
+                np.copyto(S, -np.inf, where=distance < -right)
+            S[..., : max(keys.start - start, 0)] = -np.inf
+            S[..., max(keys.stop - start, 0) :] = -np.inf
+        sequence = tile.sequence
+        if sequence.mask is not None and stop > sequence.mask_start:
+            masked, end = max(start, sequence.mask_start), min(stop, keys.stop)
+            mask = tile.cut_mask(problem, masked, end)
+            np.copyto(S[..., masked - start : end - start], -np.inf, where=~mask)
+
+    def finish(self, tile: RowTile, parts: list[Part | None]) -> Part:
+        """Return the result of the tile, its parts and the sink merged in order."""
+        shape = (self.problem.kv_heads, tile.rows)
+        dtype = self.problem.accumulation
+        complete = [part for part in parts if part is not None]
+        if self.sink is not None:
+            group = np.arange(tile.rows) % self.problem.group
+            complete.append(Part(np.zeros((*shape, self.problem.head_dim_v), dtype), self.sink[:, group]))
+        if not complete:
+            return Part(np.zeros((*shape, self.problem.head_dim_v), dtype), np.full(shape, -np.inf, dtype))
+        result = complete[0] if len(complete) == 1 else _merged(complete)
+        if self.v_descale is not None:
+            result.O[...] *= self.v_descale[tile.sequence.batch, :, None, None]
+        return result
+
+
+def _merged(parts: list[Part]) -> Part:
+    """Return the average of the parts weighted by exp(lse), summed in order; a part without visible keys adds 0."""
+    lse, weights = merge_weights([part.lse for part in parts])
+    O = np.zeros_like(parts[0].O)
+    for weight, part in zip(weights, parts, strict=True):
+        O += weight[..., None] * part.O
+    return Part(O, lse)

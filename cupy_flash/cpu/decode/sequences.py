@@ -1,0 +1,195 @@
+"""The sequences of a call with few queries or a KV cache, and their tiles of query rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Array
+from ...engines.cpu_decode import FIXED_ROWS
+from ...plan.plan import Plan
+from ...problem.kv_lengths import Spans, positions_of_queries
+from ...problem.mask import Mask
+from ...problem.records import Operands, Problem
+from ..score import four_dimensional
+from .append import rotated
+from .keys import Keys
+
+
+class Sequence(NamedTuple):
+    """One sequence: views of its rows, its keys, and the positions of both."""
+
+    batch: int
+    q: np.ndarray  # (Sq, Hq, D)
+    out: np.ndarray  # (Sq, Hq, Dv)
+    lse: np.ndarray  # (Hq, Sq)
+    keys: Keys
+    position: int  # position of query 0 for causal, window and ALiBi
+    mask: np.ndarray | None  # bool (Hq, Sq, s)
+    mask_start: int  # the key of the mask's first column
+    q_idx: np.ndarray | None = None  # int64 (Sq,): the positions that mods see; None without mods
+
+
+class RowTile(NamedTuple):
+    """Query rows that are computed together, of all heads, for the positions [position, position + positions).
+
+    A row is a (query, head of the GQA group) pair with index (query position - position) * G + g. Rows without a query
+    of the sequence, and those from positions * G on, are computed and dropped, so that with split_size a query has the
+    same row in a tile of the same shape, whatever other queries the call has.
+    """
+
+    sequence: Sequence
+    queries: slice  # rows of the sequence
+    position: int
+    positions: int
+    rows: int
+
+    def load(self, problem: Problem) -> np.ndarray:
+        """Return Q (Hk, rows, D) in the accumulation dtype, with 0 in rows without a query."""
+        Q = np.zeros((problem.kv_heads, self.rows, problem.head_dim), problem.accumulation)
+        rows = self.sequence.q[self.queries]
+        self._of_queries(Q, problem)[...] = rows.reshape(-1, problem.kv_heads, problem.group, problem.head_dim)
+        return Q
+
+    def store(self, O: np.ndarray, lse: np.ndarray, problem: Problem) -> None:
+        """Write O (Hk, rows, Dv) and lse (Hk, rows) to the rows of the sequence."""
+        of_queries = self._of_queries(O, problem)  # (Sq, Hk, G, Dv)
+        self.sequence.out[self.queries] = of_queries.reshape(len(of_queries), problem.heads, O.shape[-1])
+        of_queries = self._of_queries(lse[..., None], problem)[..., 0]
+        self.sequence.lse[:, self.queries] = of_queries.reshape(len(of_queries), problem.heads).T
+
+    def _of_queries(self, X: np.ndarray, problem: Problem) -> np.ndarray:
+        """View the rows (Hk, rows, ...) that are queries as (Sq, Hk, G, ...)."""
+        first = self.sequence.position + self.queries.start - self.position
+        stop = first + self.queries.stop - self.queries.start
+        rows = X[:, first * problem.group : stop * problem.group]
+        return rows.reshape(len(rows), stop - first, problem.group, X.shape[-1]).transpose(1, 0, 2, 3)
+
+    def is_partly_hidden(self, mask: Mask, start: int, stop: int) -> bool:
+        """Return whether a row does not see one of the keys [start, stop), by its position or for lack of a query."""
+        last, keys = self.position + self.positions - 1, self.sequence.keys
+        left, right = mask.left, mask.right
+        by_position = (left is not None and start < last - left) or (
+            right is not None and stop - 1 > self.position + right
+        )
+        return by_position or start < keys.start or stop > keys.stop
+
+    def row_positions(self, problem: Problem) -> np.ndarray:
+        """Return the position of each row, (rows,)."""
+        return self.position + np.arange(self.rows) // problem.group
+
+    def row_indices(self, problem: Problem) -> np.ndarray:
+        """Return the q_idx of each row, int32 (rows, 1); 0 for rows without a query."""
+        indices = np.zeros((1, self.rows, 1), np.int32)
+        assert self.sequence.q_idx is not None
+        self._of_queries(indices, problem)[...] = self.sequence.q_idx[self.queries, None, None, None]
+        return indices[0]
+
+    def cut_mask(self, problem: Problem, start: int, stop: int) -> np.ndarray:
+        """Return the mask of the keys [start, stop), bool, broadcastable to (Hk, rows, stop - start)."""
+        sequence = self.sequence
+        assert sequence.mask is not None
+        cut = sequence.mask[:, self.queries, start - sequence.mask_start : stop - sequence.mask_start]
+        cut = cut.reshape(problem.kv_heads, problem.group, *cut.shape[1:]).transpose(0, 2, 1, 3)
+        mask = np.ones((problem.kv_heads, self.rows, stop - start), np.bool_)
+        self._of_queries(mask, problem)[...] = cut.swapaxes(0, 1)
+        return mask
+
+
+def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
+    """Yield the row tiles of a sequence, of `block_q` queries each; with split_size they start at its multiples."""
+    problem, q_len = plan.problem, len(sequence.q)
+    fixed = problem.cache is not None and problem.cache.split_size is not None
+    first = sequence.position // plan.block_q * plan.block_q if fixed else sequence.position
+    for position in range(first, sequence.position + q_len if q_len else first, plan.block_q):
+        start = max(position - sequence.position, 0)
+        queries = slice(start, min(position + plan.block_q - sequence.position, q_len))
+        if fixed:
+            rows = -(-plan.block_q * problem.group // FIXED_ROWS) * FIXED_ROWS
+            yield RowTile(sequence, queries, position, plan.block_q, rows)
+        else:
+            count = queries.stop - queries.start
+            yield RowTile(sequence, queries, position, count, count * problem.group)
+
+
+def sequences_of_cache(
+    problem: Problem, operands: Operands, spans: Spans, out: np.ndarray, lse: np.ndarray
+) -> list[Sequence]:
+    """Return the sequences of a call on a KV cache, after the append."""
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    packed = problem.layout == "thd"
+    q = operands.q.numpy()
+    q, out = (x if packed or cache.layout == "bshd" else x.transpose(0, 2, 1, 3) for x in (q, out))
+    if cache.rotary is not None:
+        tokens = spans.q_rows.sum()
+        flat = q.reshape(-1, *q.shape[-2:]).astype(problem.accumulation)
+        flat[:tokens] = rotated(flat[:tokens], positions_of_queries(problem, operands, spans), problem, operands)
+        q = flat.reshape(q.shape)
+    k, v = (x.numpy() if cache.layout == "bshd" else x.numpy().transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
+    mask = None if operands.mask is None else operands.mask.numpy()
+    q_idx = positions_of_queries(problem, operands, spans) if problem.mods else None
+    blocks, table, pads = (
+        None if x is None else x.numpy() for x in (given.cache_batch_idx, given.block_table, given.cache_leftpad)
+    )
+    sequences = []
+    for b, (start, rows, length) in enumerate(
+        zip(spans.q_starts.tolist(), spans.q_rows.tolist(), spans.kv_lengths.tolist(), strict=True)
+    ):
+        here = (slice(start, start + rows),) if packed else (b,)
+        place = (b if blocks is None else int(blocks[b]), 0) if table is None else table[b]
+        pad = 0 if pads is None else int(pads[b])
+        keys = Keys(k, v, place, pad, length, problem.accumulation)
+        seen, first = None, 0
+        if mask is not None:
+            one = mask[b if len(mask) > 1 else 0]
+            seen, first = np.broadcast_to(one, (problem.heads, *one.shape[1:])), length - mask.shape[3]
+        sequences.append(
+            Sequence(
+                b, q[here], out[here], lse[:, here[0]] if packed else lse[b], keys, length - rows, seen, first,
+                None if q_idx is None else q_idx[start : start + rows],
+            )
+        )  # fmt: skip
+    return sequences
+
+
+def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, lse: np.ndarray) -> list[Sequence]:
+    """Return the sequences of a padded or packed batch without a cache."""
+    q, k, v = operands.q.numpy(), operands.k.numpy(), operands.v.numpy()
+    if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
+        q_ends, k_ends = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
+        return [
+            Sequence(
+                b, q[q_start:q_end], out[q_start:q_end], lse[:, q_start:q_end],
+                Keys(k[None], v[None], (0, k_start), 0, k_end - k_start, problem.accumulation),
+                problem.mask.offset(q_end - q_start, k_end - k_start), None, 0,
+            )
+            for b, (q_start, q_end, k_start, k_end) in enumerate(
+                zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
+            )
+        ]  # fmt: skip
+    if problem.layout == "bhsd":
+        q, k, v, out = (x.transpose(0, 2, 1, 3) for x in (q, k, v, out))
+    q_lengths = _lengths(operands.q_lengths, problem.q_len, problem)
+    kv_lengths = _lengths(operands.kv_lengths, problem.kv_len, problem)
+    mask = None
+    if operands.mask is not None:
+        shape = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
+        mask = np.broadcast_to(four_dimensional(operands.mask.numpy()), shape)
+    return [
+        Sequence(
+            b, q[b, :q_len], out[b, :q_len], lse[b, :, :q_len], Keys(k, v, (b, 0), 0, kv_len, problem.accumulation),
+            problem.mask.offset(q_len, kv_len), None if mask is None else mask[b], 0,
+        )
+        for b, (q_len, kv_len) in enumerate(zip(q_lengths, kv_lengths, strict=True))
+    ]  # fmt: skip
+
+
+def _lengths(lengths: Array | None, longest: int, problem: Problem) -> list[int]:
+    """Return the lengths of the sequences of a padded batch, all `longest` if there are none."""
+    if lengths is None:
+        return [longest] * problem.batch
+    values: list[int] = lengths.numpy().tolist()
+    return values

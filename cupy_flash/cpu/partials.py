@@ -1,0 +1,80 @@
+"""Merges partial results (out, lse) over disjoint sets of keys, as split-KV and ring attention need.
+
+Attention over the union of the keys is the average of the outputs, weighted by exp(lse).
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, empty
+from ..problem.checks import ArrayFacts, Requirements, check_places, is_float, is_one_of, read
+from ..problem.records import DTYPES, LAYOUTS
+
+PARTS = ("out_a", "lse_a", "out_b", "lse_b")
+
+
+def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tuple[Array, Array, Array, Array]]:
+    """Return the layout ("thd" for packed results) and the arrays of a merge, or raise one error with all reasons."""
+    requirements = Requirements("merge")
+    require, require_type = requirements.require, requirements.require_type
+    arrays = read(requirements, dict(zip(PARTS, parts, strict=True)))
+    check_places(
+        requirements, {name: ArrayFacts(x.shape, x.dtype, x.device, x.framework) for name, x in arrays.items()}
+    )
+    require(is_one_of(layout, LAYOUTS), f'layout must be "bshd" or "bhsd", not {layout!r}')
+    if len(arrays) == len(PARTS) and isinstance(layout, str):
+        out_a, lse_a, out_b, lse_b = (arrays[name] for name in PARTS)
+        layout = "thd" if len(out_a.shape) == 3 else layout
+        for name, out in (("out_a", out_a), ("out_b", out_b)):
+            require_type(is_float(out.dtype), f"{name} must be {', '.join(DTYPES)}, not {out.dtype.name}")
+        require(out_a.shape == out_b.shape, "out_a and out_b must have one shape")
+        if require(len(out_a.shape) in (3, 4), "out_a must be (B, S, H, Dv) in the layout, or (T, H, Dv)"):
+            *leading, a, b, _ = out_a.shape
+            rows = (*leading, a, b) if layout == "bhsd" else (*leading, b, a)
+            accumulation = np.dtype(np.float64 if out_a.dtype == np.float64 else np.float32)
+            for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+                require(lse.shape == rows, f"{name} must be {rows} beside out {out_a.shape}, not {lse.shape}")
+                right = lse.dtype == accumulation
+                require_type(right, f"{name} must be {accumulation.name}, not {lse.dtype.name}")
+    requirements.raise_if_unmet(arrays)
+    return layout, (arrays["out_a"], arrays["lse_a"], arrays["out_b"], arrays["lse_b"])
+
+
+def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
+    """Merge CPU arrays parts = (out_a, lse_a, out_b, lse_b) into (out, lse) with the shapes and dtypes of a.
+
+    b is one result with the shapes of a, or a stack of results along an additional first axis. Sums run over the stack
+    in order, and a is added last. layout is "bshd", "bhsd", or "thd" for packed batches. Computed in lse's dtype.
+    """
+    out_a, lse_a, out_b, lse_b = parts
+    out, lse = empty(out_a.shape, out_a.dtype, out_a), empty(lse_a.shape, lse_a.dtype, lse_a)
+    stack = slice(None) if len(out_b.shape) > len(out_a.shape) else None
+    outs, lses = [*out_b.numpy()[stack], out_a.numpy()], [*lse_b.numpy()[stack], lse_a.numpy()]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        total, weights = merge_weights(lses)
+        products = (
+            part.astype(lse.dtype) * (weight if layout == "bhsd" else weight.swapaxes(-1, -2))[..., None]
+            for part, weight in zip(outs, weights, strict=True)
+        )
+        merged = reduce(np.add, products)
+    out.numpy()[...] = merged
+    lse.numpy()[...] = total
+    return out, lse
+
+
+def merge_weights(lses: list[np.ndarray[Any, Any]]) -> tuple[Any, list[Any]]:
+    """Return the lse of all parts and the weight of each, with the shape of a part's lse; lse -inf has weight 0.
+
+    If all are -inf, so is lse. Weights are normalised by their sum, because exp(lse of a part - lse) has the rounding
+    error of lse, which is 1e-3 for scores of 1e4.
+    """
+    largest = reduce(np.maximum, lses)
+    reference = np.where(largest == -np.inf, 0, largest)
+    weights = [np.exp(lse - reference) for lse in lses]
+    total = sum(weights[1:], weights[0])  # in [1, number of parts], or 0 if all parts are -inf
+    divisor = np.where(total == 0, 1, total)
+    return reference + np.log(total), [weight / divisor for weight in weights]

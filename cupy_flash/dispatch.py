@@ -1,0 +1,221 @@
+"""Dispatch of forward, backward and merge to the backends cpu, cuda and simulator."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from . import device, environment
+from .arrays import Array
+from .cpu import partials
+from .device import Device
+from .engines.launch import Launch
+from .plan.plan import Plan, last_of_bucket, plan
+from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
+
+if TYPE_CHECKING:
+    from .cpu.visited_tiles import TileCounts
+
+# Appended to the error if CuPy is missing.
+EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
+SIMULATED = "sm_80"  # architecture of backend="simulator"; "simulator:sm_90a" selects another
+
+
+def device_of(problem: Problem) -> Device:
+    """Return the device of the requested backend, by default the device of the problem's arrays.
+
+    Raises UnsupportedError for a GPU that CuPy cannot use.
+    """
+    backend, _, arch = (problem.backend or problem.device).partition(":")
+    if backend == "simulator":
+        return device.named(arch or SIMULATED)
+    if backend == "cpu" or problem.device == "cpu":  # `plan` refuses a backend that does not match the arrays
+        return device.cpu()
+    return _gpu(problem.device)
+
+
+def _gpu(name: str) -> Device:
+    """Return the GPU with the name "cuda:<index>"; UnsupportedError if CuPy cannot use it."""
+    try:
+        return device.gpu(int(name.partition(":")[2]))
+    except (ImportError, OSError, RuntimeError) as error:  # no CuPy; no folder for its cache; no driver or no such GPU
+        raise UnsupportedError(
+            f"the arrays are on {name}, and arrays never change device; CuPy, which launches the kernels, "
+            f"cannot use it: {error}{EXTRA if isinstance(error, ImportError) else ''}"
+        ) from error
+
+
+def plan_for(problem: Problem) -> Plan:
+    """Return the plan of a problem on its device."""
+    return plan(problem, device_of(problem))
+
+
+def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
+    """Plan and run a forward problem; returns (out, lse)."""
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
+    return run_forward(_fitted(plan_for(problem), operands), operands)
+
+
+def backward(problem: Problem, operands: Operands) -> Gradients:
+    """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
+    return run_backward(_fitted(plan_for(problem), operands), operands)
+
+
+_RECORD = environment.record_file()  # read once, so that calls of a process that records nothing skip the check
+_recorded: set[Problem] = set()
+
+
+def _record(problem: Problem, operands: Operands, file: str) -> None:
+    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
+
+    If the file cannot be written, it warns and stops recording, and the call itself continues.
+    """
+    global _RECORD
+    from .problem.recorded_call import append_line, recorded_line
+
+    bucket = last_of_bucket(problem)
+    if bucket not in _recorded:
+        _recorded.add(bucket)
+        try:
+            _RECORD = os.path.abspath(file)  # absolute, so that a later chdir has no effect
+            append_line(recorded_line(problem, operands), _RECORD)
+        except OSError as error:
+            _RECORD = None
+            warnings.warn(
+                f"CUPY_FLASH_RECORD={file} cannot be written, so this process records no calls: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Array]:
+    """Plan and run a JVP; returns (out, lse, tout, tlse)."""
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
+    chosen = _fitted(plan_for(problem), operands)
+    results: tuple[Array, Array, Array, Array] = _derivatives(chosen).jvp(chosen, operands)
+    return results
+
+
+def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
+    """Plan and run a double backward; returns the gradients as Arrays, None where not requested.
+
+    The JVP in the direction of the cotangents comes first: its tout is ddout, its tlse ddlse.
+    """
+    if _RECORD is not None:
+        _record(problem, operands, _RECORD)
+    _, _, tout, tlse = jvp(along_cotangents(problem), operands)
+    chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
+    gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
+    return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
+
+
+def along_cotangents(problem: Problem) -> Problem:
+    """Return the JVP with which a double backward begins, in the direction of its cotangents."""
+    captured_gradient = (False,) * len(problem.captured_gradient)
+    return problem._replace(backward=False, derivative=JVP, bias_gradient=False, captured_gradient=captured_gradient)
+
+
+def _fitted(chosen: Plan, operands: Operands) -> Plan:
+    """Return the plan, on the CPU with a tile for the pairs that mask_mod leaves, which depend on captured arrays."""
+    if chosen.engine != "cpu" or not chosen.problem.mask_mod:
+        return chosen
+    from .cpu import attention as cpu
+
+    return cpu.fitted(chosen, operands)
+
+
+def tile_counts(problem: Problem, operands: Operands) -> tuple[Plan, TileCounts | None]:
+    """Return the plan as it runs, and how many of its tiles are empty, full and cut under the mask_mod.
+
+    The counts are None if lengths or captured arrays are on a GPU, or if there are too many tiles to count.
+    """
+    from .cpu import attention as cpu
+
+    chosen = _fitted(plan_for(problem), operands)
+    arrays = (*operands.captured, operands.q_lengths, operands.kv_lengths)
+    on_host = all(array is None or array.device == "cpu" for array in arrays)
+    return chosen, cpu.tile_counts(chosen, operands) if on_host else None
+
+
+def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Run a forward with a given plan; returns (out, lse)."""
+    out_and_lse: tuple[Array, Array] = _module(chosen).forward(chosen, operands)
+    return out_and_lse
+
+
+def run_backward(chosen: Plan, operands: Operands) -> Gradients:
+    """Run a backward with a given plan; returns the gradients."""
+    gradients: Gradients = _module(chosen).backward(chosen, operands)
+    return gradients
+
+
+def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
+    """Merge parts = (out_a, lse_a, out_b, lse_b) into (out, lse), on their device."""
+    if parts[0].device == "cpu":
+        return partials.merge(parts, layout)
+    card = _gpu(parts[0].device)
+    from .gpu import cuda
+
+    return cuda.merge(parts, layout, card.arch)
+
+
+def block_classes(problem: Problem, operands: Operands, block: int) -> Array:
+    """Return the exact classes of a mask_mod's blocks, uint8 (B, query blocks, H, key blocks), computed on a GPU."""
+    card = _gpu(problem.device)
+    from .gpu import cuda
+
+    return cuda.block_classes(problem, operands, block, card.arch)
+
+
+def load(launches: Iterable[Launch], on: Device) -> None:
+    """Compile and load the kernels of these launches on the current GPU."""
+    from .gpu import cuda
+
+    for launch in launches:
+        cuda.load(launch, on.arch)
+
+
+def append(problem: Problem, operands: Operands) -> None:
+    """Append rows of k and v to a KV cache."""
+    chosen = plan_for(problem)
+    _module(chosen).append(chosen, operands)
+
+
+def explain(chosen: Plan, operands: Operands) -> str:
+    """Return the text of a plan; where the CPU engine computes in torch, with those tiles and a line that says so."""
+    if chosen.engine != "cpu":
+        return chosen.explain()
+    products = _imported(".cpu.blas").products_of(chosen.problem, operands)
+    return f"{products.planned(chosen).explain()}{products.line}"
+
+
+# {backend or engine: module}; engines take precedence.
+MODULES = {"cpu": ".cpu.attention", "cpu_decode": ".cpu.decode", "cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+
+
+# {backend: module of JVP and double backward}
+DERIVATIVES = {"cpu": ".cpu.derivatives", "cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+
+
+def _derivatives(chosen: Plan) -> Any:
+    """Return the backend's module of derivatives, imported by the first call that needs it."""
+    return _imported(DERIVATIVES[chosen.device.backend])
+
+
+def _module(chosen: Plan) -> Any:
+    """Return the backend's module, imported lazily: its dependencies may be slow to import or not installed."""
+    return _imported(MODULES.get(chosen.engine, MODULES[chosen.device.backend]))
+
+
+@cache
+def _imported(name: str) -> Any:
+    """Return a module, cached because `import_module` takes microseconds even if the module has been imported."""
+    return importlib.import_module(name, __package__)

@@ -1,0 +1,50 @@
+"""One kernel of a plan: the constants with which it is compiled, and its grid."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..gpu.tensor_map import Box
+from ..jit.source import Constant as Constant
+from ..problem.records import UnsupportedError
+
+GRID_LIMITS = 2**31 - 1, 65535, 65535  # maximum blocks of a grid in each dimension, on every GPU
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan."""
+
+    kernel: str  # "simt/forward": the file below kernels_cu, and its function
+    constants: tuple[tuple[str, Constant], ...]  # values for the names of config.cuh
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int = 0
+    boxes: tuple[Box, ...] = ()  # a tensor map of each is the second argument
+    headers: tuple[tuple[str, str], ...] = ()  # generated from mods, (name, text): then Params has a member `captured`
+
+    @property
+    def function(self) -> str:
+        """The name of the kernel's function."""
+        return self.kernel.rsplit("/")[-1]
+
+    @property
+    def text_key(self) -> tuple[str, tuple[tuple[str, Constant], ...], tuple[tuple[str, str], ...]]:
+        """The inputs of the kernel's text; launches with equal keys share one compiled kernel."""
+        return self.kernel, self.constants, self.headers
+
+    @property
+    def tile(self) -> tuple[int, int, int] | None:
+        """(queries, keys, threads) of a block; None for a row kernel, which has no tiles."""
+        constants = dict(self.constants)
+        if "BLOCK_Q" not in constants:
+            return None
+        return int(constants["BLOCK_Q"]), int(constants["BLOCK_KV"]), self.threads
+
+
+def require_grids(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """Return the launches; UnsupportedError if a grid has more blocks than CUDA starts."""
+    for launch in launches:
+        if any(blocks > limit for blocks, limit in zip(launch.grid, GRID_LIMITS, strict=True)):
+            grid, limits = (" x ".join(map(str, sizes)) for sizes in (launch.grid, GRID_LIMITS))
+            raise UnsupportedError(f"{launch.kernel} needs a grid of {grid} blocks; the limits are {limits}")
+    return launches

@@ -1,0 +1,1 @@
+"""Kernels of a plan with their arguments, launched on a GPU."""

@@ -1,0 +1,181 @@
+"""Ahead-of-time compilation: derives the kernels that later calls may launch from their options, without arrays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import device
+from ..arrays import named_dtype
+from ..device import Device
+from ..engines import mma_decode
+from ..engines.launch import Launch
+from ..plan.plan import launches_at_any_length
+from ..problem.build import pose
+from ..problem.features import ARRAYS, Feature
+from ..problem.kv_cache import SPLIT_UNIT
+from ..problem.kv_cache_records import Cache
+from ..problem.mask import Mask
+from ..problem.records import DTYPES, FP8, Options, Packed, Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..problem.argument_types import DType, PaddedOptions, Presence
+
+CAPACITY = 2**20  # capacity of a cache that several blocks share, so that merge is compiled, too
+
+
+def device_for(arch: str | None) -> Device:
+    """Return the GPU to compile for, by its architecture; for None this machine's current GPU.
+
+    Raises ValueError for an unknown architecture, RuntimeError without a GPU.
+    """
+    if arch is not None:
+        return device.named(arch, "cuda")
+    try:
+        import cupy
+
+        return device.gpu(cupy.cuda.runtime.getDevice())
+    except (ImportError, OSError, RuntimeError) as error:  # no CuPy; no folder for its cache; no driver or no GPU
+        raise RuntimeError(f'there is no GPU to compile for; name one, as in arch="sm_90a" ({error})') from error
+
+
+def launches(on: Device, **arguments: Any) -> tuple[Launch, ...]:
+    """Return one launch per kernel that calls with these arguments (see `problems`) may need on a device."""
+    return launches_of(problems(**arguments), on)
+
+
+def launches_of(problems: Iterable[Problem], on: Device) -> tuple[Launch, ...]:
+    """Return one launch per kernel that these problems may need at any length on a device."""
+    candidates = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
+    return tuple({launch.text_key: launch for launch in candidates}.values())
+
+
+def problems(
+    *,
+    dtype: DType,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    group: int = 1,
+    backward: bool = True,
+    packed: bool = False,
+    cache: bool = False,
+    kv_dtype: DType | None = None,
+    split_size: int | None = None,
+    rotary: Presence = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = True,
+    **options: Unpack[PaddedOptions[Presence]],
+) -> list[Problem]:
+    """Return the problems (forward, backward without and with dlse) of calls with these options, at the smallest size.
+
+    Takes the arguments of `cupy_flash.compile`; raises TypeError or ValueError as a call would.
+    """
+    sizes = dict(head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v, group=group)
+    for name, size in sizes.items():
+        try:
+            if isinstance(size, bool):
+                raise TypeError
+            in_range = 1 <= operator.index(size) < 2**31
+        except Exception as error:  # __index__ of a foreign object may raise anything
+            raise TypeError(f"compile: {name} must be a whole number, not {size!r}") from error
+        if not in_range:
+            raise ValueError(f"compile: {name} must be at least 1 and less than 2**31, not {size}")
+    for name, chosen in dict(backward=backward, packed=packed, cache=cache).items():
+        if not isinstance(chosen, (bool, np.bool_)):
+            raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
+    settings = Options.of("compile", options)
+    forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
+    if not cache and any(x is not None for x in (kv_dtype, split_size, rotary, rotary_dim)):
+        raise ValueError("compile: kv_dtype, split_size, rotary and rotary_dim are for a KV cache, with cache=True")
+    if cache:
+        contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
+        causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
+        # One number of queries for each tile of mma_decode, and one that exceeds all of them.
+        return [
+            forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
+            for page in (None, 1)
+            for q_len in (*sorted({max(rows // group, 1) for rows in mma_decode.ROWS}), mma_decode.ROWS[-1] + 1)
+        ]
+    if not backward:
+        return [forward]
+    # A call without return_lse has no gradient of lse.
+    return [forward] + [
+        forward._replace(backward=True, bias_gradient=forward.bias is not None, dlse=dlse)
+        for dlse in ((False, True) if settings.return_lse else (False,))
+    ]
+
+
+def _contiguous_cache(
+    problem: Problem,
+    kv_dtype: DType | None,
+    split_size: int | None,
+    rotary: Presence,
+    rotary_dim: int | None,
+    interleaved: bool,
+) -> Cache:
+    """Return a contiguous cache to which a row is appended; ValueError or TypeError for options that a call refuses."""
+    dtype = problem.dtype if kv_dtype is None else element_dtype(kv_dtype)
+    if dtype != problem.dtype and (dtype.name != FP8 or problem.dtype.itemsize != 2):
+        legal = f"{problem.dtype.name}, or {FP8} beside a q of 16 bit"
+        raise TypeError(f"compile: kv_dtype must be {legal}, not {dtype.name}")
+    if split_size is not None and (split_size <= 0 or split_size % SPLIT_UNIT):
+        raise ValueError(f"compile: split_size must be a positive multiple of {SPLIT_UNIT}, not {split_size}")
+    cache = Cache("bshd", dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=split_size)
+    if rotary is None or rotary is False:
+        if rotary_dim is not None:
+            raise ValueError("compile: rotary_dim is that of tables, with rotary=True or their dtype")
+        return cache
+    dims = problem.head_dim // 2 * 2 if rotary_dim is None else rotary_dim
+    if not 0 < dims <= problem.head_dim or dims % 2:
+        raise ValueError(f"compile: rotary_dim must be even and in [2, {problem.head_dim}], not {dims}")
+    table = problem.dtype.name if rotary is True else element_dtype(rotary).name
+    return cache._replace(rotary=(dims, bool(interleaved)), rotary_dtypes=(table, table))
+
+
+def _problem(
+    settings: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
+) -> Problem:
+    """Return the forward problem of placeholder arrays, with one key, and Sq = Hq so that layouts have equal shapes."""
+
+    def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
+        return np.broadcast_to(np.zeros((), dtype), shape)  # without memory of this size
+
+    usual = element if element.name in DTYPES else named_dtype("bfloat16")
+    sizes = {"b": 1, "h": group, "g": 1}
+
+    def given(feature: Feature) -> np.ndarray[Any, Any] | None:
+        """Return a placeholder for an array option, for which the caller passed True (the usual dtype) or a dtype."""
+        value = getattr(settings, feature.name)
+        if value is None or value is False:
+            return None
+        dtype = usual if feature.element else np.dtype(feature.dtypes[0])
+        shape = [1] if feature.broadcast else [sizes[axis] for axis in feature.axes[0]]
+        return array(dtype if value is True else element_dtype(value), *shape)
+
+    batch = () if packed else (1,)
+    call = replace(settings, seed=0, **{feature.name: given(feature) for feature in ARRAYS})
+    q, k, v = (
+        array(element, *batch, rows, rows, dim) for rows, dim in ((group, head_dim), (1, head_dim), (1, head_dim_v))
+    )
+    bounds = array(np.int32, 2)
+    problem, _ = pose("compile", (q, k, v), call, Packed(bounds, bounds, group, 1) if packed else None)
+    # Assume 16-byte aligned arrays on a GPU.
+    return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
+
+
+def element_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
+    if not isinstance(dtype, str) and dtype is not None:  # np.dtype(None) is float64
+        try:
+            return np.dtype(dtype)
+        except Exception:  # a torch dtype, or a foreign object that may raise anything
+            dtype = str(dtype).removeprefix("torch.")
+    if dtype not in (*DTYPES, FP8):
+        raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, {FP8}, not {dtype!r}")
+    return named_dtype(dtype)

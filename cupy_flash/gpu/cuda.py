@@ -1,0 +1,170 @@
+"""The CUDA backend: cubins loaded with CuPy and launched on the caller's stream and device."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
+from ..engines.launch import Launch
+from ..plan.plan import Plan
+from ..problem.records import Gradients, Operands, Problem
+from . import run_plan
+from .run_plan import compile_launch
+from .tensor_map import encode_for_gpu
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Launch the forward on the current stream; returns (out, lse)."""
+    with _explained():
+        return run_plan.forward(plan, operands, _start)
+
+
+def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
+    """Launch the JVP on the current stream; returns (out, lse, tout, tlse)."""
+    with _explained():
+        return run_plan.jvp(plan, operands, _start)
+
+
+def append(plan: Plan, operands: Operands) -> None:
+    """Launch the append to a KV cache on the current stream."""
+    with _explained():
+        run_plan.append(plan, operands, _start)
+
+
+def backward(plan: Plan, operands: Operands) -> Gradients:
+    """Launch the backward on the current stream; returns the gradients."""
+    with _explained():
+        return run_plan.backward(plan, operands, _start)
+
+
+def double_backward(plan: Plan, operands: Operands) -> Gradients:
+    """Launch the double backward on the current stream; returns the second gradients."""
+    with _explained():
+        return run_plan.backward(plan, operands, _start)
+
+
+def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:
+    """Launch the classification of a mask_mod's blocks on the current stream; returns their classes."""
+    with _explained():
+        return run_plan.block_classes(problem, operands, block, arch, _start)
+
+
+def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
+    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
+    with _explained():
+        return run_plan.merge(parts, layout, arch, _start)
+
+
+CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise an error with advice if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
+    try:
+        yield
+    except RuntimeError as error:  # CuPy's errors of the runtime are a subclass with a status
+        if getattr(error, "status", None) != CAPTURE_UNSUPPORTED:
+            raise
+        raise RuntimeError(
+            "results and workspaces would have to be allocated during a CUDA graph capture that forbids cudaMalloc: "
+            "capture in the relaxed mode, CuPy's default, or call the function once before the capture, so that the "
+            "memory pool has blocks of these sizes"
+        ) from error
+
+
+def _start(work: run_plan.Work) -> None:
+    """Launch the kernels of `work` in order, loading them if necessary."""
+    import cupy
+
+    like = next(iter(work.inputs.values()))
+    index = int(like.device.removeprefix("cuda:"))
+    # CuPy reads only `ptr` of a stream.
+    stream = SimpleNamespace(ptr=stream_of(like))
+    address = operator.attrgetter("pointer")
+    params = work.params(address)
+    # CuPy asks NumPy to describe an argument's dtype, which takes 100 times longer for a struct than for raw bytes.
+    params = params.view(f"V{params.nbytes}")
+    with cupy.cuda.Device(index) as card:
+        card.use()  # makes the context current in a new thread, which cuTensorMapEncodeTiled needs
+        _wait(stream, {made_on(array) for array in work.inputs.values()})
+        for launch in work.launches:
+            function = _loaded.get((launch.text_key, index))
+            if function is None:
+                _require_no_capture(launch, stream.ptr)
+                function = load(launch, work.arch)
+            block = (launch.threads, 1, 1)
+            # CuPy passes a NumPy array of one element by value.
+            arguments = work.arguments(launch, params, address, encode_for_gpu)
+            function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
+
+
+def _wait(stream: Any, others: set[int | None]) -> None:
+    """Make `stream` wait for the work already enqueued on the other streams."""
+    import cupy
+
+    for other in others - {None, stream.ptr or LEGACY_DEFAULT_STREAM}:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(SimpleNamespace(ptr=other))
+        cupy.cuda.runtime.streamWaitEvent(stream.ptr, event.ptr)
+
+
+_loaded: dict[tuple[Hashable, int], Any] = {}  # (text_key, device) -> loaded kernel
+_loading = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child, where the thread that may have held it does not exist."""
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _require_no_capture(launch: Launch, stream: int) -> None:
+    import cupy
+
+    if cupy.cuda.runtime.streamIsCapturing(stream):
+        raise RuntimeError(
+            f"{launch.kernel} would have to be compiled and loaded during a CUDA graph capture: call "
+            "cupy_flash.compile(...) with this problem's options, or the function itself, once before the capture"
+        )
+
+
+def load(launch: Launch, arch: str) -> Any:
+    """Return the kernel of a launch, loaded on the current device, and compiled if no cache has it.
+
+    Threads load one at a time, so that each kernel is compiled once.
+    """
+    import cupy
+
+    key = launch.text_key, cupy.cuda.runtime.getDevice()
+    with _loading:
+        if key not in _loaded:
+            _loaded[key] = _function(launch, arch)
+        return _loaded[key]
+
+
+def _function(launch: Launch, arch: str) -> Any:
+    import cupy
+
+    result = compile_launch(launch, arch)
+    if result.path is not None:
+        function = cupy.RawModule(path=str(result.path)).get_function(launch.function)
+        function.max_dynamic_shared_size_bytes = launch.shared_bytes
+    else:
+        module = cupy.cuda.Module()
+        module.load(result.code)
+        function = module.get_function(launch.function)
+        driver = cupy.cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, attribute, launch.shared_bytes)
+    return function

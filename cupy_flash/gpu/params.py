@@ -1,0 +1,364 @@
+"""Packs the argument of every kernel: derives its NumPy dtype from params.cuh, and fills in the values of a call.
+
+Kernels that use TMA take tensor maps as a second argument.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import dropout
+from ..arrays import Array, dtype_name
+from ..jit.source import chosen_lines, kernel_folder
+from ..problem.features import ARRAYS, NUMBERS
+from ..problem.records import FP8, Operands, Problem
+from .tensor_map import DATA_TYPES, Box, TensorMap
+
+if TYPE_CHECKING:
+    from .captured import Captured
+
+SCALARS = {
+    "int": np.int32,
+    "unsigned int": np.uint32,
+    "long long": np.int64,
+    "unsigned long long": np.uint64,
+    "double": np.float64,
+}
+
+# Format characters of struct.Struct, which adds no padding in its "=" mode.
+CODES = {
+    np.dtype(np.int32): "i",
+    np.dtype(np.uint32): "I",
+    np.dtype(np.int64): "q",
+    np.dtype(np.uint64): "Q",
+    np.dtype(np.float64): "d",
+}
+
+Address = Callable[[Array], int]  # returns an array's address in the kernel's address space
+Encode = Callable[[TensorMap], bytes]
+Form = Callable[[Array, str, Address], tuple[int, ...]]  # (array, layout, address) -> the numbers of its member
+
+BOX_TYPES = {"float16": DATA_TYPES["f16"], "bfloat16": DATA_TYPES["bf16"]}
+BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
+
+
+@lru_cache(maxsize=64)
+def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
+    """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
+
+    Args:
+        captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
+        cache: whether Params has the members of a KV cache.
+        direction: whether Params has the members of a JVP and of a double backward.
+    """
+    text = (kernel_folder() / "params.cuh").read_text()
+    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
+    lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
+    text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
+    structs: dict[str, np.dtype[Any]] = {}
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
+        members: list[tuple[str, Any]] = []
+        for declaration in filter(None, map(str.strip, body.split(";"))):
+            kind, member = declaration.rsplit(maxsplit=1)
+            if kind.endswith("*"):
+                members.append((member, np.uint64))
+            else:
+                members.append((member, structs[kind] if kind in structs else SCALARS[kind]))
+        structs[name] = np.dtype(members, align=True)
+    return structs
+
+
+class Workspace(NamedTuple):
+    """Memory that kernels need besides operands and results, as an engine requests it."""
+
+    name: str  # the member of Params
+    shape: tuple[int, ...]  # contiguous
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
+
+
+def pack(
+    problem: Problem,
+    operands: Operands,
+    results: dict[str, Array | None],
+    workspaces: Iterable[Workspace],
+    address: Address,
+    captured: Captured | None = None,
+) -> np.ndarray[Any, Any]:
+    """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
+
+    All members but addresses, the seed, a cache and captured arrays are equal in calls with the same shapes and
+    strides, and are cached.
+    """
+    arrays = operands.arrays()
+    if problem.cache is not None:
+        del arrays["k"], arrays["v"]
+    arrays |= {
+        name: array
+        for name, array in results.items()
+        if array is not None and not (captured is not None and name in captured.workspaces)
+    }
+    addresses = [address(array) for array in arrays.values()]
+    described = [
+        (name, start % ALIGNMENT, array.shape, array.strides, array.dtype)
+        for (name, array), start in zip(arrays.items(), addresses, strict=True)
+    ]
+    packed_rows = (operands.q.shape[0], operands.k.shape[0]) if problem.layout == "thd" else ()
+    layout, constant, places = _constant(
+        problem, packed_rows, tuple(described), tuple(workspaces), captured.text if captured else ""
+    )
+    numbers = constant.copy()
+    for place, start in zip(places, addresses, strict=True):
+        numbers[place] = start
+    changing: dict[str, tuple[float, ...]] = {}
+    if not isinstance(operands.seed, Array):
+        changing["seed"] = (operands.seed or 0,)
+    if problem.cache is not None:
+        from .kv_cache_params import cache_members  # lazily: most calls have no cache
+
+        changing |= cache_members(problem, operands, workspaces, address, _tensor)
+    if captured is not None:
+        changing["captured"] = captured.members(address)
+    for member, values in changing.items():
+        numbers[layout.places[member]] = values
+    return layout.packed(numbers)
+
+
+ALIGNMENT = 64  # the largest alignment, in bytes, that the kernels distinguish: eight elements of fp64
+
+
+class Described(NamedTuple):
+    """The properties of an array on which its member of Params depends, other than its address."""
+
+    pointer: int  # address modulo ALIGNMENT
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@lru_cache(maxsize=1024)
+def _constant(
+    problem: Problem,
+    packed_rows: tuple[int, ...],
+    arrays: tuple[tuple[Any, ...], ...],
+    workspaces: tuple[Workspace, ...],
+    captured: str,
+) -> tuple[_Struct, list[float], tuple[int, ...]]:
+    """Return the struct of a call, its cached numbers, and for each array the index of its address among them.
+
+    `packed_rows` are the rows of q and of k in a packed batch; `arrays` are tuples (name, *Described).
+    """
+    by_name: dict[str, Any] = {name: Described(*facts) for name, *facts in arrays}
+    forms, layout = _forms(), problem.layout
+    members: dict[str, tuple[float, ...]] = {}
+    strides = {workspace.name: workspace.strides for workspace in workspaces}
+    start = operator.attrgetter("pointer")
+    for name, array in by_name.items():
+        members[name] = (0, *strides[name]) if name in strides else forms[name](array, layout, start)
+    for feature in BATCH_STRIDED:
+        array = by_name.get(feature.name)
+        if array is not None and len(array.shape) == max(map(len, feature.axes)):
+            members[feature.batch_stride] = (array.strides[0],)
+    if "seed" in members:
+        members["seed_array"] = members.pop("seed")
+    for feature in SCALARS_OF_FEATURES:
+        members[feature.member] = (getattr(problem, feature.field) or 0,)
+    left, right = problem.mask.left, problem.mask.right
+    q_rows, kv_rows = packed_rows or (problem.q_len, problem.kv_len)
+    members |= {
+        "keep_scale": (dropout.keep_scale(problem.dropout),),
+        "drop_below": (dropout.threshold(problem.dropout),),
+        "step": (problem.step,),
+        "first_head": (problem.first_batch * problem.whole_heads + problem.first_head,),
+        "whole_heads": (problem.whole_heads,),
+        "batch": (problem.batch,),
+        "heads": (problem.heads,),
+        "group": (problem.group,),
+        "q_len": (q_rows,),
+        "kv_len": (kv_rows,),
+        "window_left": (-1 if left is None else min(left, 2**31 - 1),),
+        "window_right": (-1 if right is None else min(right, 2**31 - 1),),
+    }
+    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "")
+    places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
+    return struct, struct.numbers(members), places
+
+
+BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
+SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
+
+
+def has_strides(name: str) -> bool:
+    """Return whether the member of an array among the options holds the strides of all its axes."""
+    return dtypes()["Params"][name].names is not None
+
+
+@lru_cache(maxsize=1)
+def _forms() -> dict[str, Form]:
+    """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
+    forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
+    forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
+    forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
+    forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
+    for feature in ARRAYS:
+        form = _pointer
+        if has_strides(feature.name):
+            form = _dense if feature.broadcast else _per_head
+        forms[feature.name] = forms[f"d{feature.name}"] = forms[f"t{feature.name}"] = form
+    return forms
+
+
+def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
+    """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
+    members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
+    for name, array in arrays.items():
+        form = _rows if name.startswith("lse") else _tensor
+        if len(array.shape) > len(arrays[name.replace("_b", "_a")].shape):
+            members |= {"stacked": (array.shape[0],), f"{name}_next": (array.strides[0],)}
+            first = replace(array, shape=array.shape[1:], strides=array.strides[1:])
+            members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
+        else:
+            members[name] = form(array, layout, address)
+    partials = _struct("Partials")
+    return partials.packed(partials.numbers(members))
+
+
+def pack_maps(
+    boxes: tuple[Box, ...], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
+) -> np.ndarray[Any, Any]:
+    """Return the tensor maps of these boxes, in order, as a read-only array without dimensions."""
+    boxed = [arrays[box.operand] for box in boxes]
+    return _maps(boxes, tuple([(address(x), x.shape, x.strides, x.dtype) for x in boxed]), layout, encode)
+
+
+@lru_cache(maxsize=1024)
+def _maps(
+    boxes: tuple[Box, ...],
+    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...],
+    layout: str,
+    encode: Encode,
+) -> np.ndarray[Any, Any]:
+    """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
+    start = operator.attrgetter("pointer")
+    encoded = b""
+    for box, described in zip(boxes, arrays, strict=True):
+        array: Any = Described(*described)
+        own_layout = box.layout or layout
+        pointer, *strides, _ = _tensor(array, own_layout, start)
+        shape = array.shape
+        if own_layout == "bshd":
+            batch, length, heads, dim = shape
+        elif own_layout == "bhsd":
+            batch, heads, length, dim = shape
+        else:
+            batch, (length, heads, dim) = 1, shape
+        sizes = (dim, length, heads, batch)
+        kind = BOX_TYPES[dtype_name(array.dtype)]
+        encoded += _encoded(
+            encode, kind, array.dtype.itemsize, pointer, sizes, tuple(strides[::-1]), (box.columns, box.rows)
+        )
+    return np.ndarray((), f"V{len(encoded)}", encoded)
+
+
+@lru_cache(maxsize=1024)
+def _encoded(
+    encode: Encode,
+    kind: int,
+    itemsize: int,
+    start: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, int],
+) -> bytes:
+    """Encode a map of (column, row, head, batch) in boxes of (columns, rows), with the swizzle of a box's row bytes.
+
+    `strides` are those of row, head and batch, in elements. The stride of a dimension of size 1 is replaced, because it
+    may be illegal for a tensor map.
+    """
+    row_bytes = -(-itemsize * shape[0] // 16) * 16
+    in_bytes = tuple(
+        itemsize * stride if size > 1 else row_bytes for size, stride in zip(shape[1:], strides, strict=True)
+    )
+    return encode(TensorMap(kind, start, shape, in_bytes, (*box, 1, 1), swizzle=itemsize * box[0]))
+
+
+class _Struct(NamedTuple):
+    """The layout of a struct: the format of its numbers, and the index of each member's first number."""
+
+    dtype: np.dtype[Any]
+    packer: struct.Struct
+    zeros: list[float]  # one for each number of the struct
+    places: dict[str, slice]
+
+    def numbers(self, members: dict[str, tuple[float, ...]]) -> list[float]:
+        """Return the numbers of a struct with these members, and 0 in the others."""
+        numbers = self.zeros.copy()
+        for member, values in members.items():
+            numbers[self.places[member]] = values
+        return numbers
+
+    def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
+        """Return a struct with these numbers, packed by one call because NumPy's assignments to fields are slow."""
+        return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
+
+
+@lru_cache
+def _struct(name: str, captured: str = "", cache: bool = False, direction: bool = False) -> _Struct:
+    dtype = dtypes(captured, cache, direction)[name]
+    codes: list[str] = []
+    places: dict[str, slice] = {}
+    begin = end = 0  # numbers and bytes so far
+    for member, (kind, offset, *_) in dict(dtype.fields or {}).items():
+        inside = dict(kind.fields or {member: (kind, 0)})
+        for number, within, *_ in inside.values():
+            codes.append(f"{offset + within - end}x{CODES[number]}")  # the compiler's padding, then the number
+            end = offset + within + number.itemsize
+        places[member] = slice(begin, begin + len(inside))
+        begin += len(inside)
+    return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
+
+
+def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Operand of an array (B, S, H, D) in a layout: pointer, batch, head and row strides, alignment."""
+    start, strides = address(array), array.strides
+    if layout == "bshd":
+        batch, row, head, _ = strides
+    elif layout == "bhsd":
+        batch, head, row, _ = strides
+    else:
+        batch, (row, head, _) = 0, strides
+    elements, rest = divmod(start, array.dtype.itemsize)
+    bits = elements | batch | head | row  # a multiple of 2**n has none of the lowest n bits
+    aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8
+    if array.dtype.itemsize == 1 and bits % 16 == 0:
+        aligned = 16
+    return (start, batch, head, row, aligned)
+
+
+def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Operand of an array with one number per row: (B, H, S), or (H, T) of a packed batch."""
+    return (address(array), *(0, *array.strides)[-3:], 1)
+
+
+def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Operand of an array with one number per sequence and head: (B, H)."""
+    return (address(array), *array.strides, 0, 1)
+
+
+def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Dense of an array that broadcasts to (B, Hq, Sq, Sk); missing dimensions and size 1 have stride 0."""
+    strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    return (address(array), *[0] * (4 - len(strides)), *strides)
+
+
+def _pointer(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    return (address(array),)

@@ -1,0 +1,213 @@
+"""Runs the kernels of a plan on a call's operands, for the backends cuda and simulator.
+
+Outputs and workspaces are allocated by the caller's framework. The backend passes a function that starts the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, contiguous, empty
+from ..engines.launch import GRID_LIMITS, Launch
+from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
+from ..jit.kernel_cache import compiled
+from ..jit.nvrtc import Compiled
+from ..jit.source import assemble
+from ..plan.plan import Plan
+from ..problem.build import has_boxes
+from ..problem.features import ARRAYS
+from ..problem.records import Gradients, Operands, Problem
+from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+
+if TYPE_CHECKING:
+    from .captured import Captured
+
+Results = dict[str, Array | None]
+
+
+class Work(NamedTuple):
+    """The launches of a call, which a backend starts in order, and the arrays that they access."""
+
+    launches: tuple[Launch, ...]
+    arch: str
+    inputs: dict[str, Array]
+    results: Results
+    layout: str
+    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
+    captured: Captured | None = None  # the arrays that mods read, and their gradients
+    written: tuple[str, ...] = ()  # inputs that are also outputs: the caches of an append
+
+    def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
+        """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
+        if self.captured is not None and not launch.headers:
+            # The kernel does not know `captured`, the last member of the struct.
+            constants = dict(launch.constants)
+            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
+            size = dtypes(**members)["Params"].itemsize
+            params = np.ndarray((), f"V{size}", params)
+        if not launch.boxes:
+            return (params,)
+        arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
+        return params, pack_maps(launch.boxes, arrays, self.layout, address, encode)
+
+
+Start = Callable[[Work], object]
+
+
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    """Compile the kernel of a launch for a target, unless the cache has it."""
+    text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
+    return compiled(text, launch.kernel, target)
+
+
+def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
+    """Run the forward and return (out, lse)."""
+    problem, q = plan.problem, operands.q
+    out = None if operands.cache is None else operands.cache.out
+    if out is None:
+        out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
+    lse = empty(problem.lse_shape(q), problem.accumulation, q)
+    start(_work(plan, operands, {"out": out, "lse": lse}))
+    return out, lse
+
+
+def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Array, Array]:
+    """Run the JVP and return (out, lse, tout, tlse)."""
+    problem, q = plan.problem, operands.q
+    out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
+    lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
+    start(_work(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
+    return out, lse, tout, tlse
+
+
+def append(plan: Plan, operands: Operands, start: Start) -> None:
+    """Append rows of k and v to a KV cache."""
+    launches = tuple(launch for launch in plan.launches if launch.kernel == "rotary_append")
+    start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
+
+
+def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
+    """Run the backward, or with tangents the double backward, and return the gradients."""
+    inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
+    gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
+    work = _work(plan, operands, gradients)
+    start(work)
+    return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
+
+
+def block_classes(problem: Problem, operands: Operands, block: int, arch: str, start: Start) -> Array:
+    """Return the exact classes of a mask_mod's blocks, uint8 (B, query blocks, H, key blocks).
+
+    The elements of q, k and v are not read.
+    """
+    from .captured import Captured
+
+    rows, columns = (-(-length // block) for length in (problem.q_len, problem.kv_len))
+    classes = empty((problem.batch, rows, problem.heads, columns), np.dtype(np.uint8), operands.q)
+    operands = operands._replace(q=classes, k=classes, v=classes)
+    constants = shared_constants(problem) | {"THREADS": 128, "BLOCK_Q": block, "BLOCK_KV": block}
+    kernel = "block_classes"  # it loops over the blocks of queries and the heads that exceed the grid
+    grid = columns, min(rows, GRID_LIMITS[1]), min(problem.batch * problem.heads, GRID_LIMITS[2])
+    launches = tuple(with_mods(problem, [Launch(kernel, known_constants(kernel, constants), grid, 128)]))
+    captured = Captured(problem, operands, ())
+    results = {"out": classes} | captured.workspaces
+    params = partial(pack, problem, operands, results, (), captured=captured)
+    start(Work(launches, arch, captured.arrays, results, problem.layout, params, captured))
+    return classes
+
+
+def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
+    """Merge partial results out_a, lse_a, out_b, lse_b into (out, lse); b may be a stack (see partials.merge)."""
+    inputs = {
+        name: part if _has_contiguous_row(part) else contiguous(part)
+        for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
+    }
+    out_a, lse_a = inputs["out_a"], inputs["lse_a"]
+    results = {"out": empty(out_a.shape, out_a.dtype, out_a), "lse": empty(lse_a.shape, lse_a.dtype, lse_a)}
+    launch = _partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1])
+    params = partial(pack_partials, inputs | results, layout)
+    start(Work((launch,) if 0 not in launch.grid else (), arch, inputs, {**results}, layout, params))
+    return results["out"], results["lse"]
+
+
+def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
+    """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row.
+
+    The kernel loops over the heads and sequences that exceed the grid.
+    """
+    batch, heads, rows = (1, *lse.shape)[-3:]
+    constants = (
+        ("element", ELEMENTS[dtype.name]),
+        ("other_element", ELEMENTS[other.name]),
+        ("real", ELEMENTS[lse.dtype.name]),
+        ("THREADS", 128),
+        ("HEAD_DIM_V", head_dim_v),
+    )
+    grid = -(-rows // (128 // 32)), min(heads, GRID_LIMITS[1]), min(batch, GRID_LIMITS[2])
+    return Launch("partials", constants, grid, 128)
+
+
+# Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
+@lru_cache(maxsize=1)
+def _by_any_stride() -> frozenset[str]:
+    strided = [feature.name for feature in ARRAYS if has_strides(feature.name)]
+    return frozenset(("lse", "dlse", "tlse", "seed", *strided, *(f"t{name}" for name in strided)))
+
+
+def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:
+    """Return the launches of a plan with these outputs, and with workspaces from the caller's framework.
+
+    Operands whose rows are not contiguous, and a gradient of out that TMA cannot load, are copied by their framework.
+    """
+    by_any_stride = _by_any_stride()
+    boxed = {box.operand for launch in plan.launches for box in launch.boxes}
+    inputs = given(operands)
+    rows = {
+        name: contiguous(array)
+        for name, array in inputs.items()
+        if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
+    }
+    if rows:
+        operands, inputs = _replaced(operands, rows), inputs | rows
+    problem = plan.problem
+    tokens = (operands.q.shape[0], operands.k.shape[0])
+    lengths = tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)
+    workspaces = () if without_workspaces else plan.workspaces(*lengths)
+    results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
+    captured = None
+    if any(launch.headers for launch in plan.launches):
+        from .captured import Captured  # imported by the first call that has a mod
+
+        captured = Captured(problem, operands, fixed_slots(problem))
+        inputs, results = inputs | captured.arrays, results | captured.workspaces
+    params = partial(pack, problem, operands, results, workspaces, captured=captured)
+    written = () if operands.cache is None or operands.cache.k is None else ("k", "v")
+    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written)
+
+
+def given(operands: Operands) -> dict[str, Array]:
+    """Return the arrays among the operands, by name."""
+    arrays = operands.arrays()
+    if operands.cache is None:
+        return arrays
+    from .kv_cache_params import cache_arrays  # lazily: most calls have no cache
+
+    return arrays | cache_arrays(operands)
+
+
+def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
+    """Return the operands with these arrays, by the names of `given`."""
+    if operands.cache is None:
+        return operands._replace(**arrays)
+    from .kv_cache_params import with_arrays
+
+    return with_arrays(operands, arrays)
+
+
+def _has_contiguous_row(array: Array) -> bool:
+    """Return whether the last dimension is contiguous, as kernels read it."""
+    return array.strides[-1] == 1 or array.shape[-1] <= 1

@@ -1,0 +1,1 @@
+"""From CUDA source to a compiled kernel in memory or on disk."""

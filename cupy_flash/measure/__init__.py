@@ -1,0 +1,1 @@
+"""Checks and timings of the engines on this machine."""

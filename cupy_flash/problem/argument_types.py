@@ -1,0 +1,168 @@
+"""Types of the arguments of public functions. Only type checkers import this module.
+
+A class lists options as keyword arguments: `**options: Unpack[PaddedOptions[AnyArray]]`. Its parameter is the type of
+the options that are arrays. `return_lse` has a class of its own because the type of the result depends on it: overloads
+declare it and unpack a class without it. tests/library/test_features.py compares the classes with the signature of
+`cupy_flash.attention` and against the table of features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import TypedDict  # typing.TypedDict is generic from Python 3.11
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..mods.trace import Mod
+
+Causal: TypeAlias = bool | Literal["bottom_right", "top_left"]
+Window: TypeAlias = tuple[int | None, int | None] | None
+ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any] | Mod | None"  # (score, b, h, q_idx, kv_idx)
+MaskMod: TypeAlias = "Callable[[Any, Any, Any, Any], Any] | Mod | None"  # (b, h, q_idx, kv_idx)
+Layout: TypeAlias = Literal["bshd", "bhsd"]
+Sharding: TypeAlias = Literal["zigzag", "contiguous", "striped"]
+Lengths: TypeAlias = int | tuple[int, int] | None  # lengths of a whole sharded sequence: S, or (Sq, Sk)
+Boundaries: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"  # in host memory
+Group: TypeAlias = "ProcessGroup | DeviceMesh | None"
+DType: TypeAlias = "npt.DTypeLike | torch.dtype"
+Presence: TypeAlias = "bool | npt.DTypeLike | torch.dtype"  # a placeholder for an array: True, or its dtype
+
+T = TypeVar("T")
+
+
+class Definition(TypedDict, Generic[T], total=False):
+    """Options that define what attention computes, for padded and packed batches, on one device or several ranks."""
+
+    causal: Causal
+    window: Window
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: T | None
+    sink: T | None
+    dropout: float
+    seed: int | T | None
+
+
+class Padding(TypedDict, Generic[T], total=False):
+    """Options of padded batches."""
+
+    bias: T | None
+    mask: T | None
+    q_lengths: T | None
+    kv_lengths: T | None
+
+
+class Mods(TypedDict, total=False):
+    """Options that are Python functions."""
+
+    score_mod: ScoreMod
+    mask_mod: MaskMod
+
+
+class Descales(TypedDict, Generic[T], total=False):
+    """Options of fp8."""
+
+    q_descale: T | None
+    k_descale: T | None
+    v_descale: T | None
+
+
+class Ordering(TypedDict, total=False):
+    """The option for the order of dimensions."""
+
+    layout: Layout
+
+
+class Result(TypedDict, total=False):
+    """The option that selects the results."""
+
+    return_lse: bool
+
+
+class Execution(TypedDict, total=False):
+    """Options that control how a call runs."""
+
+    deterministic: bool
+    backend: str | None
+    engine: str | None
+
+
+class PackedOptionsWithoutLse(Definition[T], Mods, Descales[T], Execution, total=False):
+    """Options of `attention_varlen` except return_lse."""
+
+
+class PackedOptions(PackedOptionsWithoutLse[T], Result, total=False):
+    """Options of `attention_varlen`."""
+
+
+class PaddedOptionsWithoutLse(PackedOptionsWithoutLse[T], Padding[T], Ordering, total=False):
+    """Options of `attention` except return_lse."""
+
+
+class PaddedOptions(PaddedOptionsWithoutLse[T], Result, total=False):
+    """Options of `attention`."""
+
+
+class PackedRanksOptionsWithoutLse(Definition[T], Mods, Execution, total=False):
+    """Options of `ring_attention_varlen` and `ulysses_attention_varlen` except return_lse."""
+
+
+class PackedRanksOptions(PackedRanksOptionsWithoutLse[T], Result, total=False):
+    """Options of `ring_attention_varlen` and `ulysses_attention_varlen`."""
+
+
+class RanksOptionsWithoutLse(PackedRanksOptionsWithoutLse[T], Ordering, total=False):
+    """Options of `ring_attention` and `ulysses_attention` except return_lse."""
+
+
+class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
+    """Options of `ring_attention` and `ulysses_attention`."""
+
+
+class CacheArgumentsWithoutLse(Ordering, Mods, Generic[T], total=False):
+    """Options of `attention_with_kv_cache` except return_lse."""
+
+    k: T | None
+    v: T | None
+    cache_seqlens: T | int | None
+    cache_batch_idx: T | None
+    cache_leftpad: T | None
+    block_table: T | None
+    slots: T | None
+    positions: T | None
+    cu_seqlens_q: T | None
+    max_seqlen_q: int | None
+    rotary_cos: T | None
+    rotary_sin: T | None
+    rotary_interleaved: bool
+    causal: bool
+    window: Window
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: T | None
+    sink: T | None
+    mask: T | None
+    k_descale: T | None
+    v_descale: T | None
+    split_size: int | None
+    out: T | None
+    backend: str | None
+    engine: str | None
+
+
+class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
+    """Options of `attention_with_kv_cache`."""
+
+
+class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+    """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
+
+    dtype: npt.DTypeLike | None
+    order: int

@@ -1,0 +1,509 @@
+"""Checks the requirements on a call; each check adds a reason to one error, which lists all of them.
+
+Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain options, never an array, so that
+`pose.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, as_array, dtype_name
+from ..device import GPUS
+from ..plan.plan import engine_reason
+from .features import ARRAYS, CAP, DIFFERENTIATED, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
+from .mask import Mask
+from .records import BACKENDS, DTYPES, FP8, LAYOUTS, LONGEST, out_dtype
+
+WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
+
+
+class Requirements:
+    """Collects the requirements that a call of `function` does not meet."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self.unmet: list[str] = []
+        self.about_type = False
+
+    def require(self, met: bool, reason: str) -> bool:
+        """Record `reason` unless the requirement is met; return whether it is met."""
+        if not met:
+            self.unmet.append(reason)
+        return met
+
+    def require_type(self, met: bool, reason: str) -> bool:
+        """Record `reason` as `require` does; the error then is a TypeError."""
+        self.about_type |= not met
+        return self.require(met, reason)
+
+    def raise_if_unmet(self, arrays: dict[str, Array]) -> None:
+        """Raise TypeError if any reason is about a type, else ValueError, with all reasons and the arrays read."""
+        if not self.unmet:
+            return
+        count = "a requirement is" if len(self.unmet) == 1 else f"{len(self.unmet)} requirements are"
+        lines = [f"{self.function}: {count} not met"]
+        lines += [f"  - {reason}" for reason in self.unmet]
+        if arrays:
+            lines.append("given")
+        width = max(map(len, arrays), default=0)
+        for name, array in arrays.items():
+            lines.append(f"    {name:<{width}}  {array.dtype.name} {array.shape} ({array.framework} on {array.device})")
+        raise (TypeError if self.about_type else ValueError)("\n".join(lines))
+
+
+class ArrayFacts(NamedTuple):
+    """The properties of an Array on which a Problem depends."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    device: str
+    framework: str
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call; `known` is False if its arrays do not agree on them."""
+
+    known: bool = False
+    batch: int = 0
+    q_len: int = 0
+    kv_len: int = 0
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+    head_dim_v: int = 1
+    out: tuple[int, ...] = ()
+    lse: tuple[int, ...] = ()
+
+
+class Settings(NamedTuple):
+    """The options that are not arrays, checked and normalised."""
+
+    mask: Mask
+    numbers: dict[str, float | None]
+
+
+def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
+    """Return the arrays by name; those that cannot be read are unmet requirements and omitted."""
+    arrays = {}
+    for name, value in given.items():
+        try:
+            arrays[name] = as_array(value, name)
+        except TypeError as error:
+            requirements.require_type(False, str(error))
+        except ValueError as error:
+            requirements.require(False, str(error))
+    _place_empty(arrays)
+    return arrays
+
+
+def _place_empty(arrays: dict[str, Array]) -> None:
+    """Set the device of empty arrays to that of the others: the CUDA array interface gives no device for them."""
+    unplaced = [x for x in arrays.values() if x.framework == "cuda_array_interface" and x.pointer == 0]
+    if unplaced:
+        devices = {x.device for x in arrays.values() if x.device != "cpu" and x.pointer != 0}
+        for array in unplaced:
+            array.device = min(devices, default=array.device)
+
+
+# Checks of facts
+
+
+def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
+    """Check that all arrays are of one library and on one device."""
+    frameworks = {array.framework for array in arrays.values()}
+    devices = {array.device for array in arrays.values()}
+    # A library that cannot allocate gets results of NumPy, or CuPy on a GPU, so a backward accepts both.
+    allocating = frameworks - {"dlpack", "cuda_array_interface"}
+    one_type = len(frameworks) <= 1 or (len(allocating) == 1 and allocating <= {"numpy", "cupy"})
+    requirements.require_type(one_type, f"all arrays must be of one type, not {' and '.join(sorted(frameworks))}")
+    requirements.require(len(devices) <= 1, f"all arrays must be on one device, not {' and '.join(sorted(devices))}")
+
+
+def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: Any, packed: bool) -> Sizes:
+    """Check q, k and v, and return the sizes on which they agree."""
+    require = requirements.require
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    dtypes = {array.dtype for array in (q, k, v)}
+    requirements.require_type(len(dtypes) == 1, "q, k and v must have one dtype")
+    for name in sorted(map(dtype_name, dtypes)):
+        requirements.require_type(
+            name in (*DTYPES, FP8), f"q, k and v must be {', '.join(DTYPES)} or {FP8}, not {name}"
+        )
+    rank = 3 if packed else 4
+    layout = layout if isinstance(layout, str) else ""
+    axes = "(T, H, D)" if packed else {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(layout, "")
+    ranked = [require(len(arrays[name].shape) == rank, f"{name} must have {rank} dimensions {axes}") for name in "qkv"]
+    if not all(ranked):
+        return Sizes()
+
+    def sizes(array: ArrayFacts) -> tuple[int, int, int, int]:
+        """Return (batch, length, heads, dim) of an array; a packed array has batch 1."""
+        batch, first, second, dim = (1, *array.shape) if packed else array.shape
+        return (batch, first, second, dim) if layout != "bhsd" else (batch, second, first, dim)
+
+    batch, q_len, heads, head_dim = sizes(q)
+    k_batch, kv_len, kv_heads, k_dim = sizes(k)
+    v_batch, v_len, v_heads, head_dim_v = sizes(v)
+    agreed = [
+        require(batch == k_batch == v_batch, f"q, k and v must have one batch size, not {batch}, {k_batch}, {v_batch}"),
+        require(kv_len == v_len, f"k and v must have one length, not {kv_len} and {v_len}"),
+        require(kv_heads == v_heads, f"k and v must have the same number of heads, not {kv_heads} and {v_heads}"),
+        require(head_dim == k_dim, f"q and k must have one head dimension, not {head_dim} and {k_dim}"),
+        require(
+            max(q_len, kv_len) <= LONGEST, f"q, k and v must have at most {LONGEST} rows, not {q_len} and {kv_len}"
+        ),
+        require(
+            min(heads, kv_heads, v_heads, head_dim, k_dim, head_dim_v) > 0,
+            "heads and head dimensions must be at least 1",
+        ),
+        kv_heads == 0
+        or require(
+            heads % kv_heads == 0, f"the {heads} heads of q must be a multiple of the {kv_heads} heads of k and v"
+        ),
+    ]
+    if not all(agreed):
+        return Sizes()
+    out = (*q.shape[:-1], head_dim_v)
+    lse: tuple[int, ...] = (batch, heads, q_len)
+    if packed:
+        lse = (heads, q_len)
+        bounds = arrays["cu_seqlens_q"].shape if "cu_seqlens_q" in arrays else ()
+        batch = bounds[0] - 1 if bounds else 0
+    return Sizes(True, batch, q_len, kv_len, heads, kv_heads, head_dim, head_dim_v, out, lse)
+
+
+def check_options(
+    requirements: Requirements,
+    options: dict[str, Any],
+    backend: Any,
+    packed: bool,
+    accumulation: type[np.floating[Any]],
+) -> Settings:
+    """Check and return the options that are not arrays; a wrong one has a neutral value until the error is raised.
+
+    `backend` is the option or the environment variable; numbers must be finite in the dtype `accumulation`.
+    """
+    require = requirements.require
+    causal = options["causal"]
+    is_causal = require(
+        isinstance(causal, (bool, np.bool_)) or is_one_of(causal, ("bottom_right", "top_left")),
+        f'causal must be False, True or "bottom_right" (which are the same) or "top_left", not {causal!r}',
+    ) and bool(causal)
+    left, right = _check_window(requirements, options["window"])
+    mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
+
+    limits = np.finfo(accumulation)
+    numbers = {
+        feature.name: RANGES[feature.range](requirements, feature.name, options[feature.name], limits)
+        for feature in NUMBERS
+    }
+
+    for feature in FLAGS:
+        given = options[feature.name]
+        is_flag = isinstance(given, (bool, np.bool_))
+        requirements.require_type(is_flag, f"{feature.name} must be True or False, not {given!r}")
+    layout = options["layout"]
+    require(is_one_of(layout, LAYOUTS), f'layout must be "bshd" or "bhsd", not {layout!r}')
+    is_bhsd = isinstance(layout, str) and layout == "bhsd"
+    require(not (packed and is_bhsd), 'a packed batch is (T, H, D) and has no layout "bhsd"')
+    source = "backend" if options["backend"] is not None else "the environment's CUPY_FLASH_BACKEND"
+    require(
+        backend is None or is_one_of(backend, (*BACKENDS, *(f"simulator:{arch}" for arch in GPUS))),
+        f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}; the simulator takes an architecture, as in "
+        f"simulator:sm_90a, of {', '.join(GPUS)}",
+    )
+    reason = engine_reason(options["engine"])
+    require(reason is None, str(reason))
+    return Settings(mask, numbers)
+
+
+def _check_window(requirements: Requirements, window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    try:
+        left, right = (None if side is None else operator.index(side) for side in window)
+    except Exception:  # a foreign object may raise anything
+        requirements.require_type(
+            False, f"window must be None or (left, right) of whole numbers or None, not {window!r}"
+        )
+        return None, None
+    for side in (left, right):
+        requirements.require(
+            side is None or side >= -1, f"a side of window must be None or -1 (unbounded) or at least 0, not {side}"
+        )
+        requirements.require(side is None or side < 2**63, f"a side of window must be less than 2**63, not {side}")
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def is_one_of(value: Any, names: tuple[str, ...]) -> bool:
+    """Return whether a value is one of these strings; `in` alone fails for arrays, whose == is no bool."""
+    return isinstance(value, str) and value in names
+
+
+def _number(requirements: Requirements, name: str, value: Any, default: float = 0.0) -> float:
+    try:
+        # float() also accepts strings, booleans and complex numbers of NumPy.
+        kind = np.asarray(value).dtype.kind if isinstance(value, (np.generic, np.ndarray)) else ""
+        if isinstance(value, (bool, str, bytes, bytearray, memoryview)) or kind in tuple("bcmMOSTU"):
+            raise TypeError
+        return float(value)
+    except OverflowError:  # an int too large for a float
+        return -math.inf if isinstance(value, int) and value < 0 else math.inf
+    except Exception:  # a foreign object may raise anything
+        requirements.require_type(False, f"{name} must be a number, not {value!r}")
+        return default
+
+
+def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+    if given is None:
+        return None
+    value = _number(requirements, name, given)
+    requirements.require(math.isfinite(value), f"{name} must be finite, not {given!r}")
+    in_dtype = not float(limits.max) < abs(value) < math.inf
+    requirements.require(in_dtype, f"{name} must be finite in {limits.dtype.name}, not {given!r}")
+    return value
+
+
+def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+    """Return a positive number, or None if it is infinite in the accumulation dtype and so has no effect."""
+    if given is None:
+        return None
+    value = _number(requirements, name, given, 1.0)
+    requirements.require(value > 0, f"{name} must be positive, not {given!r}; None and infinity mean no {name}")
+    in_dtype = not 0 < value < float(limits.smallest_subnormal)
+    requirements.require(in_dtype, f"{name} must be positive in {limits.dtype.name}, not {given!r}")
+    return None if value > float(limits.max) else value
+
+
+def _probability(requirements: Requirements, name: str, given: Any, limits: Any) -> float:
+    value = _number(requirements, name, given)
+    # p is rounded to a multiple of 1/65536; if that were 1, no element would be kept.
+    in_range = 0 <= value < 1 and round(65536 * value) < 65536
+    requirements.require(in_range, f"{name} must be in [0, 1), in steps of 1/65536, not {given!r}")
+    return value if in_range else 0.0
+
+
+RANGES = {FINITE: _finite, CAP: _cap, PROBABILITY: _probability}
+
+
+def check_packed(
+    requirements: Requirements, arrays: dict[str, ArrayFacts], longest: tuple[Any, Any]
+) -> tuple[int | None, int | None]:
+    """Check the facts of a packed batch; return (max_seqlen_q, max_seqlen_k), with None for a wrong one."""
+    require = requirements.require
+    for feature in ARRAYS:
+        legal = not feature.padded or feature.name not in arrays
+        require(legal, f"{feature.name} is for padded batches; a packed batch has its lengths in cu_seqlens")
+    batches, checked = [], []
+    for side, given in zip("qk", longest, strict=True):
+        length = None
+        try:
+            length = operator.index(given)
+        except Exception:  # a foreign object may raise anything
+            requirements.require_type(False, f"max_seqlen_{side} must be a whole number, not {given!r}")
+        if length is not None:
+            at_least = require(length >= 0, f"max_seqlen_{side} must be at least 0, not {length}")
+            at_most = require(length <= LONGEST, f"max_seqlen_{side} must be at most {LONGEST}, not {length}")
+            length = length if at_least and at_most else None
+        checked.append(length)
+        name = f"cu_seqlens_{side}"
+        if name in arrays:
+            bounds = arrays[name]
+            require_int32(requirements, name, bounds)
+            is_vector = len(bounds.shape) == 1 and bounds.shape[0] >= 1
+            if require(is_vector, f"{name} must be (B + 1,), not {bounds.shape}"):
+                batches.append(bounds.shape[0] - 1)
+    require(len(set(batches)) <= 1, "cu_seqlens_q and cu_seqlens_k must have one length")
+    return checked[0], checked[1]
+
+
+def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> bool:
+    """Require int32; the message has the cast, because most libraries compute lengths as int64."""
+    cast = "to(torch.int32)" if array.framework == "torch" else 'astype("int32")'
+    return requirements.require_type(
+        array.dtype == np.int32, f"{name} must be int32, not {array.dtype.name}: pass {name}.{cast}"
+    )
+
+
+def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
+    """Check the arrays among the options against the sizes of the call."""
+    for feature in ARRAYS:
+        if feature.name not in arrays:
+            continue
+        name, array = feature.name, arrays[feature.name]
+        if feature.fp8:
+            q = dtype_name(arrays["q"].dtype)
+            requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
+        _check_dtype(requirements, feature, array)
+        shapes = _shapes(feature, sizes)
+        legal = array.shape in shapes or (feature.broadcast and _broadcasts(array.shape, shapes[-1]))
+        axes_text = f"{' or '.join(map(_axes_text, feature.axes))} = {shapes[-1]}"
+        reason = f"{name} must be {axes_text}, not {array.shape}"
+        if feature.broadcast:
+            reason = f"{name} {array.shape} must broadcast to {axes_text}"
+        requirements.require(legal, reason)
+
+
+def _shapes(feature: Feature, sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return the legal shapes of an array among the options, or those to which it must broadcast."""
+    lengths = dict(zip("bhgij", (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len), strict=True))
+    return [tuple(lengths[axis] for axis in axes) for axes in feature.axes]
+
+
+def _axes_text(axes: str) -> str:
+    return f"({', '.join(SIZES[axis] for axis in axes)}{',' * (len(axes) == 1)})"
+
+
+def _check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts) -> None:
+    if feature.dtypes == ("int32",):
+        require_int32(requirements, feature.name, array)
+        return
+    dtype = dtype_name(array.dtype)
+    legal, (wrong, text) = feature.dtype_text or feature.dtypes[0], feature.hint
+    hint = text if dtype in wrong else ""
+    requirements.require_type(dtype in feature.dtypes, f"{feature.name} must be {legal}, not {dtype}{hint}")
+
+
+def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
+    """Check the arrays of a shard and of a backward against the sizes of the call."""
+    require, require_type = requirements.require, requirements.require_type
+    q = arrays["q"].dtype
+    if "starts" in arrays:
+        starts, shape = arrays["starts"], (sizes.batch, 3)
+        legal = starts.dtype == np.int32 and starts.shape == shape
+        require(legal, f"starts must be int32 (B, 3) = {shape}, not {starts.dtype.name} {starts.shape}")
+    for name in ("out", "dout"):
+        if name in arrays:
+            array, dtype = arrays[name], out_dtype(q)
+            require(
+                array.shape == sizes.out, f"{name} must have the shape of the output, {sizes.out}, not {array.shape}"
+            )
+            source = "the dtype of q" if dtype == q else "the output's dtype"
+            require_type(array.dtype == dtype, f"{name} must have {source}, {dtype.name}, not {array.dtype.name}")
+    for name in ("lse", "dlse"):
+        if name in arrays:
+            array, dtype = arrays[name], np.dtype(np.float64 if q == np.float64 else np.float32)
+            require(array.shape == sizes.lse, f"{name} must be {sizes.lse}, not {array.shape}")
+            require_type(array.dtype == dtype, f"{name} must be {dtype.name}, not {array.dtype.name}")
+
+
+def check_tangents(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> None:
+    """Check each tangent against its input."""
+    captured = [name for name in arrays if name.startswith("array")]
+    for name in (*DIFFERENTIATED, *captured):
+        if f"t{name}" not in arrays:
+            continue
+        tangent = arrays[f"t{name}"]
+        if not requirements.require(name in arrays, f"t{name} is the tangent of {name}, which is not given"):
+            continue
+        array = arrays[name]
+        requirements.require(
+            tangent.shape == array.shape, f"t{name} must have the shape of {name}, {array.shape}, not {tangent.shape}"
+        )
+        requirements.require_type(
+            tangent.dtype == array.dtype,
+            f"t{name} must have the dtype of {name}, {array.dtype.name}, not {tangent.dtype.name}",
+        )
+        requirements.require_type(
+            name not in captured or is_float(array.dtype), f"{name} is not floating and has no tangent"
+        )
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Return whether a dtype is one of the four floating dtypes of attention; ml_dtypes' are not np.floating."""
+    return dtype_name(dtype) in DTYPES
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    if len(shape) > len(to):
+        return False
+    return all(size in (1, full) for size, full in zip(shape[::-1], to[::-1], strict=False))
+
+
+# Checks of values
+
+
+def check_seed(
+    requirements: Requirements, arrays: dict[str, Array], seed: Any, dropout: bool, backward: bool
+) -> Array | int | None:
+    """Return the seed as an int or an Array; None if there is none or it is wrong.
+
+    With dropout it may be None only in a forward, and not for jax, which has no generator to draw one from.
+    """
+    framework = arrays["q"].framework if "q" in arrays else ""
+    if seed is None:
+        why = "attention_backward cannot draw one" if backward else "jax has no generator to draw one from"
+        drawable = not dropout or not (backward or framework in ("jax", "xla"))
+        requirements.require(drawable, f"dropout needs a seed here: {why}")
+        return None
+    if isinstance(seed, (bool, np.bool_, np.timedelta64, float, str)):
+        requirements.require_type(False, f"seed must be None, an int or an int64 array of one element, not {seed!r}")
+        return None
+    if isinstance(seed, (int, np.integer)):
+        requirements.require(0 <= int(seed) < 2**64, f"seed must be in [0, 2**64), not {seed}")
+        return int(seed)
+    try:
+        array = as_array(seed, "seed")
+    except (TypeError, ValueError) as error:
+        requirements.require_type(False, str(error))
+        return None
+    requirements.require(
+        array.dtype == np.int64 and math.prod(array.shape) == 1,
+        f"a seed array must be one int64, not {array.dtype.name} {array.shape}",
+    )
+    device = arrays["q"].device if "q" in arrays else array.device
+    requirements.require(
+        array.device == device, f"a seed array must be on the device of q, {device}, not {array.device}"
+    )
+    return array
+
+
+def check_boundaries(
+    requirements: Requirements, arrays: dict[str, Array], longest: tuple[int | None, int | None]
+) -> None:
+    """Check the values of cu_seqlens in host memory."""
+    for side, length in zip("qk", longest, strict=True):
+        name = f"cu_seqlens_{side}"
+        if name not in arrays:
+            continue
+        array = arrays[name]
+        if array.device != "cpu" or array.dtype != np.int32 or len(array.shape) != 1 or not array.shape[0]:
+            continue
+        bounds = array.numpy().astype(np.int64)
+        lengths = np.diff(bounds)
+        requirements.require(bounds[0] == 0, f"{name} must start at 0, not {bounds[0]}")
+        if not requirements.require(bool((lengths >= 0).all()), f"{name} must not decrease"):
+            continue
+        total = arrays[side].shape[0] if side in arrays and arrays[side].shape else None
+        if total is not None:
+            requirements.require(bounds[-1] <= total, f"{name} ends at {bounds[-1]}, past the {total} tokens given")
+        if length is not None and lengths.size:
+            requirements.require(
+                lengths.max() <= length,
+                f"max_seqlen_{side} is {length}, but the longest sequence has {lengths.max()} tokens",
+            )
+
+
+def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Sizes) -> None:
+    """Check the values of arrays among the options in host memory; those with a wrong shape may be huge: skip them."""
+    for feature in WITH_VALUES:
+        array = arrays.get(feature.name)
+        if array is None or array.device != "cpu" or dtype_name(array.dtype) not in feature.dtypes:
+            continue
+        if array.shape not in _shapes(feature, sizes):
+            continue
+        values = array.numpy()
+        if feature.not_negative:
+            legal = bool((np.isfinite(values) & (values >= 0)).all())
+            requirements.require(legal, f"{feature.name} must be finite and not negative")
+        elif sizes.batch:
+            longest = getattr(sizes, feature.longest)
+            requirements.require(
+                bool(values.min() >= 0 and values.max() <= longest),
+                f"{feature.name} must be in [0, {longest}], not {values.min()} to {values.max()}",
+            )

@@ -1,0 +1,816 @@
+"""Poses a call on a KV cache: `pose_with_cache` and `pose_append` check it and make its Problem and Operands.
+
+The Problem has the capacity of the cache, not the lengths. The contents of lengths, tables and positions are not facts:
+they are checked at every call if they are in host memory, and never read from a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import environment
+from ..arrays import Array, empty
+from .build import CACHED, array_facts, cached_if_plain, captured_names, has_boxes, traced_mod
+from .checks import Requirements, Sizes, check_features, check_options, check_places, is_one_of, read, require_int32
+from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
+from .kv_cache_records import Cache, CacheOperands
+from .kv_lengths import appended_places, positions_of_keys, positions_of_queries, read_spans
+from .records import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
+
+if TYPE_CHECKING:
+    from ..mods.trace import Mod
+
+BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
+ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == ARRAY)
+PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
+SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
+SPLIT_UNIT = 64  # split_size must be a multiple
+CACHES = ("k_cache", "v_cache")
+ROWS = ("q", "k", "v")
+OF_CACHE = frozenset(CacheOperands._fields)
+OF_BOTH = frozenset(Operands._fields) - OF_CACHE - {"q", "cu_seqlens_q"}  # arrays that are options of attention() too
+OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
+SHOWN = 8  # maximum entries of an array that an error lists
+
+
+_CacheOptions: Any = make_dataclass(
+    "_CacheOptions", [(feature.name, Any, field(default=feature.default)) for feature in CACHE_FEATURES], slots=True
+)
+
+
+class CacheOptions(_CacheOptions):
+    """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, object]) -> CacheOptions:
+        """Make the options from keyword arguments; TypeError for an unknown name."""
+        unknown = [name for name in options if name not in BY_NAME]
+        if unknown:
+            known = ", ".join(BY_NAME)
+            raise TypeError(f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {known}")
+        return cls(**options)
+
+
+def pose_with_cache(
+    q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, reasons: tuple[str, ...] = ()
+) -> tuple[Problem, Operands]:
+    """Pose `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_given(options, ARRAY_NAMES)}
+    return _pose("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
+
+
+def pose_append(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions, reasons: tuple[str, ...] = ()
+) -> tuple[Problem, Operands]:
+    """Pose `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
+    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **_given(options, ARRAY_NAMES)}
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = cu_seqlens
+    return _pose("append_to_kv_cache", given, options, "cu_seqlens", reasons)
+
+
+def _given(options: CacheOptions, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _pose(
+    function: str, given: dict[str, Any], options: CacheOptions, bounds: str, reasons: tuple[str, ...]
+) -> tuple[Problem, Operands]:
+    requirements = Requirements(function)
+    requirements.unmet += reasons
+    length = _whole_length(requirements, options.cache_seqlens)
+    if length is None and options.cache_seqlens is not None:
+        given["cache_seqlens"] = options.cache_seqlens
+    mod = traced_mod(requirements, options)
+    given |= zip(captured_names(mod), () if mod is None else mod.arrays, strict=True)
+    call = read(requirements, given)
+    facts = _facts(function, call, options, length is not None, mod)
+    stated: Stated = cached_if_plain(_state, facts.types)(facts)
+    requirements.unmet += stated.unmet
+    requirements.about_type |= stated.about_type
+    operands = _operands(call, length, bounds, mod)
+    _check_overlap(requirements, call)
+    if stated.readable and stated.problem is not None:
+        _check_contents(requirements, stated.problem, operands, bounds)
+    requirements.raise_if_unmet(call)
+    if stated.unsupported:
+        raise UnsupportedError("\n".join([f"{function}: not supported", *(f"  - {x}" for x in stated.unsupported)]))
+    assert stated.problem is not None
+    return stated.problem, operands
+
+
+def _whole_length(requirements: Requirements, given: Any) -> int | None:
+    """Return cache_seqlens if it is one number for all sequences, else None; 0 for one that is no int32."""
+    if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
+        return None
+    if not isinstance(given, (int, np.integer)) or isinstance(given, (bool, np.timedelta64)):
+        return None
+    length = int(given)
+    return length if requirements.require(abs(length) <= LONGEST, f"cache_seqlens must be int32, not {length}") else 0
+
+
+def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
+    """Return the operands of a call, for the arrays that could be read; an append has an empty q."""
+    nested: dict[str, Any] = {name: x for name, x in call.items() if name in OF_CACHE}
+    if length is not None:
+        nested["cache_seqlens"] = length
+    q = call.get("q")
+    if q is None and "k" in call:
+        k = call["k"]
+        q = empty((0,) * len(k.shape), k.dtype, k)
+    named: dict[str, Any] = {name: x for name, x in call.items() if name in OF_BOTH}
+    if mod is not None:
+        named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
+    return Operands(
+        q, call.get("k_cache"), call.get("v_cache"),
+        cu_seqlens_q=call.get(bounds), cache=CacheOperands(**nested), **named,
+    )  # fmt: skip
+
+
+# Facts
+
+
+class CacheArrayFacts(NamedTuple):
+    """The properties of an Array that the checks of a call on a KV cache need."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    device: str
+    framework: str
+    readonly: bool
+    immutable: str  # as in Array
+    has_rows: bool  # the last dimension is contiguous
+    repeats: bool  # a stride is 0, so several elements share an address
+    has_boxes: bool  # a cache that TMA can load
+
+
+class Facts(NamedTuple):
+    """Everything on which a Problem and the checks depend, except the contents of arrays and a common length."""
+
+    function: str
+    options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
+    window: Any
+    backend: Any
+    one_length: bool
+    mods: str  # the text; "" without
+    types: tuple[type, ...]
+    arrays: tuple[tuple[str, CacheArrayFacts], ...]
+
+
+class Stated(NamedTuple):
+    """The result of all checks of facts."""
+
+    problem: Problem | None  # None if the arrays do not agree on the sizes
+    readable: bool  # the arrays of indices have the right shapes and dtypes
+    unmet: tuple[str, ...]
+    about_type: bool
+    unsupported: tuple[str, ...]
+
+
+_plain_of = operator.attrgetter(*PLAIN_OPTIONS)
+
+
+def _facts(function: str, call: dict[str, Array], options: CacheOptions, one_length: bool, mod: Mod | None) -> Facts:
+    plain, window, backend = _plain_of(options), options.window, options.backend
+    if backend is None:
+        backend = environment.backend()
+    sides = window if type(window) is tuple else (window,)
+    arrays = []
+    for name, x in call.items():
+        layout = *_rows_and_repeats(x.shape, x.strides), name in CACHES and has_boxes(x)
+        written = x.readonly, x.immutable
+        arrays.append((name, CacheArrayFacts(x.shape, x.dtype, x.device, x.framework, *written, *layout)))
+    types = tuple(map(type, (*plain, backend, *sides)))
+    text = "" if mod is None else mod.text
+    return Facts(function, plain, window, backend, one_length, text, types, tuple(arrays))
+
+
+@lru_cache(maxsize=CACHED)
+def _rows_and_repeats(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, bool]:
+    """Return whether the last dimension of an array is contiguous, and whether several elements share an address."""
+    has_rows = 0 in shape or shape[-1:] == (1,) or strides[-1:] == (1,)
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True))
+    return has_rows, overlaps and 0 not in shape
+
+
+@lru_cache(maxsize=CACHED)
+def _state(facts: Facts) -> Stated:
+    requirements = Requirements("")
+    arrays, options = dict(facts.arrays), dict(zip(PLAIN_OPTIONS, facts.options, strict=True))
+    options["window"] = facts.window
+    check_places(requirements, arrays)  # type: ignore[arg-type]  # it reads the fields of ArrayFacts
+    layout = options["layout"] if is_one_of(options["layout"], LAYOUTS) else "bshd"
+    sizes = _check_caches(requirements, arrays, layout)
+    attends = facts.function == "attention_with_kv_cache"
+    if sizes is not None:
+        check = _check_queries if attends else _check_rows
+        sizes = check(requirements, arrays, layout, sizes)
+    if attends:
+        sizes = _check_longest(requirements, options["max_seqlen_q"], "cu_seqlens_q" in arrays, sizes)
+    if sizes is not None and attends and {"k", "v"} & arrays.keys():
+        sizes = _check_rows_beside_queries(requirements, arrays, layout, sizes)
+    unsupported = _check_what_goes_together(requirements, facts, arrays, attends)
+    mods = _check_mods(requirements, facts, arrays, sizes)
+    agreed = not requirements.unmet
+    readable = sizes is not None and _check_indices(requirements, arrays, sizes) and agreed
+    split_size = _check_numbers(requirements, options)
+    if sizes is None:
+        return Stated(None, False, tuple(requirements.unmet), requirements.about_type, ())
+    unsupported += _check_pages(arrays, sizes)
+    unsupported += _check_dtypes(requirements, arrays, attends)
+    _check_others(requirements, arrays, layout, sizes)
+    if "out" in arrays and (arrays["out"].device != "cpu" or facts.backend not in (None, "cpu")):
+        requirements.require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")
+    return _with_problem(
+        requirements, facts, options, arrays, sizes, layout, readable, tuple(unsupported), mods, split_size
+    )
+
+
+class CacheSizes(NamedTuple):
+    """The sizes of a call, on which its arrays agree."""
+
+    blocks: int  # number of pages, or of rows of a contiguous cache
+    rows: int  # keys per block
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    capacity: int  # maximum keys of a sequence
+    batch: int = 0
+    q_len: int = 0
+    heads: int = 1
+    tokens: int = 0  # rows of k, v and slots
+    appended: int | None = None
+    packed: bool = False
+
+
+def _axes(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
+    """Return (batch, length, heads, dim) of a shape in a layout."""
+    batch, first, second, dim = shape
+    return (batch, second, first, dim) if layout == "bhsd" else (batch, first, second, dim)
+
+
+def _check_caches(requirements: Requirements, arrays: dict[str, Any], layout: str) -> CacheSizes | None:
+    if not {"k_cache", "v_cache"} <= arrays.keys():
+        return None
+    require = requirements.require
+    k, v = arrays["k_cache"], arrays["v_cache"]
+    axes = "(B, S, Hk, D) or pages (pages, P, Hk, D)" if layout == "bshd" else "(B, Hk, S, D) or (pages, Hk, P, D)"
+    requirements.require_type(k.dtype == v.dtype, "k_cache and v_cache must have one dtype")
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        # Rows appended to a copy would be lost, and copying a whole cache is too slow anyway.
+        require(cache.has_rows, f"the last dimension of {name} must be contiguous: caches are never copied")
+    ranked = [require(len(x.shape) == 4, f"{name} must be {axes}") for name, x in (("k_cache", k), ("v_cache", v))]
+    if not all(ranked):
+        return None
+    blocks, rows, kv_heads, head_dim = _axes(k.shape, layout)
+    *others, head_dim_v = _axes(v.shape, layout)
+    agreed = require([blocks, rows, kv_heads] == others, "k_cache and v_cache must agree in all but the last dimension")
+    sized = require(min(kv_heads, head_dim, head_dim_v) > 0, "heads and head dimensions must be at least 1")
+    if not (agreed and sized):
+        return None
+    capacity = rows
+    if "block_table" in arrays and len(arrays["block_table"].shape) == 2:
+        capacity = rows * arrays["block_table"].shape[1]
+    if not require(capacity <= LONGEST, f"a sequence must have at most {LONGEST} keys, and {capacity} fit"):
+        return None
+    return CacheSizes(blocks, rows, kv_heads, head_dim, head_dim_v, capacity)
+
+
+def _check_queries(
+    requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes
+) -> CacheSizes | None:
+    if "q" not in arrays:
+        return None
+    require, q = requirements.require, arrays["q"].shape
+    packed = "cu_seqlens_q" in arrays
+    axes = "(T, Hq, D)" if packed else {"bshd": "(B, Sq, Hq, D)", "bhsd": "(B, Hq, Sq, D)"}[layout]
+    if not require(len(q) == (3 if packed else 4), f"q must be {axes}, not {q}"):
+        return None
+    batch, q_len, heads, head_dim = (1, *q) if packed else _axes(q, layout)
+    if packed:
+        batch = max(arrays["cu_seqlens_q"].shape[0] - 1, 0) if arrays["cu_seqlens_q"].shape else 0
+    agreed = [
+        require(
+            head_dim == sizes.head_dim, f"q and k_cache must have one head dimension, not {head_dim}, {sizes.head_dim}"
+        ),
+        require(
+            heads > 0 and heads % sizes.kv_heads == 0,
+            f"the {heads} heads of q must be a multiple of the {sizes.kv_heads} heads of the caches",
+        ),
+        require(q_len <= LONGEST, f"q must have at most {LONGEST} rows, not {q_len}"),
+    ]
+    if not all(agreed):
+        return None
+    return sizes._replace(batch=batch, q_len=q_len, heads=heads, packed=packed)
+
+
+def _check_longest(
+    requirements: Requirements, longest: Any, packed: bool, sizes: CacheSizes | None
+) -> CacheSizes | None:
+    """Return the sizes with max_seqlen_q, which packed queries require and others refuse."""
+    if not packed:
+        requirements.require(longest is None, "max_seqlen_q is for packed queries, with cu_seqlens_q")
+        return sizes
+    try:
+        length = operator.index(longest)
+    except Exception:  # a foreign object may raise anything
+        requirements.require_type(False, f"max_seqlen_q must be a whole number with cu_seqlens_q, not {longest!r}")
+        return None
+    if not requirements.require(0 <= length <= LONGEST, f"max_seqlen_q must be in [0, {LONGEST}], not {length}"):
+        return None
+    return None if sizes is None else sizes._replace(q_len=length)
+
+
+def _check_rows(
+    requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes
+) -> CacheSizes | None:
+    """Return the sizes of `append_to_kv_cache` from k and v: a batch, packed tokens, or with slots one sequence."""
+    if not {"k", "v"} <= arrays.keys():
+        return None
+    k, v = arrays["k"].shape, arrays["v"].shape
+    packed = "cu_seqlens" in arrays or ("slots" in arrays and len(k) == 3)
+    axes = "(T, Hk, D)" if packed else {"bshd": "(B, S, Hk, D)", "bhsd": "(B, Hk, S, D)"}[layout]
+    if not requirements.require(len(k) == len(v) == (3 if packed else 4), f"k and v must be {axes}, not {k} and {v}"):
+        return None
+    batch, rows, *k_rest = (1, *k) if packed else _axes(k, layout)
+    *v_first, v_heads, v_dim = (1, *v) if packed else _axes(v, layout)
+    expected = ([sizes.kv_heads, sizes.head_dim], [batch, rows, sizes.kv_heads, sizes.head_dim_v])
+    reason = f"k and v must agree with each other and in heads and head dimensions with the caches, not {k} and {v}"
+    if not requirements.require((k_rest, [*v_first, v_heads, v_dim]) == expected, reason):
+        return None
+    if "cu_seqlens" in arrays:
+        bounds = arrays["cu_seqlens"].shape
+        batch = max(bounds[0] - 1, 0) if bounds else 0
+    tokens = rows if packed else batch * rows
+    return sizes._replace(batch=batch, heads=sizes.kv_heads, tokens=tokens, appended=rows, packed=packed)
+
+
+def _check_rows_beside_queries(
+    requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes
+) -> CacheSizes | None:
+    """Return the sizes with the rows of k and v, packed if q is; unchanged if k and v do not agree."""
+    together = "k" in arrays and "v" in arrays
+    if not requirements.require(together, "k and v are appended together: give both or neither"):
+        return sizes
+    k, v = arrays["k"].shape, arrays["v"].shape
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    if sizes.packed:
+        rows = arrays["q"].shape[0]
+        shapes = ((rows, sizes.kv_heads, sizes.head_dim), (rows, sizes.kv_heads, sizes.head_dim_v))
+        axes, tokens = "(T, Hk, D)", rows
+    else:
+        ranked = len(k) == 4
+        rows = _axes(k, layout)[1] if ranked else 0
+        axes = {"bshd": "(B, S, Hk, D)", "bhsd": "(B, Hk, S, D)"}[layout]
+        order = (lambda dim: (sizes.batch, rows, sizes.kv_heads, dim)) if layout == "bshd" else (
+            lambda dim: (sizes.batch, sizes.kv_heads, rows, dim)
+        )  # fmt: skip
+        shapes, tokens = (order(sizes.head_dim), order(sizes.head_dim_v)), sizes.batch * rows
+    agreed = [
+        requirements.require(shape == expected, f"{name} must be {axes} = {expected}, not {shape}")
+        for name, shape, expected in (("k", k, shapes[0]), ("v", v, shapes[1]))
+    ]
+    return sizes._replace(appended=rows, tokens=tokens) if all(agreed) else sizes
+
+
+def _check_what_goes_together(
+    requirements: Requirements, facts: Facts, arrays: dict[str, Any], attends: bool
+) -> list[str]:
+    """Check which arguments are given together; return the combinations that are legal but not supported."""
+    require = requirements.require
+    has_lengths = facts.one_length or "cache_seqlens" in arrays
+    appends, by_slots = "k" in arrays and "v" in arrays, "slots" in arrays
+    rotates = "rotary_cos" in arrays
+    if not attends:
+        needs = rotates and "positions" not in arrays
+        require(has_lengths or by_slots, "cache_seqlens or slots must say where the rows go")
+        if by_slots:
+            require(has_lengths == needs, "beside slots, cache_seqlens is for rotary without positions, which needs it")
+            require("block_table" not in arrays, "slots say where the rows go: block_table says nothing beside them")
+    elif appends:
+        require(has_lengths or by_slots, "with k and v, cache_seqlens or slots must say where they go")
+    else:
+        require(not by_slots, "slots say where k and v go, which are not given")
+    require(not (by_slots and "cache_batch_idx" in arrays), "slots and cache_batch_idx do not go together")
+    paged, has_rows = "block_table" in arrays, "cache_batch_idx" in arrays
+    require(not (paged and has_rows), "cache_batch_idx is for contiguous caches, without block_table")
+    require(rotates == ("rotary_sin" in arrays), "rotary_cos and rotary_sin are given together or not at all")
+    unsupported = []
+    if paged and "cache_leftpad" in arrays:
+        unsupported.append("cache_leftpad with block_table; FlashAttention 3 serves it")
+    return unsupported + _check_written(requirements, arrays, appends)
+
+
+def _check_written(requirements: Requirements, arrays: dict[str, Any], appends: bool) -> list[str]:
+    """Check the arrays to which a call writes; return the refusals of those whose library has immutable arrays."""
+    refusals = []
+    for name in (*CACHES, "out") if appends else ("out",):
+        if name not in arrays:
+            continue
+        array, loss = arrays[name], "" if name == "out" else ": rows cannot be appended"
+        requirements.require(not array.repeats, f"{name} repeats its elements (a stride of 0){loss}")
+        if not array.immutable:
+            requirements.require(not array.readonly, f"{name} is read-only{loss}")
+        elif name == "out":
+            refusals.append(f"{array.immutable} arrays are immutable, and out cannot be written in place")
+        else:
+            instead = "keep the caches in arrays of another library, such as NumPy or torch"
+            if array.immutable == "jax":
+                instead = "cupy_flash.adapters.jax.append_to_kv_cache returns new caches"
+            refusals.append(
+                f"{array.immutable} arrays are immutable, and nothing can be appended to them in place: {instead}"
+            )
+    return list(dict.fromkeys(refusals))  # one for both caches
+
+
+def _check_mods(
+    requirements: Requirements, facts: Facts, arrays: dict[str, Any], sizes: CacheSizes | None
+) -> dict[str, Any]:
+    """Return the fields of a Problem for its mods; captured arrays must be as long as the capacity."""
+    if not facts.mods:
+        return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
+    from ..mods.ir import parse
+    from .mod_checks import check_captured
+
+    program = parse(facts.mods)
+    if sizes is not None:
+        check_captured(requirements, arrays, program, (sizes.batch, sizes.heads, sizes.capacity, sizes.capacity))
+    return dict(
+        mods=facts.mods,
+        score_mod=program.score is not None,
+        mask_mod=program.mask is not None,
+        captured_gradient=(False,) * len(program.arrays),
+    )
+
+
+def _check_pages(arrays: dict[str, Any], sizes: CacheSizes) -> list[str]:
+    is_power = sizes.rows > 0 and sizes.rows & (sizes.rows - 1) == 0
+    if "block_table" not in arrays or is_power:
+        return []
+    return [f"pages of {sizes.rows} keys, which is no power of two; FlashAttention 3 serves any page size"]
+
+
+def _check_indices(requirements: Requirements, arrays: dict[str, Any], sizes: CacheSizes) -> bool:
+    """Check dtypes and shapes of the arrays of indices; return whether their contents can be checked."""
+    before = len(requirements.unmet)
+    extents = {"b": sizes.batch, "i": sizes.q_len, "n": sizes.tokens, "t": sizes.tokens}
+    for name in ("cu_seqlens_q", "cu_seqlens", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
+                 "slots", "positions"):  # fmt: skip
+        if name not in arrays:
+            continue
+        array, feature = arrays[name], BY_NAME.get(name, BY_NAME["cu_seqlens_q"])
+        if feature.dtypes == ("int32",):
+            require_int32(requirements, name, array)
+        else:
+            requirements.require_type(array.dtype == np.int64, f"{name} must be int64, not {array.dtype.name}")
+        if feature.name == "cu_seqlens_q":
+            requirements.require(
+                len(array.shape) == 1 and array.shape[0] >= 1, f"{name} must be (B + 1,), not {array.shape}"
+            )
+            continue
+        if name == "positions":
+            rows = arrays["q"].shape[0] if sizes.packed and "q" in arrays else sizes.tokens
+            per_sequence = sizes.q_len if "q" in arrays else sizes.appended
+            expected: tuple[int | None, ...] = (rows,) if sizes.packed else (sizes.batch, per_sequence)
+            if sizes.appended is not None and not sizes.packed:
+                requirements.require(
+                    sizes.appended == per_sequence, "with positions, q and k must have one number of rows"
+                )
+        else:
+            expected = tuple(extents.get(axis) for axis in feature.axes[0])
+        legal = len(array.shape) == len(expected) and all(
+            size is None or size == given for size, given in zip(expected, array.shape, strict=True)
+        )
+        text = ", ".join("pages" if size is None else str(size) for size in expected) + "," * (len(expected) == 1)
+        requirements.require(legal, f"{name} must be ({text}), not {array.shape}")
+    if (
+        "block_table" not in arrays
+        and "cache_batch_idx" not in arrays
+        and not ("slots" in arrays and "q" not in arrays)
+    ):
+        enough = sizes.blocks >= sizes.batch
+        requirements.require(enough, f"the caches have {sizes.blocks} rows, and the batch has {sizes.batch} sequences")
+    return len(requirements.unmet) == before
+
+
+def _check_numbers(requirements: Requirements, options: dict[str, Any]) -> int | None:
+    """Check rotary_interleaved, causal and split_size, which is returned; check_options checks the others."""
+    for name in ("rotary_interleaved", "causal"):
+        is_flag = isinstance(options[name], (bool, np.bool_))
+        requirements.require_type(is_flag, f"{name} must be True or False, not {options[name]!r}")
+    split = options["split_size"]
+    if split is None:
+        return None
+    try:
+        size = operator.index(split)
+    except Exception:  # a foreign object may raise anything
+        requirements.require_type(False, f"split_size must be None or a whole number, not {split!r}")
+        return None
+    legal = size > 0 and size % SPLIT_UNIT == 0 and not isinstance(split, bool)
+    requirements.require(legal, f"split_size must be a positive multiple of {SPLIT_UNIT}, not {split!r}")
+    requirements.require(size <= LONGEST, f"split_size must be at most {LONGEST}, not {split!r}")
+    return size
+
+
+def _check_dtypes(requirements: Requirements, arrays: dict[str, Any], attends: bool) -> list[str]:
+    """Check the dtypes of rows and caches; return the reason if they are legal but not supported."""
+    require_type = requirements.require_type
+    name = "q" if attends else "k"
+    dtype, cache = arrays[name].dtype, arrays["k_cache"].dtype
+    if dtype.name == FP8:
+        return [f"{name} of {FP8} with a KV cache; caches of {FP8} are served beside 16-bit {name}"]
+    require_type(dtype.name in FLOATING, f"{name} must be {', '.join(FLOATING)}, not {dtype.name}")
+    for other in ("k", "v"):
+        if other in arrays and other != name:
+            given = arrays[other].dtype
+            require_type(given == dtype, f"{other} must have the dtype of {name}, {dtype.name}, not {given.name}")
+    legal = cache == dtype or (cache.name == FP8 and dtype.itemsize == 2)
+    require_type(legal, f"the caches must be {dtype.name}, or {FP8} beside 16-bit {name}, not {cache.name}")
+    for descale in ("k_descale", "v_descale"):
+        if descale in arrays:
+            require_type(cache.name == FP8, f"{descale} is for caches of {FP8}, and these are {cache.name}")
+    return []
+
+
+def _check_others(requirements: Requirements, arrays: dict[str, Any], layout: str, sizes: CacheSizes) -> None:
+    """Check rotary tables, mask, descales, out, and the arrays that are options of attention() too."""
+    require, require_type = requirements.require, requirements.require_type
+    for name in ("rotary_cos", "rotary_sin"):
+        if name in arrays:
+            table = arrays[name]
+            require_type(table.dtype.name in FLOATING, f"{name} must be floating, not {table.dtype.name}")
+            legal = len(table.shape) == 2 and 1 <= table.shape[1] <= sizes.head_dim // 2
+            require(legal, f"{name} must be (R, rd / 2) with rd up to D = {sizes.head_dim}, not {table.shape}")
+    if {"rotary_cos", "rotary_sin"} <= arrays.keys():
+        shapes = (arrays["rotary_cos"].shape, arrays["rotary_sin"].shape)
+        require(shapes[0] == shapes[1], f"rotary_cos and rotary_sin must have one shape, not {shapes[0]}, {shapes[1]}")
+    if "mask" in arrays:
+        mask = arrays["mask"]
+        require_type(mask.dtype == np.bool_, f"mask must be bool, True = attend, not {mask.dtype.name}")
+        require(not sizes.packed, "mask is for padded queries, and these are packed")
+        rows = (sizes.batch, sizes.heads, sizes.q_len)
+        fits = len(mask.shape) == 4 and mask.shape[2] == sizes.q_len and mask.shape[0] in (1, sizes.batch)
+        fits = fits and mask.shape[1] in (1, sizes.heads) and mask.shape[3] <= sizes.capacity
+        text = f"(B or 1, Hq or 1, Sq, s), B, Hq, Sq = {rows}, s up to the capacity {sizes.capacity}"
+        require(sizes.packed or fits, f"mask must be {text}, not {mask.shape}")
+    for name in ("k_descale", "v_descale"):
+        if name in arrays:
+            descale, shape = arrays[name], (sizes.batch, sizes.kv_heads)
+            require_type(descale.dtype == np.float32, f"{name} must be float32, not {descale.dtype.name}")
+            require(descale.shape == shape, f"{name} must be (B, Hk) = {shape}, not {descale.shape}")
+    if "out" in arrays:
+        out, expected = arrays["out"], (*arrays["q"].shape[:-1], sizes.head_dim_v)
+        require(out.shape == expected, f"out must be {expected}, not {out.shape}")
+        dtype = arrays["q"].dtype
+        require_type(out.dtype == dtype, f"out must have the dtype of q, {dtype.name}, not {out.dtype.name}")
+    if "q" in arrays:
+        names = ("q", "alibi_slopes", "sink")
+        known = Sizes(True, sizes.batch, sizes.q_len, sizes.capacity, sizes.heads, sizes.kv_heads, sizes.head_dim)
+        check_features(requirements, {name: arrays[name] for name in names if name in arrays}, known)
+
+
+def _with_problem(
+    requirements: Requirements,
+    facts: Facts,
+    options: dict[str, Any],
+    arrays: dict[str, Any],
+    sizes: CacheSizes,
+    layout: str,
+    readable: bool,
+    unsupported: tuple[str, ...],
+    mods: dict[str, Any],
+    split_size: int | None,
+) -> Stated:
+    """Return the result with its Problem, in which options that are wrong have neutral values."""
+    like = arrays["q" if "q" in arrays else "k"]
+    named = dict(arrays) | {"q": like}
+    shared = {feature.name: feature.default for feature in FEATURES}
+    shared |= {name: options[name] for name in SHARED}
+    shared["causal"] = bool(options["causal"]) if isinstance(options["causal"], (bool, np.bool_)) else True
+    accumulation = np.float64 if like.dtype == np.float64 else np.float32
+    settings = check_options(requirements, shared, facts.backend, False, accumulation)
+    numbers = settings.numbers
+    if numbers["scale"] is None:
+        numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
+    rotary = rotary_dtypes = None
+    if {"rotary_cos", "rotary_sin"} <= arrays.keys() and len(arrays["rotary_cos"].shape) == 2:
+        interleaved = options["rotary_interleaved"]
+        rotary = (2 * arrays["rotary_cos"].shape[1], isinstance(interleaved, (bool, np.bool_)) and bool(interleaved))
+        rotary_dtypes = (arrays["rotary_cos"].dtype.name, arrays["rotary_sin"].dtype.name)
+    cache = Cache(
+        layout=layout,
+        dtype=arrays["k_cache"].dtype,
+        blocks=sizes.blocks,
+        page=sizes.rows if "block_table" in arrays else None,
+        appended=sizes.appended,
+        slots="slots" in arrays,
+        rotary=rotary,
+        split_size=split_size,
+        rotary_dtypes=rotary_dtypes,
+    )
+    problem = Problem(
+        backward=False,
+        derivative="",
+        tangents=(),
+        dtype=like.dtype,
+        device=like.device,
+        framework=like.framework,
+        layout="thd" if sizes.packed else layout,
+        batch=sizes.batch,
+        q_len=sizes.q_len,
+        kv_len=sizes.capacity,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        head_dim_v=sizes.head_dim_v,
+        mask=settings.mask,
+        dlse=False,
+        aligned=all(arrays[name].has_boxes for name in CACHES if name in arrays),
+        empty=0 in like.shape,
+        shard=False,
+        step=1,
+        first_head=0,
+        whole_heads=sizes.heads,
+        first_batch=0,
+        deterministic=False,
+        backend=facts.backend,
+        engine=options["engine"],
+        cache=cache,
+        bias_gradient=False,
+        **mods,
+        **numbers,
+        **array_facts(named),
+    )
+    return Stated(problem, readable, tuple(requirements.unmet), requirements.about_type, unsupported)
+
+
+# Contents
+
+
+def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
+    """Check that no array overlaps a cache, which the append would change, nor `out` an array that is read.
+
+    For the two caches only the first elements are compared: one array as both caches is an error, but overlapping views
+    that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
+    have none while jax traces.
+    """
+    appends = "k" in call
+    if not appends and "out" not in call:
+        return
+    extents = {name: _extent(call[name]) for name in (*CACHES, *ROWS, "out") if name in call}
+    for name, (first, end) in extents.items():
+        others = (*CACHES, *ROWS) if name == "out" else CACHES if appends and name in ROWS else ()
+        for other in others:
+            other_first, other_end = extents.get(other, (0, 0))
+            if first < other_end and other_first < end and _share_an_element(call[name], call[other]):
+                requirements.require(False, f"{name} overlaps {other} in memory")
+    if appends and extents.keys() >= set(CACHES):
+        k, v = (call[name] for name in CACHES)
+        (k_first, k_end), (v_first, v_end) = (extents[name] for name in CACHES)
+        is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
+        requirements.require(
+            not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"
+        )
+
+
+def _has_own_memory(array: Array) -> bool:
+    return array.framework not in ("jax", "xla")
+
+
+def _share_an_element(a: Array, b: Array) -> bool:
+    """Whether two arrays with overlapping address ranges share an element; False if the search takes too long."""
+    if a.device != b.device or not _has_own_memory(a):
+        return False
+    try:
+        shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+    return shared
+
+
+@lru_cache(maxsize=CACHED)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Return the indices in memory of an array's first element and of the one after its last, relative to element 0."""
+    if 0 in shape:
+        return 0, 0
+    steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + 1
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    """Return the first address of an array, and the address after its last element."""
+    first, end = _span(array.shape, array.strides)
+    size = array.dtype.itemsize
+    return array.pointer + first * size, array.pointer + end * size
+
+
+def _addresses(array: Array) -> np.ndarray:
+    """Return a NumPy array with an array's addresses, which may be of a GPU, so its elements must not be accessed."""
+    size = array.dtype.itemsize
+    holder = SimpleNamespace(
+        __array_interface__={
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (array.pointer, True),
+            "shape": array.shape,
+            "strides": tuple(stride * size for stride in array.strides),
+        }
+    )
+    return np.asarray(holder)
+
+
+def _check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
+    """Check the contents of arrays of indices in host memory; arrays on a GPU are not read, but clamped by kernels."""
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    indices = (operands.cu_seqlens_q, *given[2:8])
+    if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
+        return
+    require = requirements.require
+    for name in ("k_descale", "v_descale"):
+        descale = getattr(operands, name)
+        if descale is not None and descale.device == "cpu" and descale.dtype == np.float32:
+            values = descale.numpy()
+            legal = bool((np.isfinite(values) & (values >= 0)).all())
+            require(legal, f"{name} must be finite and not negative")
+    tokens = operands.q.shape[0] if given.k is None else given.k.shape[0]
+    if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
+        return
+    spans = read_spans(problem, operands)
+    if bounds == "cu_seqlens_q" and operands.cu_seqlens_q is not None and problem.batch:
+        longest = int(spans.q_rows.max())
+        require(longest <= problem.q_len, f"max_seqlen_q is {problem.q_len}, but a sequence has {longest} tokens")
+    capacity = str(problem.kv_len)
+    if given.block_table is not None and cache.page is not None:
+        capacity += f", {given.block_table.shape[1]} columns of block_table with pages of {cache.page} keys"
+    wrong = np.flatnonzero((spans.before < 0) | (spans.kv_lengths > problem.kv_len)).tolist()
+    for b in wrong[:SHOWN]:
+        before = f" before {spans.appended[b]} appended rows" if spans.appended[b] else ""
+        require(False, f"cache_seqlens[{b}] is {spans.before[b]}{before}, and the capacity is {capacity}")
+    if given.cache_batch_idx is not None:
+        _check_range(requirements, "cache_batch_idx", given.cache_batch_idx.numpy(), 0, cache.blocks - 1)
+    if given.cache_leftpad is not None:
+        _check_range(requirements, "cache_leftpad", given.cache_leftpad.numpy(), 0, problem.kv_len)
+    if given.slots is not None:
+        rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
+        _check_range(requirements, "slots", given.slots.numpy(), None, cache.blocks * rows - 1)
+    if requirements.unmet:
+        return
+    if given.block_table is not None and cache.page is not None:
+        table = given.block_table.numpy()
+        used = np.arange(table.shape[1]) * cache.page < spans.kv_lengths[:, None]
+        for b, column in np.argwhere(used & ((table < 0) | (table >= cache.blocks)))[:SHOWN].tolist():
+            require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
+    if given.rotary_cos is not None and cache.rotary is not None:
+        _check_positions(requirements, problem, operands, spans)
+    elif given.positions is not None and problem.mods:
+        _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
+    if given.k is not None and not requirements.unmet:
+        block, row = appended_places(problem, operands, spans)
+        rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
+        flat = (block * rows + row)[block >= 0]
+        places, counts = np.unique(flat, return_counts=True)
+        several = counts > 1
+        for place, count in zip(places[several][:SHOWN].tolist(), counts[several][:SHOWN].tolist(), strict=True):
+            require(False, f"{count} rows are appended to row {place % rows} of block {place // rows}")
+
+
+def _check_bounds(requirements: Requirements, array: Array, name: str, tokens: int) -> bool:
+    values = array.numpy().astype(np.int64)
+    starts = requirements.require(values[0] == 0, f"{name} must start at 0, not {values[0]}")
+    rises = requirements.require(bool((np.diff(values) >= 0).all()), f"{name} must not decrease")
+    fits = requirements.require(values[-1] <= tokens, f"{name} ends at {values[-1]}, past the {tokens} tokens given")
+    return starts and rises and fits
+
+
+def _check_range(requirements: Requirements, name: str, values: np.ndarray, low: int | None, high: int) -> None:
+    wrong = values > high if low is None else (values < low) | (values > high)
+    for b in np.flatnonzero(wrong.ravel())[:SHOWN].tolist():
+        interval = f"at most {high}" if low is None else f"in [{low}, {high}]"
+        requirements.require(False, f"{name}[{b}] is {values.ravel()[b]} and must be {interval}")
+
+
+def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Any) -> None:
+    """Check that every position that is rotated has a row in the rotary tables."""
+    given = operands.cache
+    assert given is not None and given.rotary_cos is not None
+    table = given.rotary_cos.shape[0]
+    if given.positions is not None:
+        last = table - 1 if not problem.mods else min(table, problem.kv_len) - 1
+        _check_range(requirements, "positions", given.positions.numpy(), 0, last)
+        return
+    positions = [positions_of_queries(problem, operands, spans)]
+    if given.k is not None:
+        positions.append(positions_of_keys(problem, operands, spans))
+    last = max((int(x.max()) for x in positions if x.size), default=-1)
+    requirements.require(last < table, f"rotary_cos has {table} rows, and position {last} is rotated")

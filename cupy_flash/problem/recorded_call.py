@@ -1,0 +1,287 @@
+"""Trial: a call recorded without its arrays, which `check` and `tune` run and CUPY_FLASH_RECORD writes.
+
+`Trial.record` is readable, complete JSON, from which `Trial.of` makes the same call with the same random arrays. The
+contents of arrays are not recorded. A call whose work depends on them, or that has no Trial for another reason, is
+recorded as a description and that reason (`recorded_line`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import named_dtype
+from .build import PLAIN_OPTIONS
+from .checks import Requirements, check_options
+from .features import ARRAY, FEATURES, NUMBER, is_given
+from .recorded_kv_cache import SEED, CacheTrial, check_fields, falling, pack
+from .records import DTYPES, FP8, Operands, Options, Packed, Problem
+
+# The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
+OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
+STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
+NUMBERS = {"softcap": 15.0, "dropout": 0.25}
+NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
+
+
+class Call(NamedTuple):
+    """The arrays of a call in its layout, the options of the public functions, and the gradients dout and dlse."""
+
+    q: Any
+    k: Any
+    v: Any
+    options: dict[str, Any]
+    dout: Any
+    dlse: Any
+    packed: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call of attention and, with `backward`, of its gradients, on random arrays that are always the same."""
+
+    dtype: str = "bfloat16"
+    head_dim: int = 64
+    head_dim_v: int | None = None  # None: head_dim
+    batch: int = 1
+    q_len: int = 128
+    kv_len: int = 128
+    heads: int = 2
+    kv_heads: int = 1
+    layout: str = "bshd"
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    options: tuple[str, ...] = ()  # names in OPTIONS
+    packed: bool = False
+    deterministic: bool = False
+    backward: bool = True
+    mods: str = ""  # score_mod and mask_mod, as Mod.encoded; "" without
+    captured: tuple[tuple[int, ...], ...] = ()  # shapes of the arrays that the mods read
+    cache: CacheTrial | None = None  # for a call of attention_with_kv_cache
+
+    def __post_init__(self) -> None:
+        wrong = (
+            [] if self.dtype in (*DTYPES, FP8) else [f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}, {FP8}"]
+        )
+        sizes = ("head_dim", "head_dim_v", "batch", "q_len", "kv_len", "heads", "kv_heads")
+        for name in sizes if self.head_dim_v is not None else (sizes[0], *sizes[2:]):
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size < 2**31:
+                wrong.append(f"{name} must be a whole number of at least 1 and less than 2**31, not {size!r}")
+        if not wrong and self.heads % self.kv_heads:
+            wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        names: Any = self.options
+        if isinstance(names, tuple):
+            unknown = [name for name in names if name not in OPTIONS]
+            if unknown:
+                wrong.append(f"options {', '.join(map(repr, unknown))} are not of {', '.join(OPTIONS)}")
+        else:
+            wrong.append(f"options must be a list of names, not {names!r}")
+        for name in ("packed", "backward"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} must be True or False, not {getattr(self, name)!r}")
+        requirements, plain = Requirements("a call"), Options()
+        options = {name: getattr(self if name in STATED else plain, name) for name in PLAIN_OPTIONS}
+        options["window"] = self.window
+        check_options(requirements, options, None, self.packed is True, np.float32)
+        wrong += requirements.unmet
+        wrong += self._wrong_mods() + self._wrong_cache()
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    def _wrong_mods(self) -> list[str]:
+        """Return the errors in the text of the mods and in the shapes of their arrays."""
+        if self.mods == "" and self.captured == ():
+            return []
+        from ..mods.ir import checked  # imported by the first call that has a mod
+        from ..mods.trace import decoded
+
+        try:
+            program = checked(self.mods.rpartition("\n")[0])
+            decoded(self.mods, ())
+        except ValueError as error:
+            return [f"mods is {error}"]
+        ranks, shapes = [element.rank for element in program.arrays], self.captured
+        if [len(shape) for shape in shapes] != ranks or any(type(n) is not int for shape in shapes for n in shape):
+            return [f"captured must be {len(ranks)} shapes of {ranks} dimensions, not {shapes!r}"]
+        return []
+
+    def _wrong_cache(self) -> list[str]:
+        """Return an error for each given field that a call on a KV cache does not accept."""
+        if self.cache is None:
+            return []
+        excluded = dict(backward=self.backward, mods=self.mods, deterministic=self.deterministic)
+        return [f"{name} is not for calls on a KV cache" for name, value in excluded.items() if value]
+
+    @classmethod
+    def of(cls, record: Any) -> Trial:
+        """Make the Trial of a JSON record; ValueError or TypeError for an invalid record."""
+        check_fields("a call", cls, record)
+        pairs = {name: _as_tuples(value) for name, value in record.items()}
+        if pairs.get("cache") is not None:
+            pairs["cache"] = CacheTrial.of(pairs["cache"])
+        if not isinstance(pairs.get("mods", ""), str):
+            raise TypeError(f"mods must be a text, not {pairs['mods']!r}")
+        shapes = pairs.get("captured", ())
+        if not isinstance(shapes, tuple) or not all(isinstance(shape, tuple) for shape in shapes):
+            raise TypeError(f"captured must be a list of shapes, not {shapes!r}")
+        return cls(**pairs)
+
+    @classmethod
+    def of_call(cls, problem: Problem, operands: Operands) -> Trial:
+        """Make the Trial of a call that has no `obstacle`."""
+        mask = problem.mask
+        corner = "top_left" if mask.top_left else "bottom_right"
+        layout = problem.layout if problem.cache is None else problem.cache.layout
+        layout = "bshd" if layout == "thd" else layout
+        features = {feature.name: feature for feature in FEATURES}
+        return cls(
+            problem.dtype.name, problem.head_dim, problem.head_dim_v, problem.batch, problem.q_len, problem.kv_len,
+            problem.heads, problem.kv_heads, layout,
+            causal=corner if mask.edges and (mask.right == 0 or mask.top_left) else False,
+            window=None if mask.left is None and mask.right in (None, 0) else (mask.left, mask.right),
+            options=tuple(name for name in OPTIONS if is_given(problem, features[name])),
+            packed=problem.layout == "thd", deterministic=problem.deterministic, backward=problem.backward,
+            mods="\n".join((problem.mods, " ".join(map(repr, operands.numbers)))) if problem.mods else "",
+            captured=tuple(x.shape for x in operands.captured or ()),
+            cache=None if problem.cache is None else CacheTrial.of_cache(problem.cache, problem.layout == "thd"),
+        )  # fmt: skip
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as JSON."""
+        default = asdict(Trial())
+        return {name: value for name, value in asdict(self).items() if value != default[name]}
+
+    def __str__(self) -> str:
+        dim = str(self.head_dim) if self.head_dim_v in (None, self.head_dim) else f"{self.head_dim}/{self.head_dim_v}"
+        words = [self.dtype, f"D {dim}", f"{self.batch} x {self.heads} heads", f"{self.q_len} x {self.kv_len}"]
+        words += [] if self.causal is False else ["causal" if self.causal is True else f"causal {self.causal}"]
+        words += [] if self.window is None else [f"window {self.window}"]
+        words += [name for name in ("packed", "deterministic") if getattr(self, name)]
+        words += self.options
+        if self.mods:
+            from ..mods.ir import parse
+
+            words.append(str(parse(self.mods.rpartition("\n")[0])))
+        words += [] if self.cache is None else [str(self.cache)]
+        return ", ".join(words)
+
+    def call(self, seed: int = SEED) -> Call:
+        """Return the call with random normal NumPy arrays."""
+        rng = np.random.default_rng(seed)
+        dtype = named_dtype(self.dtype)
+        out_dtype = named_dtype("bfloat16") if self.dtype == FP8 else dtype
+        real = np.float64 if self.dtype == "float64" else np.float32
+
+        def normal(*shape: int) -> np.ndarray[Any, Any]:
+            return rng.standard_normal(shape, real)
+
+        dim_v = self.head_dim_v or self.head_dim
+        q = normal(self.batch, self.q_len, self.heads, self.head_dim)
+        k = normal(self.batch, self.kv_len, self.kv_heads, self.head_dim)
+        v = normal(self.batch, self.kv_len, self.kv_heads, dim_v)
+        dout, dlse = normal(self.batch, self.q_len, self.heads, dim_v), normal(self.batch, self.q_len, self.heads)
+        options = {name: self.option(name, rng, out_dtype) for name in self.options}
+        options |= {"causal": self.causal, "window": self.window}
+        if self.mods:
+            options["score_mod"] = self._mod(rng)
+        if "dropout" in self.options:
+            options["seed"] = SEED
+        if self.packed:  # sequences of decreasing lengths
+            q_rows, kv_rows = falling(self.q_len, self.batch), falling(self.kv_len, self.batch)
+            q, dout, dlse = (pack(x, q_rows) for x in (q, dout, dlse))
+            k, v = pack(k, kv_rows), pack(v, kv_rows)
+            q_bounds, kv_bounds = (np.cumsum([0, *rows], dtype=np.int32) for rows in (q_rows, kv_rows))
+            packed = Packed(q_bounds, kv_bounds, self.q_len, self.kv_len)
+            dlse = np.ascontiguousarray(dlse.T)
+        else:
+            packed = None
+            dlse = np.ascontiguousarray(dlse.swapaxes(1, 2))
+            options["layout"] = self.layout
+            if self.layout == "bhsd":
+                q, k, v, dout = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, dout))
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        return Call(q, k, v, options, dout.astype(out_dtype), dlse, packed)
+
+    def option(self, name: str, rng: np.random.Generator, dtype: np.dtype[Any]) -> Any:
+        """Return a value for a member of OPTIONS; `dtype` is used for floating arrays that may have any dtype."""
+        if name in NUMBERS:
+            return NUMBERS[name]
+        sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
+        feature = next(feature for feature in FEATURES if feature.name == name)
+        shape = [sizes[axis] for axis in feature.axes[0]]
+        if name == "mask":
+            return rng.random(shape) < 0.8
+        if feature.longest:
+            longest = self.q_len if feature.longest == "q_len" else self.kv_len
+            return rng.integers(longest // 2, longest, shape, dtype=np.int32, endpoint=True)
+        if name in ("bias", "sink"):
+            return rng.standard_normal(shape, np.float32).astype(dtype)
+        return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
+
+    def _mod(self, rng: np.random.Generator) -> Any:
+        """Return the Mod of the call; floating arrays are normal, integer arrays (indices or flags) small."""
+        from ..mods.ir import parse
+        from ..mods.trace import decoded
+
+        arrays = [
+            rng.standard_normal(shape, np.float32).astype(named_dtype(element.dtype))
+            if "float" in element.dtype
+            else rng.integers(0, 2, shape).astype(element.dtype)
+            for element, shape in zip(parse(self.mods.rpartition("\n")[0]).arrays, self.captured, strict=True)
+        ]
+        return decoded(self.mods, arrays)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a JSON value with tuples instead of lists."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def obstacle(problem: Problem) -> str:
+    """Return the reason why a call has no Trial; "" if it has one."""
+    if problem.derivative:
+        return f"tune measures no {problem.derivative}"
+    if problem.shard:
+        return "it is a shard of a larger call"
+    if 0 in (problem.batch, problem.q_len, problem.kv_len):
+        return "an array is empty"
+    if problem.cache is not None and problem.cache.split_size is not None:
+        return "with split_size its tile does not depend on measurements"
+    if problem.mods:
+        from ..mods.ir import order, parse
+
+        mask = parse(problem.mods).mask
+        if mask is not None and any(node.op == "load" for node in order((mask,))):
+            return "its mask_mod reads arrays, on whose contents, which are not recorded, its time depends"
+    return ""
+
+
+def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
+    """Return the JSON of a call: the record of its Trial, or its description and the reason why it has none."""
+    reason = obstacle(problem)
+    if not reason:
+        try:
+            trial = Trial.of_call(problem, operands)
+            return trial.record | {"backward": trial.backward}
+        except ValueError as error:  # an option that a Trial lacks must not fail the caller's run
+            reason = str(error)
+    return {NOT_REPLAYED: reason, DESCRIPTION: str(problem)}
+
+
+def append_line(record: Mapping[str, Any], file: str) -> None:
+    """Append a line of JSON in one write: processes that record to one file do not mix lines."""
+    import json
+
+    # The file may be a FIFO: with O_NONBLOCK, open fails instead of blocking until a process reads it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(file, flags, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(record) + "\n").encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,345 @@
+"""The records of a call: Options as the caller passed them, the Problem that they state, and its Operands.
+
+features.py declares their fields for the options. A Problem has shapes, dtypes and features, but no arrays and no
+decisions of a plan; `pose.pose` builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import field, make_dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..arrays import Array, ArrayT, named_dtype
+from .features import (
+    ARRAY,
+    ARRAYS,
+    DIFFERENTIATED,
+    FEATURES,
+    FLOATING,
+    MOD,
+    MODS,
+    NAMES,
+    NUMBER,
+    NUMBERS,
+    WITH_GRADIENT,
+    Feature,
+    is_given,
+    record,
+)
+from .mask import Mask
+
+if TYPE_CHECKING:
+    from .kv_cache_records import Cache, CacheOperands
+
+DTYPES = FLOATING
+FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
+LAYOUTS = ("bshd", "bhsd")
+BACKENDS = ("cpu", "cuda", "simulator")
+JVP, DOUBLE_BACKWARD = "JVP", "double backward"
+LONGEST = 2**31 - 1  # positions are int32
+SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class UnsupportedError(ValueError):
+    """The error for a legal problem that no engine of this version serves; the message has each engine's reasons."""
+
+
+_Options: Any = make_dataclass(
+    "_Options", [(feature.name, Any, field(default=feature.default)) for feature in FEATURES], slots=True
+)
+
+
+class Options(_Options):
+    """The options of a call as the caller passed them, which `cupy_flash.attention` describes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, object]) -> Options:
+        """Make the options from keyword arguments; TypeError for an unknown name."""
+        unknown = [name for name in options if name not in NAMES]
+        if unknown:
+            raise TypeError(
+                f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(NAMES)}"
+            )
+        return cls(**options)
+
+
+class Packed(NamedTuple):
+    """The boundaries of a packed (varlen) batch, as the caller passed them."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+
+
+class Saved(NamedTuple):
+    """The inputs of a backward besides q, k and v: the results of the forward and their gradients."""
+
+    dout: Any
+    out: Any
+    lse: Any
+    dlse: Any = None
+    bias_gradient: bool = True
+    captured_gradient: tuple[bool, ...] | None = None  # for each captured array; None: all floating ones
+
+
+_Tangents: Any = record(*(f"t{name}" for name in DIFFERENTIATED), "tcaptured", optional=len(DIFFERENTIATED) + 1)
+
+
+class Tangents(_Tangents):
+    """The tangents of a JVP, or the cotangents of a double backward: an array like its input, or None for 0.
+
+    `tcaptured` is None, or a sequence with one entry for each array that score_mod and mask_mod capture.
+    """
+
+    __slots__ = ()
+
+
+class Shard(NamedTuple):
+    """The place of a call in a larger one; causal, window, ALiBi and dropout use positions in the whole sequence.
+
+    `starts`, int32 (B, 3), has for every sequence the position of its first query, the position of its first key, and
+    their difference plus the diagonal offset o of the whole sequence. It is None if sequences are whole.
+    """
+
+    starts: Any = None
+    step: int = 1  # distance of neighbouring rows in positions
+    first_head: int = 0
+    heads: int | None = None  # query heads of the larger call; None if this call has all
+    first_batch: int = 0
+    lengths: tuple[int, int] | None = None  # (queries, keys) of the longest whole sequence, with `starts`
+
+
+WHOLE = Shard()
+
+
+_Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), "dcaptured", optional=len(WITH_GRADIENT) + 1)
+
+
+class _Mappable:
+    """The base of records of gradients."""
+
+    __slots__ = ()
+
+    def map(self: _Record, function: Callable[[Any], Any]) -> _Record:
+        """Return the record with a function applied to each of its arrays; None stays None.
+
+        Args:
+            function: returns the replacement of an array.
+        """
+        return type(self)(*_applied(function, self))
+
+
+_Record = TypeVar("_Record", bound=_Mappable)
+
+
+def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
+    """Apply the function to each array of a tuple whose elements are arrays, such tuples, or None."""
+    if isinstance(gradients, tuple):
+        return tuple(_applied(function, gradient) for gradient in gradients)
+    return None if gradients is None else function(gradients)
+
+
+class Gradients(_Gradients, _Mappable, Generic[ArrayT]):
+    """The gradients of a call, each with its input's shape and dtype; None for an input not given or not requested.
+
+    `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
+    """
+
+    __slots__ = ()
+
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
+
+
+_Second: Any = record(*Gradients._fields, "ddout", "ddlse", optional=len(Gradients._fields) + 2)
+
+
+class SecondGradients(_Second, _Mappable, Generic[ArrayT]):
+    """The gradients of sum(tq * dq) + sum(tk * dk) + ... with respect to the inputs of attention, dout and dlse.
+
+    Each has its input's shape and dtype, ddlse those of lse; None for an input not given or not requested.
+    """
+
+    __slots__ = ()
+
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
+    ddout: ArrayT
+    ddlse: ArrayT
+
+
+class _Call:
+    """The fields of a Problem that are not in the table of features."""
+
+    __slots__ = ()
+
+    backward: bool
+    derivative: str  # JVP, or DOUBLE_BACKWARD, for which `backward` is also True; "" without tangents
+    tangents: tuple[str, ...]  # the inputs with a tangent; "array0", ... for captured arrays
+    dtype: np.dtype
+    device: str
+    framework: str
+    layout: str  # "bshd", "bhsd"; "thd" for a packed batch
+    batch: int
+    q_len: int  # of the longest sequence for a packed batch
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    mask: Mask  # causal and window
+    mods: str  # text of the traced score_mod and mask_mod (mods/ir.py), or ""
+    captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
+    dlse: bool
+    aligned: bool  # TMA can load q, k and v (pose.has_boxes)
+    empty: bool  # q, k or v has no elements, which max_seqlen of a packed batch does not show
+    shard: bool  # the call has `starts`: sequences are shards
+    step: int
+    first_head: int
+    whole_heads: int
+    first_batch: int
+    deterministic: bool
+    backend: str | None  # as requested; None selects the arrays' own
+    engine: str | None
+    cache: Cache | None  # only in attention_with_kv_cache and append_to_kv_cache
+
+
+FACTS = tuple(
+    name
+    for feature in (*NUMBERS, *ARRAYS, *MODS)
+    for name, exists in (
+        (feature.field, True),
+        (f"{feature.field}_dtype", feature.element),  # the name of a dtype; that of out if the feature is absent
+        (f"{feature.field}_gradient", feature.optional_gradient),  # whether a backward computes it
+    )
+    if exists
+)
+_Problem: Any = record(*_Call.__annotations__, *FACTS)
+
+
+class Problem(_Problem, _Call):
+    """A hashable description of a call without its arrays: shapes, dtype, device and features.
+
+    Besides the fields of `_Call` it has one for each feature (features.py): a number, the shape of an array that
+    broadcasts, or whether an array is given. If they vary, it also has the dtype and whether a gradient is requested.
+    """
+
+    __slots__ = ()
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def moves_probabilities(self) -> bool:
+        """Whether any input but v has a tangent, so that the probabilities have one."""
+        return not {"v"}.issuperset(self.tangents)
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether sequences may have different lengths."""
+        return self.layout == "thd" or self.q_lengths or self.kv_lengths
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        """The dtype of out: that of q, or bfloat16 for fp8."""
+        return out_dtype(self.dtype)
+
+    @property
+    def accumulation(self) -> np.dtype:
+        """The dtype of scores, sums and lse: fp32, or fp64 for fp64."""
+        return DOUBLE if self.dtype == DOUBLE else SINGLE
+
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """The inputs whose gradients a backward returns."""
+        return ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT if self._is_differentiated(feature)))
+
+    def _is_differentiated(self, feature: Feature) -> bool:
+        requested: bool = not feature.optional_gradient or getattr(self, f"{feature.field}_gradient")
+        return requested and is_given(self, feature)
+
+    def lse_shape(self, q: Array) -> tuple[int, ...]:
+        """Return the shape of lse, (B, Hq, Sq), or (Hq, Tq) of a packed batch."""
+        return q.shape[1::-1] if self.layout == "thd" else (self.batch, self.heads, self.q_len)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads" if self.group == 1 else f"{self.heads} query and {self.kv_heads} key/value heads"
+        dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
+        features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
+        features += [name for name in ("deterministic", "shard") if getattr(self, name)]
+        features += [] if self.cache is None else [str(self.cache)]
+        step = self.derivative or ("backward" if self.backward else "forward")
+        if self.derivative:
+            step += f" of {', '.join(self.tangents) or 'nothing'}"
+        packed = "packed, up to " if self.layout == "thd" else ""
+        to = "" if self.dtype == self.out_dtype else f" to {self.out_dtype.name}"
+        return (
+            f"{step}, {self.dtype.name}{to} {self.layout} ({self.framework} on {self.device}): batch {self.batch}, "
+            f"{packed}{self.q_len} queries x {self.kv_len} keys, {heads}, {dim}; {', '.join(features)}"
+        )
+
+    def _is_described(self, feature: Feature) -> bool:
+        return (feature.kind in (ARRAY, MOD) or feature.constant != "") and is_given(self, feature)
+
+    def _describe(self, feature: Feature) -> str:
+        fact = getattr(self, feature.field)
+        if feature.kind == NUMBER:
+            return f"{feature.name} {fact:g}"
+        return f"{feature.name} {fact}" if feature.broadcast else feature.field
+
+
+_OPTIONAL = (
+    *(*(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
+    *("captured", "numbers", "dout", "out", "lse", "dlse", *Tangents._fields, "tout", "tlse", "cache"),
+)
+_Operands: Any = record("q", "k", "v", *_OPTIONAL, optional=len(_OPTIONAL))
+
+
+class Operands(_Operands):
+    """The arrays of one call, or None, and the seed, an int or an int64 array of one element."""
+
+    __slots__ = ()
+
+    q: Array
+    k: Array
+    v: Array
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    starts: Array | None
+    seed: Array | int | None
+    captured: tuple[Array, ...]  # arrays that the mods capture, by slot
+    numbers: tuple[int | float, ...]  # run-time arguments of the mods
+    dout: Array | None
+    out: Array | None
+    lse: Array | None
+    dlse: Array | None
+    tq: Array | None
+    tk: Array | None
+    tv: Array | None
+    tbias: Array | None
+    tsink: Array | None
+    tcaptured: tuple[Array | None, ...] | None  # in the order of captured
+    tout: Array | None  # in a double backward: the tangent of out, from a JVP with the same tangents
+    tlse: Array | None
+    cache: CacheOperands | None
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that are operands of their own, by name; those of a cache and of mods are in records."""
+        return {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
+
+
+@lru_cache(maxsize=16)
+def out_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of out for q, k and v of `dtype`: the same, or bfloat16 for fp8."""
+    return named_dtype("bfloat16") if dtype.name == FP8 else dtype

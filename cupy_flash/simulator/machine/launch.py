@@ -1,0 +1,168 @@
+"""launch(): lay out a kernel's parameters and variables, and run its grid in sets of resident blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+
+import numpy as np
+
+from ...device import GPUS
+from .. import named_checks
+from ..asynchrony.barriers import Barriers
+from ..asynchrony.bulk import BulkCopies
+from ..asynchrony.clusters import ClusterBarrier
+from ..asynchrony.copies import Copies, Order
+from ..asynchrony.exits import Exits
+from ..asynchrony.mbarriers import Mbarriers
+from ..asynchrony.registers import REGISTERS_PER_SM, Registers
+from ..asynchrony.wgmma import WgmmaQueue
+from ..counters import Counters
+from ..errors import LaunchRefused, SimulationError, Unsupported
+from ..instructions.access import access_bytes
+from ..memory.checks import Checks, tracked_unit
+from ..memory.grid_order import GridOrder
+from ..memory.store import SHARED_START, Memory
+from .context import Context
+from .parser import parse
+from .program import Program
+from .ptx import Function, Module, Variable
+from .scheduler import MOST_BASIC_BLOCKS, Scheduler
+
+# Lanes that are resident at once: enough to amortise NumPy's call overhead, few enough to fit a CPU cache.
+RESIDENT_LANES = 1 << 13
+_MAX_THREADS = 1024  # per block
+
+
+def launch(
+    ptx: str | Module,
+    kernel: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    parameters: bytes,
+    *,
+    memory: Memory,
+    dynamic_shared: int = 0,
+    unchecked: Collection[str] = (),
+    order: Order = "late",
+    seed: int = 0,
+    resident_lanes: int = RESIDENT_LANES,
+    most_basic_blocks: int = MOST_BASIC_BLOCKS,
+) -> Counters:
+    """Run a kernel over its whole grid, in place on the arrays of `memory`; return the counters.
+
+    `parameters` is the parameter buffer as the driver takes it. `order` is when asynchronous instructions take effect:
+    at issue ("early"), at their wait ("late"), or at random times ("random", which also shuffles the start order of
+    blocks, the warp schedule, the order of atomics and the elected lane, and lets mbarrier waits time out; `seed` makes
+    it reproducible). `resident_lanes` of the grid run at a time, in whole clusters; a run of more than
+    `most_basic_blocks` counts as a deadlock. `unchecked` names the checks (named_checks.CHECKS) that are not made.
+    Raises a subclass of SimulationError for what a GPU rejects, and for what the named checks find; ValueError for an
+    unknown name.
+    """
+    skipped = named_checks.names(unchecked)
+    module = parse(ptx) if isinstance(ptx, str) else ptx
+    if kernel not in module.kernels:
+        raise SimulationError(f"no kernel {kernel!r} in the PTX, which has {sorted(module.kernels)}")
+    function = module.kernels[kernel]
+    _, size = function.parameter_layout()
+    if len(parameters) != size:
+        raise SimulationError(f"{kernel} takes {size} bytes of parameters, {len(parameters)} were given")
+    program = _program(module, kernel)
+    variables = _variable_addresses(module, memory)
+    counters = Counters(function)
+    shared, static_bytes = _shared_layout(function, module)
+    _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
+    blocks = grid[0] * grid[1] * grid[2]
+    warps = -(-block[0] * block[1] * block[2] // 32)
+    cluster = function.cluster[0]
+    if function.cluster[1:] != (1, 1) or grid[0] % cluster:
+        raise SimulationError(
+            f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or do not extend along x only"
+        )
+    resident = max(1, min(blocks, resident_lanes // (32 * warps)) // cluster) * cluster
+    unit = tracked_unit(function.instructions, access_bytes)
+    starts = np.arange(blocks)
+    if order == "random":  # CUDA does not define the order in which blocks start
+        starts = np.random.default_rng([seed, blocks]).permutation(starts.reshape(-1, cluster)).reshape(-1)
+    checked = skipped != named_checks.CHECKS.keys()
+    order_of_grid = GridOrder(program, blocks, warps) if checked and program.synchronises else None
+    for first in range(0, blocks, resident):
+        ids = starts[first : first + resident]
+        symbols = {**variables, **shared, **function.parameter_layout()[0]}
+        context = Context(
+            program, ids, grid, block, parameters, symbols, static_bytes + dynamic_shared, memory, counters
+        )
+        context.shared_symbols = shared
+        context.specials["dynamic_smem_size"] = np.uint32(dynamic_shared)
+        context.specials["total_smem_size"] = np.uint32(static_bytes + dynamic_shared)
+        context.unchecked = skipped
+        if checked:
+            Checks(context, unit, order_of_grid)
+        if order == "random":
+            context.random = np.random.default_rng([seed, first])
+            context.first_elected = int(np.random.default_rng(seed).integers(32))
+        # A unit registers itself with the context; it comes after the units that it uses.
+        Barriers(context)
+        ClusterBarrier(context)
+        Exits(context)
+        Mbarriers(context)
+        Registers(context)
+        Copies(context, order)
+        BulkCopies(context, order)
+        WgmmaQueue(context, order)
+        Scheduler(context, most_basic_blocks).run()
+    return counters
+
+
+@functools.lru_cache(maxsize=64)
+def _program(module: Module, name: str) -> Program:
+    return Program(module.kernels[name])
+
+
+def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:
+    """Raise LaunchRefused if a block exceeds the target's limits of threads, registers or shared memory."""
+    # The targets sm_120a (architecture-specific) and sm_120f (family-specific) have the limits of sm_120.
+    gpu = module.target.rstrip("af")
+    if gpu not in GPUS:
+        raise Unsupported(f"the limits of target {module.target!r} are not known, only those of {', '.join(GPUS)}")
+    shared_kib, _ = GPUS[gpu]
+    reasons = [
+        f"{need} {resource} ({bound})"
+        for need, resource, limit, bound in (
+            (threads, "threads", _MAX_THREADS, f"a block has at most {_MAX_THREADS}"),
+            (threads, "threads", function.max_threads or threads, f".maxntid is {function.max_threads}"),
+            (threads * function.max_registers, "registers", REGISTERS_PER_SM, f"an SM has {REGISTERS_PER_SM}"),
+            (shared_bytes, "bytes of shared memory", shared_kib << 10, f"{module.target} has {shared_kib << 10}"),
+        )
+        if need > limit
+    ]
+    if reasons:
+        raise LaunchRefused(f"a block of {function.name} needs {'; '.join(reasons)}")
+
+
+def _variable_addresses(module: Module, memory: Memory) -> dict[str, int]:
+    """Return the addresses of the module's .global and .const variables, allocated here at its first launch."""
+    addresses = {}
+    for variable in module.variables.values():
+        if variable.space in ("global", "const"):
+            name = f"variable {variable.name}"
+            allocations = [a for a in memory.allocations if a.name == name]
+            addresses[variable.name] = allocations[0].start if allocations else _allocate(variable, memory, name)
+    return addresses
+
+
+def _allocate(variable: Variable, memory: Memory, name: str) -> int:
+    data = np.frombuffer((variable.data or bytes(variable.size)).ljust(variable.size, b"\0"), np.uint8).copy()
+    return memory.add(data, name, writable=variable.space == "global")
+
+
+def _shared_layout(function: Function, module: Module) -> tuple[dict[str, int], int]:
+    """Return (address of each shared variable, static bytes); dynamic memory starts after the static variables."""
+    static = [v for v in (*function.variables.values(), *module.variables.values()) if v.space == "shared"]
+    addresses, end = {}, 0
+    for variable in sorted(static, key=lambda v: v.size == 0):
+        end = -(-end // variable.align) * variable.align
+        addresses[variable.name] = SHARED_START + end
+        end += variable.size
+    return addresses, end

@@ -1,0 +1,246 @@
+"""A kernel's basic blocks and register allocation. Independent of the launch: one Program per kernel, cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .ptx import TYPE_BYTES, Address, Function, Instruction, Not, Operand, Pair, Register, Symbol, TensorAddress, Vector
+
+# Warp-synchronous instructions: all member lanes must arrive before it executes.
+COLLECTIVES = {"shfl", "vote", "match", "redux", "mma", "ldmatrix", "stmatrix", "movmatrix", "elect"}
+# Instructions that all lanes of the four warps of a warpgroup execute together.
+WARPGROUP = {"wgmma", "setmaxnreg"}
+_CONVERGENT = COLLECTIVES | WARPGROUP
+JUMPS = {"bra", "brx", "exit", "ret", "trap"}
+_WITHOUT_RESULT = JUMPS | {
+    "st",
+    "red",
+    "stmatrix",
+    "cp",
+    "prefetch",
+    "nanosleep",
+    "pmevent",
+    "membar",
+    "fence",
+    "bar",
+    "barrier",
+    "mbarrier",
+    "wgmma",
+    "setmaxnreg",
+}
+
+
+def is_collective(instruction: Instruction) -> bool:
+    """Return whether the member lanes of a warp (or warpgroup) must execute this instruction together."""
+    return instruction.opcode in _CONVERGENT or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
+
+
+def is_warp_barrier(instruction: Instruction) -> bool:
+    """bar.warp.sync, the barrier inside one warp."""
+    return instruction.opcode in ("bar", "barrier") and instruction.modifiers[:1] == ("warp",)
+
+
+def is_cluster_load(instruction: Instruction) -> bool:
+    """ld.shared::cluster."""
+    return instruction.opcode == "ld" and "shared::cluster" in instruction.modifiers
+
+
+def is_cluster_barrier(instruction: Instruction) -> bool:
+    """barrier.cluster.arrive and .wait."""
+    return instruction.opcode == "barrier" and instruction.modifiers[:1] == ("cluster",)
+
+
+def is_block_barrier(instruction: Instruction) -> bool:
+    """bar.* and barrier.* of a thread block (CTA)."""
+    return instruction.opcode in ("bar", "barrier") and not (
+        is_warp_barrier(instruction) or is_cluster_barrier(instruction)
+    )
+
+
+def is_wait(instruction: Instruction) -> bool:
+    """Return whether lanes wait at this instruction for other lanes, without having to converge with them."""
+    if instruction.opcode == "mbarrier":
+        return instruction.modifiers[0] in ("try_wait", "test_wait")
+    if instruction.opcode == "setmaxnreg":
+        return instruction.modifiers[0] == "inc"
+    return is_cluster_barrier(instruction) and instruction.modifiers[1] == "wait"
+
+
+def ends_block(instruction: Instruction) -> bool:
+    """Return whether the instruction ends a basic block: a jump or a block barrier."""
+    return instruction.opcode in JUMPS or is_block_barrier(instruction)
+
+
+def _synchronises(instruction: Instruction) -> bool:
+    """Return whether blocks may synchronise through this instruction.
+
+    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. A plain (relaxed)
+    atomic alone orders nothing.
+    """
+    modifiers = set(instruction.modifiers)
+    if instruction.opcode == "membar":
+        return bool(modifiers & {"gl", "sys"})
+    if instruction.opcode == "fence":
+        kinds = {"sc", "acq_rel", "acquire", "release"}
+        return instruction.modifiers[0] in kinds and bool(modifiers & {"gpu", "sys"})
+    ordered = {"acquire", "release", "acq_rel"}
+    if instruction.opcode in ("ld", "st"):
+        ordered |= {"relaxed", "volatile", "mmio"}
+    elif instruction.opcode not in ("atom", "red"):
+        return False
+    spaces = {modifier.split("::")[0] for modifier in modifiers}
+    return bool(modifiers & ordered) and not spaces & {"shared", "local", "param", "const"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Instructions [start, stop) that a group executes without a jump or a wait between.
+
+    A collective or a wait is always the first, a jump the last, and a block barrier is alone: waiting lanes re-enter
+    the block, and must not repeat earlier instructions.
+    """
+
+    start: int
+    stop: int
+
+
+class Program:
+    """The basic blocks of one kernel. `block_at[i]` is the index of the block that starts at instruction i."""
+
+    def __init__(self, function: Function):
+        self.function = function
+        code = function.instructions
+        targets = self._jump_targets()
+        after_jump = {i + 1 for i, instruction in enumerate(code) if instruction.opcode in JUMPS}
+        after_barrier = {i + 1 for i, instruction in enumerate(code) if is_block_barrier(instruction)}
+        collectives = {i for i, instruction in enumerate(code) if is_collective(instruction) or is_wait(instruction)}
+        barriers = {i - 1 for i in after_barrier}
+        leaders = sorted({0} | targets | after_jump | barriers | after_barrier | collectives)
+        leaders = [leader for leader in leaders if leader < len(code)]
+        self.blocks = [Block(a, b) for a, b in zip(leaders, [*leaders[1:], len(code)], strict=True)]
+        self.block_at = {block.start: i for i, block in enumerate(self.blocks)}
+        self.block_at[len(code)] = len(self.blocks)
+        self.slots = _share_slots(code, sorted({0} | targets | after_jump))
+        # A wgmma accesses its registers until its wait, many at a time: these registers are kept in one array.
+        matrix = [
+            register.name
+            for instruction in code
+            if instruction.opcode == "wgmma"
+            for operand in instruction.operands
+            if isinstance(operand, Vector)
+            for register in registers_of(operand)
+        ]
+        self.slots |= {name: ("matrix", i) for i, name in enumerate(dict.fromkeys(matrix))}
+        in_flight = set(matrix)
+        # The ids of the instructions that use such a register.
+        self.watched = {
+            id(instruction)
+            for instruction in code
+            if in_flight
+            for operand in (*instruction.operands, instruction.guard)
+            for register in registers_of(operand)
+            if register.name in in_flight
+        }
+        self.synchronises = any(_synchronises(instruction) for instruction in code)
+        self.asynchronous = any(
+            instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
+        )
+        self.relaxed = any(is_cluster_barrier(one) and "relaxed" in one.modifiers for one in code)
+        self.reads_cluster = any(is_cluster_load(instruction) for instruction in code)
+
+    def _jump_targets(self) -> set[int]:
+        function, targets = self.function, set()
+        for instruction in function.instructions:
+            if instruction.opcode in ("bra", "brx"):
+                target = instruction.operands[-1]
+                assert isinstance(target, Symbol)
+                names = function.tables.get(target.name, (target.name,))
+                targets |= {function.labels[name] for name in names if name in function.labels}
+        return targets
+
+
+def registers_of(operand: Operand) -> Iterator[Register]:
+    """Yield every register inside an operand."""
+    match operand:
+        case Register():
+            yield operand
+        case Address(base, _):
+            yield from registers_of(base)
+        case TensorAddress(map_, coordinates):
+            yield from registers_of(map_)
+            yield from registers_of(coordinates)
+        case Vector(items):
+            for item in items:
+                yield from registers_of(item)
+        case Pair(first, second):
+            yield from registers_of(first)
+            yield from registers_of(second)
+        case Not(register):
+            yield register
+
+
+def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple[str, int]]:
+    """Register allocation: register name -> (storage class, slot).
+
+    NVRTC writes one virtual register per value, thousands in an unrolled kernel. A register whose live range lies
+    between two jumps frees its slot afterwards, so that the live arrays fit the CPU cache.
+    """
+    region_of = [0] * len(code)
+    for number, (start, stop) in enumerate(zip(regions, [*regions[1:], len(code)], strict=True)):
+        region_of[start:stop] = [number] * max(stop - start, 0)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    shared: set[str] = set()
+    types: dict[str, str] = {}
+    for i, instruction in enumerate(code):
+        results = instruction.operands[:1] if instruction.opcode not in _WITHOUT_RESULT else ()
+        written = {register.name for operand in results for register in registers_of(operand)}
+        if results and isinstance(results[0], Address) or instruction.guard is not None:
+            written = set()
+        read = {
+            register.name
+            for operand in (*instruction.operands[len(results) :], instruction.guard)
+            for register in registers_of(operand)
+        }
+        for operand in (*instruction.operands, instruction.guard):
+            for register in registers_of(operand):
+                name = register.name
+                types[name] = register.type
+                if name not in first:
+                    first[name] = i
+                    if name in written and name not in read:
+                        shared.add(name)
+                elif region_of[first[name]] != region_of[i]:
+                    shared.discard(name)
+                last[name] = i
+    slots: dict[str, tuple[str, int]] = {}
+    used: dict[str, int] = {}
+    free: dict[str, list[int]] = {}
+    ending: dict[int, list[str]] = {}
+    starting: dict[int, list[str]] = {}
+    for name in types:
+        kind = storage_class(types[name])
+        if name in shared:
+            starting.setdefault(first[name], []).append(name)
+            ending.setdefault(last[name], []).append(name)
+        else:
+            slots[name] = (kind, used.setdefault(kind, 0))
+            used[kind] += 1
+    for i in range(len(code)):
+        for name in starting.get(i, ()):
+            kind = storage_class(types[name])
+            if free.setdefault(kind, []):
+                slots[name] = (kind, free[kind].pop())
+            else:
+                slots[name] = (kind, used.setdefault(kind, 0))
+                used[kind] += 1
+        # Freed after the instruction, so that its result never shares storage with its operands.
+        for name in ending.get(i, ()):
+            free[slots[name][0]].append(slots[name][1])
+    return slots
+
+
+def storage_class(type_: str) -> str:
+    """Return the storage class of a register type: pred, b8, b16, b32 or b64."""
+    return "pred" if type_ == "pred" else f"b{8 * TYPE_BYTES[type_]}"

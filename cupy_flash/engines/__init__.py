@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..device import Device
-from ..gpu.params import Workspace
 from ..problem.records import Problem
-from .launch import Launch
+from .launch import Launch, Workspace
 
 
 class Engine(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..gpu.params import Workspace
 from ..problem.records import Problem
-from .launch import Launch
+from .launch import Launch, Workspace
 from .shared import dtype_refusals
 
 BACKENDS: tuple[str, ...] = ("cpu",)

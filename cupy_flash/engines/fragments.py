@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..gpu.params import Workspace
 from ..problem.features import FEATURES, is_given
 from ..problem.records import Problem
-from .launch import Constant, Launch
+from .launch import Constant, Launch, Workspace
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 
 # A scale within these bounds is folded into the exponents with log2(e); any other needs a pass over the scores.

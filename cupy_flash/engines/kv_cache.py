@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..gpu.params import Workspace
 from ..problem.records import Problem
-from .launch import Constant, Launch
+from .launch import Constant, Launch, Workspace
 from .shared import ELEMENTS, known_constants, rows_of_heads, sequences
 
 ROW_THREADS = 128  # threads per block of the append and merge kernels

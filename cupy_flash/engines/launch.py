@@ -1,14 +1,33 @@
-"""One kernel of a plan: the constants with which it is compiled, and its grid."""
+"""What an engine requests: launches of kernels, with their constants, grids and TMA boxes, and workspaces."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..gpu.tensor_map import Box
+import numpy as np
+
 from ..jit.source import Constant as Constant
 from ..problem.records import UnsupportedError
 
 GRID_LIMITS = 2**31 - 1, 65535, 65535  # maximum blocks of a grid in each dimension, on every GPU
+
+
+class Workspace(NamedTuple):
+    """Memory that kernels need besides operands and results, as an engine requests it."""
+
+    name: str  # the member of Params
+    shape: tuple[int, ...]  # contiguous
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
+
+
+class Box(NamedTuple):
+    """A TMA box of an operand: rows x columns of one head of one sequence."""
+
+    operand: str  # name in params.cuh
+    rows: int
+    columns: int
+    layout: str | None = None  # None for the layout of the call
 
 
 class Launch(NamedTuple):

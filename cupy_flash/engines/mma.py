@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..gpu.params import Workspace
 from ..problem.records import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
-from .launch import Constant, Launch
+from .launch import Constant, Launch, Workspace
 from .shared import (
     captured_reads,
     grid_refusals,

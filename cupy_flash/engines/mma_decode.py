@@ -13,12 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..device import Device
-from ..gpu.params import Workspace
-from ..gpu.tensor_map import Box
 from ..problem.records import Problem, UnsupportedError
 from .fragments import fragment_constants, is_modified
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
-from .launch import Launch
+from .launch import Box, Launch, Workspace
 from .mma import (
     CLOCK,
     INSTRUCTIONS,

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
-from ..gpu.params import Workspace
 from ..problem.features import DIFFERENTIATED, FEATURES, is_given
 from ..problem.records import DTYPES, FP8, Problem
-from .launch import GRID_LIMITS, Constant, Launch
+from .launch import GRID_LIMITS, Constant, Launch, Workspace
 
 if TYPE_CHECKING:
     from ..mods.derive import Read

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..gpu.params import Workspace
 from ..problem.records import Problem
 from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
-from .launch import Constant, Launch
+from .launch import Constant, Launch, Workspace
 from .shared import (
     added_launches,
     captured_reads,

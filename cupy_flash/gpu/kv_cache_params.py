@@ -9,7 +9,8 @@ from ..arrays import Array
 from ..problem.records import Operands, Problem
 
 if TYPE_CHECKING:
-    from .params import Address, Form, Workspace
+    from ..engines.launch import Workspace
+    from .params import Address, Form
 
 NAMES = {"k": "k_new", "v": "v_new"}  # the members of CacheOperands with another name in Params
 ROWS = {"block_table": "table_row", "rotary_cos": "cos_row", "rotary_sin": "sin_row", "positions": "positions_row"}

@@ -17,10 +17,11 @@ import numpy as np
 
 from .. import dropout
 from ..arrays import Array, dtype_name
+from ..engines.launch import Box, Workspace
 from ..jit.source import chosen_lines, kernel_folder
 from ..problem.features import ARRAYS, NUMBERS
 from ..problem.records import FP8, Operands, Problem
-from .tensor_map import DATA_TYPES, Box, TensorMap
+from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:
     from .captured import Captured
@@ -74,15 +75,6 @@ def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> 
                 members.append((member, structs[kind] if kind in structs else SCALARS[kind]))
         structs[name] = np.dtype(members, align=True)
     return structs
-
-
-class Workspace(NamedTuple):
-    """Memory that kernels need besides operands and results, as an engine requests it."""
-
-    name: str  # the member of Params
-    shape: tuple[int, ...]  # contiguous
-    dtype: np.dtype[Any]
-    strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
 
 
 def pack(

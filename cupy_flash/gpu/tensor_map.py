@@ -11,7 +11,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 BYTES, ALIGNMENT = 128, 64
 # CUtensorMapDataType
@@ -84,15 +84,6 @@ class TensorMap:
         if self.l2_promotion not in L2_PROMOTIONS:
             reasons.append("l2_promotion must be 0, 64, 128 or 256 bytes")
         return reasons
-
-
-class Box(NamedTuple):
-    """A TMA box of an operand: rows x columns of one head of one sequence."""
-
-    operand: str  # name in params.cuh
-    rows: int
-    columns: int
-    layout: str | None = None  # None for the layout of the call
 
 
 @lru_cache(maxsize=1)

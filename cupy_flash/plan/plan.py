@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from ..device import Device
 from ..engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
-from ..engines.launch import Launch, require_grids
-from ..gpu.params import Workspace
+from ..engines.launch import Launch, Workspace, require_grids
 from ..problem.features import ARRAYS, FEATURES, is_given
 from ..problem.records import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
 from . import measurements

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cupy_flash.arrays import Array, as_array
+from cupy_flash.engines.launch import Workspace
 from cupy_flash.gpu import run_plan
-from cupy_flash.gpu.params import Workspace
 from cupy_flash.plan.plan import Plan
 from cupy_flash.simulator import Memory, run
 

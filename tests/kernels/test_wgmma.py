@@ -17,9 +17,10 @@ import cupy_flash
 from cupy_flash import device
 from cupy_flash.arrays import as_array
 from cupy_flash.engines import wgmma
+from cupy_flash.engines.launch import Box
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.gpu.params import pack_maps
-from cupy_flash.gpu.tensor_map import Box, decode, encode_for_simulator
+from cupy_flash.gpu.tensor_map import decode, encode_for_simulator
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import plan

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from cupy_flash import dropout
 from cupy_flash.arrays import Array, as_array
+from cupy_flash.engines.launch import Workspace
 from cupy_flash.gpu import params
-from cupy_flash.gpu.params import Workspace, dtypes, pack, pack_partials
+from cupy_flash.gpu.params import dtypes, pack, pack_partials
 from cupy_flash.problem.records import Saved
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from ...arrays import dtype_name
 from ...device import Device
-from ...gpu.params import Workspace
 from ...problem.records import FP8, Problem
 from ..fragments import fragment_refusals
-from ..launch import Launch
+from ..launch import Launch, Workspace
 from ..shared import grid_refusals
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST

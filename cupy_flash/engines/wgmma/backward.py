@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...device import Device
-from ...gpu.params import Workspace
-from ...gpu.tensor_map import Box
 from ...problem.records import Problem
 from .. import mma
 from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
-from ..launch import Constant, Launch
+from ..launch import Box, Constant, Launch, Workspace
 from ..shared import known_constants, loads_by_key, sequences
 from .hopper import (
     BLOCK,

@@ -7,11 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...device import Device
-from ...gpu.params import Workspace
-from ...gpu.tensor_map import Box
 from ...problem.records import Problem
 from ..fragments import fragment_constants, is_modified
-from ..launch import Constant, Launch
+from ..launch import Box, Constant, Launch, Workspace
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
     BLOCK,

@@ -13,6 +13,7 @@ import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
@@ -494,3 +495,25 @@ def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
     if _capsule_is_valid(capsule, b"dltensor"):
         return _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
     raise TypeError(f"__dlpack__ gave {capsule!r}, no fresh DLPack capsule")
+
+
+CACHED = 1024  # maximum entries of each cache
+
+
+def has_boxes(array: Array) -> bool:
+    """Return whether TMA can copy the array.
+
+    Every row must start at a multiple of 16 bytes, and no stride may be 0 or negative. If rows are not contiguous, the
+    condition is about the contiguous copy that is made of the array.
+    """
+    return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
+
+
+@lru_cache(maxsize=CACHED)
+def _have_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int, start: int) -> bool:
+    if strides[-1:] != (1,) and shape[-1:] > (1,):
+        return shape[-1] * size % 16 == 0
+    return start == 0 and all(
+        extent < 2 or (stride > 0 and stride * size % 16 == 0)
+        for extent, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, contiguous, empty
+from ..arrays import Array, contiguous, empty, has_boxes
 from ..engines.launch import GRID_LIMITS, Launch
 from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
-from ..problem.build import has_boxes
 from ..problem.features import ARRAYS
 from ..problem.records import Gradients, Operands, Problem
 from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import environment
-from ..arrays import Array, dtype_name
+from ..arrays import CACHED, Array, dtype_name, has_boxes
 from .checks import (
     ArrayFacts,
     Requirements,
@@ -36,8 +36,6 @@ from .records import DOUBLE_BACKWARD, JVP, WHOLE, Operands, Options, Packed, Pro
 
 if TYPE_CHECKING:
     from ..mods.trace import Mod
-
-CACHED = 1024  # maximum entries of each cache
 
 
 def pose(
@@ -207,25 +205,6 @@ def _facts(
 def _are_aligned(call: dict[str, Array]) -> bool:
     """Return whether TMA can load q, k and v; an array that could not be read is ignored."""
     return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
-
-
-def has_boxes(array: Array) -> bool:
-    """Return whether TMA can copy the array.
-
-    Every row must start at a multiple of 16 bytes, and no stride may be 0 or negative. If rows are not contiguous, the
-    condition is about the contiguous copy that is made of the array.
-    """
-    return _have_boxes(array.shape, array.strides, array.dtype.itemsize, array.pointer % 16)
-
-
-@lru_cache(maxsize=CACHED)
-def _have_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int, start: int) -> bool:
-    if strides[-1:] != (1,) and shape[-1:] > (1,):
-        return shape[-1] * size % 16 == 0
-    return start == 0 and all(
-        extent < 2 or (stride > 0 and stride * size % 16 == 0)
-        for extent, stride in zip(shape[:-1], strides[:-1], strict=True)
-    )
 
 
 class Stated(NamedTuple):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import environment
-from ..arrays import Array, empty
-from .build import CACHED, array_facts, cached_if_plain, captured_names, has_boxes, traced_mod
+from ..arrays import CACHED, Array, empty, has_boxes
+from .build import array_facts, cached_if_plain, captured_names, traced_mod
 from .checks import Requirements, Sizes, check_features, check_options, check_places, is_one_of, read, require_int32
 from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
 from .kv_cache_records import Cache, CacheOperands

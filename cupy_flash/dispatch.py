@@ -18,7 +18,7 @@ from .plan.plan import Plan, last_of_bucket, plan
 from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
-    from .cpu.visited_tiles import TileCounts
+    from .mods.tiles import TileCounts
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'

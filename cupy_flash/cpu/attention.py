@@ -31,14 +31,14 @@ from ..device import Device
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mods.ir import order, parse
-from ..mods.tiles import TileClasses
+from ..mods.tiles import TileClasses, TileCounts
 from ..plan.plan import Plan
 from ..problem.mask import Band, Mask
 from ..problem.records import Gradients, Operands, Problem
 from .blas import Products, Scratch, products_of, shaped, square_sum
 from .score import MaskMod, Positions, ScoreTile, four_dimensional, steps
 from .thread_pool import OrderedSum, Stop, run_tasks
-from .visited_tiles import TileCounts, Visit, VisitEstimate, Visits, count_tiles
+from .visited_tiles import Visit, VisitEstimate, Visits, count_tiles
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:

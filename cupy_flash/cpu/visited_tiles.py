@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..mods.ir import Node
-from ..mods.tiles import CUT, EMPTY, FULL, TileClasses
+from ..mods.tiles import CUT, EMPTY, FULL, TileClasses, TileCounts
 from ..problem.mask import Band
 from .score import KEYS, QUERIES, Cut, Positions
 
@@ -145,14 +145,6 @@ def _places(first: int, step: int, length: int, block: int) -> Places:
     """Return the first and the last position of each tile."""
     starts = np.arange(0, length, block)
     return first + step * starts, first + step * (np.minimum(starts + block, length) - 1)
-
-
-class TileCounts(NamedTuple):
-    """The numbers of tiles that are skipped, computed without a mask, and masked."""
-
-    empty: int
-    full: int
-    cut: int
 
 
 def count_tiles(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from .ir import REAL, Graph, Node, order, parse
+from .ir import REAL, Graph, Node, Program, order, parse
 
 # Operators that may return infinities or NaN for finite operands.
 UNBOUNDED = ("div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "floordiv")
@@ -249,3 +249,9 @@ RULES: dict[str, Rule] = {
     "tanh": _elementary(lambda adjoints, x, y: adjoints.make("sub", 1.0, adjoints.make("mul", y, y))),
     "erf": _elementary(lambda adjoints, x, y: _bell(adjoints, x)),
 }
+
+
+def floating_reads(program: Program) -> set[int]:
+    """Return the slots of the floating arrays that score_mod reads, which have gradients."""
+    roots = () if program.score is None else (program.score,)
+    return {node.value for node in order(roots) if node.op == "load" and node.kind == REAL}

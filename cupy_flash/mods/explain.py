@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ..cpu.visited_tiles import TileCounts
-from ..problem.mod_checks import floating_reads
-from .derive import derivative
+from .derive import derivative, floating_reads
 from .ir import expression
+from .tiles import TileCounts
 from .trace import Mod
 
 

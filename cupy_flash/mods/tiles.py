@@ -389,3 +389,11 @@ class TileDomain:
         """Return whether all bounds are exact in sums of the kind."""
         lo, hi = (INT_MIN, INT_MAX) if kind == INT else (1 - NEAR, NEAR - 1)
         return bool(np.all(interval.lo >= lo) and np.all(interval.hi <= hi))
+
+
+class TileCounts(NamedTuple):
+    """The numbers of tiles that are skipped, computed without a mask, and masked."""
+
+    empty: int
+    full: int
+    cut: int

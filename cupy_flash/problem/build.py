@@ -313,8 +313,9 @@ def _check_mods(
     """Check the captured arrays of mods, and return the fields of a Problem for the mods."""
     if not facts.mods:
         return dict(mods="", score_mod=False, mask_mod=False, captured_gradient=())
+    from ..mods.derive import floating_reads
     from ..mods.ir import parse
-    from .mod_checks import check_captured, floating_reads
+    from .mod_checks import check_captured
 
     program = parse(facts.mods)
     _, _, heads, first_batch, lengths = facts.shard

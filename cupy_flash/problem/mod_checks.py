@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mods.ir import INPUTS, REAL, Program, order
+from ..mods.ir import INPUTS, Program, order
 from .checks import ArrayFacts, Requirements
 
 
@@ -32,9 +32,3 @@ def check_captured(
                 )
             else:
                 requirements.require(shape[axis] > 0, f"{name} {shape} has no elements to read")
-
-
-def floating_reads(program: Program) -> set[int]:
-    """Return the slots of the floating arrays that score_mod reads, which have gradients."""
-    roots = () if program.score is None else (program.score,)
-    return {node.value for node in order(roots) if node.op == "load" and node.kind == REAL}

@@ -7,9 +7,9 @@ from helpers.tiers import in_tiers
 
 from cupy_flash.cpu import visited_tiles as visits_module
 from cupy_flash.cpu.score import KEYS, QUERIES, Positions
-from cupy_flash.cpu.visited_tiles import GRAIN, TileCounts, VisitEstimate, Visits, count_tiles, rows_of, runs
+from cupy_flash.cpu.visited_tiles import GRAIN, VisitEstimate, Visits, count_tiles, rows_of, runs
 from cupy_flash.mods import tiles
-from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses
+from cupy_flash.mods.tiles import CUT, EMPTY, FULL, TileClasses, TileCounts
 from cupy_flash.mods.trace import Mod
 from cupy_flash.problem.mask import Mask
 

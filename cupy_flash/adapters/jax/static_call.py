@@ -11,10 +11,10 @@ import numpy as np
 
 from ... import dispatch
 from ...arrays import Array
+from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded
 from ...problem import features
 from ...problem.build import pose
-from ...problem.mod_checks import floating_reads
 from ...problem.records import (
     DOUBLE_BACKWARD,
     JVP,

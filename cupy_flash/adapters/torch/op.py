@@ -18,10 +18,10 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
 from ... import dispatch
+from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...problem.build import pose
 from ...problem.features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
-from ...problem.mod_checks import floating_reads
 from ...problem.records import Options, Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded

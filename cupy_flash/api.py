@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
-from .cpu.partials import pose_merge
 from .problem.build import ARRAY_NAMES, pose
+from .problem.merge import pose_merge
 from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Tangents
 
 if TYPE_CHECKING:

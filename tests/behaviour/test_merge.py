@@ -14,9 +14,10 @@ from tolerance import assert_matches_reference
 import cupy_flash
 from cupy_flash import reference
 from cupy_flash.arrays import as_array
-from cupy_flash.cpu.partials import merge, pose_merge
+from cupy_flash.cpu.partials import merge
 from cupy_flash.engines.launch import require_grids
 from cupy_flash.gpu import run_plan
+from cupy_flash.problem.merge import pose_merge
 from cupy_flash.simulator import run as simulator
 
 FORWARD = ("out", "lse")

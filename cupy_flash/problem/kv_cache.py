@@ -11,7 +11,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,8 +20,8 @@ from ..arrays import CACHED, Array, empty, has_boxes
 from .build import array_facts, cached_if_plain, captured_names, traced_mod
 from .checks import Requirements, Sizes, check_features, check_options, check_places, is_one_of, read, require_int32
 from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
+from .kv_cache_contents import CACHES, check_contents, check_overlap
 from .kv_cache_records import Cache, CacheOperands
-from .kv_lengths import appended_places, positions_of_keys, positions_of_queries, read_spans
 from .records import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 
 if TYPE_CHECKING:
@@ -33,12 +32,8 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind =
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size must be a multiple
-CACHES = ("k_cache", "v_cache")
-ROWS = ("q", "k", "v")
 OF_CACHE = frozenset(CacheOperands._fields)
 OF_BOTH = frozenset(Operands._fields) - OF_CACHE - {"q", "cu_seqlens_q"}  # arrays that are options of attention() too
-OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
-SHOWN = 8  # maximum entries of an array that an error lists
 
 
 _CacheOptions: Any = make_dataclass(
@@ -99,9 +94,9 @@ def _pose(
     requirements.unmet += stated.unmet
     requirements.about_type |= stated.about_type
     operands = _operands(call, length, bounds, mod)
-    _check_overlap(requirements, call)
+    check_overlap(requirements, call)
     if stated.readable and stated.problem is not None:
-        _check_contents(requirements, stated.problem, operands, bounds)
+        check_contents(requirements, stated.problem, operands, bounds)
     requirements.raise_if_unmet(call)
     if stated.unsupported:
         raise UnsupportedError("\n".join([f"{function}: not supported", *(f"  - {x}" for x in stated.unsupported)]))
@@ -655,162 +650,3 @@ def _with_problem(
 
 
 # Contents
-
-
-def _check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
-    """Check that no array overlaps a cache, which the append would change, nor `out` an array that is read.
-
-    For the two caches only the first elements are compared: one array as both caches is an error, but overlapping views
-    that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
-    have none while jax traces.
-    """
-    appends = "k" in call
-    if not appends and "out" not in call:
-        return
-    extents = {name: _extent(call[name]) for name in (*CACHES, *ROWS, "out") if name in call}
-    for name, (first, end) in extents.items():
-        others = (*CACHES, *ROWS) if name == "out" else CACHES if appends and name in ROWS else ()
-        for other in others:
-            other_first, other_end = extents.get(other, (0, 0))
-            if first < other_end and other_first < end and _share_an_element(call[name], call[other]):
-                requirements.require(False, f"{name} overlaps {other} in memory")
-    if appends and extents.keys() >= set(CACHES):
-        k, v = (call[name] for name in CACHES)
-        (k_first, k_end), (v_first, v_end) = (extents[name] for name in CACHES)
-        is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
-        requirements.require(
-            not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"
-        )
-
-
-def _has_own_memory(array: Array) -> bool:
-    return array.framework not in ("jax", "xla")
-
-
-def _share_an_element(a: Array, b: Array) -> bool:
-    """Whether two arrays with overlapping address ranges share an element; False if the search takes too long."""
-    if a.device != b.device or not _has_own_memory(a):
-        return False
-    try:
-        shared: bool = np.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return False
-    return shared
-
-
-@lru_cache(maxsize=CACHED)
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the indices in memory of an array's first element and of the one after its last, relative to element 0."""
-    if 0 in shape:
-        return 0, 0
-    steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
-    return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + 1
-
-
-def _extent(array: Array) -> tuple[int, int]:
-    """Return the first address of an array, and the address after its last element."""
-    first, end = _span(array.shape, array.strides)
-    size = array.dtype.itemsize
-    return array.pointer + first * size, array.pointer + end * size
-
-
-def _addresses(array: Array) -> np.ndarray:
-    """Return a NumPy array with an array's addresses, which may be of a GPU, so its elements must not be accessed."""
-    size = array.dtype.itemsize
-    holder = SimpleNamespace(
-        __array_interface__={
-            "version": 3,
-            "typestr": f"|V{size}",
-            "data": (array.pointer, True),
-            "shape": array.shape,
-            "strides": tuple(stride * size for stride in array.strides),
-        }
-    )
-    return np.asarray(holder)
-
-
-def _check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
-    """Check the contents of arrays of indices in host memory; arrays on a GPU are not read, but clamped by kernels."""
-    cache, given = problem.cache, operands.cache
-    assert cache is not None and given is not None
-    indices = (operands.cu_seqlens_q, *given[2:8])
-    if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
-        return
-    require = requirements.require
-    for name in ("k_descale", "v_descale"):
-        descale = getattr(operands, name)
-        if descale is not None and descale.device == "cpu" and descale.dtype == np.float32:
-            values = descale.numpy()
-            legal = bool((np.isfinite(values) & (values >= 0)).all())
-            require(legal, f"{name} must be finite and not negative")
-    tokens = operands.q.shape[0] if given.k is None else given.k.shape[0]
-    if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
-        return
-    spans = read_spans(problem, operands)
-    if bounds == "cu_seqlens_q" and operands.cu_seqlens_q is not None and problem.batch:
-        longest = int(spans.q_rows.max())
-        require(longest <= problem.q_len, f"max_seqlen_q is {problem.q_len}, but a sequence has {longest} tokens")
-    capacity = str(problem.kv_len)
-    if given.block_table is not None and cache.page is not None:
-        capacity += f", {given.block_table.shape[1]} columns of block_table with pages of {cache.page} keys"
-    wrong = np.flatnonzero((spans.before < 0) | (spans.kv_lengths > problem.kv_len)).tolist()
-    for b in wrong[:SHOWN]:
-        before = f" before {spans.appended[b]} appended rows" if spans.appended[b] else ""
-        require(False, f"cache_seqlens[{b}] is {spans.before[b]}{before}, and the capacity is {capacity}")
-    if given.cache_batch_idx is not None:
-        _check_range(requirements, "cache_batch_idx", given.cache_batch_idx.numpy(), 0, cache.blocks - 1)
-    if given.cache_leftpad is not None:
-        _check_range(requirements, "cache_leftpad", given.cache_leftpad.numpy(), 0, problem.kv_len)
-    if given.slots is not None:
-        rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
-        _check_range(requirements, "slots", given.slots.numpy(), None, cache.blocks * rows - 1)
-    if requirements.unmet:
-        return
-    if given.block_table is not None and cache.page is not None:
-        table = given.block_table.numpy()
-        used = np.arange(table.shape[1]) * cache.page < spans.kv_lengths[:, None]
-        for b, column in np.argwhere(used & ((table < 0) | (table >= cache.blocks)))[:SHOWN].tolist():
-            require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
-    if given.rotary_cos is not None and cache.rotary is not None:
-        _check_positions(requirements, problem, operands, spans)
-    elif given.positions is not None and problem.mods:
-        _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
-    if given.k is not None and not requirements.unmet:
-        block, row = appended_places(problem, operands, spans)
-        rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
-        flat = (block * rows + row)[block >= 0]
-        places, counts = np.unique(flat, return_counts=True)
-        several = counts > 1
-        for place, count in zip(places[several][:SHOWN].tolist(), counts[several][:SHOWN].tolist(), strict=True):
-            require(False, f"{count} rows are appended to row {place % rows} of block {place // rows}")
-
-
-def _check_bounds(requirements: Requirements, array: Array, name: str, tokens: int) -> bool:
-    values = array.numpy().astype(np.int64)
-    starts = requirements.require(values[0] == 0, f"{name} must start at 0, not {values[0]}")
-    rises = requirements.require(bool((np.diff(values) >= 0).all()), f"{name} must not decrease")
-    fits = requirements.require(values[-1] <= tokens, f"{name} ends at {values[-1]}, past the {tokens} tokens given")
-    return starts and rises and fits
-
-
-def _check_range(requirements: Requirements, name: str, values: np.ndarray, low: int | None, high: int) -> None:
-    wrong = values > high if low is None else (values < low) | (values > high)
-    for b in np.flatnonzero(wrong.ravel())[:SHOWN].tolist():
-        interval = f"at most {high}" if low is None else f"in [{low}, {high}]"
-        requirements.require(False, f"{name}[{b}] is {values.ravel()[b]} and must be {interval}")
-
-
-def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Any) -> None:
-    """Check that every position that is rotated has a row in the rotary tables."""
-    given = operands.cache
-    assert given is not None and given.rotary_cos is not None
-    table = given.rotary_cos.shape[0]
-    if given.positions is not None:
-        last = table - 1 if not problem.mods else min(table, problem.kv_len) - 1
-        _check_range(requirements, "positions", given.positions.numpy(), 0, last)
-        return
-    positions = [positions_of_queries(problem, operands, spans)]
-    if given.k is not None:
-        positions.append(positions_of_keys(problem, operands, spans))
-    last = max((int(x.max()) for x in positions if x.size), default=-1)
-    requirements.require(last < table, f"rotary_cos has {table} rows, and position {last} is rotated")

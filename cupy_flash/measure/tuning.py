@@ -25,8 +25,7 @@ from ..plan.measurements import Measured, Tune
 from ..plan.plan import MODULES, Plan, amount_text, candidates
 from ..problem.build import pose
 from ..problem.kv_cache import CacheOptions, pose_with_cache
-from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial
-from ..problem.recorded_kv_cache import cache_call
+from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial, cache_call
 from ..problem.records import FP8, Operands, Options, Problem, Saved
 from . import other_libraries
 from .checks import calls

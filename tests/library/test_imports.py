@@ -47,7 +47,6 @@ FLOW = (
     "problem.mask",
     "problem.records",
     "problem.kv_lengths",
-    "problem.recorded_kv_cache",
     "reference",
     "distributed.channel",
     "distributed.shards",

@@ -26,8 +26,7 @@ from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
 from cupy_flash.plan.plan import plan, predicted, tune_key
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
-from cupy_flash.problem.recorded_call import Trial, recorded_line
-from cupy_flash.problem.recorded_kv_cache import CacheTrial, cache_call
+from cupy_flash.problem.recorded_call import CacheTrial, Trial, cache_call, recorded_line
 from cupy_flash.problem.records import Options
 
 AMPERE = named("sm_80")

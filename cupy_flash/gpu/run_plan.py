@@ -193,7 +193,7 @@ def given(operands: Operands) -> dict[str, Array]:
     arrays = operands.arrays()
     if operands.cache is None:
         return arrays
-    from .kv_cache_params import cache_arrays  # lazily: most calls have no cache
+    from .params import cache_arrays
 
     return arrays | cache_arrays(operands)
 
@@ -202,7 +202,7 @@ def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
     """Return the operands with these arrays, by the names of `given`."""
     if operands.cache is None:
         return operands._replace(**arrays)
-    from .kv_cache_params import with_arrays
+    from .params import with_arrays
 
     return with_arrays(operands, arrays)
 

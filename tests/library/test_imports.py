@@ -102,7 +102,6 @@ FLOW = (
     "memory",
     "gpu",
     "gpu.captured",
-    "gpu.kv_cache_params",
     "gpu.tensor_map",
     "gpu.params",
     "engines.launch",

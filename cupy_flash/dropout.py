@@ -51,7 +51,7 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """Return 65536 / (65536 - t), the inverse of the keep probability; requirements.py checks that t < 65536."""
+    """Return 65536 / (65536 - t), the inverse of the keep probability; problem/checks.py checks that t < 65536."""
     return 65536 / (65536 - threshold(p))
 
 

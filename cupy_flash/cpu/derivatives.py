@@ -2,8 +2,8 @@
 
 Each thread holds a few tiles of scores, so memory is linear in the sequence length.
 
-The letters are those of cpu.py; a leading t is a tangent (tQ, tS, tO), mu is the tangent of lse, and m are the dropout
-factors, 0 or keep_scale. S are the scores that the softmax sees:
+The letters are those of attention.py; a leading t is a tangent (tQ, tS, tO), mu is the tangent of lse, and m are the
+dropout factors, 0 or keep_scale. S are the scores that the softmax sees:
 
     JVP               mu = rowsum(P tS) + P_sink tsink ;  tO = (m P (tS - mu)) V + (m P) tV
     double backward   g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu

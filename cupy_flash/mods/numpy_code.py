@@ -78,7 +78,7 @@ def _expression(node: Node, args: list[str]) -> str:
 
 
 def _index(index: Node, name: str, extent: str) -> str:
-    """Return the index clamped to its dimension; inputs need no clamp, because mods/facts.py has checked them."""
+    """Return the index clamped to its dimension; inputs need no clamp: problem/mod_checks.py has checked them."""
     return name if index.op in INPUTS else f"np.minimum(np.maximum({name}, 0), {extent} - 1)"
 
 

@@ -4,8 +4,8 @@ Arrays of NumPy, CuPy and jax have no hook for `array[traced]`. A function is th
 closure, globals and defaults, in place of arrays, numbers, and the functions and objects that hold them.
 
 Traces are cached. A later call of the same code reuses a trace if the captured values have the same types, dtypes and
-ranks, and the numbers in the text are the same (sources.py). Contents and shapes of arrays and all other numbers are
-collected in every call.
+ranks, and the numbers in the text are the same (trace_guards.py). Contents and shapes of arrays and all other numbers
+are collected in every call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks the requirements on a call; each check adds a reason to one error, which lists all of them.
 
 Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain options, never an array, so that
-`pose.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
+`build.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
 """
 
 from __future__ import annotations

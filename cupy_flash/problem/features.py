@@ -1,10 +1,10 @@
 """The table of `attention`'s options, in the order of its signature.
 
-Other code derives its lists of options from these rows: Options and their checks (requirements.py, pose.py), the fields
-of Problem, Operands and Gradients (problem.py), constants and members of the kernels (engines, params.py), operators of
+Other code derives its lists of options from these rows: Options and their checks (checks.py, build.py), the fields of
+Problem, Operands and Gradients (records.py), constants and members of the kernels (engines, params.py), operators of
 torch, operands of jax, attention over several ranks, and compile() with its command. Only the signature and docstring
-of `attention`, the types of options (arguments.py) and the math of each feature (score.py, score.cuh, reference.py) are
-written by hand.
+of `attention`, the types of options (argument_types.py) and the math of each feature (score.py, score.cuh,
+reference.py) are written by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOD = "mod"  # None, a Python function of a score and its indices, or a Mod
 LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
 WHOLE = "whole"  # None, or a whole number
 
-# Legal ranges of numbers, which requirements.py checks.
+# Legal ranges of numbers, which checks.py checks.
 FINITE = "finite"
 CAP = "cap"  # positive; a value that is infinite in the accumulation dtype counts as None
 PROBABILITY = "probability"  # [0, 1) in steps of 1/65536

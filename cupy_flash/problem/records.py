@@ -1,7 +1,7 @@
 """The records of a call: Options as the caller passed them, the Problem that they state, and its Operands.
 
 features.py declares their fields for the options. A Problem has shapes, dtypes and features, but no arrays and no
-decisions of a plan; `pose.pose` builds it.
+decisions of a plan; `build.pose` builds it.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Call:
     mods: str  # text of the traced score_mod and mask_mod (mods/ir.py), or ""
     captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
     dlse: bool
-    aligned: bool  # TMA can load q, k and v (pose.has_boxes)
+    aligned: bool  # TMA can load q, k and v (arrays.has_boxes)
     empty: bool  # q, k or v has no elements, which max_seqlen of a packed batch does not show
     shard: bool  # the call has `starts`: sequences are shards
     step: int

@@ -34,7 +34,7 @@ def test_the_signature_has_the_options_of_the_table():
 
 
 def types_of(options):
-    """{option: type} of a TypedDict of arguments.py, for arrays of any library."""
+    """{option: type} of a TypedDict of argument_types.py, for arrays of any library."""
     return {name: re.sub(r"\bT\b", "AnyArray", kind.__forward_arg__) for name, kind in options.__annotations__.items()}
 
 

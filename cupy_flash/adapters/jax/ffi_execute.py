@@ -1,6 +1,6 @@
 """The primitive for a step of attention: evaluated at once on concrete arrays, traced into a program otherwise.
 
-vmap folds its axis into the batch or the heads (folding.py); sharded arrays become one call per shard (sharding.py);
+vmap folds its axis into the batch or the heads (vmap.py); sharded arrays become one call per shard (sharding.py);
 derivatives.py has the differentiation rules. It is a primitive because jax drops the rules of custom_jvp in a scan.
 """
 

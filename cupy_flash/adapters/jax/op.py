@@ -1,8 +1,8 @@
 """Attention on jax arrays with gradients, eager and under jax's transformations.
 
-A call binds a step primitive (step.py) that has differentiation rules (derivatives.py). On concrete arrays the step
-runs at once, problem -> plan -> backend, on the arrays' own memory (DLPack), on a CPU or a GPU. Under tracing, and for
-arrays on several devices, it is lowered to a call of XLA's FFI in a compiled program (primitive.py).
+A call binds a step primitive (ffi_execute.py) that has differentiation rules (derivatives.py). On concrete arrays
+the step runs at once, problem -> plan -> dispatch, on the arrays' own memory (DLPack), on a CPU or a GPU. Under
+tracing, and for arrays on several devices, it is lowered to a call of XLA's FFI in a compiled program (primitive.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The primitive for one device's call in a compiled program, lowered to XLA's FFI (handler.py).
+"""The primitive for one device's call in a compiled program, lowered to XLA's FFI (ffi_handler.py).
 
 On a GPU the workspaces of the plan are further results, so that XLA owns their memory. If jaxlib has another major
 version of the FFI, the call runs by jax.pure_callback on a CPU.

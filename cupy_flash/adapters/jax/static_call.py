@@ -32,7 +32,7 @@ from ..axes import axes_of, sizes_of
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
 NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # placeholders for traced values
 FORWARD, BACKWARD = "forward", "backward"
-APPEND, CACHED = "append", "cached"  # the steps of cache.py
+APPEND, CACHED = "append", "cached"  # the steps of kv_cache.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -204,7 +204,7 @@ def text_of(call: Any) -> str:
     return json.dumps({"step": call.step, "static": static, "names": call.names}, default=_plain)
 
 
-# The classes of a call and of its static options for each step; cache.py and derivatives.py add theirs.
+# The classes of a call and of its static options for each step; kv_cache.py and derivatives.py add theirs.
 STEPS: dict[str, tuple[Any, Any]] = dict.fromkeys(COMPUTED_BY, (Call, Static))
 
 

@@ -21,7 +21,8 @@ from cupy_flash.arrays import Array
 from cupy_flash.gpu import run_plan, tensor_map
 from cupy_flash.plan.plan import Plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.records import Operands, Options, Problem
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Operands, Problem
 
 from .report import Table
 

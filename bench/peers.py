@@ -68,7 +68,7 @@ class CupyFlash:
 
     def arrays(self, result: Any) -> tuple[Array, ...]:
         """Return (out,) or (dq, dk, dv), which are NumPy arrays already."""
-        return result[:3] if isinstance(result, cupy_flash.Gradients) else result[:1]
+        return tuple(result[: 3 if isinstance(result, cupy_flash.Gradients) else 1])
 
 
 class Standard:

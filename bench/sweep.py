@@ -19,7 +19,8 @@ from cupy_flash.gpu.run_plan import compile_launch
 from cupy_flash.measure.worker_process import Announce
 from cupy_flash.plan.plan import candidates
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.records import FP8, Operands, Options, Problem, Saved, UnsupportedError
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import FP8, Operands, Problem, Saved, UnsupportedError
 
 from .gpu import (
     SECONDS_OF_COMPILING,
@@ -132,7 +133,7 @@ def compilers() -> ProcessPoolExecutor:
 def posed(regime: Regime, tensors: Inputs) -> Iterable[tuple[str, Problem, Operands]]:
     """Yield (engine, problem, operands) of a regime, with each engine requested explicitly."""
     q, k, v, dout = (x.detach() for x in tensors)
-    options = dict(causal=regime.causal, layout="bhsd")
+    options: dict[str, Any] = dict(causal=regime.causal, layout="bhsd")
     saved = None
     if regime.backward:
         out, lse = dispatch.forward(*pose("sweep", (q, k, v), Options(**options), None, None))

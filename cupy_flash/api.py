@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
 from .problem.build import ARRAY_NAMES, pose
+from .problem.features import Options
 from .problem.merge import pose_merge
-from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Tangents
+from .problem.records import Gradients, Packed, Saved, SecondGradients, Tangents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

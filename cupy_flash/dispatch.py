@@ -61,7 +61,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
-def backward(problem: Problem, operands: Operands) -> Gradients:
+def backward(problem: Problem, operands: Operands) -> Gradients[Array]:
     """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
     if _RECORD is not None:
         _record(problem, operands, _RECORD)
@@ -104,7 +104,7 @@ def jvp(problem: Problem, operands: Operands) -> tuple[Array, Array, Array, Arra
     return results
 
 
-def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
+def double_backward(problem: Problem, operands: Operands) -> SecondGradients[Array]:
     """Plan and run a double backward; returns the gradients as Arrays, None where not requested.
 
     The JVP in the direction of the cotangents comes first: its tout is ddout, its tlse ddlse.
@@ -113,7 +113,7 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients:
         _record(problem, operands, _RECORD)
     _, _, tout, tlse = jvp(along_cotangents(problem), operands)
     chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
-    gradients: Gradients = _derivatives(chosen).double_backward(chosen, operands)
+    gradients: Gradients[Array] = _derivatives(chosen).double_backward(chosen, operands)
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
@@ -151,9 +151,9 @@ def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
     return out_and_lse
 
 
-def run_backward(chosen: Plan, operands: Operands) -> Gradients:
+def run_backward(chosen: Plan, operands: Operands) -> Gradients[Array]:
     """Run a backward with a given plan; returns the gradients."""
-    gradients: Gradients = _module(chosen).backward(chosen, operands)
+    gradients: Gradients[Array] = _module(chosen).backward(chosen, operands)
     return gradients
 
 

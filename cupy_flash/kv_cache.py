@@ -144,7 +144,8 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .problem.kv_cache import CacheOptions, pose_with_cache  # lazily: most calls have no cache
+    from .problem.kv_cache import pose_with_cache
+    from .problem.kv_cache_records import CacheOptions
 
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
@@ -177,7 +178,8 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
-    from .problem.kv_cache import CacheOptions, pose_with_cache
+    from .problem.kv_cache import pose_with_cache
+    from .problem.kv_cache_records import CacheOptions
 
     settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
@@ -235,7 +237,8 @@ def append_to_kv_cache(
         ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
-    from .problem.kv_cache import CacheOptions, pose_append
+    from .problem.kv_cache import pose_append
+    from .problem.kv_cache_records import CacheOptions
 
     options = CacheOptions(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table, slots=slots,

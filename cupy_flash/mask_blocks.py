@@ -12,7 +12,8 @@ from .mods.block_tables import ALL, NONE, PARTIAL, MaskMod, converted, is_block_
 from .mods.numpy_code import mask_function
 from .mods.tiles import CUT, FULL, TileClasses
 from .mods.trace import Mod, traced
-from .problem.records import Operands, Options, Problem
+from .problem.features import Options
+from .problem.records import Operands, Problem
 
 
 def block_mask(

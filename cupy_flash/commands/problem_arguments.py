@@ -56,10 +56,10 @@ def plans(
     heads = 32 * group if heads is None else heads
     if heads % group:
         raise ValueError(f"--heads {heads} must be a multiple of --group {group}")
-    sizes = dict(batch=batch, heads=heads, whole_heads=heads, kv_heads=heads // group)
-    lengths = dict(q_len=seqlen, kv_len=seqlen if seqlen_k is None else seqlen_k)
+    sizes: dict[str, Any] = dict(batch=batch, heads=heads, whole_heads=heads, kv_heads=heads // group)
+    sizes |= dict(q_len=seqlen, kv_len=seqlen if seqlen_k is None else seqlen_k)
     forward, *backward = ahead.problems(**arguments)
-    return [plan(problem._replace(**sizes, **lengths), on) for problem in (forward, *backward[-1:])]
+    return [plan(problem._replace(**sizes), on) for problem in (forward, *backward[-1:])]
 
 
 def _add_array(command: argparse.ArgumentParser, flag: str, feature: Feature) -> None:

@@ -20,8 +20,8 @@ from .. import dispatch
 from ..api import merge
 from ..mods.trace import Mod, decoded, mod_of
 from ..problem.build import pose
-from ..problem.features import ARRAYS, FEATURES, MODS, SEED
-from ..problem.records import Options, Packed, Saved, Shard
+from ..problem.features import ARRAYS, FEATURES, MODS, SEED, Options
+from ..problem.records import Packed, Saved, Shard
 from .channel import Arrival, Channel
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
@@ -119,7 +119,7 @@ def ring_attention(
         problem, _ = pose(function, (q, k, v), settings)
         lengths = whole_lengths(function, seqlen, (problem.q_len, problem.kv_len), channel.ranks)
         schedule = ring_schedule((lengths[0],), (lengths[1],), problem.mask, channel.rank, channel.ranks, sharding)
-        call = _Call(function, channel, schedule, problem.layout, problem.batch, lengths, without_tensors(settings))
+        call = _Call(function, channel, schedule, problem.layout, problem.batch, lengths, WithoutTensors.of(settings))
         request |= call.request((q, k, v), settings, lengths, sharding)
     return _attend((q, k, v), settings, call)
 
@@ -190,7 +190,7 @@ def ring_attention_varlen(
         problem, _ = pose(function, (q, k, v), settings, _packed(local[0][0], local[1][0], q.device))
         longest = (max(lengths[0], default=0), max(lengths[1], default=0))
         schedule = ring_schedule(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
-        call = _Call(function, channel, schedule, problem.layout, 1, longest, without_tensors(settings))
+        call = _Call(function, channel, schedule, problem.layout, 1, longest, WithoutTensors.of(settings))
         request |= call.request((q, k, v), settings, tuple(lengths), sharding)
     return _attend((q, k, v), settings, call)
 
@@ -289,19 +289,22 @@ def captured_of(settings: Options) -> tuple[Any, ...]:
     return settings.score_mod.arrays if isinstance(settings.score_mod, Mod) else ()
 
 
-def without_tensors(settings: Options) -> Options:
-    """Return the options with tensors replaced by None and the Mod by its text, because ctx must not hold tensors."""
-    given = {name for name in TENSORS if isinstance(getattr(settings, name), torch.Tensor)}
-    mod = settings.score_mod
-    text = mod.encoded if isinstance(mod, Mod) else None
-    return replace(settings, **dict.fromkeys(given), score_mod=text)
+class WithoutTensors(NamedTuple):
+    """The options of a call without their tensors, and the text of its Mod: ctx must not hold tensors."""
 
+    options: Options
+    mods: str  # "" without mods
 
-def with_mods(settings: Options, captured: tuple[Any, ...]) -> Options:
-    """Return the options of `without_tensors`, with the Mod rebuilt from its text and its captured tensors."""
-    return (
-        settings if settings.score_mod is None else replace(settings, score_mod=decoded(settings.score_mod, captured))
-    )
+    @classmethod
+    def of(cls, settings: Options) -> WithoutTensors:
+        """Replace tensors by None, and the Mod by its text."""
+        absent: dict[str, Any] = {name: None for name in TENSORS if isinstance(getattr(settings, name), torch.Tensor)}
+        mods = settings.score_mod.encoded if isinstance(settings.score_mod, Mod) else ""
+        return cls(replace(settings, **absent, score_mod=None), mods)
+
+    def with_mods(self, captured: tuple[Any, ...]) -> Options:
+        """Return the options, with the Mod rebuilt from its text and its captured tensors."""
+        return replace(self.options, score_mod=decoded(self.mods, captured)) if self.mods else self.options
 
 
 class CapturedGradients:
@@ -346,7 +349,7 @@ class _Call(NamedTuple):
     layout: str  # "thd" for a packed batch
     batch: int  # batch entries with the same positions; 1 for a packed batch
     lengths: tuple[int, int]  # (queries, keys) of the longest whole sequence
-    options: Options
+    settings: WithoutTensors
 
     @property
     def axis(self) -> int:
@@ -383,12 +386,12 @@ class _Call(NamedTuple):
         """
         q, k, v = arrays
         (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
-        given = {
+        given: dict[str, Any] = {
             feature.name: x if pair.local or not feature.once else None
             for feature, x in zip(SERVED, features, strict=True)
         }
-        options = with_mods(self.options, captured)
-        options = replace(options, seed=self.options.seed if seed is None else seed, **given)
+        options = self.settings.with_mods(captured)
+        options = replace(options, seed=options.seed if seed is None else seed, **given)
         packed = _packed(pair.queries, pair.keys, q.device) if self.layout == "thd" else None
         starts = _on_device(pair.starts * self.batch, q.device)
         shard = Shard(starts, self.schedule.stride, lengths=self.lengths)

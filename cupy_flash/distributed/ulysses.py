@@ -14,12 +14,13 @@ import torch
 
 from .. import dispatch
 from ..problem.build import pose
-from ..problem.records import Options, Packed, Saved, Shard
+from ..problem.records import Packed, Saved, Shard
 from .channel import Channel
 from .ring import (
     SERVED,
     TENSORS,
     CapturedGradients,
+    WithoutTensors,
     captured_of,
     describe,
     read_options,
@@ -27,8 +28,6 @@ from .ring import (
     require_rows,
     tensors_of,
     whole_lengths,
-    with_mods,
-    without_tensors,
 )
 from .shards import runs
 
@@ -201,7 +200,7 @@ def _attend(
         request |= describe(arrays, settings, axes.rows) | {"lengths": lengths}
         request |= {} if packed is None else _describe_sequences(packed)
     longest = None if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
-    call = _Call(function, channel, axes, sizes[0], sizes[1], longest, without_tensors(settings))
+    call = _Call(function, channel, axes, sizes[0], sizes[1], longest, WithoutTensors.of(settings))
     cu_seqlens = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     out, lse = _Ulysses.apply(*arrays, *tensors_of(settings), *captured_of(settings), *cu_seqlens, call)
     return (out, lse) if settings.return_lse else out
@@ -244,7 +243,7 @@ class _Call(NamedTuple):
     q_sizes: list[int]  # query rows of each rank
     kv_sizes: list[int]
     longest: tuple[Any, Any] | None  # (max_seqlen_q, max_seqlen_k) of a packed batch
-    options: Options
+    settings: WithoutTensors
 
     def to_heads(self, x: Any, sizes: list[int], axes: Axes) -> Any:
         """All-to-all: this rank's rows of all heads -> all rows of this rank's heads."""
@@ -276,8 +275,8 @@ class _Call(NamedTuple):
         """Return (problem, operands) of the whole sequence and this rank's heads, with global head indices."""
         (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
         given = {feature.name: self.heads_of(x) for feature, x in zip(SERVED, features, strict=True)}
-        options = with_mods(self.options, captured)
-        options = replace(options, seed=self.options.seed if seed is None else seed, **given)
+        options = self.settings.with_mods(captured)
+        options = replace(options, seed=options.seed if seed is None else seed, **given)
         packed = None if self.longest is None else Packed(*bounds, *self.longest)
         heads = arrays[0].shape[self.axes.heads]
         shard = Shard(first_head=self.channel.rank * heads, heads=self.channel.ranks * heads)
@@ -318,7 +317,7 @@ def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *sav
     posed = call.pose((q, k, v), (*tensors, *captured), (cu_seqlens_q, cu_seqlens_k), rows)
     gradients = dispatch.backward(*posed)
     of_captured.add(gradients)
-    dq, dk, dv = (gradients[i].result() for i in range(3))
+    dq, dk, dv = (x.result() for x in (gradients.dq, gradients.dk, gradients.dv))
     dq = call.to_rows(dq, call.q_sizes, call.axes)
     dk, dv = (call.to_rows(x, call.kv_sizes, call.axes) for x in (dk, dv))
     others: list[Any] = [None] * len(tensors)

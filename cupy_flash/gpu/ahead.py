@@ -16,11 +16,11 @@ from ..engines import mma_decode
 from ..engines.launch import Launch
 from ..plan.plan import launches_at_any_length
 from ..problem.build import pose
-from ..problem.features import ARRAYS, Feature
+from ..problem.features import ARRAYS, Feature, Options
 from ..problem.kv_cache import SPLIT_UNIT
 from ..problem.kv_cache_records import Cache
 from ..problem.mask import Mask
-from ..problem.records import DTYPES, FP8, Options, Packed, Problem
+from ..problem.records import DTYPES, FP8, Packed, Problem
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -159,7 +159,8 @@ def _problem(
         return array(dtype if value is True else element_dtype(value), *shape)
 
     batch = () if packed else (1,)
-    call = replace(settings, seed=0, **{feature.name: given(feature) for feature in ARRAYS})
+    placeholders: dict[str, Any] = {feature.name: given(feature) for feature in ARRAYS}
+    call = replace(settings, seed=0, **placeholders)
     q, k, v = (
         array(element, *batch, rows, rows, dim) for rows, dim in ((group, head_dim), (1, head_dim), (1, head_dim_v))
     )

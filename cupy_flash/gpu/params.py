@@ -227,7 +227,8 @@ def with_arrays(operands: Operands, arrays: dict[str, Array]) -> Operands:
     if given is not None:
         nested = {name: arrays[NAMES.get(name, name)] for name in given._fields if NAMES.get(name, name) in arrays}
         operands = operands._replace(cache=given._replace(**{x: y for x, y in nested.items() if x != "out"}))
-    return operands._replace(**{name: array for name, array in arrays.items() if name in Operands._fields})
+    members: dict[str, Any] = {name: array for name, array in arrays.items() if name in Operands._fields}
+    return operands._replace(**members)
 
 
 def cache_members(

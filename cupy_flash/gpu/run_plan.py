@@ -92,7 +92,7 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     """Run the backward, or with tangents the double backward, and return the gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
-    gradients: Results = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
+    gradients: dict[str, Any] = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     work = _work(plan, operands, gradients)
     start(work)
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
@@ -198,7 +198,7 @@ def given(operands: Operands) -> dict[str, Array]:
     return arrays | cache_arrays(operands)
 
 
-def _replaced(operands: Operands, arrays: dict[str, Array]) -> Operands:
+def _replaced(operands: Operands, arrays: dict[str, Any]) -> Operands:
     """Return the operands with these arrays, by the names of `given`."""
     if operands.cache is None:
         return operands._replace(**arrays)

@@ -31,11 +31,12 @@ from .checks import (
     check_values,
     read,
 )
-from .features import ARRAY, ARRAYS, FEATURES, MOD, SEED, WINDOW
-from .records import DOUBLE_BACKWARD, JVP, WHOLE, Operands, Options, Packed, Problem, Saved, Shard, Tangents, out_dtype
+from .features import ARRAY, ARRAYS, FEATURES, MOD, SEED, WINDOW, Options
+from .records import DOUBLE_BACKWARD, JVP, WHOLE, Operands, Packed, Problem, Saved, Shard, Tangents, out_dtype
 
 if TYPE_CHECKING:
     from ..mods.trace import Mod
+    from .kv_cache_records import CacheOptions
 
 
 def pose(
@@ -74,7 +75,7 @@ def pose(
     elif seed is None:
         # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
-    named = {name: x for name, x in call.items() if name in OPERANDS}
+    named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
     names = captured_names(mod)
     captured, tcaptured = tuple(call[name] for name in names), tuple(call.get(f"t{name}") for name in names)
     numbers = mod.numbers if mod else ()
@@ -86,7 +87,7 @@ ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 _arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
 
-def traced_mod(requirements: Requirements, options: Options) -> Mod | None:
+def traced_mod(requirements: Requirements, options: Options | CacheOptions) -> Mod | None:
     """Return the traced score_mod and mask_mod; None without them, or, as an unmet requirement, if tracing fails."""
     if options.score_mod is None and options.mask_mod is None:
         return None
@@ -247,7 +248,7 @@ def _state(facts: Facts) -> Stated:
     if facts.packed:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
-    numbers = dict(settings.numbers)
+    numbers: dict[str, Any] = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     unmet = tuple(requirements.unmet)

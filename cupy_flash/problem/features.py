@@ -1,4 +1,4 @@
-"""The table of `attention`'s options, in the order of its signature.
+"""The options of `attention`, in the order of its signature: a typed field of Options for each, with its table row.
 
 Other code derives its lists of options from these rows: Options and their checks (checks.py, build.py), the fields of
 Problem, Operands and Gradients (records.py), constants and members of the kernels (engines, params.py), operators of
@@ -10,7 +10,14 @@ reference.py) are written by hand.
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..arrays import AnyArray
+    from .argument_types import Causal, Layout, MaskMod, ScoreMod, Window
+    from .records import Problem
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
@@ -77,46 +84,112 @@ class Feature(NamedTuple):
         return self.fact or self.name
 
 
-FEATURES = (
-    Feature("causal", CAUSAL, False),
-    Feature("window", WINDOW),
-    Feature("scale", NUMBER, range=FINITE, member="scale"),
-    Feature(
-        "softcap", NUMBER, range=CAP, example=1.0, constant="SOFTCAP", member="softcap", changes_score=True,
-        keeps_score=True,
-    ),
-    Feature(
-        "alibi_slopes", ARRAY, axes=("h", "bh"), dtypes=("float32",), ranks=True, fact="alibi", constant="ALIBI",
-        batch_stride="alibi_batch", changes_score=True,
-    ),
-    Feature(
-        "bias", ARRAY, axes=("bhij",), broadcast=True, dtypes=FLOATING, dtype_text="floating",
-        hint=(("bool",), "; a boolean mask is given as mask="), padded=True, gradient=True, optional_gradient=True,
-        constant="BIAS", element="bias_element", changes_score=True,
-    ),
-    Feature(
-        "mask", ARRAY, axes=("bhij",), broadcast=True, dtypes=("bool",), dtype_text="bool, True = attend",
-        hint=(FLOATING, "; an additive mask is given as bias="), padded=True, fact="dense_mask", constant="DENSE_MASK",
-    ),
-    Feature(
-        "sink", ARRAY, axes=("h",), dtypes=FLOATING, dtype_text="floating", gradient=True, ranks=True, once=True,
-        constant="SINK", element="sink_element",
-    ),
-    Feature("q_lengths", ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"),
-    Feature("kv_lengths", ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"),
-    Feature("score_mod", MOD, ranks=True, constant="SCORE_MOD", changes_score=True),
-    Feature("mask_mod", MOD, ranks=True, constant="MASK_MOD"),
-    Feature("dropout", NUMBER, 0.0, range=PROBABILITY, example=0.5, constant="DROPOUT"),
-    Feature("seed", SEED),
-    Feature("q_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
-    Feature("k_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
-    Feature("v_descale", ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True),
-    Feature("layout", CHOICE, "bshd"),
-    Feature("return_lse", FLAG, False, definition=False, result=True),
-    Feature("deterministic", FLAG, False, definition=False),
-    Feature("backend", CHOICE, definition=False),
-    Feature("engine", CHOICE, definition=False),
-)  # fmt: skip
+def option(kind: str, default: Any = None, **columns: Any) -> Any:
+    """Return a field of Options that holds its row of the table as metadata."""
+    return field(default=default, metadata={"kind": kind, **columns})
+
+
+@dataclass(slots=True)
+class Options:
+    """The options of a call as the caller passed them, which `cupy_flash.attention` describes.
+
+    `checks.py` has not seen them yet: a caller who ignores the types may have passed anything.
+    """
+
+    causal: Causal = option(CAUSAL, False)
+    window: Window = option(WINDOW)
+    scale: float | None = option(NUMBER, range=FINITE, member="scale")
+    softcap: float | None = option(
+        NUMBER, range=CAP, example=1.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
+    )
+    alibi_slopes: AnyArray | None = option(
+        ARRAY,
+        axes=("h", "bh"),
+        dtypes=("float32",),
+        ranks=True,
+        fact="alibi",
+        constant="ALIBI",
+        batch_stride="alibi_batch",
+        changes_score=True,
+    )
+    bias: AnyArray | None = option(
+        ARRAY,
+        axes=("bhij",),
+        broadcast=True,
+        dtypes=FLOATING,
+        dtype_text="floating",
+        hint=(("bool",), "; a boolean mask is given as mask="),
+        padded=True,
+        gradient=True,
+        optional_gradient=True,
+        constant="BIAS",
+        element="bias_element",
+        changes_score=True,
+    )
+    mask: AnyArray | None = option(
+        ARRAY,
+        axes=("bhij",),
+        broadcast=True,
+        dtypes=("bool",),
+        dtype_text="bool, True = attend",
+        hint=(FLOATING, "; an additive mask is given as bias="),
+        padded=True,
+        fact="dense_mask",
+        constant="DENSE_MASK",
+    )
+    sink: AnyArray | None = option(
+        ARRAY,
+        axes=("h",),
+        dtypes=FLOATING,
+        dtype_text="floating",
+        gradient=True,
+        ranks=True,
+        once=True,
+        constant="SINK",
+        element="sink_element",
+    )
+    q_lengths: AnyArray | None = option(
+        ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"
+    )
+    kv_lengths: AnyArray | None = option(
+        ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"
+    )
+    score_mod: ScoreMod = option(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
+    mask_mod: MaskMod = option(MOD, ranks=True, constant="MASK_MOD")
+    dropout: float = option(NUMBER, 0.0, range=PROBABILITY, example=0.5, constant="DROPOUT")
+    seed: int | AnyArray | None = option(SEED)
+    q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    k_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    layout: Layout = option(CHOICE, "bshd")
+    return_lse: bool = option(FLAG, False, definition=False, result=True)
+    deterministic: bool = option(FLAG, False, definition=False)
+    backend: str | None = option(CHOICE, definition=False)
+    engine: str | None = option(CHOICE, definition=False)
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, Any]) -> Options:
+        """Make the options from keyword arguments; TypeError for an unknown name."""
+        return cls(**known(function, options, FEATURES))
+
+
+def known(function: str, options: Mapping[str, Any], table: tuple[Feature, ...]) -> Mapping[str, Any]:
+    """Return keyword arguments that are options of a table; TypeError for an unknown name."""
+    names = [feature.name for feature in table]
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        raise TypeError(
+            f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(names)}"
+        )
+    return options
+
+
+def table_of(options: type) -> tuple[Feature, ...]:
+    """Return the table of a class of options, read from its fields."""
+    return tuple(Feature(row.name, default=row.default, **row.metadata) for row in fields(options))
+
+
+FEATURES = table_of(Options)
 
 NAMES = tuple(feature.name for feature in FEATURES)
 ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
@@ -126,41 +199,13 @@ MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 
-_SHARED = {feature.name: feature for feature in FEATURES}
 
-# The options of `attention_with_kv_cache`, in the order of its signature. Further axes are "p", the columns of a block
-# table; "n", the rows of k; "t", the tokens of a packed batch; "r" and "e", the sizes of a rotary table.
-CACHE_FEATURES = (
-    Feature("k", ARRAY, axes=("bngd",), dtypes=FLOATING),
-    Feature("v", ARRAY, axes=("bngd",), dtypes=FLOATING),
-    Feature("cache_seqlens", LENGTHS, axes=("b",), dtypes=("int32",)),
-    Feature("cache_batch_idx", ARRAY, axes=("b",), dtypes=("int32",)),
-    Feature("cache_leftpad", ARRAY, axes=("b",), dtypes=("int32",)),
-    Feature("block_table", ARRAY, axes=("bp",), dtypes=("int32",)),
-    Feature("slots", ARRAY, axes=("n",), dtypes=("int64",)),
-    Feature("positions", ARRAY, axes=("bi", "t"), dtypes=("int32",)),
-    Feature("cu_seqlens_q", ARRAY, axes=("c",), dtypes=("int32",)),
-    Feature("max_seqlen_q", WHOLE),
-    Feature("rotary_cos", ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating"),
-    Feature("rotary_sin", ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating"),
-    Feature("rotary_interleaved", FLAG, True),
-    Feature("causal", FLAG, True),
-    *(_SHARED[name] for name in ("window", "scale", "softcap", "alibi_slopes", "sink")),
-    Feature("mask", ARRAY, axes=("bhis",), broadcast=True, dtypes=("bool",), dtype_text="bool, True = attend"),
-    *(_SHARED[name] for name in ("score_mod", "mask_mod", "k_descale", "v_descale")),
-    Feature("split_size", WHOLE),
-    _SHARED["layout"],
-    Feature("out", ARRAY, axes=("bihd",), dtypes=FLOATING),
-    *(_SHARED[name] for name in ("return_lse", "backend", "engine")),
-)
+def record(*names: str) -> Any:
+    """Return a namedtuple class to derive from, for an adapter whose calls have a field for each option."""
+    return namedtuple("record", names)
 
 
-def record(*names: str, optional: int = 0) -> Any:
-    """Return a namedtuple class to derive from; the last `optional` fields default to None."""
-    return namedtuple("record", names, defaults=[None] * optional)
-
-
-def is_given(problem: Any, feature: Feature) -> bool:
+def is_given(problem: Problem, feature: Feature) -> bool:
     """Return whether a Problem has a feature."""
     fact = getattr(problem, feature.field)
     return fact is not None and fact is not False and fact != 0.0

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import field, make_dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,9 +17,9 @@ from .. import environment
 from ..arrays import CACHED, Array, empty, has_boxes
 from .build import array_facts, cached_if_plain, captured_names, traced_mod
 from .checks import Requirements, Sizes, check_features, check_options, check_places, is_one_of, read, require_int32
-from .features import ARRAY, CACHE_FEATURES, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
+from .features import ARRAY, FEATURES, FLOATING, LENGTHS, MOD, WINDOW
 from .kv_cache_contents import CACHES, check_contents, check_overlap
-from .kv_cache_records import Cache, CacheOperands
+from .kv_cache_records import CACHE_FEATURES, Cache, CacheOperands, CacheOptions
 from .records import FP8, LAYOUTS, LONGEST, Operands, Problem, UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,26 +32,6 @@ SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engi
 SPLIT_UNIT = 64  # split_size must be a multiple
 OF_CACHE = frozenset(CacheOperands._fields)
 OF_BOTH = frozenset(Operands._fields) - OF_CACHE - {"q", "cu_seqlens_q"}  # arrays that are options of attention() too
-
-
-_CacheOptions: Any = make_dataclass(
-    "_CacheOptions", [(feature.name, Any, field(default=feature.default)) for feature in CACHE_FEATURES], slots=True
-)
-
-
-class CacheOptions(_CacheOptions):
-    """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, function: str, options: Mapping[str, object]) -> CacheOptions:
-        """Make the options from keyword arguments; TypeError for an unknown name."""
-        unknown = [name for name in options if name not in BY_NAME]
-        if unknown:
-            known = ", ".join(BY_NAME)
-            raise TypeError(f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {known}")
-        return cls(**options)
 
 
 def pose_with_cache(
@@ -119,15 +97,15 @@ def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod 
     nested: dict[str, Any] = {name: x for name, x in call.items() if name in OF_CACHE}
     if length is not None:
         nested["cache_seqlens"] = length
-    q = call.get("q")
-    if q is None and "k" in call:
+    rows: dict[str, Any] = {"q": call.get("q"), "k": call.get("k_cache"), "v": call.get("v_cache")}
+    if rows["q"] is None and "k" in call:
         k = call["k"]
-        q = empty((0,) * len(k.shape), k.dtype, k)
+        rows["q"] = empty((0,) * len(k.shape), k.dtype, k)
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OF_BOTH}
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
     return Operands(
-        q, call.get("k_cache"), call.get("v_cache"),
+        **rows,
         cu_seqlens_q=call.get(bounds), cache=CacheOperands(**nested), **named,
     )  # fmt: skip
 
@@ -594,7 +572,7 @@ def _with_problem(
     shared["causal"] = bool(options["causal"]) if isinstance(options["causal"], (bool, np.bool_)) else True
     accumulation = np.float64 if like.dtype == np.float64 else np.float32
     settings = check_options(requirements, shared, facts.backend, False, accumulation)
-    numbers = settings.numbers
+    numbers: dict[str, Any] = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     rotary = rotary_dtypes = None

@@ -1,16 +1,19 @@
-"""The records of a call on a KV cache: Cache, a part of its Problem, and CacheOperands, a part of its Operands.
-
-They are not in problem.py because calls without a cache need not import them.
-"""
+"""The options and the records of a call on a KV cache, in a file that other calls need not import."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array
-from .features import record
+from .features import ARRAY, FLAG, FLOATING, LENGTHS, WHOLE, Options, known, option, table_of
+
+if TYPE_CHECKING:
+    from ..arrays import AnyArray
+    from .argument_types import Layout, MaskMod, ScoreMod, Window
 
 
 class Cache(NamedTuple):
@@ -39,29 +42,76 @@ class Cache(NamedTuple):
         return ", ".join(texts)
 
 
-_ARRAYS = (
-    *("k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions"),
-    *("rotary_cos", "rotary_sin", "out"),
-)
-_CacheOperands: Any = record(*_ARRAYS, optional=len(_ARRAYS))
-
-
-class CacheOperands(_CacheOperands):
+class CacheOperands(NamedTuple):
     """The arrays of a call on a KV cache other than the caches, which are k and v of Operands; None if absent.
 
     cache_seqlens may be an int, the length of all sequences; the result is written to `out`.
     """
 
-    __slots__ = ()
+    k: Array | None = None
+    v: Array | None = None
+    cache_seqlens: Array | int | None = None
+    cache_batch_idx: Array | None = None
+    cache_leftpad: Array | None = None
+    block_table: Array | None = None
+    slots: Array | None = None
+    positions: Array | None = None
+    rotary_cos: Array | None = None
+    rotary_sin: Array | None = None
+    out: Array | None = None
 
-    k: Array | None
-    v: Array | None
-    cache_seqlens: Array | int | None
-    cache_batch_idx: Array | None
-    cache_leftpad: Array | None
-    block_table: Array | None
-    slots: Array | None
-    positions: Array | None
-    rotary_cos: Array | None
-    rotary_sin: Array | None
-    out: Array | None
+
+def _shared(name: str) -> Any:
+    """Return the field of an option of `attention` for another class of options."""
+    row = next(row for row in fields(Options) if row.name == name)
+    return field(default=row.default, metadata=row.metadata)
+
+
+@dataclass(slots=True)
+class CacheOptions:
+    """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes.
+
+    Further axes of its arrays are "p", the columns of a block table; "n", the rows of k; "t", the tokens of a packed
+    batch; "r" and "e", the sizes of a rotary table.
+    """
+
+    k: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
+    v: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
+    cache_seqlens: int | AnyArray | None = option(LENGTHS, axes=("b",), dtypes=("int32",))
+    cache_batch_idx: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
+    cache_leftpad: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
+    block_table: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=("int32",))
+    slots: AnyArray | None = option(ARRAY, axes=("n",), dtypes=("int64",))
+    positions: AnyArray | None = option(ARRAY, axes=("bi", "t"), dtypes=("int32",))
+    cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=("int32",))
+    max_seqlen_q: int | None = option(WHOLE)
+    rotary_cos: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
+    rotary_sin: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
+    rotary_interleaved: bool = option(FLAG, True)
+    causal: bool = option(FLAG, True)
+    window: Window = _shared("window")
+    scale: float | None = _shared("scale")
+    softcap: float | None = _shared("softcap")
+    alibi_slopes: AnyArray | None = _shared("alibi_slopes")
+    sink: AnyArray | None = _shared("sink")
+    mask: AnyArray | None = option(
+        ARRAY, axes=("bhis",), broadcast=True, dtypes=("bool",), dtype_text="bool, True = attend"
+    )
+    score_mod: ScoreMod = _shared("score_mod")
+    mask_mod: MaskMod = _shared("mask_mod")
+    k_descale: AnyArray | None = _shared("k_descale")
+    v_descale: AnyArray | None = _shared("v_descale")
+    split_size: int | None = option(WHOLE)
+    layout: Layout = _shared("layout")
+    out: AnyArray | None = option(ARRAY, axes=("bihd",), dtypes=FLOATING)
+    return_lse: bool = _shared("return_lse")
+    backend: str | None = _shared("backend")
+    engine: str | None = _shared("engine")
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, Any]) -> CacheOptions:
+        """Make the options from keyword arguments; TypeError for an unknown name."""
+        return cls(**known(function, options, CACHE_FEATURES))
+
+
+CACHE_FEATURES = table_of(CacheOptions)

@@ -17,9 +17,9 @@ import numpy as np
 from ..arrays import named_dtype
 from .build import PLAIN_OPTIONS
 from .checks import Requirements, check_options
-from .features import ARRAY, FEATURES, NUMBER, is_given
+from .features import ARRAY, FEATURES, NUMBER, Options, is_given
 from .kv_cache_records import Cache
-from .records import DTYPES, FP8, Operands, Options, Packed, Problem
+from .records import DTYPES, FP8, Operands, Packed, Problem
 
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
@@ -212,7 +212,7 @@ class Trial:
             options=tuple(name for name in OPTIONS if is_given(problem, features[name])),
             packed=problem.layout == "thd", deterministic=problem.deterministic, backward=problem.backward,
             mods="\n".join((problem.mods, " ".join(map(repr, operands.numbers)))) if problem.mods else "",
-            captured=tuple(x.shape for x in operands.captured or ()),
+            captured=tuple(x.shape for x in operands.captured),
             cache=None if problem.cache is None else CacheTrial.of_cache(problem.cache, problem.layout == "thd"),
         )  # fmt: skip
 

@@ -1,34 +1,26 @@
-"""The records of a call: Options as the caller passed them, the Problem that they state, and its Operands.
+"""The records of a call: its Problem, its Operands and the gradients that it returns; Options are in features.py.
 
-features.py declares their fields for the options. A Problem has shapes, dtypes and features, but no arrays and no
-decisions of a plan; `build.pose` builds it.
+tests/library/test_features.py compares their fields with the table of features. A Problem has shapes, dtypes and
+features, but no arrays and no decisions of a plan; `build.pose` builds it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from dataclasses import field, make_dataclass
+# Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, ArrayT, named_dtype
+from ..arrays import AnyArray, Array, named_dtype
 from .features import (
     ARRAY,
-    ARRAYS,
-    DIFFERENTIATED,
     FEATURES,
     FLOATING,
     MOD,
-    MODS,
-    NAMES,
     NUMBER,
-    NUMBERS,
     WITH_GRADIENT,
     Feature,
     is_given,
-    record,
 )
 from .mask import Mask
 
@@ -48,57 +40,38 @@ class UnsupportedError(ValueError):
     """The error for a legal problem that no engine of this version serves; the message has each engine's reasons."""
 
 
-_Options: Any = make_dataclass(
-    "_Options", [(feature.name, Any, field(default=feature.default)) for feature in FEATURES], slots=True
-)
-
-
-class Options(_Options):
-    """The options of a call as the caller passed them, which `cupy_flash.attention` describes."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, function: str, options: Mapping[str, object]) -> Options:
-        """Make the options from keyword arguments; TypeError for an unknown name."""
-        unknown = [name for name in options if name not in NAMES]
-        if unknown:
-            raise TypeError(
-                f"{function}: unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(NAMES)}"
-            )
-        return cls(**options)
-
-
 class Packed(NamedTuple):
     """The boundaries of a packed (varlen) batch, as the caller passed them."""
 
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    max_seqlen_q: Any
-    max_seqlen_k: Any
+    cu_seqlens_q: AnyArray
+    cu_seqlens_k: AnyArray
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 class Saved(NamedTuple):
     """The inputs of a backward besides q, k and v: the results of the forward and their gradients."""
 
-    dout: Any
-    out: Any
-    lse: Any
-    dlse: Any = None
+    dout: AnyArray
+    out: AnyArray
+    lse: AnyArray
+    dlse: AnyArray | None = None
     bias_gradient: bool = True
     captured_gradient: tuple[bool, ...] | None = None  # for each captured array; None: all floating ones
 
 
-_Tangents: Any = record(*(f"t{name}" for name in DIFFERENTIATED), "tcaptured", optional=len(DIFFERENTIATED) + 1)
-
-
-class Tangents(_Tangents):
+class Tangents(NamedTuple):
     """The tangents of a JVP, or the cotangents of a double backward: an array like its input, or None for 0.
 
     `tcaptured` is None, or a sequence with one entry for each array that score_mod and mask_mod capture.
     """
 
-    __slots__ = ()
+    tq: AnyArray | None = None
+    tk: AnyArray | None = None
+    tv: AnyArray | None = None
+    tbias: AnyArray | None = None
+    tsink: AnyArray | None = None
+    tcaptured: Sequence[AnyArray | None] | None = None
 
 
 class Shard(NamedTuple):
@@ -108,7 +81,7 @@ class Shard(NamedTuple):
     their difference plus the diagonal offset o of the whole sequence. It is None if sequences are whole.
     """
 
-    starts: Any = None
+    starts: AnyArray | None = None
     step: int = 1  # distance of neighbouring rows in positions
     first_head: int = 0
     heads: int | None = None  # query heads of the larger call; None if this call has all
@@ -119,7 +92,7 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-_Gradients: Any = record(*(f"d{name}" for name in DIFFERENTIATED), "dcaptured", optional=len(WITH_GRADIENT) + 1)
+_Record = TypeVar("_Record", bound="_Mappable")
 
 
 class _Mappable:
@@ -136,9 +109,6 @@ class _Mappable:
         return type(self)(*_applied(function, self))
 
 
-_Record = TypeVar("_Record", bound=_Mappable)
-
-
 def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
     """Apply the function to each array of a tuple whose elements are arrays, such tuples, or None."""
     if isinstance(gradients, tuple):
@@ -146,7 +116,22 @@ def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
     return None if gradients is None else function(gradients)
 
 
-class Gradients(_Gradients, _Mappable, Generic[ArrayT]):
+AnyGradient = AnyArray | Array  # a caller's array, or inside the package its Array
+GradientT = TypeVar("GradientT", bound=AnyGradient)
+
+
+class _Gradients(NamedTuple):
+    """The fields of Gradients: NamedTuple is generic from Python 3.11."""
+
+    dq: AnyGradient
+    dk: AnyGradient
+    dv: AnyGradient
+    dbias: AnyGradient | None = None
+    dsink: AnyGradient | None = None
+    dcaptured: tuple[AnyGradient | None, ...] | None = None
+
+
+class Gradients(_Gradients, _Mappable, Generic[GradientT]):
     """The gradients of a call, each with its input's shape and dtype; None for an input not given or not requested.
 
     `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
@@ -154,15 +139,28 @@ class Gradients(_Gradients, _Mappable, Generic[ArrayT]):
 
     __slots__ = ()
 
-    dq: ArrayT
-    dk: ArrayT
-    dv: ArrayT
+    dq: GradientT
+    dk: GradientT
+    dv: GradientT
+    dbias: GradientT | None
+    dsink: GradientT | None
+    dcaptured: tuple[GradientT | None, ...] | None
 
 
-_Second: Any = record(*Gradients._fields, "ddout", "ddlse", optional=len(Gradients._fields) + 2)
+class _SecondGradients(NamedTuple):
+    """The fields of SecondGradients: NamedTuple is generic from Python 3.11."""
+
+    dq: AnyGradient | None = None
+    dk: AnyGradient | None = None
+    dv: AnyGradient | None = None
+    dbias: AnyGradient | None = None
+    dsink: AnyGradient | None = None
+    dcaptured: tuple[AnyGradient | None, ...] | None = None
+    ddout: AnyGradient | None = None
+    ddlse: AnyGradient | None = None
 
 
-class SecondGradients(_Second, _Mappable, Generic[ArrayT]):
+class SecondGradients(_SecondGradients, _Mappable, Generic[GradientT]):
     """The gradients of sum(tq * dq) + sum(tk * dk) + ... with respect to the inputs of attention, dout and dlse.
 
     Each has its input's shape and dtype, ddlse those of lse; None for an input not given or not requested.
@@ -170,17 +168,22 @@ class SecondGradients(_Second, _Mappable, Generic[ArrayT]):
 
     __slots__ = ()
 
-    dq: ArrayT
-    dk: ArrayT
-    dv: ArrayT
-    ddout: ArrayT
-    ddlse: ArrayT
+    dq: GradientT | None
+    dk: GradientT | None
+    dv: GradientT | None
+    dbias: GradientT | None
+    dsink: GradientT | None
+    dcaptured: tuple[GradientT | None, ...] | None
+    ddout: GradientT | None
+    ddlse: GradientT | None
 
 
-class _Call:
-    """The fields of a Problem that are not in the table of features."""
+class Problem(NamedTuple):
+    """A hashable description of a call without its arrays: shapes, dtype, device and features.
 
-    __slots__ = ()
+    The second part has the facts of each feature (features.py): a number, the shape of an array that broadcasts, or
+    whether an array is given; and, if they vary, the dtype and whether a gradient is requested.
+    """
 
     backward: bool
     derivative: str  # JVP, or DOUBLE_BACKWARD, for which `backward` is also True; "" without tangents
@@ -210,30 +213,26 @@ class _Call:
     deterministic: bool
     backend: str | None  # as requested; None selects the arrays' own
     engine: str | None
-    cache: Cache | None  # only in attention_with_kv_cache and append_to_kv_cache
+    cache: "Cache | None"  # only in attention_with_kv_cache and append_to_kv_cache
 
-
-FACTS = tuple(
-    name
-    for feature in (*NUMBERS, *ARRAYS, *MODS)
-    for name, exists in (
-        (feature.field, True),
-        (f"{feature.field}_dtype", feature.element),  # the name of a dtype; that of out if the feature is absent
-        (f"{feature.field}_gradient", feature.optional_gradient),  # whether a backward computes it
-    )
-    if exists
-)
-_Problem: Any = record(*_Call.__annotations__, *FACTS)
-
-
-class Problem(_Problem, _Call):
-    """A hashable description of a call without its arrays: shapes, dtype, device and features.
-
-    Besides the fields of `_Call` it has one for each feature (features.py): a number, the shape of an array that
-    broadcasts, or whether an array is given. If they vary, it also has the dtype and whether a gradient is requested.
-    """
-
-    __slots__ = ()
+    # The features: a test compares these fields with the table.
+    scale: float
+    softcap: float | None
+    dropout: float
+    alibi: bool
+    bias: tuple[int, ...] | None
+    bias_dtype: str  # that of out without a bias
+    bias_gradient: bool  # whether a backward computes it
+    dense_mask: tuple[int, ...] | None
+    sink: bool
+    sink_dtype: str  # that of out without a sink
+    q_lengths: bool
+    kv_lengths: bool
+    q_descale: bool
+    k_descale: bool
+    v_descale: bool
+    score_mod: bool
+    mask_mod: bool
 
     @property
     def group(self) -> int:
@@ -299,40 +298,40 @@ class Problem(_Problem, _Call):
         return f"{feature.name} {fact}" if feature.broadcast else feature.field
 
 
-_OPTIONAL = (
-    *(*(feature.name for feature in ARRAYS), "cu_seqlens_q", "cu_seqlens_k", "starts", "seed"),
-    *("captured", "numbers", "dout", "out", "lse", "dlse", *Tangents._fields, "tout", "tlse", "cache"),
-)
-_Operands: Any = record("q", "k", "v", *_OPTIONAL, optional=len(_OPTIONAL))
-
-
-class Operands(_Operands):
+class Operands(NamedTuple):
     """The arrays of one call, or None, and the seed, an int or an int64 array of one element."""
-
-    __slots__ = ()
 
     q: Array
     k: Array
     v: Array
-    cu_seqlens_q: Array | None
-    cu_seqlens_k: Array | None
-    starts: Array | None
-    seed: Array | int | None
-    captured: tuple[Array, ...]  # arrays that the mods capture, by slot
-    numbers: tuple[int | float, ...]  # run-time arguments of the mods
-    dout: Array | None
-    out: Array | None
-    lse: Array | None
-    dlse: Array | None
-    tq: Array | None
-    tk: Array | None
-    tv: Array | None
-    tbias: Array | None
-    tsink: Array | None
-    tcaptured: tuple[Array | None, ...] | None  # in the order of captured
-    tout: Array | None  # in a double backward: the tangent of out, from a JVP with the same tangents
-    tlse: Array | None
-    cache: CacheOperands | None
+    alibi_slopes: Array | None = None
+    bias: Array | None = None
+    mask: Array | None = None
+    sink: Array | None = None
+    q_lengths: Array | None = None
+    kv_lengths: Array | None = None
+    q_descale: Array | None = None
+    k_descale: Array | None = None
+    v_descale: Array | None = None
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    starts: Array | None = None
+    seed: Array | int | None = None
+    captured: tuple[Array, ...] = ()  # arrays that the mods capture, by slot
+    numbers: tuple[int | float, ...] = ()  # run-time arguments of the mods
+    dout: Array | None = None
+    out: Array | None = None
+    lse: Array | None = None
+    dlse: Array | None = None
+    tq: Array | None = None
+    tk: Array | None = None
+    tv: Array | None = None
+    tbias: Array | None = None
+    tsink: Array | None = None
+    tcaptured: tuple[Array | None, ...] | None = None  # in the order of captured
+    tout: Array | None = None  # in a double backward: the tangent of out, from a JVP with the same tangents
+    tlse: Array | None = None
+    cache: "CacheOperands | None" = None
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that are operands of their own, by name; those of a cache and of mods are in records."""

@@ -28,7 +28,8 @@ import cupy_flash
 from cupy_flash import device, dispatch
 from cupy_flash.plan.plan import Plan, candidates, plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.records import Operands, Options, Saved
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Operands, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
 # A few tiles each, the last one partial. Together the cases cover every option, every kernel, and both orders of dQ.

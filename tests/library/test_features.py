@@ -9,8 +9,8 @@ from cupy_flash import api, attention, attention_with_kv_cache
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
-from cupy_flash.problem.features import ARRAYS, FEATURES, MODS, NAMES, SIZES
-from cupy_flash.problem.records import Operands, Problem
+from cupy_flash.problem.features import ARRAYS, DIFFERENTIATED, FEATURES, MODS, NAMES, NUMBERS, SIZES
+from cupy_flash.problem.records import Gradients, Operands, Problem, SecondGradients, Tangents
 
 OPTIONS = {
     name: parameter
@@ -138,3 +138,16 @@ def test_each_kind_of_feature_has_its_columns():
         assert (feature.kind == features.NUMBER) == bool(feature.range)
         assert not feature.element or feature.dtypes == features.FLOATING
         assert set("".join(feature.axes)) <= SIZES.keys()
+
+
+def test_the_records_have_the_fields_of_the_table():
+    facts = [feature.field for feature in (*NUMBERS, *ARRAYS, *MODS)]
+    facts += [f"{feature.field}_dtype" for feature in ARRAYS if feature.element]
+    facts += [f"{feature.field}_gradient" for feature in ARRAYS if feature.optional_gradient]
+    after_the_call = Problem._fields[Problem._fields.index("cache") + 1 :]
+    assert sorted(after_the_call) == sorted(facts)
+    assert Operands._fields[3:][: len(ARRAYS)] == tuple(feature.name for feature in ARRAYS)
+    assert Gradients._fields == (*(f"d{name}" for name in DIFFERENTIATED), "dcaptured")
+    assert SecondGradients._fields == (*Gradients._fields, "ddout", "ddlse")
+    assert Tangents._fields == (*(f"t{name}" for name in DIFFERENTIATED), "tcaptured")
+    assert set(Operands._fields) >= set(Tangents._fields)

@@ -11,8 +11,8 @@ import pytest
 from cupy_flash.arrays import Array
 from cupy_flash.problem import build as module
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import ARRAYS, MODS, NAMES
-from cupy_flash.problem.records import Options, Packed, Saved
+from cupy_flash.problem.features import ARRAYS, MODS, NAMES, Options
+from cupy_flash.problem.records import Packed, Saved
 
 
 def zeros(*shape, dtype=np.float32):

@@ -25,9 +25,10 @@ from cupy_flash.plan import measurements
 from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
 from cupy_flash.plan.plan import plan, predicted, tune_key
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.kv_cache import CacheOptions, pose_with_cache
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.kv_cache import pose_with_cache
+from cupy_flash.problem.kv_cache_records import CacheOptions
 from cupy_flash.problem.recorded_call import CacheTrial, Trial, cache_call, recorded_line
-from cupy_flash.problem.records import Options
 
 AMPERE = named("sm_80")
 WORK = tuning.work

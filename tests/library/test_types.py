@@ -18,6 +18,9 @@ from typing_extensions import assert_type
 
 import cupy_flash
 from cupy_flash import reference
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.kv_cache_records import Cache, CacheOptions
+from cupy_flash.problem.records import Operands, Problem, Saved, Tangents
 
 Halves = npt.NDArray[np.float16]
 
@@ -28,6 +31,19 @@ class Exported:  # as the stubs of jax.Array have it
 
 
 def calls(q: Halves, bias: npt.NDArray[np.float32], bounds: npt.NDArray[np.int32], x: Exported, flag: bool) -> None:
+"""
+RECORDS = """
+def records(
+    o: Options,
+    c: CacheOptions,
+    p: Problem,
+    cache: Cache,
+    operands: Operands,
+    saved: Saved,
+    t: Tangents,
+    g: cupy_flash.Gradients[Halves],
+    s: cupy_flash.SecondGradients[Halves],
+) -> None:
 """
 
 RIGHT = (
@@ -78,21 +94,41 @@ WRONG = (
 )
 
 
+# Reads of fields that no record has, and values of a wrong type.
+NO_FIELDS = (
+    "o.casual",
+    "c.block_tables",
+    "p.nonsense_field",
+    "p._replace(head_dimm=3)",
+    "p._replace(head_dim='3')",
+    "Options(windows=(3, 0))",
+    "operands.qq",
+    "operands._replace(kk=operands.k)",
+    "operands.bias.shape",
+    "saved.dlsee",
+    "t.tdropout",
+    "g.dqq",
+    "s.dddout",
+    "cache.pages",
+)
+
+
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
     """mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
     folder = tmp_path_factory.mktemp("types")
-    calls = {"right": RIGHT, "wrong": WRONG}
-    for name, lines in calls.items():
-        (folder / f"{name}.py").write_text(HEAD + "".join(f"    {line}\n" for line in lines))
+    calls = {"right": (HEAD, RIGHT), "wrong": (HEAD, WRONG), "records": (HEAD + "    pass\n" + RECORDS, NO_FIELDS)}
+    for name, (head, lines) in calls.items():
+        (folder / f"{name}.py").write_text(head + "".join(f"    {line}\n" for line in lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MYPYPATH", str(ROOT))
         files = [str(folder / f"{name}.py") for name in calls]
         report, trouble, _ = api.run(["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", os.devnull, *files])
     assert trouble == ""
     by_call = {}
-    for name, number, message in re.findall(r"^.*?(right|wrong)\.py:(\d+): error: (.*)$", report, re.MULTILINE):
-        by_call.setdefault(calls[name][int(number) - HEAD.count("\n") - 1], []).append(message)
+    for name, number, message in re.findall(r"^.*?(right|wrong|records)\.py:(\d+): error: (.*)$", report, re.MULTILINE):
+        head, lines = calls[name]
+        by_call.setdefault(lines[int(number) - head.count("\n") - 1], []).append(message)
     assert sum(map(len, by_call.values())) == report.count(" error: ")  # the package itself has no error
     return by_call
 
@@ -101,6 +137,6 @@ def test_results_have_the_type_of_the_arrays(errors):
     assert {call: errors[call] for call in RIGHT if call in errors} == {}
 
 
-@pytest.mark.parametrize("call", WRONG)
+@pytest.mark.parametrize("call", (*WRONG, *NO_FIELDS))
 def test_wrong_calls_are_errors(errors, call):
     assert call in errors

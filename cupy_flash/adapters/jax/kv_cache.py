@@ -17,7 +17,8 @@ import numpy as np
 from ... import dispatch
 from ...arrays import Array, as_array
 from ...problem import features
-from ...problem.kv_cache import ARRAY_NAMES, CacheOptions, pose_append, pose_with_cache
+from ...problem.kv_cache import ARRAY_NAMES, pose_append, pose_with_cache
+from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
 from ...problem.records import UnsupportedError
 from . import primitive, static_call
 from .ffi_execute import bind
@@ -43,7 +44,7 @@ AXES = {
 }  # fmt: skip
 
 _Static: Any = features.record(
-    *(x.name for x in features.CACHE_FEATURES if x.name not in ARRAY_NAMES and x.kind != features.MOD), "function"
+    *(x.name for x in CACHE_FEATURES if x.name not in ARRAY_NAMES and x.kind != features.MOD), "function"
 )
 
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...mods.trace import Mod, decoded, mod_of
-from ...problem.records import JVP, Options
+from ...problem.features import Options
+from ...problem.records import JVP
 from . import derivatives  # noqa: F401  # the rules of differentiation
 from .ffi_execute import run
 from .static_call import ARRAYS, FORWARD, NUMBERS, Static
@@ -200,6 +201,7 @@ def _read(
     """Return the static options, all operands by name, and the arrays that mods capture."""
     settings = Options.of(function, options)
     captured: tuple[Any, ...] = ()
+    text: str | None = None  # of the mods
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
         operands["seed"], settings.seed = seed_words(function, settings.seed), None
@@ -207,14 +209,14 @@ def _read(
         mod = _mod_of_jax(function, settings)
         captured = tuple(mod.arrays)
         operands |= {f"array{slot}": array for slot, array in enumerate(captured)}
-        settings.score_mod, settings.mask_mod = mod.encoded, None
+        text, settings.mask_mod = mod.encoded, None
     for name, example in NUMBERS.items():
         if _is_traced(getattr(settings, name)):
             _require_number(function, name, getattr(settings, name))
             operands[name] = _without_gradient(function, name, getattr(settings, name))
             setattr(settings, name, example)
     given = {name: getattr(settings, name, None) for name in Static._fields}
-    given |= {"function": function} | sizes
+    given |= {"function": function, "score_mod": text} | sizes
     traced = [name for name, value in given.items() if _is_traced(value)]
     if traced:
         raise TypeError(

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...problem import features
+from ...problem.features import Options
 from ...problem.mask import Mask
-from ...problem.records import Options
 from .ffi_execute import run, typed_like
 from .op import JaxArray, seed_words
 from .static_call import BACKWARD, FORWARD, Static

@@ -15,18 +15,8 @@ from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded
 from ...problem import features
 from ...problem.build import pose
-from ...problem.records import (
-    DOUBLE_BACKWARD,
-    JVP,
-    Operands,
-    Options,
-    Packed,
-    Problem,
-    Saved,
-    Shard,
-    Tangents,
-    out_dtype,
-)
+from ...problem.features import Options
+from ...problem.records import DOUBLE_BACKWARD, JVP, Operands, Packed, Problem, Saved, Shard, Tangents, out_dtype
 from ..axes import axes_of, sizes_of
 
 ARRAYS = tuple(feature.name for feature in features.ARRAYS)
@@ -170,7 +160,8 @@ class Call(NamedTuple):
         if self.step in (FORWARD, BACKWARD):
             return None
         captured = [operands.get(f"tarray{slot}") for slot in range(self._slots)]
-        return Tangents(*(operands.get(f"t{name}") for name in features.DIFFERENTIATED), captured or None)
+        tangents: dict[str, Any] = {f"t{name}": operands.get(f"t{name}") for name in features.DIFFERENTIATED}
+        return Tangents(**tangents, tcaptured=captured or None)
 
     def _mod(self, operands: dict[str, Any]) -> Mod | None:
         """Return the mods with the operands that they capture, or None without mods."""

@@ -69,7 +69,7 @@ def _double_backward(*arguments: Any) -> tuple[Any, ...]:
         second = dispatch.double_backward(*call.pose(saved, _mod(mods, captured), tangents))
     gradients = returned(call, second[: len(DIFFERENTIATED)])
     dcaptured = list(returned(call, second.dcaptured or (None,) * len(captured)))
-    return (*gradients, dcaptured, second.ddout.result(), second.ddlse.result())
+    return (*gradients, dcaptured, *returned(call, (second.ddout, second.ddlse)))
 
 
 library.impl("attention_jvp", _jvp, "CompositeExplicitAutograd")
@@ -91,7 +91,8 @@ def _fake_double_backward(*arguments: Any) -> tuple[Any, ...]:
     call, captured, mods, saved = split_modified(arguments[:-IN_DIRECTION])
     require_tensors_on_one_device(call, saved, captured)
     dcaptured = fake_captured(call, captured, mods, saved) if mods else []
-    ddout, ddlse = saved.dout.new_empty(saved.dout.shape), saved.lse.new_empty(saved.lse.shape)
+    tensors: tuple[Any, ...] = (saved.dout, saved.lse)
+    ddout, ddlse = (x.new_empty(x.shape) for x in tensors)
     return (*fake_gradients(call, saved), dcaptured, ddout, ddlse)
 
 

@@ -18,7 +18,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from ...problem.records import Options, Packed, UnsupportedError
+from ...problem.features import Options
+from ...problem.records import Packed, UnsupportedError
 from .kv_cache_drop_in import attend_to_pages
 from .op import as_int32, is_zero
 from .transforms import forward

@@ -15,8 +15,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ... import dispatch
-from ...problem.features import ARRAY, CACHE_FEATURES, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
-from ...problem.kv_cache import CacheOptions, pose_append, pose_with_cache
+from ...problem.features import ARRAY, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
+from ...problem.kv_cache import pose_append, pose_with_cache
+from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
 from ...problem.records import UnsupportedError
 from .autograd_kernel import are_plain
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
@@ -200,7 +201,9 @@ def _arguments(
 def _options(names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[dict[str, Any], CacheOptions]:
     """Return the tensors by name, and the options, from an operator's arguments."""
     given = dict(zip((*names, *OTHERS), arguments, strict=True))
-    options = {feature.name: given.get(feature.name) for feature in CACHE_FEATURES if feature.name != "window"}
+    options: dict[str, Any] = {
+        feature.name: given.get(feature.name) for feature in CACHE_FEATURES if feature.name != "window"
+    }
     if given["length"] is not None:
         options["cache_seqlens"] = given["length"]
     return given, CacheOptions(window=(given["window_left"], given["window_right"]), **options)
@@ -219,7 +222,7 @@ def _append_then_attend(*arguments: Any) -> tuple[Any, Any]:
     arrays = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     with on_device_of(q):
         pose_with_cache(*arrays, options)  # the checks that need q beside k and v
-        k, v, before = options.k, options.v, options.cache_seqlens
+        k, v, before = given["k"], given["v"], options.cache_seqlens
         appended = CacheOptions(cache_seqlens=before, **{name: given[name] for name in OF_APPEND})
         rows = pose_append(k, v, k_cache, v_cache, None, appended)
         positions = _positions(q, before, advance)

@@ -21,12 +21,16 @@ from ... import dispatch
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...problem.build import pose
-from ...problem.features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, record
-from ...problem.records import Options, Packed, Saved, Tangents
+from ...problem.features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, Options, record
+from ...problem.records import Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
 
-CAUSAL = {"none": False, "bottom_right": True, "top_left": "top_left"}  # {the operators' `causal`: the caller's}
+CAUSAL: dict[str, Any] = {
+    "none": False,
+    "bottom_right": True,
+    "top_left": "top_left",
+}  # {the operators' `causal`: the caller's}
 
 
 # The options in the order of the operators' arguments: tensors, then the others by kind. They are tuples of names

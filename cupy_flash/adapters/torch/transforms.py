@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from ... import dispatch
 from ...mods.trace import Mod
 from ...problem.build import pose
-from ...problem.features import DIFFERENTIATED
-from ...problem.records import Options, Packed
+from ...problem.features import DIFFERENTIATED, Options
+from ...problem.records import Packed
 from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .op import (

@@ -17,9 +17,11 @@ from ...gpu.run_plan import compile_launch
 from ...mods.trace import Mod
 from ...plan.plan import DECODERS, Plan, forms
 from ...problem.build import pose
-from ...problem.kv_cache import CacheOptions, pose_with_cache
+from ...problem.features import Options
+from ...problem.kv_cache import pose_with_cache
+from ...problem.kv_cache_records import CacheOptions
 from ...problem.recorded_call import Call, Trial
-from ...problem.records import FP8, Options, Packed, Saved
+from ...problem.records import FP8, Packed, Saved
 from ..worker_process import Announce
 from . import micro_kernels, simulated
 from .references import Results, references

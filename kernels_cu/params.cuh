@@ -1,5 +1,5 @@
-// The only argument of every kernel, passed by value. cupy_flash/gpu/params.py derives the NumPy dtype from this text, so a
-// field is declared here and nowhere else.
+// The only argument of every kernel, passed by value. cupy_flash/gpu/params.py derives the NumPy dtype from this text,
+// so a field is declared here and nowhere else.
 #pragma once
 
 // A tensor (b, h, s, d); strides in elements, d contiguous. Per-row arrays (b, h, s) such as lse have one column. A

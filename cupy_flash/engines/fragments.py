@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..problem.features import FEATURES, is_given
-from ..problem.records import Problem
+from ..problem.features import FEATURES
+from ..problem.records import Problem, is_given
 from .launch import Constant, Launch, Workspace
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 

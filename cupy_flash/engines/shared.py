@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import dtype_name
-from ..problem.features import DIFFERENTIATED, FEATURES, is_given
-from ..problem.records import DTYPES, FP8, Problem
+from ..problem.features import DIFFERENTIATED, FEATURES
+from ..problem.records import DTYPES, FP8, Problem, is_given
 from .launch import GRID_LIMITS, Constant, Launch, Workspace
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from ..device import Device
 from ..engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from ..engines.launch import Launch, Workspace, require_grids
-from ..problem.features import ARRAYS, FEATURES, is_given
-from ..problem.records import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError
+from ..problem.features import ARRAYS, FEATURES
+from ..problem.records import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError, is_given
 from . import measurements
 from .measurements import Measured, Tune
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ..arrays import AnyArray
     from .argument_types import Causal, Layout, MaskMod, ScoreMod, Window
-    from .records import Problem
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
@@ -203,9 +202,3 @@ DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  
 def record(*names: str) -> Any:
     """Return a namedtuple class to derive from, for an adapter whose calls have a field for each option."""
     return namedtuple("record", names)
-
-
-def is_given(problem: Problem, feature: Feature) -> bool:
-    """Return whether a Problem has a feature."""
-    fact = getattr(problem, feature.field)
-    return fact is not None and fact is not False and fact != 0.0

@@ -17,9 +17,9 @@ import numpy as np
 from ..arrays import named_dtype
 from .build import PLAIN_OPTIONS
 from .checks import Requirements, check_options
-from .features import ARRAY, FEATURES, NUMBER, Options, is_given
+from .features import ARRAY, FEATURES, NUMBER, Options
 from .kv_cache_records import Cache
-from .records import DTYPES, FP8, Operands, Packed, Problem
+from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
 
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays import AnyArray, Array, named_dtype
-from .features import (
-    ARRAY,
-    FEATURES,
-    FLOATING,
-    MOD,
-    NUMBER,
-    WITH_GRADIENT,
-    Feature,
-    is_given,
-)
+from .features import ARRAY, FEATURES, FLOATING, MOD, NUMBER, WITH_GRADIENT, Feature
 from .mask import Mask
 
 if TYPE_CHECKING:
@@ -342,3 +333,9 @@ class Operands(NamedTuple):
 def out_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype of out for q, k and v of `dtype`: the same, or bfloat16 for fp8."""
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype
+
+
+def is_given(problem: Problem, feature: Feature) -> bool:
+    """Return whether a Problem has a feature."""
+    fact = getattr(problem, feature.field)
+    return fact is not None and fact is not False and fact != 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
+from ..jit.shared_memory import shared_bytes
 from ..problem.records import Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
@@ -193,12 +195,12 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if kv_tile is None:
         assert q_tile is not None
         steps = append_launches(problem, fragment_constants(problem))
-        steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        steps.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
         return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch(f"mma/{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
+    backward = [_launch(f"{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
-        backward.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        backward.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
     return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
@@ -209,7 +211,7 @@ def array_launches(problem: Problem, device: Device, tile: Tile | None) -> list[
     if not _needs_bias_tile(problem):
         return launches
     assert tile is not None
-    shape, kernel = (tile.rows, tile.step), f"mma/{_backward(problem)}_bias"
+    shape, kernel = (tile.rows, tile.step), f"{_backward(problem)}_bias"
     return launches + owned_launches(problem, shape, lambda grid: _launch(kernel, problem, tile, grid))
 
 
@@ -219,13 +221,18 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
     assert tile is not None
     batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
     blocks = -(-rows // tile.rows) * -(-columns // tile.step)
-    return [_launch(f"mma/{_backward(problem)}_bias", problem, tile, (blocks, heads, batch))]
+    return [_launch(f"{_backward(problem)}_bias", problem, tile, (blocks, heads, batch))]
 
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
+    constants = known_constants(f"mma/{kernel}", _constants(kernel, problem, tile))
+    return Launch(f"mma/{kernel}", constants, grid, tile.threads, _shared_bytes(kernel, problem, tile))
+
+
+def _constants(kernel: str, problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of a kernel."""
     by_key = kernel.endswith("_kv")
-    constants: dict[str, Constant] = fragment_constants(problem)
-    constants |= {
+    return fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,
         "BLOCK_KV": tile.rows if by_key else tile.step,
@@ -235,9 +242,6 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
         "LSE2": True,
         "ADD_DQ": tile.add_dq,
     }
-    name = kernel.removeprefix("mma/")
-    shared = _shared_bytes(name, problem, tile) if name in LIVE else 0
-    return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared)
 
 
 def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
@@ -332,13 +336,13 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     return int(copies * _scores(tile)) + m * columns // (2 * tile.column_warps) + q
 
 
+@lru_cache(maxsize=1024)
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory, which must match the arrays that the kernel declares."""
+    if kernel == "forward":
+        return shared_bytes(f"mma/{kernel}", _constants(kernel, problem, tile))
     k, v = _padded(problem, tile.column_warps)
     stage = 2 * tile.step * (k + v)
-    if kernel == "forward":
-        q = 2 * tile.rows * k
-        return max(tile.stages * stage + (0 if tile.q_in_registers else q), q, 2 * tile.rows * v)
     tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
     if kernel == "jvp":
         return max(2 * tile.stages * tile.step * (tk * k + tv * v) + 2 * tile.rows * tq * k, 2 * tile.rows * v)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
+from ..jit.shared_memory import shared_bytes
 from ..problem.records import Problem
 from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
@@ -113,15 +115,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     """Return the launch of the forward or JVP, or those of a backward: delta, dK/dV, dQ, dbias and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    constants: dict[str, Constant] = shared_constants(problem)
-    constants |= {
-        "THREADS": tile.threads,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "LSE2": False,
-        "ADD_DQ": False,
-        "DQ_IN_ORDER": False,
-    }
+    constants = _constants(problem, tile)
     shared = _shared_bytes(problem, tile)
 
     def launch(kernel: str, grid: tuple[int, int, int]) -> Launch:
@@ -148,6 +142,18 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     return nonempty(with_mods(problem, backward))
 
 
+def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernels."""
+    return shared_constants(problem) | {
+        "THREADS": tile.threads,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "LSE2": False,
+        "ADD_DQ": False,
+        "DQ_IN_ORDER": False,
+    }
+
+
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
     """Return the launch, for all engines, that adds to the gradients of captured arrays which no block owns."""
     if all(read.is_owned for read in captured_reads(problem)):
@@ -156,6 +162,7 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
     return [x for x in launches(problem, device, largest) if x.kernel.endswith("_captured")]
 
 
+@lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     """Return the bytes of dynamic shared memory per kernel, which must match its arrays, padded as in simt/tile.cuh."""
     block_q, block_kv, _ = tile
@@ -169,9 +176,9 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     tq, tk, tv = (name in problem.tangents for name in ("q", "k", "v"))
     by_query, by_key = block_q * (block_kv + 8), block_kv * (block_q + 8)  # P
     if not problem.backward:
-        forward = block_q * k * (1 + tq) + block_kv * max(k, v)
         if not problem.derivative:
-            return {"simt/forward": size * (forward + by_query)}
+            return {"simt/forward": shared_bytes("simt/forward", _constants(problem, tile))}
+        forward = block_q * k * (1 + tq) + block_kv * max(k, v)
         return {"simt/jvp": size * (forward + by_query * (1 + problem.moves_probabilities))}
     if problem.derivative:
         step, rows = "simt/second", 4

@@ -160,7 +160,14 @@ __device__ void load_numbers(unsigned int to, const Number* numbers, int first, 
   cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
-// Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].
+// A slot with a tile of K and one of V: offsets in bytes.
+struct KvSlot {
+  static constexpr int K = 0;                                                       // [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + BLOCK_KV * row_bytes(HEAD_DIM, sizeof(kv_element));  // [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int BYTES = V + BLOCK_KV * row_bytes(HEAD_DIM_V, sizeof(kv_element));
+};
+
+// Loads tiles of K and V of one head into the slots of a pipeline.
 struct KvLoads {
   const Sequence& sequence;
   KeyRows<kv_element> K;
@@ -185,7 +192,7 @@ struct KvLoads {
   // Loads the `keys` of the tile at `start`. The last pages.store() must have stored the page numbers of this tile.
   __device__ void load(unsigned int slot, int start, Range keys) const {
     Range readable = sequence.readable(keys);
-    K_loader.load(slot, K.tile(start, pages.stored()), readable);
-    V_loader.load(slot + BLOCK_KV * TileOf<HEAD_DIM, kv_element>::ROW, V.tile(start, pages.stored()), readable);
+    K_loader.load(slot + KvSlot::K, K.tile(start, pages.stored()), readable);
+    V_loader.load(slot + KvSlot::V, V.tile(start, pages.stored()), readable);
   }
 };

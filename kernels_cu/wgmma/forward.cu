@@ -26,18 +26,25 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
-// Shared memory: Q (reused to stage O for the TMA store, unless O_BUFFER), STAGES x K, STAGES x V, O_BUFFER: O,
-// mbarriers, the records of key tiles, the values that mods compute per key, and the tile record.
-struct Rings {
-  static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
-  static constexpr int Q_BYTES = O_BUFFER || Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
-  static constexpr int O = O_BUFFER ? Q_BYTES + K_Ring::BYTES + V_Ring::BYTES : 0;
-  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES + (O_BUFFER ? O_BYTES : 0);
-  static constexpr int KV_RECORDS =
-      MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
-  static constexpr int KEY_VALUES = KV_RECORDS + RECORD_BYTES;
-  static constexpr int TILE_RECORD = KEY_VALUES + KEY_VALUES_BYTES;
+// Offsets in bytes. O is staged in the memory of Q, unless O_BUFFER.
+struct SharedMemory {
+  static constexpr int Q_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM), O_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM_V);
+  static constexpr int Q = 0;                                               // [BLOCK_Q][HEAD_DIM]
+  static constexpr int K = O_BUFFER ? Q_BYTES : maximum(Q_BYTES, O_BYTES);  // STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM);     // STAGES x [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int V_END = V + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM_V);
+  static constexpr int O = O_BUFFER ? V_END : Q;  // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int Q_MBARRIERS = O_BUFFER ? O + O_BYTES : V_END;
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(1);
+  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KV_RECORDS = V_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KEY_VALUES = KV_RECORDS + RECORDS_BYTES;      // KeyValues [KEY_SLOTS][BLOCK_KV]
+  static constexpr int TILE_RECORD = KEY_VALUES + KEY_VALUES_BYTES;  // TileScheduler
+  static constexpr int BYTES = TILE_RECORD + 48;
+};
+static_assert(sizeof(TileScheduler) <= SharedMemory::BYTES - SharedMemory::TILE_RECORD, "the tile record fits");
 
+struct Rings {
   Q_Ring Q;
   K_Ring K;
   V_Ring V;
@@ -45,11 +52,11 @@ struct Rings {
   Mod::KeyValues* staged_keys;
 
   __device__ Rings(unsigned char* generic, unsigned int smem)
-      : Q(smem, smem + MBARRIERS),
-        K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
-        V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
-        kv_records(smem + KV_RECORDS),
-        staged_keys((Mod::KeyValues*)(generic + KEY_VALUES)) {}
+      : Q(smem + SharedMemory::Q, smem + SharedMemory::Q_MBARRIERS),
+        K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS),
+        kv_records(smem + SharedMemory::KV_RECORDS),
+        staged_keys((Mod::KeyValues*)(generic + SharedMemory::KEY_VALUES)) {}
 };
 
 // Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
@@ -182,7 +189,8 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);
         attend();
-        // Side effect that ptxas cannot move: it keeps the exponentials above the wait, under the products of PV.
+        // ptxas would hoist the wait for PV above the exponentials, which are to overlap the products. It moves no wait
+        // above a side effect, and this one needs the row sums. They are never negative, so no event is triggered.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);
@@ -198,7 +206,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     // Epilogue.
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
-    store_O(O_rmem, factors, p, maps, smem + Rings::O, sequence, head, row, q_start + row);
+    store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);
     if constexpr (!O_BUFFER) rings.Q.release();
   } while (PERSISTENT);
   if constexpr (O_BUFFER) wait_for_stored_O();
@@ -221,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 #endif
 
-  TileScheduler& tile_smem = *(TileScheduler*)(smem + Rings::TILE_RECORD);
+  TileScheduler& tile_smem = *(TileScheduler*)(smem + SharedMemory::TILE_RECORD);
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < WARP && (PRODUCER_WARP || elect_one())) load_tiles(p, maps, rings, tile_smem);

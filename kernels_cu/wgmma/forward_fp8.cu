@@ -20,16 +20,21 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
 using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, the records of key
-// tiles, and the values that mods compute per key.
-struct Rings {
-  static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
-  static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
-  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + VT_Ring::BYTES;
-  static constexpr int KV_RECORDS =
-      MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + VT_Ring::MBARRIER_BYTES;
-  static constexpr int KEY_VALUES = KV_RECORDS + RECORD_BYTES;
+// Offsets in bytes. O, in bf16, is staged in the memory of Q.
+struct SharedMemory {
+  static constexpr int Q = 0, Q_END = tile_bytes(BLOCK_Q, HEAD_DIM, QK_PANEL);      // [BLOCK_Q][HEAD_DIM]
+  static constexpr int O = 0, O_END = tile_bytes(BLOCK_Q, HEAD_DIM_V);              // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int K = maximum(Q_END, O_END);                                   // STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int VT = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM, QK_PANEL);  // STAGES x [8 N_V][BLOCK_KV]
+  static constexpr int Q_MBARRIERS = VT + STAGES * tile_bytes(8 * N_V, BLOCK_KV, VT_PANEL, VT_PANEL);
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(1);
+  static constexpr int VT_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KV_RECORDS = VT_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KEY_VALUES = KV_RECORDS + RECORDS_BYTES;  // KeyValues [KEY_SLOTS][BLOCK_KV]
+  static constexpr int BYTES = KEY_VALUES + KEY_VALUES_BYTES;
+};
 
+struct Rings {
   Q_Ring Q;
   K_Ring K;
   VT_Ring VT;
@@ -37,11 +42,11 @@ struct Rings {
   Mod::KeyValues* staged_keys;
 
   __device__ Rings(unsigned char* generic, unsigned int smem)
-      : Q(smem, smem + MBARRIERS),
-        K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
-        VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
-        kv_records(smem + KV_RECORDS),
-        staged_keys((Mod::KeyValues*)(generic + KEY_VALUES)) {}
+      : Q(smem + SharedMemory::Q, smem + SharedMemory::Q_MBARRIERS),
+        K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        VT(smem + SharedMemory::VT, smem + SharedMemory::VT_MBARRIERS),
+        kv_records(smem + SharedMemory::KV_RECORDS),
+        staged_keys((Mod::KeyValues*)(generic + SharedMemory::KEY_VALUES)) {}
 };
 
 __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
@@ -162,7 +167,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
     factors[0][0] *= descales.v, factors[0][1] *= descales.v;
-    store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);
+    store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);
     rings.Q.release();
   }
 }

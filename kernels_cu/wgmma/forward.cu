@@ -123,6 +123,16 @@ __device__ void wait_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], V
   V.release();
 }
 
+// Zeroes rows of V past the end of the sequence, which may hold another sequence's data.
+__device__ void clear_V(const V_Ring& V, const Sequence& sequence, int kv_start) {
+  if constexpr (PACKED || KV_LENGTHS)
+    if (kv_start + BLOCK_KV > sequence.kv_len) {
+      V.wait();
+      clear_rows<BLOCK_KV, HEAD_DIM_V>(V.tile(), [&](int row) { return kv_start + row < sequence.kv_len; });
+      sync_cleared_rows();
+    }
+}
+
 // Consumer: one warpgroup, 64 queries of each tile.
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem,
                         const TileScheduler& tile_smem) {
@@ -147,14 +157,9 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
-    // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
-      if (ALWAYS_MASKED || kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      else if constexpr (SCORE_MODIFIED)
-        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      return update_max(O_scale, softmax, S_rmem, scale_log2);
+      return update_scores(O_scale, softmax, S_rmem, kv_tiles, score, band, scale_log2, q_start + row);
     };
     // Turns S into P.
     auto attend = [&] {
@@ -169,13 +174,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       update();
       attend();
       round_fragments(P_rmem, S_rmem);
-      if constexpr (PACKED || KV_LENGTHS)
-        if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {
-          rings.V.wait();
-          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(),
-                                           [&](int row) { return kv_tiles.start + row < sequence.kv_len; });
-          sync_cleared_rows();
-        }
+      clear_V(rings.V, sequence, kv_tiles.start);
 
       // Mainloop: S of this tile and PV of the previous one are in flight together.
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {

@@ -81,6 +81,21 @@ __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
   K.release();
 }
 
+// O += P V, in parts: issues the first one; finish_PV adds the last one.
+__device__ void issue_PV(PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], const VT_Ring& VT) {
+  VT.wait();
+  PV.issue(P, VT.tile());
+}
+__device__ void finish_PV(float (&O)[1][N_V][4], PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], VT_Ring& VT) {
+  PV.add(O, P);
+  VT.release();
+}
+__device__ void compute_PV(float (&O)[1][N_V][4], PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], VT_Ring& VT) {
+  issue_PV(PV, P, VT);
+  PV.issue_others(O, P, VT.tile());
+  finish_PV(O, PV, P, VT);
+}
+
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
                         Band band, int head, int tiles) {
   Score score(p, sequence, head);
@@ -102,32 +117,14 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 
     rings.Q.wait();
     auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
-    // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
-      if (ALWAYS_MASKED || kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      else if constexpr (SCORE_MODIFIED)
-        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
-      return update_max(O_scale, softmax, S_rmem, scale_log2);
+      return update_scores(O_scale, softmax, S_rmem, kv_tiles, score, band, scale_log2, q_start + row);
     };
     // Turns S into P.
     auto attend = [&] {
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
-    };
-    auto issue_PV = [&] {
-      rings.VT.wait();
-      PV.issue(P_rmem, rings.VT.tile());
-    };
-    auto finish_PV = [&] {
-      PV.add(O_rmem, P_rmem);
-      rings.VT.release();
-    };
-    auto compute_PV = [&] {
-      issue_PV();
-      PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
-      finish_PV();
     };
 
     if constexpr (SCORE_MODIFIED) {
@@ -138,7 +135,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         if (update()) rescale(O_rmem, O_scale);
         attend();
         round_to_fp8(P_rmem, S_rmem);
-        compute_PV();
+        compute_PV(O_rmem, PV, P_rmem, rings.VT);
       }
     } else if (kv_tiles.valid()) {
       // Prologue: P of the last tile of keys.
@@ -152,16 +149,16 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       // run under the exponentials.
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         issue_QK(S_rmem, Q_smem, rings.K);
-        issue_PV();
+        issue_PV(PV, P_rmem, rings.VT);
         wait_QK<1>(S_rmem, rings.K);
         bool rescales = update();
         PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
         attend();
-        finish_PV();
+        finish_PV(O_rmem, PV, P_rmem, rings.VT);
         if (rescales) rescale(O_rmem, O_scale);
         round_to_fp8(P_rmem, S_rmem);
       }
-      compute_PV();
+      compute_PV(O_rmem, PV, P_rmem, rings.VT);
     }
 
     float factors[1][2];

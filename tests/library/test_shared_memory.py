@@ -129,7 +129,7 @@ def launches_of(arch: str, tangents: tuple[str, ...] = (), **config: object) -> 
     for problem in ahead.problems(**config):
         if tangents:
             problem = problem._replace(derivative=DOUBLE_BACKWARD if problem.backward else JVP, tangents=tangents)
-        for engine in (simt, mma, mma_decode, wgmma):
+        for engine in (simt, mma, wgmma if problem.cache is None else mma_decode):
             if engine.refusals(problem, gpu):
                 continue
             tiles = mma_decode.choices(problem, gpu) if engine is mma_decode else engine.tiles(problem, gpu)

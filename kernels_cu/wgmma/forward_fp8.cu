@@ -69,21 +69,21 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
 
 // Issues S = Q K^T of a tile; wait_QK waits until at most PENDING groups are in flight and releases K.
 __device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring& K) {
-  K.wait();
+  K.wait();  // @wait-K
   fence_operand(S);
-  wgmma_fence();
+  wgmma_fence();  // @fence-S
   scores_fp8<BLOCK_Q, HEAD_DIM>(S, k_major_descriptor(Q_smem), opaque(k_major_descriptor(K.tile())));
 }
 template <int PENDING>
 __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
-  wgmma_wait_group<PENDING>();
+  wgmma_wait_group<PENDING>();  // @wait-S-group
   fence_operand(S);
   K.release();
 }
 
 // O += P V, in parts: issues the first one; finish_PV adds the last one.
 __device__ void issue_PV(PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], const VT_Ring& VT) {
-  VT.wait();
+  VT.wait();  // @wait-VT
   PV.issue(P, VT.tile());
 }
 __device__ void finish_PV(float (&O)[1][N_V][4], PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], VT_Ring& VT) {
@@ -100,7 +100,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
                         Band band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  Descales descales(p, sequence.batch, head / p.group);
+  Descales descales(p, sequence.batch, head / p.group);  // @descales
   score.scale = descales.scale(p, SCALE_IN_EXPONENT);
   float scale_log2 = log2_scale_of(score.scale);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
@@ -115,7 +115,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     unsigned int P_rmem[1][N / 4][4];
     PartialSums<N_V> PV;
 
-    rings.Q.wait();
+    rings.Q.wait();  // @wait-Q
     auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
@@ -150,7 +150,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         issue_QK(S_rmem, Q_smem, rings.K);
         issue_PV(PV, P_rmem, rings.VT);
-        wait_QK<1>(S_rmem, rings.K);
+        wait_QK<1>(S_rmem, rings.K);  // @wait-S
         bool rescales = update();
         PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
         attend();
@@ -163,8 +163,8 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
-    factors[0][0] *= descales.v, factors[0][1] *= descales.v;
-    store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);
+    factors[0][0] *= descales.v, factors[0][1] *= descales.v;                                       // @descale-O
+    store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);  // @store-O
     rings.Q.release();
   }
 }
@@ -175,9 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Rings rings(smem, smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.VT.init();
-    fence_mbarrier_init();
+    fence_mbarrier_init();  // @fence-mbarriers
   }
-  __syncthreads();
+  __syncthreads();  // @barrier-after-mbarriers
 
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);

@@ -37,7 +37,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       unsigned int dS_smem = rings.dS + dS_index % 2 * (Rings::dS_BYTES + Rings::P_BYTES);  // @dS-buffer
       unsigned int P_smem = dS_smem + Rings::dS_BYTES;
       ++dS_index;
-      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-Q-dO
+      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-rows-Q-dO
       const float* lse2 = (const float*)(smem + (rings.rows.slot() - rings.K.start));
       clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
 

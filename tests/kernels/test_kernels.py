@@ -243,7 +243,7 @@ BUGS = {
     "no-barrier-before-accumulate": (skip("barrier-before-PV"), EVERYTHING, Race),
     "band-one-off": (change("band-high", "p.window_right", "p.window_right - 1"), OPTIONS["causal"], AssertionError),
     "cut-tile-not-masked": (
-        change("masked", "start + offset + count > unmasked.end", "false"),
+        change("tile-is-masked", "start + offset + count > unmasked.end", "false"),
         OPTIONS["causal"],
         AssertionError,
     ),

@@ -19,7 +19,7 @@ __device__ void sum_captured(const Params& p, real* smem, AddGradients add_gradi
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_len; q_start += gridDim.x * BLOCK_Q) {
-    // Prologue
+    // Prologue.
     __syncthreads();
     queries.load(p, sequence, head, q_start, Range{0, sequence.q_len});
     Mod::RowSums sums[ROWS] = {};
@@ -30,7 +30,7 @@ __device__ void sum_captured(const Params& p, real* smem, AddGradients add_gradi
                            add_gradients(sums, tile, masked, score, band, dropout, queries, start);
                          });
 
-    // Epilogue
+    // Epilogue.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int i = q_start + row_y() + r * ROW_THREADS;

@@ -42,23 +42,23 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
     for (int c = 0; c < COLS; ++c) {
       sum += S[r][c] = softmax[r].probability(S[r][c]);
       if (S[r][c] == 0) tS[r][c] = 0;  // the tangent of a hidden score may be NaN
-      moving += S[r][c] * tS[r][c];
+      moving += S[r][c] * tS[r][c];    // @simt.sum-tangent
     }
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
-    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;
+    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;  // @simt.update-mu
 #pragma unroll
     for (int n = 0; n < SUMS; ++n) {
       O[r][n] *= rescale;
-      T[r][n] = T[r][n] * rescale - change * O[r][n];
+      T[r][n] = T[r][n] * rescale - change * O[r][n];  // @simt.rescale-T
     }
     Kept kept;
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].mu);
+      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].mu);  // @simt.weigh-tangent
       if constexpr (DROPOUT) {
         real factor = kept.factor(dropout, c, i, j);
-        S[r][c] *= factor, tS[r][c] *= factor;
+        S[r][c] *= factor, tS[r][c] *= factor;  // @simt.drop-tangent
       }
     }
   }
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
   real tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
-    // Prologue
+    // Prologue.
     Range existing = {0, sequence.q_len};
     __syncthreads();
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), existing);
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink), mean[r] = {tsink * softmax[r].l, 0, tsink * softmax[r].l};
 
-    // Mainloop
+    // Mainloop.
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
       auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
       }
     }
 
-    // Epilogue
+    // Epilogue.
     for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
       real factor = softmax[r].inverse_sum();
       store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, head) + i * p.out.row, O_rmem[r], factor);

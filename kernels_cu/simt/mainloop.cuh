@@ -46,7 +46,7 @@ __device__ void sum_dQ(const Params& p, real* smem) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
-    // Prologue
+    // Prologue.
     __syncthreads();
     queries.load(p, sequence, head, q_start, Range{0, sequence.q_len});
     real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
@@ -58,8 +58,9 @@ __device__ void sum_dQ(const Params& p, real* smem) {
       tile.add_to(dQ_rmem, keys, P_smem);
     });
 
-    // Epilogue
+    // Epilogue.
     for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
+      // @simt.scale-dQ
       store_row<HEAD_DIM>(sequence.queries<element>(p.dq, head) + i * p.dq.row, dQ_rmem[r], (real)p.scale);
     });
   }
@@ -78,12 +79,12 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
-    // Prologue
+    // Prologue.
     __syncthreads();
     keys.load(p, sequence, kv_head, kv_start, Range{0, sequence.kv_len});
     real dK_rmem[ROWS][columns_of(HEAD_DIM)] = {}, dV_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 
-    // Mainloop
+    // Mainloop.
     for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
       int head = q_tiles.head;
       Score score(p, sequence, head);
@@ -96,7 +97,7 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
       tile.add_to(dK_rmem, dV_rmem, queries, P_smem);
     }
 
-    // Epilogue
+    // Epilogue.
     for_each_row<ROWS>(kv_start, sequence.kv_rows, [&](int r, int j) {
       store_row<HEAD_DIM>(sequence.keys<element>(p.dk, kv_head) + j * p.dk.row, dK_rmem[r], (real)p.scale);
       store_row<HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head) + j * p.dv.row, dV_rmem[r], (real)1);
@@ -139,7 +140,7 @@ __device__ void sum_dbias(const Params& p, real* smem) {
       }
     }
 
-    // Epilogue
+    // Epilogue.
     __syncthreads();
     store_p(dS_smem, dS_rmem);
     __syncthreads();

@@ -39,9 +39,8 @@ struct QueryTile {
     for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
       int i = q_start + row;
       real x = i < sequence.q_len ? number(p.lse, i) : -infinity();
-      bool sees = x != -infinity();
-      lse[row] = sees ? x : infinity();
-      delta[row] = sees ? number(p.delta, i) : 0;
+      lse[row] = x == -infinity() ? infinity() : x;  // @lse-of-no-key
+      delta[row] = x == -infinity() ? 0 : number(p.delta, i);
     }
 #if DIRECTION
     // A loop of its own, because a longer one would take more registers.

@@ -58,7 +58,7 @@ struct Gradients {
   // Add the tile's part of dQ, and those of dK and dV.
   __device__ void add_to(real (&dQ)[ROWS][columns_of(HEAD_DIM)], const KeyTile& keys, real* P_smem) const {
     add_product<HEAD_DIM>(dQ, dS, P_smem, keys.K);
-    if constexpr (TK) {
+    if constexpr (TK) {  // @dtP-of-tK
       __syncthreads();
       add_product<HEAD_DIM>(dQ, dtS, P_smem, keys.tK);
     }
@@ -70,7 +70,7 @@ struct Gradients {
       __syncthreads();
     }
     add_product<HEAD_DIM>(dK, dS, P_smem, queries.Q);
-    if constexpr (TQ) {
+    if constexpr (TQ) {  // @dtP-of-tQ
       __syncthreads();
       add_product<HEAD_DIM>(dK, dtS, P_smem, queries.tQ);
     }

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
   for (int i = first; i < sequence.q_len; i += step) {
     real sum = row_product(dO + i * p.dout.row, O + i * p.out.row, lane);
 #if DIRECTION
-    // @eps
+    // @eps-of-row
     real eps = row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
     if (lane == 0) sequence.queries<real>(p.eps, head)[i * p.eps.row] = eps;
 #endif

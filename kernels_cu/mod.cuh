@@ -20,7 +20,7 @@ struct Position {
   int column;
 
   __device__ Position(int base, int offset = 0, int column = 0) : base(base), offset(offset), column(column) {}
-  __device__ operator int() const { return base + offset; }  // @distance
+  __device__ operator int() const { return base + offset; }  // @query-key-distance
 };
 
 #if MODS

@@ -144,7 +144,7 @@ struct FixedPoint {
   __device__ FixedPoint(const Params& p, const void* largest) {
     int biased = (int)(__double_as_longlong(*(const double*)largest) >> 52);  // largest < 2^(biased - 1022)
     int of_rows = 64 - __clzll((long long)p.batch * p.heads * p.q_len);       // rows < 2^of_rows
-    exponent = min(max(61 - of_rows - (biased - 1022), -1022), 1022);         // @unit
+    exponent = min(max(61 - of_rows - (biased - 1022), -1022), 1022);         // @fixed-point-unit
     is_finite = biased != 0x7FF;
   }
   static __device__ double power_of_two(int n) { return __longlong_as_double((long long)(1023 + n) << 52); }

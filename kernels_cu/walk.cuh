@@ -81,7 +81,7 @@ struct Walk {
   }
   // False if every pair of positions [start + offset, start + offset + count) is visible.
   __device__ bool masked(int offset = 0, int count = SIZE) const {
-    // @masked
+    // @tile-is-masked
     return start + offset < unmasked.begin || start + offset + count > unmasked.end || (MASK_MOD && (may_hide & 1));
   }
 };

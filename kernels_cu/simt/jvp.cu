@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
   real tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
+    // Prologue.
     Range existing = {0, sequence.q_len};
     __syncthreads();
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), existing);
@@ -92,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink), mean[r] = {tsink * softmax[r].l, 0, tsink * softmax[r].l};
 
+    // Mainloop.
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
       auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
@@ -127,18 +129,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
       }
     }
 
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      int i = q_start + row_y() + r * ROW_THREADS;
-      if (i >= sequence.q_rows) continue;
+    // Epilogue.
+    for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
       real factor = softmax[r].inverse_sum();
       store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, head) + i * p.out.row, O_rmem[r], factor);
       store_row<HEAD_DIM_V>(sequence.queries<element>(p.tout, head) + i * p.tout.row, T_rmem[r], factor);
-      if (lane_x() == 0) {
-        bool exists = i < sequence.q_len;
-        sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
-        sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].mu : 0;
-      }
-    }
+      if (lane_x() > 0) return;
+      bool exists = i < sequence.q_len;
+      sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
+      sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].mu : 0;
+    });
   }
 }

@@ -37,7 +37,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       unsigned int dS_smem = rings.dS + dS_index % 2 * (SharedMemory::dS_BYTES + SharedMemory::P_BYTES);  // @dS-buffer
       unsigned int P_smem = dS_smem + SharedMemory::dS_BYTES;
       ++dS_index;
-      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-Q-dO
+      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-rows-Q-dO
       const float* lse2 = rings.row_numbers(smem);
       clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
 

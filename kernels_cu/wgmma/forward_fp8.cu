@@ -100,7 +100,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
                         Band band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  Descales descales(p, sequence.batch, head / p.group);  // @descales
+  Descales descales(p, sequence.batch, head / p.group);  // @descales-of-head
   score.scale = descales.scale(p, SCALE_IN_EXPONENT);
   float scale_log2 = log2_scale_of(score.scale);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);

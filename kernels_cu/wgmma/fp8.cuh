@@ -52,7 +52,7 @@ struct PartialSums {
     unsigned long long x = k_major_descriptor<VT_PANEL>(X_smem) + 8 * n * ROW;  // @PV-part
     fence_operand(sums), fence_operand(P);
     wgmma_fence();  // @fence-O-registers
-                    // @PV
+                    // @PV-of-tile
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma_e4m3(sums, P[0][k], x + k / 2 * 8 * N * ROW + k % 2 * NEXT_16_COLUMNS, k > 0);
     wgmma_commit_group();

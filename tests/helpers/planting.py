@@ -89,10 +89,11 @@ def plant(folder, step, edit):
     is_found = False
     for path in folder.rglob("*.cu*"):
         text = path.read_text(encoding="utf-8")
-        for start, end in reversed([(start, end) for name, start, end in steps(text) if name == step]):
-            text = text[:start] + edit(text[start:end]) + text[end:]
-            is_found = True
-        path.write_text(text, encoding="utf-8")
+        if f"@{step}" in text:
+            for start, end in reversed([(start, end) for name, start, end in steps(text) if name == step]):
+                text = text[:start] + edit(text[start:end]) + text[end:]
+                is_found = True
+            path.write_text(text, encoding="utf-8")
     if not is_found:
         raise StalePlant(f"no kernel has a step @{step}")
 

@@ -145,7 +145,7 @@ def test_transposed_values(packed):
 # O has one part here, which the tensor core adds to.
 PLAIN_SUMS = (
     change("O-of-tile", "float sums[1][PART][4]", "float sums[1][PART][4] = {}")
-    + change("PV", "k > 0", "true")
+    + change("PV-of-tile", "k > 0", "true")
     + change("add-O-of-tile", "+=", "=")
 )
 
@@ -178,14 +178,14 @@ PLANTED = {
     "scores in flight beside the sums": (change("wait-S", "<1>", "<2>"), (errors.PendingRegister, errors.PendingCopy)),
     "V^T released too early": (after("wait-VT", "rings.VT.release();"), errors.SimulationError),
     "sums not waited for": (skip("wait-O"), errors.PendingRegister),
-    "sums not begun anew": (change("PV", "k > 0", "true"), AssertionError),
+    "sums not begun anew": (change("PV-of-tile", "k > 0", "true"), AssertionError),
     "order of keys": (change("key-order", "8 * (e / 2) + 2 * t + e % 2", "4 * t + e"), AssertionError),
     "keys past the last": (change("keys-of-VT", "j < sequence.kv_len", "true"), (AssertionError, errors.OutOfBounds)),
     "a part of V^T": (change("PV-part", "+ 8 * n * ROW", ""), AssertionError),
     "panels of Q": (change("S-panel", "a + k / 4 * (NEXT_OF_A >> 4)", "a"), AssertionError),
     "no descale of K": (change("descale-S", "* of(p, p.k_descale, b, kv_head)", ""), AssertionError),
     "no descale of V": (change("descale-O", "factors[0][0] *= descales.v,", ""), AssertionError),
-    "descale of another head": (change("descales", "head / p.group", "head"), errors.OutOfBounds),
+    "descale of another head": (change("descales-of-head", "head / p.group", "head"), errors.OutOfBounds),
     "probabilities too large": (change("softmax-reference", "- LARGEST_LOG2", "- 2 * LARGEST_LOG2"), AssertionError),
     "lse of larger probabilities": (change("log2-sum", "l / (1 << LARGEST_LOG2)", "l"), AssertionError),
 }
@@ -201,7 +201,7 @@ def test_planted_bug_is_found(bug, monkeypatch):
 
 
 def test_planted_bug_in_tiles_of_two_panels_is_found(monkeypatch):
-    bug = change("PV", "k / 2 * 8 * N", "k / 2 * 8 * (N - 1)")
+    bug = change("PV-of-tile", "k / 2 * 8 * N", "k / 2 * 8 * (N - 1)")
     with planted(monkeypatch, bug), pytest.raises(AssertionError):
         check(Case(**LONG | dict(head_dim=128, head_dim_v=128)), tile=TILE._replace(block_kv=128))
 

@@ -264,9 +264,13 @@ def test_dout_that_tma_cannot_load_is_copied():
 PLANTED = {
     "no wait for K": ("keys", change("wait-K-V", "rings.K.wait(),", ""), errors.PendingCopy),
     "no wait for V": ("keys", change("wait-K-V", ", rings.V.wait()", ""), errors.PendingCopy),
-    "no wait for Q": ("keys", change("wait-Q-dO", "rings.Q.wait(),", ""), errors.PendingCopy),
-    "no wait for dO": ("keys", change("wait-Q-dO", ", rings.dO.wait()", ""), errors.PendingCopy),
-    "no wait for rows": ("keys", change("wait-Q-dO", "rings.rows.wait(),", ""), (errors.Uninitialised, errors.Race)),
+    "no wait for Q": ("keys", change("wait-rows-Q-dO", "rings.Q.wait(),", ""), errors.PendingCopy),
+    "no wait for dO": ("keys", change("wait-rows-Q-dO", ", rings.dO.wait()", ""), errors.PendingCopy),
+    "no wait for rows": (
+        "keys",
+        change("wait-rows-Q-dO", "rings.rows.wait(),", ""),
+        (errors.Uninitialised, errors.Race),
+    ),
     "rows released by one lane for all": ("keys", skip("read-rows"), errors.Race),
     "rows do not wait for a place": ("keys", skip("acquire-rows"), (errors.Race, errors.Deadlock)),
     "rows of another head": ("keys", change("load-rows", "q_tiles.head", "0"), AssertionError),

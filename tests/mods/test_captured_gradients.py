@@ -138,7 +138,7 @@ def test_a_planted_sum_in_floating_point_is_found(monkeypatch):
 
 
 FIXED_PLANTS = {
-    "units of the wrong size": change("unit", "61", "20"),
+    "units of the wrong size": change("fixed-point-unit", "61", "20"),
     "a row that is not measured": before("measure-row", "if (x > 1e30)"),
 }
 

@@ -97,7 +97,7 @@ def test_hidden_tiles_are_not_loaded(engine, watch):
 
 
 PLANTS = {
-    "cut tiles count as full": change("masked", "(may_hide & 1)", "false"),
+    "cut tiles count as full": change("tile-is-masked", "(may_hide & 1)", "false"),
     "a visible tile is skipped": change("first-visible-tile", "__ffs(may_see) - 1", "31 - __clz(may_see)"),
     "the slope is not multiplied": skip("mod-slope"),
 }
@@ -117,5 +117,5 @@ def test_a_wrong_distance_is_found(monkeypatch):
     """In an unmasked tile q_idx - kv_idx is computed once, and each score adds its row and column."""
     case = Case(**LONG["mma"], score_mod="alibi")
     check(case, kernels_of(case))
-    with planted(monkeypatch, change("distance", "base + offset", "base")), pytest.raises(AssertionError):
+    with planted(monkeypatch, change("query-key-distance", "base + offset", "base")), pytest.raises(AssertionError):
         check(case, kernels_of(case))

@@ -164,31 +164,14 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
 
 @lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
-    """Return the bytes of dynamic shared memory per kernel, which must match its arrays, padded as in simt/tile.cuh."""
-    block_q, block_kv, _ = tile
-    size = problem.accumulation.itemsize
-    chunk = 16 // size
-
-    def row(dim: int) -> int:
-        return (-(-dim // (LANES * chunk)) * LANES | 1) * chunk
-
-    k, v = row(problem.head_dim), row(problem.head_dim_v)
-    tq, tk, tv = (name in problem.tangents for name in ("q", "k", "v"))
-    by_query, by_key = block_q * (block_kv + 8), block_kv * (block_q + 8)  # P
-    if not problem.backward:
-        if not problem.derivative:
-            return {"simt/forward": shared_bytes("simt/forward", _constants(problem, tile))}
-        forward = block_q * k * (1 + tq) + block_kv * max(k, v)
-        return {"simt/jvp": size * (forward + by_query * (1 + problem.moves_probabilities))}
-    if problem.derivative:
-        step, rows = "simt/second", 4
+    """Return the bytes of dynamic shared memory of each tile kernel."""
+    if problem.backward:
+        step = "simt/second" if problem.derivative else "simt/backward"
+        kernels = [f"{step}_{name}" for name in ("kv", "q", "bias", "captured")]
     else:
-        step, rows = "simt/backward", 2
-    operands = block_q * (k * (1 + tq) + v + rows) + block_kv * (k * (1 + tk) + v * (1 + tv))
-    return {
-        f"{step}_kv": size * (operands + by_key),
-        **dict.fromkeys((f"{step}_q", f"{step}_bias", f"{step}_captured"), size * (operands + by_query)),
-    }
+        kernels = ["simt/jvp" if problem.derivative else "simt/forward"]
+    constants = _constants(problem, tile)
+    return {kernel: shared_bytes(kernel, constants) for kernel in kernels}
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:

@@ -32,6 +32,7 @@ OPERATORS |= {"/": "//", "&&": "and", "||": "or", "true": "True", "false": "Fals
 # Texts instead of compiled patterns, so that importing the package compiles none.
 TOKEN = rf"{IDENTIFIER}(?:::{IDENTIFIER})?|\d+|&&|\|\||[<>=!]=|\S"
 CONFIGURED = rf"^(?:constexpr \w+|using|#define) ({IDENTIFIER}) (?:= )?([^\s;]+)"  # name and default
+ALIAS = rf"^using ({IDENTIFIER}) = ({IDENTIFIER});"
 STRUCT = rf"^struct ({IDENTIFIER}) \{{\n((?:.*\n)*?)\}};"
 NUMBERS = r"constexpr (?:int|bool) ([^;{]+);"
 FUNCTION = rf"^__device__ constexpr int ({IDENTIFIER})\(([^)]*)\) \{{\n  return ([^;]+);\n\}}"
@@ -59,10 +60,12 @@ def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], Any]:
     """Return the function that computes the bytes of a kernel."""
     definitions: dict[str, list[Definition]] = {}
     configured: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for file, text in _texts(kernel_folder(), f"{kernel}.cu", set()):
         if file == CONFIG:
             configured = dict(re.findall(CONFIGURED, text, re.MULTILINE))
         else:
+            aliases |= dict(re.findall(ALIAS, text, re.MULTILINE))
             for each in _definitions(text):
                 definitions.setdefault(f"{each.scope}::{each.name}" if each.scope else each.name, []).append(each)
     lines: dict[str, None] = {}  # those of Python, each after the lines on which it depends
@@ -92,7 +95,7 @@ def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], Any]:
         lines[f"{python} = {function}{value}"] = None
         return python
 
-    result = resolve("SharedMemory::BYTES", "")
+    result = resolve(f"{aliases.get('SharedMemory', 'SharedMemory')}::BYTES", "")
     text = "\n  ".join(["def layout(constants):", *lines, f"return {result}"])
     namespace: dict[str, Any] = {"sizeof": SIZES.__getitem__}
     exec(compile(text, f"<the shared memory of {kernel}>", "exec"), namespace)

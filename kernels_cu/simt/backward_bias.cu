@@ -6,6 +6,8 @@
 #include "backward.cuh"
 #include "mainloop.cuh"
 
+using SharedMemory = ByQuery;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
   extern __shared__ Chunk smem[];
   sum_dbias<Gradients>(p, (real*)smem);

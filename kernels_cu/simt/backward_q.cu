@@ -4,6 +4,8 @@
 #include "backward.cuh"
 #include "mainloop.cuh"
 
+using SharedMemory = ByQuery;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid_constant__ Params p) {
   extern __shared__ Chunk smem[];
   sum_dQ<Gradients>(p, (real*)smem);

@@ -2,6 +2,8 @@
 #include "second.cuh"
 #include "mainloop.cuh"
 
+using SharedMemory = ByKey;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_constant__ Params p) {
   extern __shared__ Chunk smem[];
   sum_dK_dV<Gradients>(p, (real*)smem);

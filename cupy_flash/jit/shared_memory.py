@@ -8,8 +8,8 @@ A kernel with dynamic shared memory states where its buffers begin and, last, ho
       static constexpr int BYTES = V + BLOCK_KV * row_bytes(HEAD_DIM_V);
     };
 
-The kernel adds these offsets to the address of its shared memory. Here the definitions on which BYTES depends become a
-Python function of the constants of config.cuh. They may be, in the kernel or its headers, outside of `#if`:
+The kernel adds these offsets to the address of its shared memory. Here the definitions on which BYTES depends become
+a Python function of the constants of config.cuh. They may be, in the kernel or its headers, outside of `#if`:
 `constexpr int` and `constexpr bool`, at the top level or in a struct that is no template, and `constexpr` functions of
 one `return`.
 """
@@ -58,49 +58,97 @@ def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
 @lru_cache(maxsize=64)
 def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], Any]:
     """Return the function that computes the bytes of a kernel."""
-    definitions: dict[str, list[Definition]] = {}
-    configured: dict[str, str] = {}
-    aliases: dict[str, str] = {}
-    for file, text in _texts(kernel_folder(), f"{kernel}.cu", set()):
-        if file == CONFIG:
-            configured = dict(re.findall(CONFIGURED, text, re.MULTILINE))
-        else:
-            aliases |= dict(re.findall(ALIAS, text, re.MULTILINE))
-            for each in _definitions(text):
-                definitions.setdefault(f"{each.scope}::{each.name}" if each.scope else each.name, []).append(each)
-    lines: dict[str, None] = {}  # those of Python, each after the lines on which it depends
-
-    def resolve(name: str, scope: str) -> str:
-        """Add the lines that define a C++ name, and return its name in Python."""
-        name = f"{scope}::{name}" if f"{scope}::{name}" in definitions else name
-        python = name.replace("::", "__")
-        if name in configured:
-            default = _python([configured[name]], str)
-            lines[f'{python} = constants.get("{name}", {default})'] = None
-            return python
-        if len(definitions.get(name, ())) != 1:
-            raise ValueError(f"{kernel}: the shared memory depends on {name}, which has not exactly one definition")
-        (found,) = definitions[name]
-        parameters: dict[str, str] = {}  # the name of each, with its default
-
-        def translated(expression: str) -> str:
-            tokens = re.findall(TOKEN, expression)
-            return _python(tokens, lambda used: used if used in parameters else resolve(used, found.scope))
-
-        for declaration in filter(None, found.parameters.split(", ")):
-            own, _, default = declaration.split(maxsplit=1)[1].partition(" = ")
-            parameters[own] = f"{own}={translated(default)}" if default else own
-        value = translated(found.expression)
-        function = f"lambda {', '.join(parameters.values())}: " if parameters else ""
-        lines[f"{python} = {function}{value}"] = None
-        return python
-
-    result = resolve(f"{aliases.get('SharedMemory', 'SharedMemory')}::BYTES", "")
-    text = "\n  ".join(["def layout(constants):", *lines, f"return {result}"])
-    namespace: dict[str, Any] = {"sizeof": SIZES.__getitem__}
+    translation = Translation(kernel)
+    result = translation.number("SharedMemory::BYTES", "")
+    text = "\n  ".join(["def layout(constants):", *translation.lines, f"return {result}"])
+    namespace: dict[str, Any] = {"SIZES": SIZES}
     exec(compile(text, f"<the shared memory of {kernel}>", "exec"), namespace)
     layout: Callable[[Mapping[str, Constant]], Any] = namespace["layout"]
     return layout
+
+
+class Translation:
+    """Lines of Python that compute numbers of a kernel; functions are inlined."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.lines: dict[str, None] = {}  # each after those that compute what it uses
+        self.configured: dict[str, str] = {}  # the defaults of config.cuh
+        self.aliases: dict[str, str] = {}
+        self.definitions: dict[str, list[Definition]] = {}
+        for file, text in _texts(kernel_folder(), f"{kernel}.cu", set()):
+            if file == CONFIG:
+                self.configured = dict(re.findall(CONFIGURED, text, re.MULTILINE))
+                continue
+            self.aliases |= dict(re.findall(ALIAS, text, re.MULTILINE))
+            for each in _definitions(text):
+                self.definitions.setdefault(f"{each.scope}::{each.name}" if each.scope else each.name, []).append(each)
+
+    def number(self, name: str, scope: str) -> str:
+        """Add the lines that compute what the struct `scope` calls `name`, and return its name in Python."""
+        if name in self.configured:
+            default = self.expression([self.configured[name]], "", {})
+            self.lines[f'{name} = constants.get("{name}", {default})'] = None
+            return name
+        found = self._definition(name, scope)
+        python = f"{found.scope}__{found.name}"
+        self.lines[f"{python} = {self.expression(re.findall(TOKEN, found.expression), found.scope, {})}"] = None
+        return python
+
+    def call(self, name: str, arguments: list[str]) -> str:
+        """Return the value of a function of arguments, which are in Python."""
+        found = self._definition(name, "")
+        values: dict[str, str] = {}
+        for n, parameter in enumerate(found.parameters.split(", ")):
+            own, _, default = parameter.split(maxsplit=1)[1].partition(" = ")
+            values[own] = arguments[n] if n < len(arguments) else self.expression(re.findall(TOKEN, default), "", {})
+        return f"({self.expression(re.findall(TOKEN, found.expression), '', values)})"
+
+    def _definition(self, name: str, scope: str) -> Definition:
+        struct, _, member = name.rpartition("::")
+        name = f"{self.aliases.get(struct, struct)}::{member}" if struct else name
+        member_of_scope = self.definitions.get(f"{scope}::{name}")
+        found = member_of_scope or self.definitions.get(name, [])
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.kernel}: the shared memory depends on {name}, which has not exactly one definition"
+            )
+        return found[0]
+
+    def expression(self, tokens: list[str], scope: str, values: dict[str, str]) -> str:
+        """Return a C++ expression in Python; consumes its tokens, up to one that ends it. `values` has parameters."""
+        parts: list[str] = []
+        while tokens and tokens[0] not in (")", ",", ":"):
+            if tokens[0] == "(":
+                parts += self._arguments(tokens, scope, values)
+                continue
+            token = tokens.pop(0)
+            if token == "?":
+                chosen = self.expression(tokens, scope, values)
+                tokens.pop(0)
+                return f"({chosen} if {' '.join(parts)} else {self.expression(tokens, scope, values)})"
+            if token == "sizeof":
+                parts.append(f"SIZES[{self._arguments(tokens, scope, values)[0]}]")
+            elif token in SIZES:
+                parts.append(f'"{token}"')
+            elif token in OPERATORS or token.isdigit():
+                parts.append(OPERATORS.get(token, token))
+            elif not re.fullmatch(rf"{IDENTIFIER}(::{IDENTIFIER})?", token):
+                raise ValueError(f"{self.kernel}: the shared memory depends on {token}, which has no translation")
+            elif token in values:
+                parts.append(values[token])
+            elif tokens[:1] == ["("]:
+                parts.append(self.call(token, self._arguments(tokens, scope, values)))
+            else:
+                parts.append(self.number(token, scope))
+        return " ".join(parts)
+
+    def _arguments(self, tokens: list[str], scope: str, values: dict[str, str]) -> list[str]:
+        """Return the expressions between parentheses, with which the tokens begin."""
+        arguments = []
+        while tokens.pop(0) != ")":
+            arguments.append(f"({self.expression(tokens, scope, values)})")
+        return arguments
 
 
 def _texts(folder: Path, file: str, seen: set[str]) -> Iterator[tuple[str, str]]:
@@ -124,28 +172,3 @@ def _definitions(text: str) -> Iterator[Definition]:
                 yield Definition(scope, name.strip(), "", expression)
     for name, parameters, expression in re.findall(FUNCTION, text, re.MULTILINE):
         yield Definition("", name, parameters, expression)
-
-
-def _python(tokens: list[str], resolve: Callable[[str], str]) -> str:
-    """Return a C++ expression in Python; consumes its tokens, up to one that ends it. `resolve` returns names."""
-    parts: list[str] = []
-    while tokens and tokens[0] not in (")", ",", ":"):
-        token = tokens.pop(0)
-        if token == "?":
-            value = _python(tokens, resolve)
-            tokens.pop(0)
-            return f"({value} if {' '.join(parts)} else {_python(tokens, resolve)})"
-        if token == "(":
-            inside = [_python(tokens, resolve)]
-            while tokens.pop(0) == ",":
-                inside.append(_python(tokens, resolve))
-            parts.append(f"({', '.join(inside)})")
-        elif token in OPERATORS or token.isdigit() or token == "sizeof":
-            parts.append(OPERATORS.get(token, token))
-        elif token in SIZES:
-            parts.append(f'"{token}"')
-        elif re.fullmatch(TOKEN, token) and (token[0].isalpha() or token[0] == "_"):
-            parts.append(resolve(token))
-        else:
-            raise ValueError(f"the layout of shared memory has {token}, which has no translation")
-    return " ".join(parts)

@@ -144,7 +144,16 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launch of the forward, after one that clears the counter of a dynamic tile scheduler."""
-    kernel, constants = "wgmma/forward", _constants(problem, tile)
+    kernel, constants = "wgmma/forward", _tile_constants(problem, tile)
+    constants |= {
+        "DRAWS_TILES": _draws_tiles(problem, tile),
+        "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
+        "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST
+        and not needs_registers(problem)
+        and (columns(problem.head_dim_v) > 64 or tile.block_kv > 96),
+        "KV_MULTICAST": _multicasts(problem, tile),
+        "TMA_STORE_O": _is_stored_in_boxes(problem),
+    }
     keys = tile.block_kv // (1 + _multicasts(problem, tile))
     boxes = [Box("q", tile.block_q, PANEL), Box("k", keys, PANEL), Box("v", keys, PANEL)]
     if _is_stored_in_boxes(problem):
@@ -206,8 +215,8 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
-def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
-    """Return the constants of the kernel."""
+def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernel but those that follow from the problem and the tile together."""
     return fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,
@@ -215,19 +224,12 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "STAGES": tile.stages,
         "KEY_BYTES": key_bytes(problem),
         "PERSISTENT": tile.persistent,
-        "DRAWS_TILES": _draws_tiles(problem, tile),
         "PINGPONG": tile.takes_turns,
         "O_BUFFER": tile.o_buffer,
-        "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
-        "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST
-        and not needs_registers(problem)
-        and (columns(problem.head_dim_v) > 64 or tile.block_kv > 96),
-        "KV_MULTICAST": _multicasts(problem, tile),
-        "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
 
 
 @lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
-    return shared_bytes("wgmma/forward", _constants(problem, tile))
+    return shared_bytes("wgmma/forward", _tile_constants(problem, tile))

@@ -1,14 +1,19 @@
 // The loops of a backward and of a double backward, over what their kernels compute from a tile of queries and one of
-// keys: `Gradients` of backward.cuh or of second.cuh. Each sum has a kernel of its own, which recomputes the scores, so
-// that every sum is deterministic.
+// keys: `Gradients` of backward.cuh or, DIRECTION, of second.cuh. Each sum has a kernel of its own, which recomputes
+// the scores, so that every sum is deterministic.
 //
 //   visit_keys   the mainloop of a tile of queries, over all keys that they see
 //   sum_dQ       dQ, by blocks that own queries
 //   sum_dK_dV    dK and dV, by blocks that own keys
 //   sum_dbias    dbias, by blocks that own a part of the bias
+// A thread has ROWS x COLS elements of a tile of scores.
 #pragma once
 #include "../dbias.cuh"
-#include "operands.cuh"
+#if DIRECTION
+#include "second.cuh"
+#else
+#include "backward.cuh"
+#endif
 
 // Mainloop of a tile of queries: calls add(tile, start, masked) with its products with each tile of keys.
 template <typename Products, typename Add>
@@ -33,9 +38,8 @@ __device__ void differentiate(Gradients& tile, bool masked, const Score& score, 
 }
 
 // A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see.
-template <template <int, int, bool, bool> typename Gradients>
+template <int ROWS, int COLS>
 __device__ void sum_dQ(const Params& p, real* smem) {
-  constexpr int ROWS = BLOCK_Q / ROW_THREADS, COLS = BLOCK_KV / LANES;
   QueryTile queries(smem);
   KeyTile keys(queries.end);
   real* P_smem = keys.end;  // [BLOCK_Q][BLOCK_KV]: each left operand of dQ
@@ -68,9 +72,8 @@ __device__ void sum_dQ(const Params& p, real* smem) {
 
 // A block owns tiles of BLOCK_KV keys of one key/value head, and visits all queries that see them, head after head of
 // the GQA group.
-template <template <int, int, bool, bool> typename Gradients>
+template <int ROWS, int COLS>
 __device__ void sum_dK_dV(const Params& p, real* smem) {
-  constexpr int ROWS = BLOCK_KV / ROW_THREADS, COLS = BLOCK_Q / LANES;  // score tiles are transposed: rows are keys
   KeyTile keys(smem);
   QueryTile queries(keys.end);
   real* P_smem = queries.end;  // [BLOCK_KV][BLOCK_Q]: each left operand of dK and dV
@@ -107,9 +110,8 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
 
 // A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
 // all dimensions that it broadcasts over.
-template <template <int, int, bool, bool> typename Gradients>
+template <int ROWS, int COLS>
 __device__ void sum_dbias(const Params& p, real* smem) {
-  constexpr int ROWS = BLOCK_Q / ROW_THREADS, COLS = BLOCK_KV / LANES;
   QueryTile queries(smem);
   KeyTile keys(queries.end);
   real* dS_smem = keys.end;  // [BLOCK_Q][BLOCK_KV]

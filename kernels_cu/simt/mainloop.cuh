@@ -1,14 +1,19 @@
 // The loops of a backward and of a double backward, over what their kernels compute from a tile of queries and one of
-// keys: `Gradients` of backward.cuh or of second.cuh. Each sum has a kernel of its own, which recomputes the scores, so
-// that every sum is deterministic.
+// keys: `Gradients` of backward.cuh or, DIRECTION, of second.cuh. Each sum has a kernel of its own, which recomputes
+// the scores, so that every sum is deterministic.
 //
 //   visit_keys   the mainloop of a tile of queries, over all keys that they see
 //   sum_dQ       dQ, by blocks that own queries
 //   sum_dK_dV    dK and dV, by blocks that own keys
 //   sum_dbias    dbias, by blocks that own a part of the bias
+// A thread has ROWS x COLS elements of a tile of scores.
 #pragma once
 #include "../dbias.cuh"
-#include "operands.cuh"
+#if DIRECTION
+#include "second.cuh"
+#else
+#include "backward.cuh"
+#endif
 
 // Shared memory of the kernels, offsets in numbers: of blocks that own queries, and of those that own keys.
 struct ByQuery {
@@ -47,9 +52,8 @@ __device__ void differentiate(Gradients& tile, bool masked, const Score& score, 
 }
 
 // A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see.
-template <template <int, int, bool, bool> typename Gradients>
+template <int ROWS, int COLS>
 __device__ void sum_dQ(const Params& p, real* smem) {
-  constexpr int ROWS = BLOCK_Q / ROW_THREADS, COLS = BLOCK_KV / LANES;
   QueryTile queries(smem + ByQuery::QUERIES);
   KeyTile keys(smem + ByQuery::KEYS);
   real* P_smem = smem + ByQuery::P;
@@ -82,9 +86,8 @@ __device__ void sum_dQ(const Params& p, real* smem) {
 
 // A block owns tiles of BLOCK_KV keys of one key/value head, and visits all queries that see them, head after head of
 // the GQA group.
-template <template <int, int, bool, bool> typename Gradients>
+template <int ROWS, int COLS>
 __device__ void sum_dK_dV(const Params& p, real* smem) {
-  constexpr int ROWS = BLOCK_KV / ROW_THREADS, COLS = BLOCK_Q / LANES;  // score tiles are transposed: rows are keys
   KeyTile keys(smem + ByKey::KEYS);
   QueryTile queries(smem + ByKey::QUERIES);
   real* P_smem = smem + ByKey::P;
@@ -121,9 +124,8 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
 
 // A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
 // all dimensions that it broadcasts over.
-template <template <int, int, bool, bool> typename Gradients>
+template <int ROWS, int COLS>
 __device__ void sum_dbias(const Params& p, real* smem) {
-  constexpr int ROWS = BLOCK_Q / ROW_THREADS, COLS = BLOCK_KV / LANES;
   QueryTile queries(smem + ByQuery::QUERIES);
   KeyTile keys(smem + ByQuery::KEYS);
   real* dS_smem = smem + ByQuery::P;

@@ -338,28 +338,8 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
 
 @lru_cache(maxsize=1024)
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
-    """Return the bytes of dynamic shared memory, which must match the arrays that the kernel declares."""
-    if kernel == "forward":
-        return shared_bytes(f"mma/{kernel}", _constants(kernel, problem, tile))
-    k, v = _padded(problem, tile.column_warps)
-    stage = 2 * tile.step * (k + v)
-    tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
-    if kernel == "jvp":
-        return max(2 * tile.stages * tile.step * (tk * k + tv * v) + 2 * tile.rows * tq * k, 2 * tile.rows * v)
-    if problem.derivative:
-        query, key = 2 * (tq * k + v) + 16, 2 * (tk * k + tv * v)
-        if kernel == "second_kv":
-            return tile.rows * key + tile.stages * tile.step * query
-        operands = tile.rows * query + tile.stages * tile.step * key
-        return max(operands, 4 * tile.rows * (tile.step + 8)) if kernel == "second_bias" else operands
-    operands = 2 * tile.rows * (k + v)
-    if kernel == "backward_kv":
-        dS = 2 * tile.rows * -(-tile.step // (16 * tile.column_warps)) * 16 * tile.column_warps
-        return operands + tile.stages * (stage + 8 * tile.step) + (dS if tile.add_dq else 0)
-    operands += 8 * tile.rows
-    if kernel == "backward_bias":
-        return max(operands + stage, 4 * tile.rows * (tile.step + 8))
-    return operands + tile.stages * stage
+    """Return the bytes of dynamic shared memory of a kernel."""
+    return shared_bytes(f"mma/{kernel}", _constants(kernel, problem, tile))
 
 
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:

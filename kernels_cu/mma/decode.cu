@@ -202,8 +202,8 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   // Mainloop.
   for (; tiles.valid(); tiles.next()) {
     unsigned int slot = stages.next(tiles.start);
-    unsigned int K_smem = slot + KvSlot::K + 16 * warp * Gemm::K::ROW;
-    unsigned int V_smem = slot + KvSlot::V + 16 * warp * Gemm::V::ROW;
+    unsigned int K_smem = slot + KeySlot::K + 16 * warp * Gemm::K::ROW;
+    unsigned int V_smem = slot + KeySlot::V + 16 * warp * Gemm::V::ROW;
     float S_rmem[M][N][4];
     if constexpr (Q_IN_REGISTERS)
       Gemm::scores(S_rmem, Q_rmem, K_smem, K_lane);

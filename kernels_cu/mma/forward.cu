@@ -9,9 +9,9 @@ constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 // memory.
 struct SharedMemory {
   static constexpr int Q = 0, Q_END = BLOCK_Q * row_bytes(HEAD_DIM);    // [BLOCK_Q][HEAD_DIM]
-  static constexpr int KV = Q_IN_REGISTERS ? 0 : Q_END;                 // STAGES x KvSlot
+  static constexpr int KV = Q_IN_REGISTERS ? 0 : Q_END;                 // STAGES x KeySlot
   static constexpr int O = 0, O_END = BLOCK_Q * row_bytes(HEAD_DIM_V);  // [BLOCK_Q][HEAD_DIM_V]
-  static constexpr int BYTES = maximum(KV + STAGES * KvSlot::BYTES, maximum(Q_END, O_END));
+  static constexpr int BYTES = maximum(KV + STAGES * KeySlot::BYTES, maximum(Q_END, O_END));
 };
 
 // Turns S into the probabilities of a tile, and rescales O if the reference of the exponents changes.
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     kv_tiles.first = keep(kv_tiles.first);
     kv_tiles.unmasked = {keep(kv_tiles.unmasked.begin), keep(kv_tiles.unmasked.end)};
     auto loaded = kv_tiles;  // the tile to load next
-    Pipeline<STAGES, KvSlot::BYTES> stages(smem + SharedMemory::KV);
+    Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KV);
 
     auto load = [&] {
       if (loaded.valid()) loads.load(stages.next(), loaded.start, loaded.visible);
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         __syncthreads();  // @forward.barrier-before-load
         load();
       }
-      unsigned int slot = stages.wait(), K_smem = slot + KvSlot::K, V_smem = slot + KvSlot::V;
+      unsigned int slot = stages.wait(), K_smem = slot + KeySlot::K, V_smem = slot + KeySlot::V;
 
       float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)

@@ -16,8 +16,8 @@ constexpr int O_ROW = columns_of_O(sizeof(kv_element));
 // Offsets in bytes. O, and the row max and row sum of each warp, reuse the memory of Q and of the slots at the end of a
 // part; but not that of slots which a producer warp fills for the next part meanwhile.
 struct SharedMemory {
-  static constexpr int Q_BYTES = BLOCK_Q * row_bytes(HEAD_DIM), SLOTS_BYTES = STAGES * KvSlot::BYTES;
-  static constexpr int SLOTS = TMA_KV ? 0 : Q_BYTES;                // STAGES x KvSlot
+  static constexpr int Q_BYTES = BLOCK_Q * row_bytes(HEAD_DIM), SLOTS_BYTES = STAGES * KeySlot::BYTES;
+  static constexpr int SLOTS = TMA_KV ? 0 : Q_BYTES;                // STAGES x KeySlot
   static constexpr int Q = TMA_KV ? SLOTS_BYTES : 0;                // [BLOCK_Q][HEAD_DIM]
   static constexpr int O = TMA_KV ? Q + Q_BYTES : 0;                // floats [WARPS][BLOCK_Q][O_ROW]
   static constexpr int ROWS = O + 4 * WARPS * BLOCK_Q * O_ROW;      // floats [WARPS][BLOCK_Q][2]: row max, row sum
@@ -32,12 +32,12 @@ struct Maps {
   TensorMap v;
 };
 
-using KvRing = SlotRing<STAGES, KvSlot::BYTES, 1>;
+using KvRing = SlotRing<STAGES, KeySlot::BYTES, 1>;
 
 struct KvStages {
   using Shared = KvRing;
-  static_assert(Gemm::K::PANELS * Gemm::K::ROW * BLOCK_KV == KvSlot::V, "panels hold whole rows");
-  static_assert(Gemm::V::PANELS * Gemm::V::ROW * BLOCK_KV == KvSlot::BYTES - KvSlot::V, "panels hold whole rows");
+  static_assert(Gemm::K::PANELS * Gemm::K::ROW * BLOCK_KV == KeySlot::K_BYTES, "panels hold whole rows");
+  static_assert(Gemm::V::PANELS * Gemm::V::ROW * BLOCK_KV == KeySlot::V_BYTES, "panels hold whole rows");
   static_assert(KvRing::MBARRIER_BYTES == SharedMemory::BYTES - SharedMemory::MBARRIERS, "of all slots");
 
   KvRing& ring;
@@ -61,7 +61,7 @@ struct KvStages {
       for (int n = lane_id(); n < 16 * CHUNKS; n += WARP) {
         int row = first + n / CHUNKS;
         for (int panel = 0; panel < Gemm::V::PANELS && !keys(start + row); ++panel)
-          st_shared_v4(ring.slot() + KvSlot::V + (panel * BLOCK_KV + row) * Gemm::V::ROW + 16 * (n % CHUNKS), zeros);
+          st_shared_v4(ring.slot() + KeySlot::V + (panel * BLOCK_KV + row) * Gemm::V::ROW + 16 * (n % CHUNKS), zeros);
       }
       fence_proxy_async();  // @fence-zeros: TMA writes to the slot next
       __syncwarp();
@@ -105,13 +105,13 @@ __device__ inline void load_tiles(const Params& p, const Part& part, const Maps&
     tiles.next();
     block = look_up(tiles.start);
     ring.acquire();  // @acquire-KV-slot
-    if (lane_id() == 0) mbarrier_arrive_expect_tx(ring.full(), KvSlot::BYTES);
+    if (lane_id() == 0) mbarrier_arrive_expect_tx(ring.full(), KeySlot::BYTES);
     __syncwarp();
     if (row < BLOCK_KV) {
       int row_in_block = blocks.row_in_block(start + row);  // @row-in-page-of-box
-      load_boxes<Gemm::K>(ring.slot() + KvSlot::K, maps.k, ring.full(), row, row_in_block, part.kv_head, current);
+      load_boxes<Gemm::K>(ring.slot() + KeySlot::K, maps.k, ring.full(), row, row_in_block, part.kv_head, current);
       // @load-V-page
-      load_boxes<Gemm::V>(ring.slot() + KvSlot::V, maps.v, ring.full(), row, row_in_block, part.kv_head, current);
+      load_boxes<Gemm::V>(ring.slot() + KeySlot::V, maps.v, ring.full(), row, row_in_block, part.kv_head, current);
     }
     ++ring.index;
   }
@@ -122,7 +122,7 @@ struct KvStages {
 
   const Part& part;
   KvLoads loads;
-  Pipeline<STAGES, KvSlot::BYTES> slots;
+  Pipeline<STAGES, KeySlot::BYTES> slots;
   PartTiles loaded;  // the tile to load next
 
   __device__ KvStages(const Params& p, const Part& part, const PartTiles& tiles, unsigned int smem, Shared& pages_smem)

@@ -151,5 +151,5 @@ def test_plans_have_the_size_that_the_compiler_computes(name: str) -> None:
 
 def test_every_kernel_with_dynamic_shared_memory_states_its_layout() -> None:
     for path in kernel_folder().rglob("*.cu"):
-        text = path.read_text()
-        assert ("extern __shared__" in text) == ("SharedMemory" in text), path.name
+        if "extern __shared__" in path.read_text():
+            assert shared_bytes(path.relative_to(kernel_folder()).with_suffix("").as_posix(), {}) > 0

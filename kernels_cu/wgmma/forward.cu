@@ -158,9 +158,14 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
 
+    // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
-      return update_scores(O_scale, softmax, S_rmem, kv_tiles, score, band, scale_log2, q_start + row);
+      if (ALWAYS_MASKED || kv_tiles.masked())
+        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);  // @mask-S
+      else if constexpr (SCORE_MODIFIED)
+        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
+      return update_max(O_scale, softmax, S_rmem, scale_log2);
     };
     // Turns S into P.
     auto attend = [&] {

@@ -107,19 +107,6 @@ __device__ auto consumer_tiles(K_Ring& K, unsigned int records, const Band& band
     return BlockKvTiles(band, head, q_start, queries);
 }
 
-// Turns the q.k of a tile into scores, of queries from q_start on, and updates the row maxima. Returns whether O must
-// be rescaled by O_scale.
-template <typename Tiles>
-__device__ bool update_scores(float (&O_scale)[1][2], Softmax2 (&softmax)[1][2], float (&S)[1][N][4],
-                              const Tiles& kv_tiles, const Score& score, const Band& band, float scale_log2,
-                              int q_start) {
-  if (ALWAYS_MASKED || kv_tiles.masked())
-    modify<true>(S, score, band, q_start, kv_tiles.start);  // @mask-S
-  else if constexpr (SCORE_MODIFIED)
-    modify<false>(S, score, band, q_start, kv_tiles.start);
-  return update_max(O_scale, softmax, S, scale_log2);
-}
-
 // Waits until the stores of this warp have read shared memory.
 __device__ inline void wait_for_stored_O() {
   if (lane_id() == 0) bulk_wait_group_read<0>();

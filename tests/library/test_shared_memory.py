@@ -1,4 +1,4 @@
-"""shared_bytes: what it computes from a layout in a kernel's source, what it refuses, and that compilers agree with it."""
+"""shared_bytes: what it computes from a layout in a kernel's source, what it refuses, and the compiler's sizes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -42,12 +42,10 @@ __device__ void load_Q(unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4], unsigned 
   }
 }
 
-// Normalises O, rounds it, and stores it through shared memory; stores lse.
-__device__ void store_O(float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2], unsigned char* O_smem,
-                        const Params& p, const Sequence& sequence, const Dropout& dropout, int head, int q_start,
+// Stores O times `factors` through shared memory.
+__device__ void store_O(const float (&O)[M][fragments_of(HEAD_DIM_V)][4], const float (&factors)[M][2],
+                        unsigned char* O_smem, const Params& p, const Sequence& sequence, int head, int q_start,
                         int row) {
-  float factors[M][2];
-  finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
   cp_async_wait_group<0>();  // @wait-Q-loaded: Q may be in flight if no key was visited
   __syncthreads();           // @barrier-before-O
   store_fragments<M, HEAD_DIM_V>(O_smem, O, row, [&](int m, int half) { return factors[m][half]; });
@@ -128,6 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
 
     // Epilogue.
-    store_O(O_rmem, softmax, O_smem, p, sequence, dropout, head, q_start, row);
+    float factors[M][2];
+    finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
+    store_O(O_rmem, factors, O_smem, p, sequence, head, q_start, row);
   }
 }

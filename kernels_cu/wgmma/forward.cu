@@ -146,8 +146,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     if (tile_smem.tile < 0) break;
     const Sequence sequence = RELOAD_SEQUENCE ? Sequence(p, tile_smem.sequence.batch) : tile_smem.sequence;
     int head = tile_smem.head, q_start = tile_smem.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
-    // @read-tile
-    if constexpr (O_BUFFER) __syncwarp();  // all lanes have read the record, not only the one that releases Q
+    if constexpr (O_BUFFER) __syncwarp();  // @read-tile: all lanes have read it, not only the one that releases Q
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
@@ -194,8 +193,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);  // @issue-late-PV
         attend();
-        // ptxas would hoist the wait for PV above the exponentials, which are to overlap the products. It moves no wait
-        // above a side effect, and this one needs the row sums. They are never negative, so no event is triggered.
+        // Never triggered: ptxas moves no wait above it, so the exponentials of the sums run under the products of PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);

@@ -176,7 +176,9 @@ def alike(tile: Tiles) -> object:
     return tile
 
 
-choices = tiles
+def choices(problem: Problem, device: Device) -> list[Tiles]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:

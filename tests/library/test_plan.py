@@ -20,8 +20,8 @@ from cupy_flash.measure.checks.calls import trials
 from cupy_flash.plan import measurements
 from cupy_flash.plan.plan import candidates, launches_at_any_length, plan
 from cupy_flash.plan.refusals import engine_refusals, refusals
-from cupy_flash.problem import checks
-from cupy_flash.problem.features import FEATURES
+from cupy_flash.problem import checks, kv_cache_records
+from cupy_flash.problem.features import ARRAY, FEATURES, Feature
 from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, Cache
 from cupy_flash.problem.records import BACKENDS, ENGINES, FP8, JVP, Problem, Saved, UnsupportedError
 
@@ -73,6 +73,7 @@ def toy(monkeypatch):
         HEAD_DIMS=((16, 16),),
         refusals=lambda problem, device: [] if problem.head_dim == 16 else ["toy takes head dimension 16"],
         tiles=lambda problem, device: [simt.Tile(16, 8, 64)],
+        choices=lambda problem, device: [simt.Tile(16, 8, 64)],
         seconds=lambda problem, pairs, device, tile: 0.0,
     )
     monkeypatch.setitem(MODULES, "toy", engine)
@@ -129,6 +130,18 @@ def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
     assert reason in found
 
 
+def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
+    """The toy option is a row of the table whose fact is a field of Cache."""
+    toy = Feature("toy_slots", ARRAY, fact="slots")
+    monkeypatch.setattr(kv_cache_records, "CACHE_FEATURES", (*CACHE_FEATURES, toy))
+    problem = PROBLEM._replace(dtype=np.dtype("float16"), cache=CACHE._replace(dtype=np.dtype("float16")))
+    for engine, module in MODULES.items():
+        device = DEVICE if "cpu" in module.BACKENDS else named("sm_90a")
+        without, given = (problem._replace(cache=problem.cache._replace(slots=slots)) for slots in (False, True))
+        assert not any("toy" in reason for reason in engine_refusals(engine, without, device))
+        assert ("it takes no toy_slots" in engine_refusals(engine, given, device)) == (module.CACHE_OPTIONS is not None)
+
+
 def test_a_check_and_a_compilation_take_every_engine(toy):
     """The calls of a check are those that the engine names; its kernels are found by the name of their folder."""
     toy.OPTIONS, toy.HEAD_DIMS = simt.OPTIONS, ((16, 16), (32, 32))
@@ -149,12 +162,13 @@ def test_the_registry_is_the_only_list_of_engines():
     package = Path(cupy_flash.__file__).parent
     for path in package.rglob("*.py"):
         where = path.relative_to(package).as_posix()
-        if where.startswith("engines/") or where == "problem/records.py":
+        if (
+            where.startswith(("engines/", "simulator/")) or where == "problem/records.py"
+        ):  # the simulator has PTX's words
             continue
-        of_ptx = where.startswith("simulator/") or where == "measure/checks/micro_kernels.py"
         tree = ast.parse(path.read_text("utf-8"))
         found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in names}
-        assert found <= (instructions if of_ptx else set()), where
+        assert found <= (instructions if where == "measure/checks/micro_kernels.py" else set()), where
 
 
 def test_every_option_is_named_by_an_engine():

@@ -72,7 +72,9 @@ def tiles(problem: Problem, device: Device) -> Sequence[Any]:
     return step(problem).tiles(problem, device)
 
 
-choices = tiles
+def choices(problem: Problem, device: Device) -> Sequence[Any]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:

@@ -19,7 +19,7 @@ from ...mods.trace import Mod
 from ...plan.plan import Plan, forms
 from ...plan.refusals import engine_refusals
 from ...problem.build import pose
-from ...problem.features import Options
+from ...problem.features import FEATURES, NUMBER, Options
 from ...problem.kv_cache import pose_with_cache
 from ...problem.kv_cache_records import CacheOptions
 from ...problem.recorded_call import Call, Trial
@@ -55,29 +55,38 @@ SIMULATED_SIZES: dict[str, Any] = dict(
 def trials(engine: str, on: Device, simulated: bool, quick: bool) -> list[Trial]:
     """Return calls that cover an engine's dtypes, head dimensions and options, forward and backward."""
     module = MODULES[engine]
-    dims = [each for each in module.HEAD_DIMS if _is_served(engine, on, module.DTYPES[0], *each)]
-    dtypes = [dtype for dtype in module.DTYPES if dtype != FP8 and _is_served(engine, on, dtype, *dims[0])]
-    base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
-    cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]
+    sizes, dims = SIMULATED_SIZES if simulated else SIZES, module.HEAD_DIMS
+    cases = [Trial(**sizes, dtype=module.DTYPES[0], head_dim=dim, head_dim_v=dim_v) for dim, dim_v in dims]
     if module.OPTIONS is None:
-        base = replace(base, q_len=1, causal=True, backward=False)
         cases = [replace(case, q_len=1, causal=True, backward=False) for case in cases]
-        cases += [replace(base, **options) for options in CACHE_OPTIONS]
-        cases += [replace(base, dtype=dtype) for dtype in dtypes[1:]]
-    if quick or module.OPTIONS is None:
-        return cases[: 1 if quick else None]
-    cases += [replace(base, **row) for row in ROWS[1:]]
-    cases += [replace(base, dtype=dtype, causal=True) for dtype in dtypes[1:]]
+    cases = [served for case in cases for served in _served(engine, on, case)]
+    if not cases:
+        return []
+    base = replace(cases[0], head_dim_v=None)
+    dtypes = [dtype for dtype in module.DTYPES[1:] if dtype != FP8]
+    if module.OPTIONS is None:
+        rows = [*CACHE_OPTIONS, *(dict(dtype=dtype) for dtype in dtypes)]
+    else:
+        cases[0] = replace(cases[0], causal=True)
+        rows = [*ROWS[1:], *(dict(dtype=dtype, causal=True) for dtype in dtypes)]
     if FP8 in module.DTYPES and simulated:  # CuPy has no dtype for fp8
-        cases.append(replace(base, dtype=FP8, head_dim=128, backward=False, options=("q_descale", "v_descale")))
-    return cases
+        rows.append(dict(dtype=FP8, head_dim=128, backward=False, options=("q_descale", "v_descale")))
+    cases += [served for row in rows for served in _served(engine, on, replace(base, **row))]
+    return cases[: 1 if quick else None]
 
 
-def _is_served(engine: str, on: Device, dtype: str, head_dim: int, head_dim_v: int) -> bool:
-    """Return whether an engine serves calls of a dtype and of head dimensions, and their backward, on a device."""
-    sizes: dict[str, Any] = dict(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
-    problems = ahead.problems(**sizes, cache=MODULES[engine].OPTIONS is None, engine=engine)
-    return not any(engine_refusals(engine, problem, on) for problem in problems)
+def _served(engine: str, on: Device, trial: Trial) -> list[Trial]:
+    """Return the trial, or its forward alone, if an engine serves it on a device, else []."""
+    values = {feature.name: feature.example if feature.kind == NUMBER else True for feature in FEATURES}
+    facts: dict[str, Any] = {name: getattr(trial, name) for name in ("causal", "window", "layout", "deterministic")}
+    facts |= {name: values[name] for name in trial.options}
+    facts |= {name: getattr(trial, name) for name in ("dtype", "head_dim", "head_dim_v", "packed")}
+    facts |= dict(group=trial.heads // trial.kv_heads, cache=MODULES[engine].OPTIONS is None, engine=engine)
+    for each in dict.fromkeys((trial, replace(trial, backward=False))):
+        problems = ahead.problems(**facts, backward=each.backward)
+        if not any(engine_refusals(engine, problem, on) for problem in problems):
+            return [each]
+    return []
 
 
 class Task(NamedTuple):

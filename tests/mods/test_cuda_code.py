@@ -9,7 +9,7 @@ import pytest
 from helpers.masks import LENGTH, MASKS, SCORES, random_mask
 from helpers.tiers import in_tiers
 
-from bench import sass
+from bench.kernel_development import sass
 from cupy_flash.gpu.params import _struct
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import CONFIG, Text, configure, kernel_folder

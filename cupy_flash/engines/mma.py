@@ -13,6 +13,7 @@ from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
     ATTENTION_OPTIONS,
+    ELEMENTS,
     KV_CACHE_OPTIONS,
     captured_reads,
     grid_refusals,
@@ -114,6 +115,8 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

@@ -32,7 +32,7 @@ from .mma import (
     SHARED_BYTES,
     multiply_refusals,
 )
-from .shared import KV_CACHE_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import ELEMENTS, KV_CACHE_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
 
 ROWS = 16, 32, 64  # rows of a tile
 
@@ -99,6 +99,8 @@ class Tile(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + multiply_refusals(problem, device)
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

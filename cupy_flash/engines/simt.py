@@ -12,6 +12,7 @@ from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
     ATTENTION_OPTIONS,
+    ELEMENTS,
     KV_CACHE_OPTIONS,
     added_launches,
     captured_reads,
@@ -64,6 +65,8 @@ class Tile(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
     reasons = dtype_refusals(problem) + grid_refusals(problem)
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")

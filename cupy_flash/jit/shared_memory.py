@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .source import CONFIG, IDENTIFIER, Constant, kernel_folder
 
@@ -36,15 +36,7 @@ ALIAS = rf"^using ({IDENTIFIER}) = ({IDENTIFIER});"
 STRUCT = rf"^struct ({IDENTIFIER}) \{{\n((?:.*\n)*?)\}};"
 NUMBERS = r"constexpr (?:int|bool) ([^;{]+);"
 FUNCTION = rf"^__device__ constexpr int ({IDENTIFIER})\(([^)]*)\) \{{\n  return ([^;]+);\n\}}"
-
-
-class Definition(NamedTuple):
-    """A number, or a function of parameters, as C++ text."""
-
-    scope: str  # the struct of which it is a member
-    name: str
-    parameters: str
-    expression: str
+Definition = tuple[str, str, str]  # name, with that of its struct; parameters of a function; expression
 
 
 def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
@@ -75,14 +67,14 @@ class Translation:
         self.lines: dict[str, None] = {}  # each after those that compute what it uses
         self.configured: dict[str, str] = {}  # the defaults of config.cuh
         self.aliases: dict[str, str] = {}
-        self.definitions: dict[str, list[Definition]] = {}
+        self.definitions: dict[str, list[Definition]] = {}  # by qualified name
         for file, text in _texts(kernel_folder(), f"{kernel}.cu", set()):
             if file == CONFIG:
                 self.configured = dict(re.findall(CONFIGURED, text, re.MULTILINE))
                 continue
             self.aliases |= dict(re.findall(ALIAS, text, re.MULTILINE))
-            for each in _definitions(text):
-                self.definitions.setdefault(f"{each.scope}::{each.name}" if each.scope else each.name, []).append(each)
+            for definition in _definitions(text):
+                self.definitions.setdefault(definition[0], []).append(definition)
 
     def number(self, name: str, scope: str) -> str:
         """Add the lines that compute what the struct `scope` calls `name`, and return its name in Python."""
@@ -90,29 +82,28 @@ class Translation:
             default = self.expression([self.configured[name]], "", {})
             self.lines[f'{name} = constants.get("{name}", {default})'] = None
             return name
-        found = self._definition(name, scope)
-        python = f"{found.scope}__{found.name}"
-        self.lines[f"{python} = {self.expression(re.findall(TOKEN, found.expression), found.scope, {})}"] = None
+        name, _, expression = self._defined(name, scope)
+        python = name.replace("::", "__")
+        scope = name.rpartition("::")[0]
+        self.lines[f"{python} = {self.expression(re.findall(TOKEN, expression), scope, {})}"] = None
         return python
 
     def call(self, name: str, arguments: list[str]) -> str:
         """Return the value of a function of arguments, which are in Python."""
-        found = self._definition(name, "")
+        _, parameters, expression = self._defined(name, "")
         values: dict[str, str] = {}
-        for n, parameter in enumerate(found.parameters.split(", ")):
+        for n, parameter in enumerate(parameters.split(", ")):
             own, _, default = parameter.split(maxsplit=1)[1].partition(" = ")
             values[own] = arguments[n] if n < len(arguments) else self.expression(re.findall(TOKEN, default), "", {})
-        return f"({self.expression(re.findall(TOKEN, found.expression), '', values)})"
+        return f"({self.expression(re.findall(TOKEN, expression), '', values)})"
 
-    def _definition(self, name: str, scope: str) -> Definition:
+    def _defined(self, name: str, scope: str) -> Definition:
+        """Return the definition of what the struct `scope` calls `name`."""
         struct, _, member = name.rpartition("::")
         name = f"{self.aliases.get(struct, struct)}::{member}" if struct else name
-        member_of_scope = self.definitions.get(f"{scope}::{name}")
-        found = member_of_scope or self.definitions.get(name, [])
+        found = self.definitions.get(f"{scope}::{name}") or self.definitions.get(name, [])
         if len(found) != 1:
-            raise ValueError(
-                f"{self.kernel}: the shared memory depends on {name}, which has not exactly one definition"
-            )
+            raise ValueError(f"{self.kernel}: the layout depends on {name}, which has not exactly one definition")
         return found[0]
 
     def expression(self, tokens: list[str], scope: str, values: dict[str, str]) -> str:
@@ -134,7 +125,7 @@ class Translation:
             elif token in OPERATORS or token.isdigit():
                 parts.append(OPERATORS.get(token, token))
             elif not re.fullmatch(rf"{IDENTIFIER}(::{IDENTIFIER})?", token):
-                raise ValueError(f"{self.kernel}: the shared memory depends on {token}, which has no translation")
+                raise ValueError(f"{self.kernel}: the layout depends on {token}, which has no translation")
             elif token in values:
                 parts.append(values[token])
             elif tokens[:1] == ["("]:
@@ -165,10 +156,9 @@ def _texts(folder: Path, file: str, seen: set[str]) -> Iterator[tuple[str, str]]
 
 def _definitions(text: str) -> Iterator[Definition]:
     """Yield the definitions in a text."""
-    for scope, body in [("", text), *re.findall(STRUCT, text, re.MULTILINE)]:
-        for numbers in re.findall(rf"^{'  static ' if scope else ''}{NUMBERS}", body, re.MULTILINE):
+    for struct, body in [("", text), *re.findall(STRUCT, text, re.MULTILINE)]:
+        for numbers in re.findall(rf"^{'  static ' if struct else ''}{NUMBERS}", body, re.MULTILINE):
             for number in re.split(r",\s+(?=\w+\s+=\s)", numbers):
                 name, _, expression = number.partition("=")
-                yield Definition(scope, name.strip(), "", expression)
-    for name, parameters, expression in re.findall(FUNCTION, text, re.MULTILINE):
-        yield Definition("", name, parameters, expression)
+                yield f"{struct}::{name.strip()}" if struct else name.strip(), "", expression
+    yield from re.findall(FUNCTION, text, re.MULTILINE)

@@ -49,7 +49,7 @@ __device__ void sum_dQ(const Params& p, unsigned char* smem) {
 
     // Mainloop.
     for (; kv_tiles.valid(); kv_tiles.next()) {
-      KeyTile keys(stream.wait());  // @dQ.wait
+      KeyTile keys(stream.wait());
       Gradients<M, N, false, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(kv_tiles.masked(), scale, score, band, dropout, numbers, q_start + row,
                               kv_tiles.start);  // @dQ.mask
@@ -94,7 +94,7 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
 
     // Mainloop.
     for (; q_tiles.valid(); q_tiles.next()) {
-      QueryTile queries(stream.wait());  // @dKV.wait
+      QueryTile queries(stream.wait());
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       Gradients<M, N, true, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
@@ -153,7 +153,7 @@ __device__ void sum_dbias(const Params& p, unsigned char* smem) {
             cp_async_commit_group();
             cp_async_wait_group<0>();
             __syncthreads();
-            Gradients<M, N, false, false> gradients(queries, keys, lanes, [] {});
+            Gradients<M, N, false, false> gradients(queries, keys, lanes, [] {});  // @differentiate-by-bias
             gradients.differentiate(true, scale, score, band, dropout, numbers, q_start + row, kv_tiles.start);
 #pragma unroll
             for (int m = 0; m < M; ++m)

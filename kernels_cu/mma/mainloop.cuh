@@ -100,7 +100,8 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
       Gradients<M, N, true, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(q_tiles.masked(), scale, score, band, dropout, queries.numbers_of(smem, 0), q_tiles.start,
                               kv_start + row);  // @dKV.mask
-      gradients.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [&](const auto& dS) {
+      // Captured by reference, the addresses would be computed anew for every tile.
+      gradients.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [dS_smem, row](const auto& dS) {
         if constexpr (ADD_DQ) share(dS_smem, dS, row);
       });
       if constexpr (ADD_DQ) {

@@ -10,7 +10,7 @@ from helpers.masks import LENGTH, MASKS, SCORES, random_mask
 from helpers.planting import change, planted
 from helpers.tiers import in_tiers
 
-from bench import sass
+from bench.kernel_development import sass
 from cupy_flash.gpu.params import _struct
 from cupy_flash.jit import nvrtc, source
 from cupy_flash.jit.source import CONFIG, Text, configure

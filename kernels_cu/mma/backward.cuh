@@ -19,7 +19,7 @@ struct QueryTile {
   }
 };
 
-// Loads the operands of tiles of queries.
+// Loads tiles of queries: one, or one after the other, whose addresses advance.
 struct QueryLoads : QdOLoads {
   const float* lse2;
   const float* delta;
@@ -31,20 +31,24 @@ struct QueryLoads : QdOLoads {
     return loads;
   }
 
-  // Loads the tile at q_start, with zeros for queries that are not in `queries`.
-  __device__ void load(const QueryTile& to, int new_head, int q_start, Range queries) {
-    auto seek = [&] {
-      lse2 = sequence.queries<float>(p.lse2, head) + q_start;
-      delta = sequence.queries<float>(p.delta, head) + q_start;
-    };
-    move_to(new_head, q_start, seek, [&](int rows) { lse2 += rows, delta += rows; });
-    QdOLoads::load(to.Q, to.dO, queries);
-    load_numbers<BLOCK_Q>(to.numbers, lse2, q_start, queries);
-    load_numbers<BLOCK_Q>(to.numbers + 4 * BLOCK_Q, delta, q_start, queries);
+  // Loads one tile, with zeros for queries that are not in `queries`.
+  __device__ void load(const QueryTile& to, int head, int q_start, Range queries) const {
+    load_tile<BLOCK_Q, HEAD_DIM>(to.Q, sequence.query_rows<element>(p.q, head).tile(q_start), queries);
+    load_dO(to.dO, dO_loader, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head, queries);
+    load_numbers<BLOCK_Q>(to.numbers, sequence.queries<float>(p.lse2, head) + q_start, q_start, queries);
+    load_numbers<BLOCK_Q>(to.numbers + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head) + q_start, q_start, queries);
   }
+  // Loads the current tile of a walk, and moves the walk to the next.
   __device__ void load_next(const QueryTile& to, QTiles& tiles) {
-    load(to, tiles.head, tiles.start, tiles.visible);
-    tiles.next();
+    auto seek = [&] {
+      lse2 = sequence.queries<float>(p.lse2, head) + tiles.start;
+      delta = sequence.queries<float>(p.delta, head) + tiles.start;
+    };
+    move_to(tiles.head, tiles.start, seek, [&](int rows) { lse2 += rows, delta += rows; });
+    QdOLoads::load(to.Q, to.dO, tiles.visible);
+    load_numbers<BLOCK_Q>(to.numbers, lse2, tiles.start, tiles.visible);
+    load_numbers<BLOCK_Q>(to.numbers + 4 * BLOCK_Q, delta, tiles.start, tiles.visible);
+    tiles.next();  // @dKV.next-load
   }
 };
 
@@ -57,7 +61,7 @@ struct KeyTile {
   __device__ KeyTile(unsigned int slot) : K(slot + KeySlot::K), V(slot + KeySlot::V) {}
 };
 
-// Loads the operands of tiles of keys.
+// Loads tiles of keys of one head: one, or one after the other.
 struct KeyLoads {
   KeyRows<element> K;
   KeyRows<element> V;
@@ -78,15 +82,15 @@ struct KeyLoads {
   }
 
   // Loads the first tile, with zeros for keys that are not in `keys`.
-  __device__ void load(const KeyTile& to, Range keys) const { load(to, first, keys); }
-  __device__ void load(const KeyTile& to, int kv_start, Range keys) const {
-    K_loader.load(to.K, K.tile(kv_start), keys);
-    V_loader.load(to.V, V.tile(kv_start), keys);
+  __device__ void load(const KeyTile& to, Range keys) const {
+    K_loader.load(to.K, K.tile(first), keys);
+    V_loader.load(to.V, V.tile(first), keys);
   }
   // Loads the current tile of a walk, and moves the walk to the next.
   template <typename Tiles>
   __device__ void load_next(const KeyTile& to, Tiles& tiles) const {
-    load(to, tiles.start, tiles.visible);
+    K_loader.load(to.K, K.tile(tiles.start), tiles.visible);
+    V_loader.load(to.V, V.tile(tiles.start), tiles.visible);
     tiles.next();
   }
 };

@@ -2,6 +2,7 @@
 // head. grid (query tiles, heads, sequences)
 #include "../mean.cuh"
 #include "direction.cuh"
+#include "tile_stream.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
@@ -174,22 +175,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    // Prologue.
     int q_start = tile * BLOCK_Q;
     KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
-    auto loaded = kv_tiles;  // the tile to load next
-    auto key_loads = KeyLoads(p, sequence, kv_head, loaded.start).kept();
-    Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KEYS);
-    auto load = [&] {
-      if (loaded.valid()) key_loads.load_next(KeyTile(stages.next()), loaded);
-      stages.commit();
-    };
-
-    // Prologue.
+    auto key_loads = KeyLoads(p, sequence, kv_head, kv_tiles.start).kept();
+    TileStream<KeyTile, KvTiles<Order::LAST_TO_FIRST>, KeyLoads> stream(kv_tiles, key_loads, smem + SharedMemory::KEYS);
     __syncthreads();
     auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, rows(p.q), Range{0, sequence.q_len});
     if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, rows(p.tq), Range{0, sequence.q_len});
-    for (int stage = 0; stage < STAGES - 1; ++stage) load();
+    stream.fill();
     Softmax2 softmax[M][2];
     LazyMean mean[M][2] = {};
 #pragma unroll
@@ -199,14 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 
     // Mainloop.
     for (; kv_tiles.valid(); kv_tiles.next()) {
-      if constexpr (STAGES == 1) {
-        __syncthreads();
-        load();
-      }
-      KeyTile keys(stages.wait());
+      KeyTile keys(stream.wait());
       float S_rmem[M][N][4] = {}, tS_rmem[M][N][4] = {};
       scores_moved<M, N, HEAD_DIM, TQ, TK>(S_rmem, tS_rmem, Q_smem, tQ_smem, Q_lane, keys.K, keys.tK, K_lane);
-      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
+      stream.load_ahead();
       attend(S_rmem, tS_rmem, O_rmem, T_rmem, scale, softmax, mean, kv_tiles.masked(), score, band, dropout,
              q_start + row, kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4];

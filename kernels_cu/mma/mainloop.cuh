@@ -69,7 +69,7 @@ __device__ void sum_dQ(const Params& p, unsigned char* smem) {
 
     // Mainloop.
     for (; kv_tiles.valid(); kv_tiles.next()) {
-      KeyTile keys(stream.wait());  // @dQ.wait
+      KeyTile keys(stream.wait());
       Gradients<M, N, false, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(kv_tiles.masked(), scale, score, band, dropout, numbers, q_start + row,
                               kv_tiles.start);  // @dQ.mask
@@ -116,13 +116,14 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
 
     // Mainloop.
     for (; q_tiles.valid(); q_tiles.next()) {
-      QueryTile queries(stream.wait());  // @dKV.wait
+      QueryTile queries(stream.wait());
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       Gradients<M, N, true, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(q_tiles.masked(), scale, score, band, dropout, queries.numbers_of(smem, 0), q_tiles.start,
                               kv_start + row);  // @dKV.mask
-      gradients.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [&](const auto& dS) {
+      // Captured by reference, the addresses would be computed anew for every tile.
+      gradients.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [dS_smem, row](const auto& dS) {
         if constexpr (ADD_DQ) share(dS_smem, dS, row);
       });
       if constexpr (ADD_DQ) {
@@ -176,7 +177,7 @@ __device__ void sum_dbias(const Params& p, unsigned char* smem) {
             cp_async_commit_group();
             cp_async_wait_group<0>();
             __syncthreads();
-            Gradients<M, N, false, false> gradients(queries, keys, lanes, [] {});
+            Gradients<M, N, false, false> gradients(queries, keys, lanes, [] {});  // @differentiate-by-bias
             gradients.differentiate(true, scale, score, band, dropout, numbers, q_start + row, kv_tiles.start);
 #pragma unroll
             for (int m = 0; m < M; ++m)

@@ -23,7 +23,7 @@ struct TileStream {
   // Waits for the next tile.
   __device__ Slot wait() {
     if constexpr (STAGES == 1) {
-      __syncthreads();  // @barrier-before-load
+      __syncthreads();  // @stream.barrier-before-load
       load();
     }
     return Slot(slots.wait());

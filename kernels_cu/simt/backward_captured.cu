@@ -4,7 +4,7 @@
 // element that all keys of a row read is added to once per row. A deterministic backward launches this twice: the Mod
 // of the first launch finds the largest contribution of a row, that of the second adds in fixed point, scaled by it.
 // grid (query tiles, heads, sequences)
-#include "captured.cuh"
+#include "captured_gradients.cuh"
 
 using Products = Gradients<ROWS, COLS, false, false>;
 

@@ -1,6 +1,6 @@
 // Double backward, the gradients of the arrays that a score_mod reads at computed indices, or at neither a query nor a
 // key, with the loop and the launches of backward_captured.cu. grid (query tiles, heads, sequences)
-#include "captured.cuh"
+#include "captured_gradients.cuh"
 
 using Products = Gradients<ROWS, COLS, false, false>;
 

@@ -1,29 +1,34 @@
 """Dense reference implementation of attention and its gradients: the specification that every engine is tested against.
 
-It shares nothing with the engines except the dropout bits and the names of options. Arrays are NumPy (bf16 and fp8
-through ml_dtypes).
+It shares nothing with the engines except the dropout bits. Arrays are NumPy (bf16 and fp8 through ml_dtypes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, make_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
-from cupy_flash.problem.features import FEATURES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.problem.argument_types import ReferenceOptions
+    from cupy_flash.problem.argument_types import (
+        Causal,
+        Layout,
+        MaskFunction,
+        ReferenceOptions,
+        ScoreFunction,
+        Window,
+    )
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 FP8 = "float8_e4m3fn"
 
 
@@ -37,12 +42,8 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-_names = [(feature.name, Any, field(default=feature.default)) for feature in FEATURES if feature.definition]
-_precision_names = [("dtype", Any, field(default=None)), ("order", Any, field(default=0))]
-_Options: Any = make_dataclass("Options", [*_names, *_precision_names], frozen=True)
-
-
-class Options(_Options):
+@dataclass(frozen=True)
+class Options:
     """Keyword options of this module's functions; all but `dtype` and `order` are those of cupy_flash.attention.
 
     `dtype` is the precision of the run:
@@ -57,6 +58,27 @@ class Options(_Options):
     by chance; 0 is the order of NumPy and its BLAS. Another order also computes the scores of a backward again, whose
     rounding then differs from that of lse.
     """
+
+    causal: Causal = False
+    window: Window = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi_slopes: npt.ArrayLike | None = None
+    bias: npt.ArrayLike | None = None
+    mask: npt.ArrayLike | None = None
+    sink: npt.ArrayLike | None = None
+    q_lengths: npt.ArrayLike | None = None
+    kv_lengths: npt.ArrayLike | None = None
+    score_mod: ScoreFunction | None = None
+    mask_mod: MaskFunction | None = None
+    dropout: float = 0.0
+    seed: npt.ArrayLike | None = None
+    q_descale: npt.ArrayLike | None = None
+    k_descale: npt.ArrayLike | None = None
+    v_descale: npt.ArrayLike | None = None
+    layout: Layout = "bshd"
+    dtype: npt.DTypeLike | None = None
+    order: int = 0
 
 
 class Tangents(NamedTuple):
@@ -97,7 +119,7 @@ class Forward(NamedTuple):
     q: Array  # (B, Hq, Sq, D)
     k: Array  # (B, Hq, Sk, D)
     v: Array  # (B, Hq, Sk, Dv)
-    scale: Any
+    scale: np.floating
     scored: Scores
     probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
     sink_probability: Array  # (B, Hq, Sq, 1)
@@ -403,7 +425,7 @@ def attention_with_kv_cache(
     *,
     k: npt.ArrayLike | None = None,
     v: npt.ArrayLike | None = None,
-    cache_seqlens: Any = None,
+    cache_seqlens: npt.ArrayLike | None = None,
     cache_batch_idx: npt.ArrayLike | None = None,
     cache_leftpad: npt.ArrayLike | None = None,
     block_table: npt.ArrayLike | None = None,
@@ -442,7 +464,7 @@ def attention_with_kv_cache(
             return int(np.asarray(block_table)[b, j // width]), j % width
         return (b if cache_batch_idx is None else int(np.asarray(cache_batch_idx)[b])), j
 
-    def rotate(rows: Any, first: int, b: int) -> Array:
+    def rotate(rows: Array, first: int, b: int) -> Array:
         """Rows (S, H, D) as complex numbers, each multiplied by exp(i angle) of its position."""
         rows = np.asarray(rows).astype(compute)
         if rotary_cos is None:
@@ -575,7 +597,8 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         if options.seed is None:
             raise ValueError("dropout needs a seed")
         heads = range(first_batch * q_heads, (first_batch + batch) * q_heads)
-        bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
+        seed = np.asarray(options.seed).item()
+        bits = [keep_mask(seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
         keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
         dropped = keep * compute.type(keep_scale(options.dropout))
     # For fp8, scale P to unnormalised probabilities of at most 256 before rounding, and undo the factor in out.
@@ -587,7 +610,7 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     return Forward(q, k, v, scale, scored, probabilities, sink_probability, dropped, out, lse, sums)
 
 
-def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: Any, sums: _Sums) -> Scores:
+def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: np.floating, sums: _Sums) -> Scores:
     """Return the scores of q and k (B, Hq, S, D), whose padding is 0."""
     compute = q.dtype
     batch, q_heads, q_length, _ = q.shape
@@ -633,7 +656,7 @@ def _scores_again(options: Options, first_batch: int, forward: Forward) -> Score
     return _scores(options, first_batch, forward.q, forward.k, forward.scale, forward.sums)
 
 
-def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dtype[Any]) -> Array:
+def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dtype) -> Array:
     """Return a descale (B, Hk) as (B, Hq, 1, 1); ones without a descale."""
     if descale is None:
         return np.ones((1, 1, 1, 1), compute)
@@ -781,14 +804,14 @@ def _double_backward(
 class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
     """Values with first and second derivatives by the score, which differentiates a score_mod of NumPy functions."""
 
-    def __init__(self, value: Any, slope: Any, curve: Any = 0.0) -> None:
+    def __init__(self, value: Any, slope: Array | float, curve: Array | float = 0.0) -> None:
         self.value, self.slope, self.curve = value, slope, curve
 
     @staticmethod
-    def of(x: Any) -> _Dual:
+    def of(x: object) -> _Dual:
         return x if isinstance(x, _Dual) else _Dual(x, 0.0)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> _Dual | Array:
         x, y = (*map(_Dual.of, inputs), _Dual(0.0, 0.0))[:2]
         value = ufunc(*(_Dual.of(operand).value for operand in inputs))
         if value.dtype == np.bool_:
@@ -803,7 +826,9 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
                 curve = curve + _times(x.slope**2, xx) + _times(2 * x.slope * y.slope, xy) + _times(y.slope**2, yy)
         return _Dual(value, slope, curve)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> _Dual:
+    def __array_function__(
+        self, function: Callable[..., object], types: object, args: tuple[Any, ...], kwargs: object
+    ) -> _Dual:
         if function is np.clip:
             x, low, high = (_Dual.of(arg) for arg in args)
             inside = (x.value >= low.value) & (x.value <= high.value)
@@ -817,13 +842,15 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
 
-def _times(factor: Any, partial: Any) -> Any:
+def _times(factor: Array | float, partial: Array | float) -> Array:
     """factor * partial, 0 where the factor is 0."""
     return np.where(factor == 0, 0, factor * partial)
 
 
+_Partials: TypeAlias = Callable[[Array, Array, Array], tuple[Array | float, ...]]  # of (x, y, f)
+
 # Partial derivatives of f = ufunc(x, y) by x and y.
-_PARTIALS: dict[np.ufunc, Any] = {
+_PARTIALS: dict[np.ufunc, _Partials] = {
     np.add: lambda x, y, f: (1, 1),
     np.subtract: lambda x, y, f: (1, -1),
     np.multiply: lambda x, y, f: (y, x),
@@ -845,7 +872,7 @@ _PARTIALS: dict[np.ufunc, Any] = {
 }
 
 # The second ones, by x twice, by both, and by y twice; of functions that are not listed they are 0.
-_SECOND: dict[np.ufunc, Any] = {
+_SECOND: dict[np.ufunc, _Partials] = {
     np.multiply: lambda x, y, f: (0, 1, 0),
     np.divide: lambda x, y, f: (0, -1 / y**2, 2 * f / y**2),
     np.power: lambda x, y, f: (y * (y - 1) * x ** (y - 2), 0, 0),
@@ -878,7 +905,7 @@ def _visible(
     return visible
 
 
-def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
+def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype, np.dtype]:
     """Return (storage dtype that values are rounded to, dtype of the arithmetic)."""
     if dtype is None:
         wide = np.asarray(q).dtype in (np.dtype(np.float64), np.dtype(np.longdouble))
@@ -888,7 +915,7 @@ def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[
     return storage, np.dtype(np.float64 if storage == np.float64 else np.float32)
 
 
-def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
+def _out_dtype(storage: np.dtype) -> np.dtype:
     """Return the dtype of out: `storage`, or bfloat16 for fp8."""
     return named_dtype("bfloat16") if storage.name == FP8 else storage
 

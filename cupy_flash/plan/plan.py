@@ -18,7 +18,7 @@ from ..engines.launch import Launch, Workspace, require_grids
 from ..problem.features import ARRAYS, FEATURES
 from ..problem.records import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError, is_given
 from . import measurements
-from .measurements import Measured, Tune
+from .measurements import Json, Measured, Tune
 
 # {name: engine}
 MODULES: dict[str, Engine] = {
@@ -194,7 +194,7 @@ def last_of_bucket(problem: Problem) -> Problem:
     return problem._replace(**fields)
 
 
-def tune_key(problem: Problem) -> dict[str, Any]:
+def tune_key(problem: Problem) -> dict[str, Json]:
     """Return the bucket of shapes and options to which a measurement applies, as a JSON record.
 
     Lengths, B * Hq and windows enter by their buckets; numbers and arrays among the options by whether they are given.

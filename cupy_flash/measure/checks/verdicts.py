@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ...device import Device
 from ...gpu.ahead import problems
 from ...plan import measurements, plan
+from ...plan.measurements import Json
 from ..worker_process import Lost, Worker
 from . import calls, micro_kernels
 from .calls import Task, trials
@@ -30,7 +31,7 @@ class Row(NamedTuple):
     verdict: str
     reason: str
     seconds: float
-    trial: dict[str, Any] | None  # the record of its Trial, from which it can be repeated
+    trial: dict[str, Json] | None  # the record of its Trial, from which it can be repeated
 
 
 class Verdicts(NamedTuple):
@@ -140,7 +141,7 @@ def valid_backend(backend: str) -> str:
     """Return the backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
     from ...dispatch import SIMULATED
 
-    given: Any = backend
+    given: object = backend
     if not isinstance(given, str):
         raise TypeError(f'backend must be "cuda" or "simulator:ARCH", not {given!r}')
     if backend == "simulator":
@@ -150,7 +151,7 @@ def valid_backend(backend: str) -> str:
     return backend
 
 
-def device_of(worker: Worker, backend: str) -> Device:
+def device_of(worker: Worker[Any], backend: str) -> Device:
     """Return the device of a backend, as the worker process finds it; RuntimeError if it finds none."""
     try:
         found: Device = worker(Task("device", backend), until=math.inf)
@@ -189,7 +190,7 @@ def _micro_tasks(engine: str | None, on: Device, backend: str, seconds: float) -
     ]
 
 
-def _run(worker: Worker, tasks: list[Task], report: Report) -> Iterator[Row]:
+def _run(worker: Worker[str | None], tasks: list[Task], report: Report) -> Iterator[Row]:
     losses: dict[str, int] = {}
     for number, task in enumerate(tasks, 1):
         begin = time.monotonic()

@@ -36,7 +36,7 @@ class DLPackArray(Protocol):
     `__dlpack_device__` is required too, but jax's stubs do not declare it.
     """
 
-    def __dlpack__(self) -> Any: ...
+    def __dlpack__(self) -> object: ...
 
 
 class CudaArray(Protocol):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
             """The dtype, of the array's library."""
 
 
-PythonNumber: TypeAlias = "int | float | np.integer | np.floating | Number"  # or np.bool_, with which none computes
+PythonNumber: TypeAlias = "int | float | np.integer | np.floating | Number"  # for which `is_number` is true
 LONGEST_ROW = 1024  # maximum elements of a captured row, which is computed element by element
 MOST_ARRAYS = 32
 SMALL = (-1, 0, 1, 2)  # numbers that stay in the text, where expressions with them are simplified

@@ -24,6 +24,7 @@ from cupy_flash.gpu.tensor_map import decode, encode_for_simulator
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import plan
+from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.features import Options
 from cupy_flash.problem.records import UnsupportedError
@@ -366,7 +367,7 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
     problem, _ = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
-    return wgmma.refusals(problem._replace(**dict(engine="wgmma") | changes), device.named(arch))
+    return engine_refusals("wgmma", problem._replace(**dict(engine="wgmma") | changes), device.named(arch))
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,9 @@ class Array:
     framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
     owner: Owner = field(repr=False)
     readonly: bool = False
-    capsule: object = field(
-        default=None, repr=False
-    )  # DLPack capsule; its destructor returns the memory to the producer
-    sharding: jax.sharding.Sharding | None = field(
-        default=None, repr=False
-    )  # jax outputs: sharding of the jax.Array that `result` makes
+    capsule: object = field(default=None, repr=False)  # DLPack's; its destructor returns the memory to the producer
+    # jax outputs: sharding of the jax.Array that `result` makes
+    sharding: jax.sharding.Sharding | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.pointer == 0 and 0 not in self.shape:

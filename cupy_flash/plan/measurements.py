@@ -39,6 +39,7 @@ INSTRUCTIONS = "warp instructions"
 CHECK_COMMAND, TUNE_COMMAND = "python -m cupy_flash check", "python -m cupy_flash tune"
 
 
+# A value that JSON can hold.
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Causal: TypeAlias = bool | Literal["bottom_right", "top_left"]
 Window: TypeAlias = tuple[int | None, int | None] | None
-ScoreFunction: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]  # (score, b, h, q_idx, kv_idx), stand-ins
+ScoreFunction: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]  # (score, b, h, q_idx, kv_idx)
 MaskFunction: TypeAlias = Callable[[Any, Any, Any, Any], Any]  # (b, h, q_idx, kv_idx)
 ScoreMod: TypeAlias = "ScoreFunction | Mod | None"
 MaskMod: TypeAlias = "MaskFunction | Mod | None"

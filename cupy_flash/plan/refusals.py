@@ -48,21 +48,15 @@ def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
 
 def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
     """Yield a reason for each option and derivative of a problem that an engine does not name."""
-    served, dtypes = module.OPTIONS, module.DTYPES
-    if problem.cache is not None:
-        served, dtypes = module.CACHE_OPTIONS, (problem.dtype.name, *module.CACHE_DTYPES)
+    cache = problem.cache
+    served, dtypes = (module.OPTIONS, module.DTYPES) if cache is None else (module.CACHE_OPTIONS, module.CACHE_DTYPES)
     if served is None:
-        yield (
-            "it serves attention on a KV cache alone"
-            if problem.cache is None
-            else "it reads no KV cache in this version"
-        )
+        yield "it serves attention on a KV cache alone" if cache is None else "it reads no KV cache in this version"
     else:
         # An engine without fp8 refuses the dtype, which is reason enough against the options for it.
         options = (feature for feature in _given(problem) if FP8 in dtypes or not feature.fp8)
         yield from (REASONS.get(x.name, f"it takes no {x.name}") for x in options if x.name not in served)
-        cache = problem.cache
-        if cache is not None and cache.dtype.name not in dtypes:
+        if cache is not None and cache.dtype.name not in (problem.dtype.name, *dtypes):
             yield f"it reads no caches of {cache.dtype.name}{_others(module, cache.dtype.name)}"
     if problem.derivative and problem.derivative not in module.DERIVATIVES:
         yield f"it computes no {problem.derivative} in this version"

@@ -12,14 +12,13 @@ import pytest
 from cuda import pathfinder
 from forget import forget_plans
 from patience import FOREVER, give_workers_time, patiently
+from planting import before, change, planted
 
 import cupy_flash
 from cupy_flash.__main__ import main
 from cupy_flash.device import named
 from cupy_flash.engines import MODULES
-from cupy_flash.gpu import run_plan
 from cupy_flash.jit import kernel_cache, nvrtc
-from cupy_flash.jit.source import assemble
 from cupy_flash.measure.checks import calls, verdicts
 from cupy_flash.measure.checks.calls import trials
 from cupy_flash.measure.checks.verdicts import run_check
@@ -33,7 +32,6 @@ HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
 WITHOUT_CACHE = [engine for engine in CASES if MODULES[engine].OPTIONS is not None]
-STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # a line of simt/forward.cu
 
 
 @pytest.fixture(autouse=True)
@@ -51,34 +49,22 @@ def small(tmp_path, monkeypatch):
     forget_plans()
 
 
-def planted(task, announce, good, bad):
-    """Do the work of a check in a worker process, with `good` replaced by `bad` in every kernel that contains it."""
-    changed = []
-
-    def assemble_planted(*arguments):
-        text = assemble(*arguments)
-        changed.append(good in text)
-        return text.replace(good, bad)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(run_plan, "assemble", assemble_planted)
-    try:
+def work_with(bug, task, announce):
+    """Do the work of a check in a worker process, with a bug in the kernels."""
+    with planted(pytest.MonkeyPatch(), bug):
         return calls.work(task, announce)
-    finally:
-        patch.undo()
-        assert any(changed) or task.engine != "simt"
 
 
 def wrong(task, announce):
-    return planted(task, patiently(announce), STORE, STORE.replace("softmax", "1.01f * softmax"))
+    return work_with(change("store-O-row", "softmax", "1.01f * softmax"), task, patiently(announce))
 
 
 def wrong_decode(task, announce):
-    return planted(task, patiently(announce), "* ending.factor", "* 1.01f * ending.factor")
+    return work_with(change("normalise-O", "ending.factor", "1.01f * ending.factor"), task, patiently(announce))
 
 
 def wrong_in_clusters(task, announce):
-    return planted(task, patiently(announce), "{mapa(row_smem, c)};", "{mapa(row_smem, 0)};")
+    return work_with(change("part-of-rank", "c)};", "0)};"), task, patiently(announce))
 
 
 def hangs(task, announce):
@@ -87,7 +73,7 @@ def hangs(task, announce):
     def limited(step, seconds):
         announce(step, 1.0 if step == task.name and task.engine == "simt" else FOREVER)
 
-    return planted(task, limited, STORE, f'while (true) asm volatile("");\n{STORE}')
+    return work_with(before("store-O-row", 'while (true) asm volatile("");'), task, limited)
 
 
 def crashes(task, announce):
@@ -98,7 +84,7 @@ def crashes(task, announce):
 
 
 def rejected(task, announce):
-    return planted(task, patiently(announce), STORE, "this is no C++;")
+    return work_with(before("store-O-row", "this is no C++;"), task, patiently(announce))
 
 
 def obstructed(task, announce, obstruct):

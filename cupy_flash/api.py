@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         ScoreMod,
         Window,
     )
+
+    Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT]  # q, k and v
 
 
 @overload
@@ -711,7 +713,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
 
 
 def _forward(
-    function: str, arrays: tuple[ArrayT, ArrayT, ArrayT], options: Options, packed: Packed | None = None
+    function: str, arrays: Inputs[ArrayT], options: Options, packed: Packed | None = None
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     results: ArrayT | tuple[ArrayT, ArrayT]
     if _is_torch(arrays[0]):
@@ -726,11 +728,7 @@ def _forward(
 
 
 def _backward(
-    function: str,
-    arrays: tuple[ArrayT, ArrayT, ArrayT],
-    options: Options,
-    saved: Saved,
-    packed: Packed | None = None,
+    function: str, arrays: Inputs[ArrayT], options: Options, saved: Saved, packed: Packed | None = None
 ) -> Gradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved)
     gradients = dispatch.backward(problem, operands)
@@ -755,11 +753,7 @@ def _copy_options(options: Options) -> None:
 
 
 def _jvp(
-    function: str,
-    arrays: tuple[ArrayT, ArrayT, ArrayT],
-    tangents: Tangents,
-    options: Options,
-    packed: Packed | None = None,
+    function: str, arrays: Inputs[ArrayT], tangents: Tangents, options: Options, packed: Packed | None = None
 ) -> tuple[ArrayT, ...]:
     problem, operands = pose(function, arrays, options, packed, tangents=tangents)
     out, lse, tout, tlse = (array.result() for array in dispatch.jvp(problem, operands))
@@ -768,7 +762,7 @@ def _jvp(
 
 def _double_backward(
     function: str,
-    arrays: tuple[ArrayT, ArrayT, ArrayT],
+    arrays: Inputs[ArrayT],
     tangents: Tangents,
     options: Options,
     saved: Saved,

@@ -1,32 +1,27 @@
 """Dense reference implementation of attention and its gradients: the specification that every engine is tested against.
 
-It shares nothing with the engines except the dropout bits. Arrays are NumPy (bf16 and fp8 through ml_dtypes).
+It shares nothing with the engines except the dropout bits and the names of options. Arrays are NumPy (bf16 and fp8
+through ml_dtypes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
+from cupy_flash.problem.features import FEATURES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cupy_flash.problem.argument_types import (
-        Causal,
-        Layout,
-        MaskFunction,
-        ReferenceOptions,
-        ScoreFunction,
-        Window,
-    )
+    from cupy_flash.problem.argument_types import ReferenceOptions
 
 Array = np.ndarray
 FP8 = "float8_e4m3fn"
@@ -42,8 +37,12 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-@dataclass(frozen=True)
-class Options:
+_names = [(feature.name, object, field(default=feature.default)) for feature in FEATURES if feature.definition]
+_precision_names = [("dtype", object, field(default=None)), ("order", object, field(default=0))]
+_Options: Any = make_dataclass("Options", [*_names, *_precision_names], frozen=True)
+
+
+class Options(_Options):
     """Keyword options of this module's functions; all but `dtype` and `order` are those of cupy_flash.attention.
 
     `dtype` is the precision of the run:
@@ -58,27 +57,6 @@ class Options:
     by chance; 0 is the order of NumPy and its BLAS. Another order also computes the scores of a backward again, whose
     rounding then differs from that of lse.
     """
-
-    causal: Causal = False
-    window: Window = None
-    scale: float | None = None
-    softcap: float | None = None
-    alibi_slopes: npt.ArrayLike | None = None
-    bias: npt.ArrayLike | None = None
-    mask: npt.ArrayLike | None = None
-    sink: npt.ArrayLike | None = None
-    q_lengths: npt.ArrayLike | None = None
-    kv_lengths: npt.ArrayLike | None = None
-    score_mod: ScoreFunction | None = None
-    mask_mod: MaskFunction | None = None
-    dropout: float = 0.0
-    seed: npt.ArrayLike | None = None
-    q_descale: npt.ArrayLike | None = None
-    k_descale: npt.ArrayLike | None = None
-    v_descale: npt.ArrayLike | None = None
-    layout: Layout = "bshd"
-    dtype: npt.DTypeLike | None = None
-    order: int = 0
 
 
 class Tangents(NamedTuple):
@@ -597,8 +575,7 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
         if options.seed is None:
             raise ValueError("dropout needs a seed")
         heads = range(first_batch * q_heads, (first_batch + batch) * q_heads)
-        seed = np.asarray(options.seed).item()
-        bits = [keep_mask(seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
+        bits = [keep_mask(options.seed, head, 0, q_length, 0, kv_length, options.dropout) for head in heads]
         keep = np.array(bits, bool).reshape(batch, q_heads, q_length, kv_length)
         dropped = keep * compute.type(keep_scale(options.dropout))
     # For fp8, scale P to unnormalised probabilities of at most 256 before rounding, and undo the factor in out.
@@ -826,9 +803,7 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
                 curve = curve + _times(x.slope**2, xx) + _times(2 * x.slope * y.slope, xy) + _times(y.slope**2, yy)
         return _Dual(value, slope, curve)
 
-    def __array_function__(
-        self, function: Callable[..., object], types: object, args: tuple[Any, ...], kwargs: object
-    ) -> _Dual:
+    def __array_function__(self, function: Any, types: object, args: tuple[Any, ...], kwargs: object) -> _Dual:
         if function is np.clip:
             x, low, high = (_Dual.of(arg) for arg in args)
             inside = (x.value >= low.value) & (x.value <= high.value)
@@ -847,10 +822,8 @@ def _times(factor: Array | float, partial: Array | float) -> Array:
     return np.where(factor == 0, 0, factor * partial)
 
 
-_Partials: TypeAlias = Callable[[Array, Array, Array], tuple[Array | float, ...]]  # of (x, y, f)
-
 # Partial derivatives of f = ufunc(x, y) by x and y.
-_PARTIALS: dict[np.ufunc, _Partials] = {
+_PARTIALS: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
     np.add: lambda x, y, f: (1, 1),
     np.subtract: lambda x, y, f: (1, -1),
     np.multiply: lambda x, y, f: (y, x),
@@ -872,7 +845,7 @@ _PARTIALS: dict[np.ufunc, _Partials] = {
 }
 
 # The second ones, by x twice, by both, and by y twice; of functions that are not listed they are 0.
-_SECOND: dict[np.ufunc, _Partials] = {
+_SECOND: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
     np.multiply: lambda x, y, f: (0, 1, 0),
     np.divide: lambda x, y, f: (0, -1 / y**2, 2 * f / y**2),
     np.power: lambda x, y, f: (y * (y - 1) * x ** (y - 2), 0, 0),

@@ -33,7 +33,7 @@ from .traced_objects import Held, original
 from .values import Number, Trace, Traced, Value, call, is_array, lift
 
 if TYPE_CHECKING:
-    from .values import CapturedArray
+    from .trace_guards import CapturedArray
 MASK_INPUTS = ("b", "h", "q", "kv")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
 MOST_NODES = 4096

@@ -10,16 +10,27 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from .ir import ARGUMENTS, INT32
 
-if TYPE_CHECKING:
-    from .values import CapturedArray
-
 LOCAL = r"\bv\d+\b"
+
+
+class CapturedArray(Protocol):
+    """An array of some library, as a mod captures it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions."""
+
+    @property
+    def dtype(self) -> object:
+        """The dtype, of the array's library."""
+
+
 # (score_mod, mask_mod) -> (arrays, numbers), or None for a call that must be traced
-Collect: TypeAlias = "Callable[[object, object], tuple[tuple[CapturedArray, ...], tuple[int | float, ...]] | None]"
+Collect: TypeAlias = Callable[[object, object], tuple[tuple[CapturedArray, ...], tuple[int | float, ...]] | None]
 
 
 class Sources:

@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodDescriptorType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -19,27 +19,8 @@ from ..arrays import as_array
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import ARGUMENTS, BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
-from .trace_guards import Sources
+from .trace_guards import CapturedArray, Sources
 
-if TYPE_CHECKING:
-    from types import EllipsisType
-    from typing import Protocol, SupportsIndex, TypeGuard
-
-    import torch
-
-    class CapturedArray(Protocol):
-        """An array of some library, as a mod captures it."""
-
-        @property
-        def shape(self) -> tuple[int, ...]:
-            """The dimensions."""
-
-        @property
-        def dtype(self) -> object:
-            """The dtype, of the array's library."""
-
-
-PythonNumber: TypeAlias = "int | float | np.integer | np.floating | Number"  # for which `is_number` is true
 LONGEST_ROW = 1024  # maximum elements of a captured row, which is computed element by element
 MOST_ARRAYS = 32
 SMALL = (-1, 0, 1, 2)  # numbers that stay in the text, where expressions with them are simplified
@@ -189,13 +170,7 @@ class Traced:
     trace: Trace
 
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ == "where" and isinstance(function, MethodDescriptorType):
             x, condition, *others = args  # Tensor.where, unlike torch.where, has the condition second
             args = (condition, x, *others)
@@ -208,9 +183,7 @@ class Traced:
         inputs = tuple(x[()] if type(x) is np.ndarray and not x.ndim else x for x in inputs)
         return call(ufunc.__name__, inputs, kwargs, ufunc)
 
-    def __array_function__(
-        self, function: Callable[..., object], types: object, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    def __array_function__(self, function: Any, types: object, args: Any, kwargs: Any) -> Any:
         return call(function.__name__, args, kwargs, function)
 
     def __divmod__(self, other: object) -> tuple[object, object]:
@@ -325,7 +298,7 @@ class Value(Traced):
         return f"<traced {self.node!r}>"
 
     @property
-    def dtype(self) -> torch.dtype | type[np.generic]:
+    def dtype(self) -> object:
         """The dtype of the value's kind, torch's if the mod uses torch, else NumPy's."""
         dtype = {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
         return getattr(sys.modules["torch"], np.dtype(dtype).name) if self.trace.uses_torch else dtype
@@ -363,12 +336,6 @@ class Number(Traced):
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # for isinstance(x, int)
         return type(self.value)
-
-    if TYPE_CHECKING:  # `_arithmetic_of_numbers` defines the operators; these are used in this module
-
-        def __neg__(self) -> Number: ...
-        def __sub__(self, other: object) -> Number: ...
-        def __lt__(self, other: object) -> bool: ...
 
     def fixed(self) -> Any:
         """Return the value, and restrict the trace to it."""
@@ -426,7 +393,7 @@ def _arithmetic_of_numbers() -> None:
         compute = getattr(operator, f"{name}_" if name in ("and", "or") else name)
         recorded = getattr(Traced, f"__r{name}__" if swapped else f"__{name}__")
 
-        def operate(self: Number, other: object) -> Any:
+        def operate(self: Number, other: Any) -> Any:
             if not is_number(other):
                 return recorded(self, other)
             sources = [self.source, source_of(self.trace, other)]
@@ -451,14 +418,14 @@ def _arithmetic_of_numbers() -> None:
 _arithmetic_of_numbers()
 
 
-def is_number(x: object) -> TypeGuard[PythonNumber]:
+def is_number(x: object) -> bool:
     """Return whether x is a Python number, or the stand-in of a captured one."""
     return type(x) is Number or (
         not isinstance(x, Traced) and isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating))
     )
 
 
-def value_of(number: PythonNumber) -> int | float:
+def value_of(number: Any) -> int | float:
     """Return the bool, int or float of a number, which may be a stand-in, a NumPy scalar or a member of an IntEnum."""
     if type(number) is Number:
         return number.value
@@ -467,7 +434,7 @@ def value_of(number: PythonNumber) -> int | float:
     return int(number) if isinstance(number, (int, np.integer)) else float(number)
 
 
-def source_of(trace: Trace, number: PythonNumber) -> str:
+def source_of(trace: Trace, number: Any) -> str:
     """Return the expression that fetches a number in a later call."""
     return number.source if type(number) is Number else trace.sources.constant(value_of(number))
 
@@ -489,7 +456,7 @@ class Row(Traced):
     def __iter__(self) -> Iterator[Value]:
         return iter(self.items)
 
-    def __getitem__(self, index: EllipsisType | SupportsIndex | slice) -> Row | Value:
+    def __getitem__(self, index: Any) -> Row | Value:
         if index is Ellipsis:
             return self
         chosen = self.items[index]
@@ -566,7 +533,7 @@ class Captured(Traced):
         nodes = tuple(self._index(first + n, i) for n, i in enumerate(index))
         return Captured(self.trace, self.slot, (*self.indices, *nodes)).finished()
 
-    def _index(self, axis: int, index: object) -> Node:
+    def _index(self, axis: int, index: Any) -> Node:
         if isinstance(index, slice) or index is None or index is Ellipsis:
             raise Untraceable("a slice of a captured array: take it before the mod, as in row = table[:, 3]")
         if is_number(index):
@@ -595,12 +562,12 @@ class Captured(Traced):
         return Row(self.trace, [self[n] for n in range(len(self))])
 
 
-def _known(number: PythonNumber) -> tuple[int | float, str | None]:
+def _known(number: Any) -> tuple[int | float, str | None]:
     """Return the value and the source of a Python number."""
     return value_of(number), number.source if type(number) is Number else None
 
 
-def lift(trace: Trace, x: object, in_text: bool = False) -> Value | Row:
+def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
     """Convert a value with which a mod may compute to a number or a row of numbers."""
     if isinstance(x, Captured):
         return x.numbers()
@@ -623,12 +590,7 @@ def node_of(trace: Trace, x: object) -> Node:
     return value.node
 
 
-def call(
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, object] | None = None,
-    original: Callable[..., object] | None = None,
-) -> Any:
+def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, original: Any = None) -> Any:
     """Apply the function that libraries call `name`; `original` is the library's own, for Python numbers only."""
     kwargs = kwargs or {}
     if name.endswith("_") and not name.endswith("__"):

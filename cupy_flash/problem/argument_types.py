@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 Causal: TypeAlias = bool | Literal["bottom_right", "top_left"]
 Window: TypeAlias = tuple[int | None, int | None] | None
-ScoreFunction: TypeAlias = Callable[[Any, Any, Any, Any, Any], Any]  # (score, b, h, q_idx, kv_idx)
-MaskFunction: TypeAlias = Callable[[Any, Any, Any, Any], Any]  # (b, h, q_idx, kv_idx)
-ScoreMod: TypeAlias = "ScoreFunction | Mod | None"
-MaskMod: TypeAlias = "MaskFunction | Mod | None"
+ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any] | Mod | None"  # (score, b, h, q_idx, kv_idx)
+MaskMod: TypeAlias = "Callable[[Any, Any, Any, Any], Any] | Mod | None"  # (b, h, q_idx, kv_idx)
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 Sharding: TypeAlias = Literal["zigzag", "contiguous", "striped"]
 Lengths: TypeAlias = int | tuple[int, int] | None  # lengths of a whole sharded sequence: S, or (Sq, Sk)
@@ -163,10 +161,8 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], Padding[T], Descales[T], Ordering, total=False):
+class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
-    score_mod: ScoreFunction | None
-    mask_mod: MaskFunction | None
     dtype: npt.DTypeLike | None
     order: int

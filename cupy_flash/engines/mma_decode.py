@@ -9,7 +9,7 @@ key tiles of one output tile, and merge its parts through distributed shared mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -137,7 +137,7 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     return every
 
 
-def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Any]]:
+def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
     """Return the tiles with the rows of `tile` and a producer warp, or in clusters of each size."""
     others: dict[str, list[Tile]] = {}
     for each in choices(problem, device):

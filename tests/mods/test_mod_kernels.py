@@ -96,9 +96,23 @@ def test_hidden_tiles_are_not_loaded(engine, watch):
         assert read["sliding"][kernel] <= 0.75 * read["causal"][kernel], kernel
 
 
+# Three tiles of queries and four of keys, in the planned tiles.
+GAPS = {name: Case(**LONG[name] | dict(q_len=150, kv_len=210, heads=1), mask_mod="gaps") for name in LONG}
+
+
+@pytest.mark.parametrize("engine", GAPS)
+def test_hidden_tiles_between_visible_ones(engine):
+    check(GAPS[engine], kernels_of(GAPS[engine], deterministic=True))
+
+
 PLANTS = {
     "cut tiles count as full": ("walk.cuh", "(MASK_MOD && (may_hide & 1))", "(MASK_MOD && false)"),
     "a visible tile is skipped": ("walk.cuh", "advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))"),
+    "a hidden tile ends the walk": (
+        "walk.cuh",
+        "if (may_see) return advance(__ffs(may_see) - 1);",
+        "if (may_see & 1) return;",
+    ),
     "the slope is not multiplied": ("score.cuh", "derivative = times(derivative, by_score);", ""),
 }
 

@@ -8,7 +8,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 RESULTS=${RESULTS:-bench/out/gpu}
 PYTHON=${PYTHON:-python3}
-SWEEP=${SWEEP:-410} # seconds per sweep, which starts with the regimes of bench/marks.py
+SWEEP=${SWEEP:-410} # seconds per sweep, which starts with the regimes of kernel_development/marks.py
 CONFORMANCE=${CONFORMANCE:-tests/conformance/gpu} # GPU results against which the simulator is tested
 mkdir -p "$RESULTS"
 export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/helpers" PYTHONUNBUFFERED=1 COLUMNS=250 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"

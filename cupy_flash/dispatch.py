@@ -13,6 +13,7 @@ from . import device, environment
 from .arrays import Array
 from .cpu import partials
 from .device import Device
+from .engines import MODULES
 from .engines.launch import Launch
 from .plan.plan import Plan, last_of_bucket, plan
 from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
@@ -125,7 +126,7 @@ def along_cotangents(problem: Problem) -> Problem:
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
     """Return the plan, on the CPU with a tile for the pairs that mask_mod leaves, which depend on captured arrays."""
-    if chosen.engine != "cpu" or not chosen.problem.mask_mod:
+    if not chosen.problem.mask_mod or _code(chosen) != ATTENTION:
         return chosen
     from .cpu import attention as cpu
 
@@ -191,18 +192,19 @@ def append(problem: Problem, operands: Operands) -> None:
 
 def explain(chosen: Plan, operands: Operands) -> str:
     """Return the text of a plan; where the CPU engine computes in torch, with those tiles and a line that says so."""
-    if chosen.engine != "cpu":
+    if _code(chosen) != ATTENTION:
         return chosen.explain()
     products = _imported(".cpu.blas").products_of(chosen.problem, operands)
     return f"{products.planned(chosen).explain()}{products.line}"
 
 
-# {backend or engine: module}; engines take precedence.
-MODULES = {"cpu": ".cpu.attention", "cpu_decode": ".cpu.decode", "cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+ATTENTION = ".cpu.attention"  # the module on the CPU that chooses its tile and its library of products at the call
+# {backend with kernels: the module that launches them}; on the CPU each engine has a module of its own.
+LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
 
 # {backend: module of JVP and double backward}
-DERIVATIVES = {"cpu": ".cpu.derivatives", "cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 
 
 def _derivatives(chosen: Plan) -> Any:
@@ -211,8 +213,14 @@ def _derivatives(chosen: Plan) -> Any:
 
 
 def _module(chosen: Plan) -> Any:
-    """Return the backend's module, imported lazily: its dependencies may be slow to import or not installed."""
-    return _imported(MODULES.get(chosen.engine, MODULES[chosen.device.backend]))
+    """Return the module that runs a plan, imported lazily: its dependencies may be slow to import or not installed."""
+    return _imported(_code(chosen))
+
+
+def _code(chosen: Plan) -> str:
+    """Return the name of the module that runs a plan."""
+    backend = chosen.device.backend
+    return LAUNCHERS[backend] if backend in LAUNCHERS else f".{MODULES[chosen.engine].KERNELS}"
 
 
 @cache

@@ -13,7 +13,7 @@ __device__ void merge_unit(const Params& p, const Sequence& sequence, int unit, 
     auto part = [&](int c) { return (long long)part_of(first + c, first + c, c == 0) * BLOCK_Q + row; };
     merge_row(
         p, sequence, kv_head, first_row + row, last - first + 1, [&](int c) { return p.part_lse[part(c)]; },
-        [&](int c) { return p.part_out + part(c) * PART_COLUMNS; });
+        [&](int c) { return p.part_out + part(c) * PART_COLUMNS; });  // @merge-parts
   }
 }
 

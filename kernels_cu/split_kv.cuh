@@ -75,5 +75,5 @@ __device__ inline int line_blocks(const Params& p, int grid) {
 // Index of the partial result of the part of a unit that starts at `place`. Without SPLIT_SIZE block `c` has two: 2 c
 // for the unit that began in an earlier block, 2 c + 1 for one that begins in its run.
 __device__ inline int part_of(int place, int c, bool first_of_unit) {
-  return SPLIT_SIZE ? place : 2 * c + first_of_unit;
+  return SPLIT_SIZE ? place : 2 * c + first_of_unit;  // @place-of-part
 }

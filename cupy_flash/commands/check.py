@@ -6,8 +6,8 @@ import json
 import sys
 from typing import Any
 
+from ..engines import MODULES
 from ..measure.worker_process import ended_by_signal
-from ..plan.plan import MODULES
 
 
 def add(commands: Any) -> None:

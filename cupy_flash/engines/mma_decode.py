@@ -8,12 +8,13 @@ key tiles of one unit, and merge its parts through distributed shared memory.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..device import Device
-from ..problem.records import Problem, UnsupportedError
+from ..problem.records import FP8, Problem, UnsupportedError
 from .fragments import fragment_constants, is_modified
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Launch, Workspace
@@ -27,14 +28,27 @@ from .mma import (
     REGISTERS,
     RESERVED,
     SHARED_BYTES,
+    multiply_refusals,
 )
-from .shared import grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import KV_CACHE_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
+
+ROWS = 16, 32, 64  # rows of a tile
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+ARCHES: tuple[str, ...] | None = None
+DTYPES: tuple[str, ...] = ("float16", "bfloat16")
+OPTIONS: frozenset[str] | None = None
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
+CACHE_DTYPES: tuple[str, ...] = (FP8,)
+DERIVATIVES: tuple[str, ...] = ()
+ON_REQUEST = False
 MEASURED: str | None = None
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (40, 96), (256, 256))
+GROUP_ROWS: tuple[int, ...] = ROWS
+MICRO_KERNELS: tuple[str, ...] = ("mma",)
+KERNELS = "mma"
 
 LARGEST = 256  # maximum head dimension
-ROWS = 16, 32, 64  # rows of a tile
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
@@ -81,15 +95,8 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against calls without a KV cache, dtypes other than fp16 and bf16, and D or Dv > LARGEST."""
-    if problem.cache is None:
-        return ["it serves attention on a KV cache alone"]
-    reasons = grid_refusals(problem)
-    dtype = problem.dtype.name
-    if dtype not in ("float16", "bfloat16"):
-        reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
-    elif dtype == "bfloat16" and device.arch == "sm_75":
-        reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
+    """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
+    reasons = grid_refusals(problem) + multiply_refusals(problem, device)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -128,6 +135,21 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     if device.arch in WITH_CLUSTERS and problem.cache.split_size is None:
         every += [tile._replace(cluster=blocks) for tile in legal_tiles(problem, device) for blocks in CLUSTERS]
     return every
+
+
+def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Any]]:
+    """Return the tiles with the rows of `tile` and a producer warp, or in clusters of each size."""
+    others: dict[str, list[Tile]] = {}
+    for each in choices(problem, device):
+        if each.form and each.rows == tile.rows:
+            others.setdefault(each.form, []).append(each)
+    return {form: tuple(tiles) for form, tiles in others.items()}
+
+
+def advantage(problem: Problem) -> str:
+    """Return that one tile holds all queries of a sequence, and so reads each key once; "" if more are needed."""
+    rows = problem.q_len * problem.group
+    return f"one tile of mma_decode has all {rows} rows of a group, and reads each key once" if rows <= ROWS[-1] else ""
 
 
 def _has_tma(problem: Problem, device: Device) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import device
 from ..arrays import named_dtype
 from ..device import Device
-from ..engines import mma_decode
+from ..engines import MODULES
 from ..engines.launch import Launch
 from ..plan.plan import launches_at_any_length
 from ..problem.build import pose
@@ -56,6 +56,17 @@ def launches_of(problems: Iterable[Problem], on: Device) -> tuple[Launch, ...]:
     return tuple({launch.text_key: launch for launch in candidates}.values())
 
 
+def example(engine: str, requested: str | None = None) -> Problem:
+    """Return a small forward of the kind that an engine serves, of its first dtype and head dimensions.
+
+    `requested` is the argument engine= of the call.
+    """
+    module = MODULES[engine]
+    head_dim, head_dim_v = module.HEAD_DIMS[0]
+    sizes: dict[str, Any] = dict(dtype=module.DTYPES[0], head_dim=head_dim, head_dim_v=head_dim_v)
+    return problems(**sizes, backward=False, cache=module.OPTIONS is None, engine=requested)[0]
+
+
 def problems(
     *,
     dtype: DType,
@@ -96,11 +107,12 @@ def problems(
     if cache:
         contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
         causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
-        # One number of queries for each tile of mma_decode, and one that exceeds all of them.
+        # One number of queries for each tile that holds a whole group, and one that exceeds all of them.
+        rows = {rows for module in MODULES.values() for rows in module.GROUP_ROWS}
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
             for page in (None, 1)
-            for q_len in (*sorted({max(rows // group, 1) for rows in mma_decode.ROWS}), mma_decode.ROWS[-1] + 1)
+            for q_len in (*sorted({max(each // group, 1) for each in rows}), max(rows) + 1)
         ]
     if not backward:
         return [forward]

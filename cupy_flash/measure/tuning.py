@@ -20,15 +20,17 @@ import numpy as np
 
 from .. import dispatch
 from ..device import Device
+from ..engines import MODULES
 from ..plan import measurements, plan
 from ..plan.measurements import Measured, Tune
-from ..plan.plan import MODULES, Plan, amount_text, candidates
+from ..plan.plan import Plan, amount_text, candidates
+from ..plan.refusals import is_on_request, refusals
 from ..problem.build import pose
 from ..problem.features import Options
 from ..problem.kv_cache import pose_with_cache
 from ..problem.kv_cache_records import CacheOptions
 from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial, cache_call
-from ..problem.records import FP8, Operands, Problem, Saved
+from ..problem.records import Operands, Problem, Saved
 from . import other_libraries
 from .checks import calls
 from .checks.calls import COMPILE_SECONDS, Task
@@ -360,7 +362,7 @@ def find_candidates(task: Task) -> Candidates | dict[str, str]:
     stated, _ = _stated(task.backend, task.trial, None)
     on = dispatch.device_of(stated)
     reasons = {
-        engine: "; ".join(plan.refusals(engine, stated, on))
+        engine: "; ".join(refusals(engine, stated, on))
         for engine, module in MODULES.items()
         if on.backend in module.BACKENDS
     }
@@ -372,12 +374,12 @@ def find_candidates(task: Task) -> Candidates | dict[str, str]:
     tiles, left_out, predicted = [], {}, {}
     for engine, module in MODULES.items():
         named = problem._replace(engine=engine)
-        if on.backend not in module.BACKENDS or plan.refusals(engine, named, on):
+        if on.backend not in module.BACKENDS or refusals(engine, named, on):
             continue
         check = measurements.check_of(engine, on)
         if check is not None and not check.passed:
             left_out[engine] = f"its check failed: {check.reason}"
-        elif check is None and engine in plan.ON_REQUEST and problem.dtype.name != FP8:
+        elif check is None and is_on_request(engine, problem):
             left_out[engine] = f"no check has passed it on this card: {measurements.CHECK_COMMAND}"
         else:
             ranked = [(each.cost, (engine, repr(tile))) for tile, each in candidates(chosen, engine)]

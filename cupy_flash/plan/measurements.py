@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from .. import environment
 from ..device import Device
+from ..engines import MODULES
 
 FORMAT = 3  # version of the records
 OLDER = (2,)  # versions whose records are valid, except failed verdicts; records of other versions are ignored
@@ -257,14 +258,16 @@ def own_folder(device: Device) -> Path:
 def text_of(engine: str) -> str:
     """Return the hash of an engine's kernel texts: the files of its folder and those that all engines share.
 
-    The kernels of mma_decode are in the folder mma.
+    It is "" for an engine that only another version has.
     """
+    if engine not in MODULES:
+        return ""
     from hashlib import sha256
 
     from ..jit import source
 
     folder = source.kernel_folder()
-    files = sorted((*folder.glob("*.cu*"), *(folder / engine.partition("_")[0]).glob("*.cu*")))
+    files = sorted((*folder.glob("*.cu*"), *(folder / MODULES[engine].KERNELS).glob("*.cu*")))
     text = sha256()
     for file in files:
         content = file.read_bytes()

@@ -14,10 +14,9 @@ import numpy as np
 
 from ..arrays import Array, as_array, dtype_name
 from ..device import GPUS
-from ..plan.plan import engine_reason
 from .features import ARRAYS, CAP, DIFFERENTIATED, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
 from .mask import Mask
-from .records import BACKENDS, DTYPES, FP8, LAYOUTS, LONGEST, out_dtype
+from .records import BACKENDS, DTYPES, ENGINES, FP8, LAYOUTS, LONGEST, out_dtype
 
 WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 
@@ -217,8 +216,8 @@ def check_options(
         f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}; the simulator takes an architecture, as in "
         f"simulator:sm_90a, of {', '.join(GPUS)}",
     )
-    reason = engine_reason(options["engine"])
-    require(reason is None, str(reason))
+    engine = options["engine"]
+    require(engine is None or is_one_of(engine, ENGINES), f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     return Settings(mask, numbers)
 
 

@@ -69,7 +69,8 @@ class Feature(NamedTuple):
     example: float = 0.0  # the value that the command compile uses: kernels serve all values
 
     # In a Problem and in the kernels
-    fact: str = ""  # the field of Problem (default: the name): a number, a shape (broadcast), or whether it is given
+    # The field of Problem or Cache (default: the name): a number, a shape (broadcast), or whether it is given.
+    fact: str = ""
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
     member: str = ""  # the member of Params that holds the number
@@ -79,7 +80,7 @@ class Feature(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The field of Problem."""
+        """The field of Problem, or of Cache."""
         return self.fact or self.name
 
 

@@ -75,17 +75,17 @@ class CacheOptions:
     batch; "r" and "e", the sizes of a rotary table.
     """
 
-    k: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
+    k: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING, fact="appended")
     v: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
     cache_seqlens: int | AnyArray | None = option(LENGTHS, axes=("b",), dtypes=("int32",))
     cache_batch_idx: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
     cache_leftpad: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
-    block_table: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=("int32",))
+    block_table: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=("int32",), fact="page")
     slots: AnyArray | None = option(ARRAY, axes=("n",), dtypes=("int64",))
     positions: AnyArray | None = option(ARRAY, axes=("bi", "t"), dtypes=("int32",))
     cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=("int32",))
     max_seqlen_q: int | None = option(WHOLE)
-    rotary_cos: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
+    rotary_cos: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating", fact="rotary")
     rotary_sin: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
     rotary_interleaved: bool = option(FLAG, True)
     causal: bool = option(FLAG, True)

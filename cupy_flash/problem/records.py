@@ -22,6 +22,7 @@ DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
+ENGINES = ("cpu", "cpu_decode", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 LONGEST = 2**31 - 1  # positions are int32
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
@@ -335,7 +336,7 @@ def out_dtype(dtype: np.dtype) -> np.dtype:
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype
 
 
-def is_given(problem: Problem, feature: Feature) -> bool:
-    """Return whether a Problem has a feature."""
-    fact = getattr(problem, feature.field)
+def is_given(facts: "Problem | Cache", feature: Feature) -> bool:
+    """Return whether a Problem, or its cache, has a feature."""
+    fact = getattr(facts, feature.field)
     return fact is not None and fact is not False and fact != 0.0

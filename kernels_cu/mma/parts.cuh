@@ -23,6 +23,7 @@ struct Part {
   __device__ Range queries(const Params& p) const {
     return {query(p, 0), min(query(p, BLOCK_Q - 1) + 1, sequence.q_len)};
   }
+  // @head-of-row
   __device__ int head(const Params& p, int row) const { return kv_head * p.group + (first_row + row) % p.group; }
 };
 
@@ -30,7 +31,7 @@ struct Part {
 struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
   __device__ PartTiles(const Params& p, const Part& part)
       : Walk(unmasked_keys(p, part), part.keys,
-             {part.band, {part.kv_head * p.group, (part.kv_head + 1) * p.group}, part.queries(p)}) {
+             {part.band, {part.kv_head * p.group, (part.kv_head + 1) * p.group}, part.queries(p)}) {  // @heads-of-tile
     skip_hidden();
   }
   __device__ static Range unmasked_keys(const Params& p, const Part& part) {
@@ -67,8 +68,8 @@ __device__ void for_each_part(const Params& p, Visit visit, Merge merge) {
   for (int unit = blockIdx.x / CLUSTER;; unit += gridDim.x / CLUSTER) {
     Places places(p, sequence, band);
     if (unit >= places.units) return;
-    int run = max((places.each + CLUSTER - 1) / CLUSTER, SHORTEST_RUN), rank = cluster_ctarank();
-    int parts = (places.each + run - 1) / run, begin = rank * run;
+    int run = max((places.each + CLUSTER - 1) / CLUSTER, SHORTEST_RUN), rank = cluster_ctarank();  // @run-length
+    int parts = (places.each + run - 1) / run, begin = rank * run;                                 // @run-of-rank
     Part part = part_of_unit(p, sequence, band, places, unit, begin, min(run, places.each - begin), 0);
     if (rank < parts) visit(part);
     if (parts > 1) merge(part, parts);

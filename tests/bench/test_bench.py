@@ -15,9 +15,9 @@ import torch
 import bench.__main__
 from bench import memory, model, peers, run, timing
 from bench.__main__ import main
+from bench.kernel_development.tables import regenerate
 from bench.model import Case, Ceilings
 from bench.report import Table
-from bench.tables import regenerate
 
 TINY = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--seqlens", "32,64", "--repeats", "2", "--threads", "1"]
 CASE = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="float32", causal=False)
@@ -284,9 +284,9 @@ def test_readme_is_up_to_date() -> None:
 
 def test_default_sizes_are_those_of_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    monkeypatch.setattr("bench.__main__._measure", lambda case, arguments: measured.append(case) or 0)
+    monkeypatch.setattr("bench.__main__._measure", lambda options, arguments: measured.append(options) or 0)
     assert main([]) == 0
-    (case,) = measured
-    assert (case.batch, case.heads, case.head_dim, case.dtype) == (1, 8, 64, "float32")
+    case = bench.__main__._shape(*measured)
+    assert (case.batch, case.heads, case.kv_heads, case.head_dim, case.dtype) == (1, 8, 8, 64, "float32")
     assert bench.__main__.SEQLENS["forward"] == bench.__main__.SEQLENS["backward"] == (512, 1024, 2048, 4096)
     assert max(bench.__main__.SEQLENS["memory"]) == 16384

@@ -5,8 +5,8 @@ import json
 import pytest
 from sweeps import case, regime, result
 
-from bench import costs
 from bench.__main__ import main
+from bench.kernel_development import costs
 from cupy_flash import device
 from cupy_flash.engines.wgmma import forward
 from cupy_flash.gpu import ahead

@@ -5,10 +5,9 @@ import json
 import pytest
 from sweeps import case, regime, result
 
-from bench import marks
 from bench.__main__ import main
-from bench.plots import plot_sweep
-from bench.tables import block, regenerate, without_block
+from bench.kernel_development import marks, sweep_plot
+from bench.kernel_development.tables import block, regenerate, without_block
 
 FULL, CAUSAL = regime(), regime(causal=True)
 BACKWARD, IN_ORDER = regime(backward=True), regime(backward=True, deterministic=True)
@@ -67,9 +66,9 @@ def test_table_says_which_mark_is_reached():
 def test_plot_has_a_panel_per_kind_with_two_lengths(tmp_path):
     peers = {"SDPA cuDNN": 700.0}
     two = [case(regime(seqlen=seqlen), {"wgmma 1": 640.0}, peers=peers) for seqlen in (1024, 16384)]
-    assert plot_sweep(result(*two, case(CAUSAL, {"wgmma 1": None})), tmp_path / "sweep.png")
+    assert sweep_plot.plot(result(*two, case(CAUSAL, {"wgmma 1": None})), tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot_sweep(result(two[0], case(CAUSAL, {"wgmma 1": 1.0})), tmp_path / "none.png")
+    assert not sweep_plot.plot(result(two[0], case(CAUSAL, {"wgmma 1": 1.0})), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 

@@ -23,7 +23,8 @@ from cases import planned
 from mods import mods_of
 from patience import FOREVER, give_workers_time, patiently
 
-from bench import gpu, sweep
+from bench import gpu
+from bench.kernel_development import sweep
 from bench.results import ROOT
 from cupy_flash import device, dispatch
 from cupy_flash.measure.worker_process import Lost

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import costs, gpu, marks, sweep
+from bench import gpu
 from bench.__main__ import main
-from bench.published import flash_attention_3
-from bench.tables import block
+from bench.kernel_development import costs, marks, sweep
+from bench.kernel_development.published import flash_attention_3
+from bench.kernel_development.tables import block
 from cupy_flash.plan.plan import candidates, plan
 
 
@@ -211,7 +212,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     """Options select the regimes; the printed table equals that of the file; without a GPU the command reports that."""
     assert main(["backward", "--sweep", "--out", str(tmp_path)]) == 2
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
-    monkeypatch.setattr("bench.__main__.plot_sweep", lambda result, path: False)
+    monkeypatch.setattr("bench.kernel_development.sweep_plot.plot", lambda result, path: False)
     runs = []
 
     def run(*arguments):

@@ -1,4 +1,4 @@
-"""Builds sweep results in the format of bench/sweep.py."""
+"""Builds sweep results in the format of bench/kernel_development/sweep.py."""
 
 from bench import gpu
 

@@ -18,7 +18,7 @@ from cache_cases import (
     posed,
     run_kernels,
 )
-from planting import planted_in
+from planting import change, planted, skip
 from test_invariance import assert_bits, at
 from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
@@ -477,118 +477,54 @@ LONG = CacheCase(
     sink=True,
 )
 BUGS = {
-    "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", EVERYTHING, AssertionError),
-    "row-of-the-first-tile": (
-        "kv_cache.cuh",
-        "row_in_block(first + row)",
-        "row_in_block(row)",
-        EVERYTHING,
-        AssertionError,
-    ),
-    "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", "pages", SimulationError),
+    "page-of-another-key": (change("page-of-key", "table[key >> page_log2]", "table[0]"), EVERYTHING, AssertionError),
+    "row-of-the-first-tile": (change("row-in-page", "first + row", "row"), EVERYTHING, AssertionError),
+    "missing-page-is-read": (change("has-page", "(unsigned)block < (unsigned)count", "true"), "pages", SimulationError),
     "negative-page-is-read": (
-        "kv_cache.cuh",
-        "(unsigned)block < (unsigned)count",
-        "block < count",
+        change("has-page", "(unsigned)block < (unsigned)count", "block < count"),
         "pages",
         SimulationError,
     ),
     "rotated-past-the-tables": (
-        "rotary_append.cu",
-        "min(max(position, 0), p.rotary_rows - 1)",
-        "max(position, 0)",
+        change("row-of-tables", "min(max(position, 0), p.rotary_rows - 1)", "max(position, 0)"),
         "positions",
         SimulationError,
     ),
     "slot-past-the-pool": (
-        "rotary_append.cu",
-        "slot < 0 || slot >= (long long)p.cache_blocks * p.cache_rows",
-        "slot < 0",
+        change("drop-slots", "|| slot >= (long long)p.cache_blocks * p.cache_rows", ""),
         "slots",
         SimulationError,
     ),
     "keys-past-the-length-are-read": (
-        "mask.cuh",
-        "max(min(q_stop + high, kv_len), 0)",
-        "max(q_stop + high, 0)",
+        change("kv-end", "min(q_stop + high, kv_len)", "q_stop + high"),
         replace(EVERYTHING, causal=False, mask=None),
         AssertionError,
     ),
-    "no-barrier-before-a-part": (
-        "mma/kv_stages.cuh",
-        "__syncthreads();  // all warps",
-        "// all warps",
-        LONG,
-        SimulationError,
-    ),
-    "no-wait-for-q": (
-        "mma/kv_stages.cuh",
-        "wait_for_Q() { cp_async_wait_group<STAGES - 1>(); }",
-        "wait_for_Q() {}",
-        LONG,
-        SimulationError,
-    ),
-    "no-wait-before-o": (
-        "mma/kv_stages.cuh",
-        "    cp_async_wait_group<0>();\n    __syncthreads();\n",
-        "",
-        LONG,
-        SimulationError,
-    ),
+    "no-barrier-before-a-part": (skip("barrier-before-part"), LONG, SimulationError),
+    "no-wait-for-q": (skip("wait-for-Q"), LONG, SimulationError),
+    "no-wait-before-o": (skip("wait-part-loads") + skip("barrier-after-part"), LONG, SimulationError),
     "sink-of-every-part": (
-        "mma/decode.cu",
-        "p.part_lse[at] = ending.lse",
-        "p.part_lse[at] = with_sink(p, head, ending.lse).lse",
+        change("store-lse-of-part", "ending.lse", "with_sink(p, head, ending.lse).lse"),
         LONG,
         AssertionError,
     ),
     "one-place-for-both-parts": (
-        "split_kv.cuh",
-        "2 * c + first_of_unit",
-        "2 * c",
+        change("place-of-part", "+ first_of_unit", ""),
         LONG,
         (AssertionError, SimulationError),
     ),
-    "last-part-not-merged": (
-        "merge.cu",
-        "first_row + row, last - first + 1,",
-        "first_row + row, last - first,",
-        LONG,
-        AssertionError,
-    ),
-    "weight-of-warps": ("mma/decode.cu", "O[0] += weight * o.x", "O[0] += o.x", LONG, AssertionError),
-    "head-of-another-row": (
-        "mma/parts.cuh",
-        "kv_head * p.group + (first_row + row) % p.group",
-        "kv_head * p.group",
-        EVERYTHING,
-        SimulationError,
-    ),
-    "last-keys-mask-not-shifted": (
-        "mask.cuh",
-        "j -= band.kv_len - p.mask_keys;",
-        "",
-        EVERYTHING,
-        (AssertionError, SimulationError),
-    ),
+    "last-part-not-merged": (change("merge-parts", "last - first + 1", "last - first"), LONG, AssertionError),
+    "weight-of-warps": (change("sum-O-of-warps", "O[0] += weight * o.x", "O[0] += o.x"), LONG, AssertionError),
+    "head-of-another-row": (change("head-of-row", "+ (first_row + row) % p.group", ""), EVERYTHING, SimulationError),
+    "last-keys-mask-not-shifted": (skip("shift-mask"), EVERYTHING, (AssertionError, SimulationError)),
     "rotated-by-the-length-before": (
-        "rotary_append.cu",
-        "sequence.kv_len - sequence.q_len, i",
-        "sequence.kv_len - sequence.appended, i",
+        change("position-of-rotated-q", "sequence.q_len", "sequence.appended"),
         EVERYTHING,
         AssertionError,
     ),
-    "appended-to-the-page-before": (
-        "rotary_append.cu",
-        "sequence.kv_len - sequence.appended + i;",
-        "sequence.kv_len - sequence.appended + i - 1;",
-        EVERYTHING,
-        AssertionError,
-    ),
+    "appended-to-the-page-before": (change("appended-key", "+ i", "+ i - 1"), EVERYTHING, AssertionError),
     "lengths-not-clamped": (
-        "sequence.cuh",
-        "min(max(before, 0), max(p.cache_capacity - added, 0))",
-        "before",
+        change("clamp-length", "min(max(before, 0), max(p.cache_capacity - added, 0))", "before"),
         "length-past-the-capacity",
         SimulationError,
     ),
@@ -597,8 +533,8 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-place-for-both-parts", "no-barrier-before-a-part")))
 def test_planted_bugs_are_found(bug, monkeypatch):
-    file, good, bad, case, error = bug
-    with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
+    bug, case, error = bug
+    with planted(monkeypatch, bug), pytest.raises(error):
         if isinstance(case, str):
             assert_other_sequences_keep_their_bits(case)
         else:
@@ -619,7 +555,7 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
 
     assert bits(9) == bits(0.01)
     grown = "softmax[m][half].exceeds_reference(largest, scale_log2)"
-    with planted_in(monkeypatch, "mma/decode.cu", f"if ({grown}) {{", f"if (__any_sync(0xFFFFFFFF, {grown})) {{"):
+    with planted(monkeypatch, change("if-maximum-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")):
         assert bits(9) != bits(0.01)
 
 

@@ -14,12 +14,25 @@ from ...device import Device
 from ...problem.records import FP8, Problem
 from ..fragments import fragment_refusals
 from ..launch import Launch, Workspace
-from ..shared import grid_refusals
+from ..shared import ATTENTION_OPTIONS, grid_refusals
+from ..shared import advantage as advantage
+from ..shared import forms as forms
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+ARCHES: tuple[str, ...] | None = (ARCH,)
+DTYPES: tuple[str, ...] = ("bfloat16", "float16", FP8)
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"q_descale", "k_descale", "v_descale"}
+CACHE_OPTIONS: frozenset[str] | None = None
+CACHE_DTYPES: tuple[str, ...] = ()
+DERIVATIVES: tuple[str, ...] = ()
+ON_REQUEST = True
 MEASURED: str | None = None
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128), (256, 256))
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ("wgmma",)
+KERNELS = "wgmma"
 
 
 def step(problem: Problem) -> ModuleType:
@@ -30,14 +43,12 @@ def step(problem: Problem) -> ModuleType:
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against GPUs other than sm_90a, other dtypes, head dimensions, and rows that TMA cannot load."""
+    """Return reasons against other dtypes, head dimensions, and rows that TMA cannot load."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
-    if device.backend in BACKENDS and device.arch != ARCH:
-        reasons.append(f"{device.arch} lacks the instructions of {ARCH}")
     if fp8:
         reasons += forward_fp8.refusals(problem)
-    elif problem.dtype.name not in ("float16", "bfloat16"):
+    elif problem.dtype.name not in DTYPES:
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("TMA cannot load from a tensor without elements")
@@ -59,6 +70,11 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 def tiles(problem: Problem, device: Device) -> Sequence[Any]:
     """Return the tiles of the forward, the backward or the fp8 forward."""
     return step(problem).tiles(problem, device)
+
+
+def choices(problem: Problem, device: Device) -> Sequence[Any]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:

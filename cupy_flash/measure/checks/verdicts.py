@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ...device import Device
-from ...gpu.ahead import problems
+from ...engines import MODULES
+from ...gpu import ahead
 from ...plan import measurements, plan
+from ...plan.refusals import engine_refusals
 from ..worker_process import Lost, Worker
 from . import calls, micro_kernels
 from .calls import Task, trials
@@ -111,7 +113,7 @@ def run_check(
     """Run `check` with a function for the worker process to call, and a time limit of one run in seconds."""
     backend = valid_backend(backend)
     simulated = backend != "cuda"
-    known = [name for name in plan.MODULES if "cuda" in plan.MODULES[name].BACKENDS]
+    known = [name for name, module in MODULES.items() if "cuda" in module.BACKENDS]
     if engine is not None and engine not in known:
         raise ValueError(f"engine must be one of {', '.join(known)}, not {engine!r}")
     limit = seconds or (SIMULATED_SECONDS if simulated else SECONDS)
@@ -162,15 +164,13 @@ def device_of(worker: Worker, backend: str) -> Device:
 
 def _refusal(engine: str, on: Device) -> str:
     """Return the reason why an engine serves no call on a device; "" if it serves some."""
-    with_cache = engine in plan.DECODERS
-    problem = problems(dtype="float16", head_dim=64, backward=False, cache=with_cache, engine=engine)[0]
-    return "; ".join(plan.MODULES[engine].refusals(problem, on))
+    return "; ".join(engine_refusals(engine, ahead.example(engine), on))
 
 
 def _tasks(engine: str, on: Device, backend: str, quick: bool, seconds: float) -> list[Task]:
     simulated = backend != "cuda"
-    cases = trials(engine, on.arch, simulated, quick)
-    kind = "KV cache" if engine in plan.DECODERS else "call"
+    cases = trials(engine, on, simulated, quick)
+    kind = "KV cache" if MODULES[engine].OPTIONS is None else "call"
     tasks = [Task(kind, backend, engine, trial, seconds=seconds) for trial in cases]
     if simulated or kind != "call":
         return tasks
@@ -182,10 +182,11 @@ def _tasks(engine: str, on: Device, backend: str, quick: bool, seconds: float) -
 def _micro_tasks(engine: str | None, on: Device, backend: str, seconds: float) -> list[Task]:
     """Return the tasks for the instructions that only this engine uses, or for None those that all use."""
     capability = int(on.arch.removeprefix("sm_").rstrip("a"))
+    families: tuple[str | None, ...] = (None,) if engine is None else MODULES[engine].MICRO_KERNELS
     return [
         Task("micro-kernel", backend, engine or INSTRUCTIONS, number=number, seconds=seconds)
         for number, kernel in enumerate(micro_kernels.kernels())
-        if kernel.engine == engine and kernel.runs_on(capability)
+        if kernel.family in families and kernel.runs_on(capability)
     ]
 
 

@@ -22,7 +22,7 @@ from cupy_flash.problem.build import pose
 from cupy_flash.problem.features import Options
 from cupy_flash.problem.records import FP8, Operands, Problem, Saved, UnsupportedError
 
-from .gpu import (
+from ..gpu import (
     SECONDS_OF_COMPILING,
     SECONDS_OF_INPUTS,
     SECONDS_OF_STEP,
@@ -35,10 +35,10 @@ from .gpu import (
     peer_tflops,
     peers,
 )
+from ..peers import FLEX_ATTENTION
+from ..report import NOTHING, Table
 from .marks import MARKS
-from .peers import FLEX_ATTENTION
 from .published import flash_attention_3
-from .report import NOTHING, Table
 
 # Regimes without a mark, in order of importance. Head dimension 192 goes with Dv = 128.
 SEQLENS = (16384, 4096, 1024, 512)

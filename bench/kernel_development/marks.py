@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from cupy_flash.problem.records import FP8
 
-from .gpu import Regime, fastest, peer_tflops
-from .report import NOTHING, Table
+from ..gpu import Regime, fastest, peer_tflops
+from ..report import NOTHING, Table
 
 
 class Mark(NamedTuple):

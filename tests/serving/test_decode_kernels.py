@@ -493,8 +493,8 @@ BUGS = {
         LONG,
         AssertionError,
     ),
-    "one-place-for-both-parts": (
-        change("place-of-part", "+ first_of_unit", ""),
+    "one-result-for-both-parts": (
+        change("result-of-part", "+ first_of_tile", ""),
         LONG,
         (AssertionError, SimulationError),
     ),
@@ -516,7 +516,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-place-for-both-parts", "no-barrier-before-a-part")))
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-result-for-both-parts", "no-barrier-before-a-part")))
 def test_planted_bugs_are_found(bug, monkeypatch):
     bug, case, error = bug
     with planted(monkeypatch, bug), pytest.raises(error):

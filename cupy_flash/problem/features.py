@@ -72,8 +72,8 @@ class Feature(NamedTuple):
     fact: str = ""  # the field of Problem (default: the name): a number, a shape (broadcast), or whether it is given
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
-    member: str = ""  # the member of Params that holds the number
-    batch_stride: str = ""  # the member for the stride of a leading batch axis
+    member: str = ""  # the member of Params that holds the number, or the array if it has another name there
+    leading_stride: str = ""  # the member for the stride of an array's first axis, if it has all axes
     changes_score: bool = False  # is applied between q.k and the softmax
     keeps_score: bool = False  # its gradient needs a second value per score
 
@@ -108,7 +108,7 @@ class Options:
         ranks=True,
         fact="alibi",
         constant="ALIBI",
-        batch_stride="alibi_batch",
+        leading_stride="alibi_batch",
         changes_score=True,
     )
     bias: AnyArray | None = option(

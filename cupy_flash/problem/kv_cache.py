@@ -30,8 +30,9 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind =
 PLAIN_OPTIONS = tuple(feature.name for feature in CACHE_FEATURES if feature.kind not in (ARRAY, WINDOW, LENGTHS, MOD))
 SHARED = ("window", "scale", "softcap", "layout", "return_lse", "backend", "engine")  # checked as attention() does
 SPLIT_UNIT = 64  # split_size must be a multiple
-OF_CACHE = frozenset(CacheOperands._fields)
-OF_BOTH = frozenset(Operands._fields) - OF_CACHE - {"q", "cu_seqlens_q"}  # arrays that are options of attention() too
+FIELDS = {x.name: x.member or x.name for x in CACHE_FEATURES if (x.member or x.name) in CacheOperands._fields}
+# Arrays that are options of attention() too.
+OF_BOTH = frozenset(Operands._fields) - FIELDS.keys() - {"q", "cu_seqlens_q"}
 
 
 def pose_with_cache(
@@ -94,7 +95,7 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
 
 def _operands(call: dict[str, Array], length: int | None, bounds: str, mod: Mod | None) -> Operands:
     """Return the operands of a call, for the arrays that could be read; an append has an empty q."""
-    nested: dict[str, Any] = {name: x for name, x in call.items() if name in OF_CACHE}
+    nested: dict[str, Any] = {FIELDS[name]: x for name, x in call.items() if name in FIELDS}
     if length is not None:
         nested["cache_seqlens"] = length
     rows: dict[str, Any] = {"q": call.get("q"), "k": call.get("k_cache"), "v": call.get("v_cache")}

@@ -111,7 +111,7 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
             values = descale.numpy()
             legal = bool((np.isfinite(values) & (values >= 0)).all())
             require(legal, f"{name} must be finite and not negative")
-    tokens = operands.q.shape[0] if given.k is None else given.k.shape[0]
+    tokens = operands.q.shape[0] if given.k_new is None else given.k_new.shape[0]
     if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
         return
     spans = read_spans(problem, operands)
@@ -143,7 +143,7 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
         _check_positions(requirements, problem, operands, spans)
     elif given.positions is not None and problem.mods:
         _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
-    if given.k is not None and not requirements.unmet:
+    if given.k_new is not None and not requirements.unmet:
         block, row = appended_places(problem, operands, spans)
         rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
         flat = (block * rows + row)[block >= 0]
@@ -178,7 +178,7 @@ def _check_positions(requirements: Requirements, problem: Problem, operands: Ope
         _check_range(requirements, "positions", given.positions.numpy(), 0, last)
         return
     positions = [positions_of_queries(problem, operands, spans)]
-    if given.k is not None:
+    if given.k_new is not None:
         positions.append(positions_of_keys(problem, operands, spans))
     last = max((int(x.max()) for x in positions if x.size), default=-1)
     requirements.require(last < table, f"rotary_cos has {table} rows, and position {last} is rotated")

@@ -45,11 +45,12 @@ class Cache(NamedTuple):
 class CacheOperands(NamedTuple):
     """The arrays of a call on a KV cache other than the caches, which are k and v of Operands; None if absent.
 
-    cache_seqlens may be an int, the length of all sequences; the result is written to `out`.
+    They have the names of their members of Params. cache_seqlens may be an int, the length of all sequences; the result
+    is written to `out`.
     """
 
-    k: Array | None = None
-    v: Array | None = None
+    k_new: Array | None = None
+    v_new: Array | None = None
     cache_seqlens: Array | int | None = None
     cache_batch_idx: Array | None = None
     cache_leftpad: Array | None = None
@@ -59,6 +60,10 @@ class CacheOperands(NamedTuple):
     rotary_cos: Array | None = None
     rotary_sin: Array | None = None
     out: Array | None = None
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that a call reads, by name."""
+        return {name: x for name, x in zip(self._fields[:-1], self, strict=False) if type(x) is Array}
 
 
 def _shared(name: str) -> Any:
@@ -75,18 +80,22 @@ class CacheOptions:
     batch; "r" and "e", the sizes of a rotary table.
     """
 
-    k: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
-    v: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
+    k: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING, member="k_new")
+    v: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING, member="v_new")
     cache_seqlens: int | AnyArray | None = option(LENGTHS, axes=("b",), dtypes=("int32",))
     cache_batch_idx: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
     cache_leftpad: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
-    block_table: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=("int32",))
+    block_table: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=("int32",), leading_stride="table_row")
     slots: AnyArray | None = option(ARRAY, axes=("n",), dtypes=("int64",))
-    positions: AnyArray | None = option(ARRAY, axes=("bi", "t"), dtypes=("int32",))
+    positions: AnyArray | None = option(ARRAY, axes=("bi", "t"), dtypes=("int32",), leading_stride="positions_row")
     cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=("int32",))
     max_seqlen_q: int | None = option(WHOLE)
-    rotary_cos: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
-    rotary_sin: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
+    rotary_cos: AnyArray | None = option(
+        ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating", leading_stride="cos_row"
+    )
+    rotary_sin: AnyArray | None = option(
+        ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating", leading_stride="sin_row"
+    )
     rotary_interleaved: bool = option(FLAG, True)
     causal: bool = option(FLAG, True)
     window: Window = _shared("window")

@@ -46,7 +46,7 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
         q_rows, k_rows = _equal(problem.batch, problem.q_len), _equal(problem.batch, cache.appended or 0)
     if operands.q.shape[-1] == 0:  # an append has no queries
         q_rows = none
-    if given.k is None:
+    if given.k_new is None:
         k_rows = none
     lengths = given.cache_seqlens
     if isinstance(lengths, Array):

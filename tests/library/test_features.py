@@ -128,7 +128,7 @@ def test_kernels_define_the_constants_and_members_of_a_feature(feature):
     if feature in ARRAYS:
         assert feature.name in members and feature.name in Operands._fields and feature.field in Problem._fields
         assert (f"d{feature.name}" in members) == feature.gradient
-    for member in filter(None, (feature.member, feature.batch_stride)):
+    for member in filter(None, (feature.member, feature.leading_stride)):
         assert member in members
 
 

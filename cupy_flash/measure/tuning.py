@@ -23,9 +23,8 @@ from ..device import Device
 from ..plan import measurements, plan
 from ..plan.measurements import Measured, Tune
 from ..plan.plan import MODULES, Plan, amount_text, candidates
-from ..problem.build import pose
+from ..problem.build import pose, pose_with_cache
 from ..problem.features import Options
-from ..problem.kv_cache import pose_with_cache
 from ..problem.kv_cache_records import CacheOptions
 from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial, cache_call
 from ..problem.records import FP8, Operands, Problem, Saved

@@ -105,12 +105,6 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
     if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
         return
     require = requirements.require
-    for name in ("k_descale", "v_descale"):
-        descale = getattr(operands, name)
-        if descale is not None and descale.device == "cpu" and descale.dtype == np.float32:
-            values = descale.numpy()
-            legal = bool((np.isfinite(values) & (values >= 0)).all())
-            require(legal, f"{name} must be finite and not negative")
     tokens = operands.q.shape[0] if given.k_new is None else given.k_new.shape[0]
     if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
         return

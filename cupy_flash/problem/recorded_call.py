@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import named_dtype
-from .build import PLAIN_OPTIONS
+from .build import TABLE
 from .checks import Requirements, check_options
 from .features import ARRAY, FEATURES, NUMBER, Options
 from .kv_cache_records import Cache
@@ -150,9 +150,9 @@ class Trial:
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be True or False, not {getattr(self, name)!r}")
         requirements, plain = Requirements("a call"), Options()
-        options = {name: getattr(self if name in STATED else plain, name) for name in PLAIN_OPTIONS}
+        options = {name: getattr(self if name in STATED else plain, name) for name in TABLE.plain}
         options["window"] = self.window
-        check_options(requirements, options, None, self.packed is True, np.float32)
+        check_options(requirements, FEATURES, options, None, self.packed is True, np.float32)
         wrong += requirements.unmet
         wrong += self._wrong_mods() + self._wrong_cache()
         if wrong:

@@ -19,7 +19,7 @@ from cupy_flash.engines import mma_decode
 from cupy_flash.gpu import run_plan
 from cupy_flash.measure.checks.references import furthest
 from cupy_flash.plan.plan import plan
-from cupy_flash.problem.kv_cache import pose_with_cache
+from cupy_flash.problem.build import pose_with_cache
 from cupy_flash.problem.kv_cache_records import CacheOptions
 from cupy_flash.problem.records import Operands, Problem
 from cupy_flash.simulator.run import start

@@ -24,9 +24,8 @@ from cupy_flash.measure.worker_process import Lost
 from cupy_flash.plan import measurements
 from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
 from cupy_flash.plan.plan import plan, predicted, tune_key
-from cupy_flash.problem.build import pose
+from cupy_flash.problem.build import pose, pose_with_cache
 from cupy_flash.problem.features import Options
-from cupy_flash.problem.kv_cache import pose_with_cache
 from cupy_flash.problem.kv_cache_records import CacheOptions
 from cupy_flash.problem.recorded_call import CacheTrial, Trial, cache_call, recorded_line
 

@@ -17,7 +17,7 @@ import numpy as np
 from ... import dispatch
 from ...arrays import Array, as_array
 from ...problem import features
-from ...problem.kv_cache import ARRAY_NAMES, pose_append, pose_with_cache
+from ...problem.build import pose_append, pose_with_cache
 from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
 from ...problem.records import UnsupportedError
 from . import primitive, static_call
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ...problem.argument_types import CacheArgumentsWithoutLse
 
 CACHES = ("k_cache", "v_cache")
+ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == features.ARRAY)
 WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
 OF_APPEND = (
     "cache_seqlens", "slots", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_interleaved",

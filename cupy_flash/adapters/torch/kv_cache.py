@@ -15,8 +15,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ... import dispatch
+from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import ARRAY, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
-from ...problem.kv_cache import pose_append, pose_with_cache
 from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
 from ...problem.records import UnsupportedError
 from .autograd_kernel import are_plain

@@ -16,9 +16,8 @@ from ...gpu import ahead
 from ...gpu.run_plan import compile_launch
 from ...mods.trace import Mod
 from ...plan.plan import DECODERS, Plan, forms
-from ...problem.build import pose
+from ...problem.build import pose, pose_with_cache
 from ...problem.features import Options
-from ...problem.kv_cache import pose_with_cache
 from ...problem.kv_cache_records import CacheOptions
 from ...problem.recorded_call import Call, Trial
 from ...problem.records import FP8, Packed, Saved

@@ -34,6 +34,7 @@ from .checks import (
 )
 from .features import ARRAY, ARRAYS, FEATURES, LENGTHS, MOD, SEED, WINDOW, Feature, Options
 from .records import (
+    CACHES,
     DOUBLE_BACKWARD,
     JVP,
     LAYOUTS,
@@ -190,7 +191,6 @@ def _whole_length(requirements: Requirements, given: Any) -> int | None:
     return length if requirements.require(abs(length) <= LONGEST, f"cache_seqlens must be int32, not {length}") else 0
 
 
-CACHES = ("k_cache", "v_cache")
 OPERANDS = frozenset(Operands._fields)
 
 

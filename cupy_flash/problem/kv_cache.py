@@ -11,9 +11,8 @@ from typing import Any
 
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
 from .features import FLOATING
-from .kv_cache_contents import CACHES
 from .kv_cache_records import CACHE_FEATURES, INT32, INT64, Cache
-from .records import FP8, LONGEST
+from .records import CACHES, FP8, LONGEST
 
 Arrays = dict[str, ArrayFacts]
 

@@ -23,6 +23,7 @@ FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns 
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
+CACHES = ("k_cache", "v_cache")
 LONGEST = 2**31 - 1  # positions are int32
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from ...arrays import Array, empty
 from ...plan.plan import Plan
-from ...problem.kv_lengths import read_spans
+from ...problem.kv_cache_contents import read_spans
 from ...problem.records import Operands, Problem
 from ..blas import product, square_sum
 from ..partials import merge_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...arrays import Array
-from ...problem.kv_lengths import Spans, appended_places, positions_of_keys
+from ...problem.kv_cache_contents import Spans, appended_places, positions_of_keys
 from ...problem.records import FP8, Operands, Problem
 
 LARGEST_FP8 = 448.0  # largest float8_e4m3fn, to which larger numbers saturate

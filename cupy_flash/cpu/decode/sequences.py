@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays import Array
 from ...engines.cpu_decode import FIXED_ROWS
 from ...plan.plan import Plan
-from ...problem.kv_lengths import Spans, positions_of_queries
+from ...problem.kv_cache_contents import Spans, places_of_sequences, positions_of_queries
 from ...problem.mask import Mask
 from ...problem.records import Operands, Problem
 from ..score import four_dimensional
@@ -131,16 +131,15 @@ def sequences_of_cache(
     k, v = (x.numpy() if cache.layout == "bshd" else x.numpy().transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
     mask = None if operands.mask is None else operands.mask.numpy()
     q_idx = positions_of_queries(problem, operands, spans) if problem.mods else None
-    blocks, table, pads = (
-        None if x is None else x.numpy() for x in (given.cache_batch_idx, given.block_table, given.cache_leftpad)
-    )
+    pads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.numpy().tolist()
     sequences = []
-    for b, (start, rows, length) in enumerate(
-        zip(spans.q_starts.tolist(), spans.q_rows.tolist(), spans.kv_lengths.tolist(), strict=True)
-    ):
+    for b, (start, rows, length, place, pad) in enumerate(
+        zip(
+            spans.q_starts.tolist(), spans.q_rows.tolist(), spans.kv_lengths.tolist(),
+            places_of_sequences(problem, operands), pads, strict=True,
+        )
+    ):  # fmt: skip
         here = (slice(start, start + rows),) if packed else (b,)
-        place = (b if blocks is None else int(blocks[b]), 0) if table is None else table[b]
-        pad = 0 if pads is None else int(pads[b])
         keys = Keys(k, v, place, pad, length, problem.accumulation)
         seen, first = None, 0
         if mask is not None:

@@ -72,7 +72,6 @@ FLOW = (
     "cpu.partials",
     "cpu.score",
     "cpu.decode.sequences",
-    "cpu.decode.mods",
     "cpu.thread_pool",
     "cpu.blas",
     "cpu.decode",

@@ -27,10 +27,10 @@ from ...problem.kv_cache_contents import read_spans
 from ...problem.records import Operands, Problem
 from ..blas import product, square_sum
 from ..partials import merge_weights
+from ..score import MaskMod, steps
 from ..thread_pool import Stop, run_tasks
 from . import append as appending
-from .mods import Mods
-from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
+from .sequences import RowScores, RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
 # Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
 TASKS = 32
@@ -117,13 +117,10 @@ class _Call:
         scale, one = dtype.type(problem.scale), dtype.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.lowest = np.finfo(dtype).min
-        self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
-        self.modifies |= problem.dense_mask is not None or problem.mods != ""
-        self.mods = Mods(problem, operands) if problem.mods else None
-        by_head = (-1, problem.kv_heads, problem.group)
-        slopes, sink = operands.alibi_slopes, operands.sink
-        self.slopes = None if slopes is None else np.atleast_2d(slopes.numpy()).astype(dtype).reshape(by_head)
-        self.sink = None if sink is None else sink.numpy().astype(dtype).reshape(by_head)[0]
+        self.steps, self.mask_mod = steps(problem, operands), MaskMod(problem, operands) if problem.mask_mod else None
+        self.modifies = self.product_scale != 1 or self.steps or self.mask_mod or problem.dense_mask is not None
+        sink = operands.sink
+        self.sink = None if sink is None else sink.numpy().astype(dtype).reshape(problem.kv_heads, problem.group)
         self.k_descale, self.v_descale = (
             None if x is None else x.numpy().astype(dtype) for x in (operands.k_descale, operands.v_descale)
         )
@@ -188,35 +185,26 @@ class _Call:
 
     def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
         """Turn the products with the keys [start, start + S.shape[2]) into scores, in place; hidden ones are -inf."""
-        problem, keys, stop = self.problem, tile.sequence.keys, start + S.shape[2]
+        problem, sequence, stop = self.problem, tile.sequence, start + S.shape[2]
+        keys, scores = sequence.keys, RowScores(problem, tile, start, stop)
         if self.product_scale != 1:
             S *= self.product_scale
-        if problem.softcap is not None:
-            S /= problem.softcap
-            np.tanh(S, out=S)
-            S *= problem.softcap
-        left, right = problem.mask.left, problem.mask.right
-        is_hidden = tile.is_partly_hidden(problem.mask, start, stop)
-        if self.slopes is not None or is_hidden:
-            distance = tile.row_positions(problem)[:, None] - np.arange(start, stop)  # (rows, keys)
-        if self.slopes is not None:
-            slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
-            group = np.arange(S.shape[1]) % problem.group
-            S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
-        if self.mods is not None:
-            self.mods.apply(S, tile, start)
-        if is_hidden:
+        for step in self.steps:
+            step.apply(S, scores, save=False)
+        if self.mask_mod is not None:
+            np.copyto(S, -np.inf, where=~self.mask_mod.visible(scores))
+        if tile.is_partly_hidden(problem.mask, start, stop):
+            left, right = problem.mask.left, problem.mask.right
             if left is not None:
-                np.copyto(S, -np.inf, where=distance > left)
+                np.copyto(S, -np.inf, where=scores.offsets > left)
             if right is not None:
-                np.copyto(S, -np.inf, where=distance < -right)
+                np.copyto(S, -np.inf, where=scores.offsets < -right)
             S[..., : max(keys.start - start, 0)] = -np.inf
             S[..., max(keys.stop - start, 0) :] = -np.inf
-        sequence = tile.sequence
         if sequence.mask is not None and stop > sequence.mask_start:
-            masked, end = max(start, sequence.mask_start), min(stop, keys.stop)
-            mask = tile.cut_mask(problem, masked, end)
-            np.copyto(S[..., masked - start : end - start], -np.inf, where=~mask)
+            first, end = max(start, sequence.mask_start), min(stop, keys.stop)
+            mask = RowScores(problem, tile, first, end).cut(sequence.mask)
+            np.copyto(S[..., first - start : end - start], -np.inf, where=~mask)
 
     def finish(self, tile: RowTile, parts: list[Part | None]) -> Part:
         """Return the result of the tile, its parts and the sink merged in order."""

@@ -118,7 +118,7 @@ def pose_with_cache(
     q: Any, k_cache: Any, v_cache: Any, options: "CacheOptions", reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
-    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _table_of_cache())
+    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
     return _pose_on_cache("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
 
 
@@ -126,7 +126,7 @@ def pose_append(
     k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: "CacheOptions", reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
-    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, _table_of_cache())
+    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, _of_cache())
     if cu_seqlens is not None:
         given["cu_seqlens"] = cu_seqlens
     return _pose_on_cache("append_to_kv_cache", given, options, "cu_seqlens", reasons)
@@ -135,10 +135,7 @@ def pose_append(
 def _pose_on_cache(
     function: str, given: dict[str, Any], options: "CacheOptions", bounds: str, reasons: tuple[str, ...]
 ) -> tuple[Problem, Operands]:
-    from .kv_cache_contents import check_contents, check_overlap
-    from .kv_cache_records import FIELDS, CacheOperands
-
-    requirements = Requirements(function)
+    requirements, of_cache = Requirements(function), _of_cache()
     requirements.unmet += reasons
     length = _whole_length(requirements, options.cache_seqlens)
     if length is None and options.cache_seqlens is not None:
@@ -159,23 +156,24 @@ def _pose_on_cache(
         on_cache=(attends, length is not None),
     )  # fmt: skip
     checked = _checked(requirements, facts)
-    nested: dict[str, Any] = {FIELDS[name]: x for name, x in call.items() if name in FIELDS}
+    fields = of_cache.fields
+    nested: dict[str, Any] = {fields[name]: x for name, x in call.items() if name in fields}
     if length is not None:
         nested["cache_seqlens"] = length
     rows = call.get("q")
     if rows is None and "k" in call:
         rows = empty((0,) * len(call["k"].shape), call["k"].dtype, call["k"])
     named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache")}
-    named |= {name: x for name, x in call.items() if name in OPERANDS and name not in FIELDS and name not in named}
+    named |= {name: x for name, x in call.items() if name in of_cache.others}
     named["cu_seqlens_q"] = call.get(bounds)
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
-    operands = Operands(**named, cache=CacheOperands(**nested))
-    check_overlap(requirements, call)
+    operands = Operands(**named, cache=of_cache.operands(**nested))
+    of_cache.check_overlap(requirements, call)
     if checked.readable:
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
-        check_contents(requirements, checked.problem, operands, bounds)
+        of_cache.check_contents(requirements, checked.problem, operands, bounds)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None
     return checked.problem, operands
@@ -249,11 +247,22 @@ TABLE = _Table(FEATURES)
 ARRAY_NAMES = TABLE.arrays
 
 
-@lru_cache(maxsize=1)
-def _table_of_cache() -> _Table:
-    from .kv_cache_records import CACHE_FEATURES
+class _OfCache(_Table):
+    """The options of a call on a KV cache, and what it needs of modules that other calls do not import."""
 
-    return _Table(CACHE_FEATURES)
+    def __init__(self) -> None:
+        from .kv_cache_contents import check_contents, check_overlap
+        from .kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
+
+        super().__init__(CACHE_FEATURES)
+        self.fields, self.operands = FIELDS, CacheOperands
+        self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
+        self.check_contents, self.check_overlap = check_contents, check_overlap
+
+
+_of_cache = lru_cache(maxsize=1)(
+    _OfCache
+)  # a function's import takes microseconds even if the module has been imported
 
 
 def _given(
@@ -302,7 +311,7 @@ def _facts(
     directed: bool = False,
     on_cache: tuple[bool, bool] | None = None,
 ) -> Facts:
-    plain = (TABLE if on_cache is None else _table_of_cache()).plain_of(options)
+    plain = (TABLE if on_cache is None else _of_cache()).plain_of(options)
     window, backend = options.window, options.backend
     if backend is None:
         backend = environment.backend()
@@ -360,7 +369,7 @@ def cached_if_plain(function: Any, types: tuple[type, ...]) -> Any:
 @lru_cache(maxsize=CACHED)
 def _check_facts(facts: Facts) -> CheckedFacts:
     """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
-    requirements, table = Requirements(""), TABLE if facts.on_cache is None else _table_of_cache()
+    requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
     arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
     options = dict(zip(table.plain, facts.options, strict=True))
     packed, layout, sizes, cache, readable = facts.longest != (), options["layout"], Sizes(), None, False
@@ -449,7 +458,7 @@ def _check_options(
     accumulation: Any,
 ) -> tuple[Settings, tuple[str, ...], bool]:
     """Check the options that are not arrays: return them, their unmet requirements, and whether one is about a type."""
-    requirements, table = Requirements(""), _table_of_cache() if of_cache else TABLE
+    requirements, table = Requirements(""), _of_cache() if of_cache else TABLE
     options = dict(zip(table.plain, plain, strict=True)) | {"window": window}
     settings = check_options(requirements, table.features, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type

@@ -155,6 +155,7 @@ class _Call:
         self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
     ) -> Part:
         shape, dtype, width, m = Q.shape[:2], Q.dtype, 0, None
+        scores = RowScores(self.problem, tile)
         O, l = np.zeros((*shape, self.problem.head_dim_v), dtype), np.zeros((*shape, 1), dtype)
         for start, stop in chunks:
             self.stop.poll()
@@ -163,8 +164,9 @@ class _Call:
                 width = stop - start
                 S = np.empty((*shape, width), dtype)
             np.matmul(Q, K.swapaxes(1, 2), out=S)
-            if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
-                self.modify(S, tile, start)
+            is_hidden = tile.is_partly_hidden(self.problem.mask, start, stop)
+            if self.modifies or is_hidden:
+                self.modify(S, scores.at(start, stop), is_hidden)
             # m is at least the lowest finite number, not -inf, so that a hidden score minus m is -inf, not NaN.
             top = np.maximum.reduce(S, axis=2, keepdims=True, initial=self.lowest)
             if m is None:
@@ -183,28 +185,28 @@ class _Call:
         assert m is not None  # a piece has at least one chunk
         return Part(O, (m + np.log(l))[..., 0])
 
-    def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
-        """Turn the products with the keys [start, start + S.shape[2]) into scores, in place; hidden ones are -inf."""
-        problem, sequence, stop = self.problem, tile.sequence, start + S.shape[2]
-        keys, scores = sequence.keys, RowScores(problem, tile, start, stop)
+    def modify(self, S: np.ndarray, scores: RowScores, is_hidden: bool) -> None:
+        """Turn products into scores, in place; hidden ones are -inf."""
+        tile, start, stop = scores.tile, scores.start, scores.stop
+        sequence, keys = tile.sequence, tile.sequence.keys
         if self.product_scale != 1:
             S *= self.product_scale
         for step in self.steps:
             step.apply(S, scores, save=False)
         if self.mask_mod is not None:
             np.copyto(S, -np.inf, where=~self.mask_mod.visible(scores))
-        if tile.is_partly_hidden(problem.mask, start, stop):
-            left, right = problem.mask.left, problem.mask.right
-            if left is not None:
-                np.copyto(S, -np.inf, where=scores.offsets > left)
-            if right is not None:
-                np.copyto(S, -np.inf, where=scores.offsets < -right)
+        if is_hidden:
+            offsets, mask = scores.offsets, self.problem.mask
+            if mask.left is not None:
+                np.copyto(S, -np.inf, where=offsets > mask.left)
+            if mask.right is not None:
+                np.copyto(S, -np.inf, where=offsets < -mask.right)
             S[..., : max(keys.start - start, 0)] = -np.inf
             S[..., max(keys.stop - start, 0) :] = -np.inf
         if sequence.mask is not None and stop > sequence.mask_start:
             first, end = max(start, sequence.mask_start), min(stop, keys.stop)
-            mask = RowScores(problem, tile, first, end).cut(sequence.mask)
-            np.copyto(S[..., first - start : end - start], -np.inf, where=~mask)
+            visible = scores.at(first, end).cut(sequence.mask)
+            np.copyto(S[..., first - start : end - start], -np.inf, where=~visible)
 
     def finish(self, tile: RowTile, parts: list[Part | None]) -> Part:
         """Return the result of the tile, its parts and the sink merged in order."""

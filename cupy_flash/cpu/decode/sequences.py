@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -79,24 +79,26 @@ class RowTile(NamedTuple):
 
 
 class RowScores:
-    """The coordinates (score.Coordinates) of the scores (Hk, rows, keys) of a row tile with the keys [start, stop)."""
+    """The coordinates (score.Coordinates) of the scores (Hk, rows, keys) of a row tile with a chunk of keys."""
 
-    def __init__(self, problem: Problem, tile: RowTile, start: int, stop: int) -> None:
-        self.problem, self.tile, self.start, self.stop = problem, tile, start, stop
-        self.batch = tile.sequence.batch
+    def __init__(self, problem: Problem, tile: RowTile) -> None:
+        self.problem, self.tile, self.batch = problem, tile, tile.sequence.batch
+        self.start = self.stop = 0
+
+    def at(self, start: int, stop: int) -> RowScores:
+        """Move to the keys [start, stop)."""
+        self.start, self.stop = start, stop
+        return self
 
     @property
     def head(self) -> np.ndarray:
         """The query head of each row, int32 (Hk, rows, 1)."""
-        kv_heads = np.arange(self.problem.kv_heads, dtype=np.int32)[:, None, None] * np.int32(self.problem.group)
-        of_rows: np.ndarray = kv_heads + (np.arange(self.tile.rows, dtype=np.int32) % self.problem.group)[:, None]
-        return of_rows
+        return _heads(self.problem.kv_heads, self.problem.group, self.tile.rows)
 
-    @cached_property
+    @property
     def offsets(self) -> np.ndarray:
         """The positions of rows minus those of keys, int64 (rows, keys)."""
-        rows = self.tile.position + np.arange(self.tile.rows) // self.problem.group
-        return rows[:, None] - np.arange(self.start, self.stop)
+        return self.tile.position + _queries(self.tile.rows, self.problem.group) - np.arange(self.start, self.stop)
 
     @property
     def distances(self) -> np.ndarray:
@@ -124,6 +126,23 @@ class RowScores:
         of_rows = np.ones((self.problem.kv_heads, self.tile.rows, self.stop - self.start), dense.dtype)
         self.tile.of_queries(of_rows, self.problem)[...] = cut
         return of_rows
+
+
+@lru_cache(maxsize=16)
+def _heads(kv_heads: int, group: int, rows: int) -> np.ndarray:
+    """Return the query head of each row, int32 (Hk, rows, 1), read-only because it is shared."""
+    first = np.arange(kv_heads, dtype=np.int32)[:, None, None] * np.int32(group)
+    heads: np.ndarray = first + (np.arange(rows, dtype=np.int32) % group)[:, None]
+    heads.flags.writeable = False
+    return heads
+
+
+@lru_cache(maxsize=16)
+def _queries(rows: int, group: int) -> np.ndarray:
+    """Return the index of each row's query in its tile, int64 (rows, 1), read-only because it is shared."""
+    queries = (np.arange(rows) // group)[:, None]
+    queries.flags.writeable = False
+    return queries
 
 
 def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:

@@ -8,7 +8,7 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 RESULTS=${RESULTS:-bench/out/gpu}
 PYTHON=${PYTHON:-python3}
-SWEEP=${SWEEP:-410} # seconds per sweep, which starts with the regimes of bench/marks.py
+SWEEP=${SWEEP:-410} # seconds per sweep, which starts with the regimes of kernel_development/marks.py
 CONFORMANCE=${CONFORMANCE:-tests/conformance/gpu} # GPU results against which the simulator is tested
 mkdir -p "$RESULTS"
 export PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/helpers" PYTHONUNBUFFERED=1 COLUMNS=250 CUPY_FLASH_CACHE_DIR="${CUPY_FLASH_CACHE_DIR:-$PWD/bench/out/kernels}"
@@ -62,7 +62,7 @@ part_3() { # tests on the GPU; compiled kernels stay in the cache, so that a sec
   step adapters 60 "$@" tests/gpu/test_gpu_adapters.py # needs transformers
 }
 
-part_4() { # fp32 and fp64 without tensor cores: every tile and every peer, forward and backward
+part_4() { # fp32 and fp64 without tensor cores: every tile and every other implementation, forward and backward
   local direction dtype
   for direction in forward backward; do
     for dtype in float32 float64; do
@@ -72,7 +72,7 @@ part_4() { # fp32 and fp64 without tensor cores: every tile and every peer, forw
   done
 }
 
-part_5() { # forward with tensor cores: every tile of every engine and every peer
+part_5() { # forward with tensor cores: every tile of every engine and every other implementation
   step sweep-forward $((SWEEP + 60)) "$PYTHON" -m bench forward --sweep --seconds "$SWEEP" --out "$RESULTS"
 }
 

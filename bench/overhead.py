@@ -73,12 +73,12 @@ def _pointer(array: Array) -> int:
 
 @contextmanager
 def _without_launches() -> Iterator[None]:
-    replaced = {backend: dispatch.MODULES[backend] for backend in ("simulator", "cuda")}
-    dispatch.MODULES.update(dict.fromkeys(replaced, __name__))
+    replaced = {backend: dispatch.LAUNCHERS[backend] for backend in ("simulator", "cuda")}
+    dispatch.LAUNCHERS.update(dict.fromkeys(replaced, __name__))
     try:
         yield
     finally:
-        dispatch.MODULES.update(replaced)
+        dispatch.LAUNCHERS.update(replaced)
 
 
 def _options(framework: str) -> dict[str, Any]:

@@ -7,17 +7,20 @@ import os
 import warnings
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import device, environment
 from .arrays import Array
 from .cpu import partials
 from .device import Device
+from .engines import MODULES
 from .engines.launch import Launch
 from .plan.plan import Plan, last_of_bucket, plan
 from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from .mods.tiles import TileCounts
 
 # Appended to the error if CuPy is missing.
@@ -125,7 +128,7 @@ def along_cotangents(problem: Problem) -> Problem:
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
     """Return the plan, on the CPU with a tile for the pairs that mask_mod leaves, which depend on captured arrays."""
-    if chosen.engine != "cpu" or not chosen.problem.mask_mod:
+    if not chosen.problem.mask_mod or _code(chosen) != ATTENTION:
         return chosen
     from .cpu import attention as cpu
 
@@ -191,31 +194,38 @@ def append(problem: Problem, operands: Operands) -> None:
 
 def explain(chosen: Plan, operands: Operands) -> str:
     """Return the text of a plan; where the CPU engine computes in torch, with those tiles and a line that says so."""
-    if chosen.engine != "cpu":
+    if _code(chosen) != ATTENTION:
         return chosen.explain()
     products = _imported(".cpu.blas").products_of(chosen.problem, operands)
     return f"{products.planned(chosen).explain()}{products.line}"
 
 
-# {backend or engine: module}; engines take precedence.
-MODULES = {"cpu": ".cpu.attention", "cpu_decode": ".cpu.decode", "cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+ATTENTION = ".cpu.attention"  # the module on the CPU that chooses its tile and its library of products at the call
+# {backend with kernels: the module that launches them}; on the CPU each engine has a module of its own.
+LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
 
 # {backend: module of JVP and double backward}
-DERIVATIVES = {"cpu": ".cpu.derivatives", "cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 
 
-def _derivatives(chosen: Plan) -> Any:
+def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
     return _imported(DERIVATIVES[chosen.device.backend])
 
 
-def _module(chosen: Plan) -> Any:
-    """Return the backend's module, imported lazily: its dependencies may be slow to import or not installed."""
-    return _imported(MODULES.get(chosen.engine, MODULES[chosen.device.backend]))
+def _module(chosen: Plan) -> ModuleType:
+    """Return the module that runs a plan, imported lazily: its dependencies may be slow to import or not installed."""
+    return _imported(_code(chosen))
+
+
+def _code(chosen: Plan) -> str:
+    """Return the name of the module that runs a plan."""
+    backend = chosen.device.backend
+    return LAUNCHERS[backend] if backend in LAUNCHERS else f".{MODULES[chosen.engine].KERNELS}"
 
 
 @cache
-def _imported(name: str) -> Any:
+def _imported(name: str) -> ModuleType:
     """Return a module, cached because `import_module` takes microseconds even if the module has been imported."""
     return importlib.import_module(name, __package__)

@@ -1,6 +1,6 @@
 """Two extensions that mkdocs.yml loads: links out of docs/, and doctests in the API reference.
 
-A link such as ../bench/marks.py from a page of docs/ adds that file of the repository to the site.
+A link such as ../bench/gpu_queue.md from a page of docs/ adds that file of the repository to the site.
 """
 
 from __future__ import annotations

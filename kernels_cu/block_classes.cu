@@ -10,19 +10,19 @@ __device__ void classify_block(const Params& p, int batch, int head, int row, in
   Band band(p, sequence);
   ClassifyKeys classify = {band, {head, head + 1}, {q_start, min(q_start + BLOCK_Q, p.q_len)}};
   Truth seen = classify({kv_start, min(kv_start + BLOCK_KV, p.kv_len)});
-  if (seen.may && seen.may_not) {
+  if (seen.may && seen.may_not) {  // @count-pairs
     seen = {false, false};
     for (int n = threadIdx.x; n < BLOCK_Q * BLOCK_KV; n += THREADS) {
       int i = q_start + n / BLOCK_KV, j = kv_start + n % BLOCK_KV;
-      if (i >= p.q_len || j >= p.kv_len) continue;
+      if (i >= p.q_len || j >= p.kv_len) continue;  // @existing-pairs
       bool visible = band.mod_sees(head, i, j);
       seen.may |= visible, seen.may_not |= !visible;
     }
-    seen = {__syncthreads_or(seen.may) != 0, __syncthreads_or(seen.may_not) != 0};
+    seen = {__syncthreads_or(seen.may) != 0, __syncthreads_or(seen.may_not) != 0};  // @truth-of-block
   }
   if (threadIdx.x > 0) return;
   unsigned char* classes = (unsigned char*)p.out.data;
-  classes += batch * p.out.batch + row * p.out.row + head * p.out.head;
+  classes += batch * p.out.batch + row * p.out.row + head * p.out.head;  // @class-of-block
   classes[column] = seen.may ? 2 - seen.may_not : 0;
 }
 

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
   int first = (blockIdx.x * THREADS + threadIdx.x) / WARP, step = gridDim.x * THREADS / WARP;
   if constexpr (ADD_DQ) {
     DqSums sums(p, sequence, head);
-    for (int i = first; i < (sequence.q_len + 15) / 16 * 16; i += step) sums.clear(i);
+    for (int i = first; i < (sequence.q_len + 15) / 16 * 16; i += step) sums.clear(i);  // @clear-sums
     if constexpr (DQ_IN_ORDER) {
       DqTurns turns(p, sequence, head);
       for (int i = first; i < sequence.q_len; i += step)
@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
   for (int i = first; i < sequence.q_len; i += step) {
     real sum = row_product(dO + i * p.dout.row, O + i * p.out.row, lane);
 #if DIRECTION
+    // @eps-of-row
     real eps = row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
     if (lane == 0) sequence.queries<real>(p.eps, head)[i * p.eps.row] = eps;
 #endif
@@ -42,9 +43,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     if constexpr (LSE2) {
       real lse = sequence.queries<real>(p.lse, head)[i * p.lse.row];
       if (lse == -infinity()) sum = 0;
-      real lse2 = lse == -infinity() ? infinity() : lse * (real)1.4426950408889634;
+      real lse2 = lse == -infinity() ? infinity() : lse * (real)1.4426950408889634;  // @delta-of-no-key
 #if DIRECTION
       RowNumbers numbers = {lse2, 0, 0, 0};
+      // @numbers-of-row
       if (lse != -infinity()) numbers = {lse2, sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum, eps};
       if (lane == 0) sequence.queries<RowNumbers>(p.row_numbers, head)[i * p.row_numbers.row] = numbers;
 #else

@@ -6,6 +6,7 @@ struct Descales {
   float qk;
   float v;
 
+  // @descale-S
   __device__ Descales(const Params& p, int b, int kv_head)
       : qk(of(p, p.q_descale, b, kv_head) * of(p, p.k_descale, b, kv_head)), v(of(p, p.v_descale, b, kv_head)) {}
 
@@ -17,7 +18,7 @@ struct Descales {
   // Scale of the bare q.k. Clamped if it is in the exponent, because the softmax divides by it: at 2^-100 all scores
   // are equal, as at 0.
   __device__ float scale(const Params& p, bool in_exponent) const {
-    float x = (float)p.scale * qk;
+    float x = (float)p.scale * qk;  // @descaled-scale
     if (!in_exponent) return x;
     return x < 0x1p-100f ? 0x1p-100f : x > 0x1p100f ? 0x1p100f : x;
   }

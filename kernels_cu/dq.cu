@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
       for (int e = 0; e < 4; ++e) {
         int i = row + row_of(0, e), d = column + column_of(half, e);
         if (i < sequence.q_rows && d < HEAD_DIM)
-          store(dQ + i * p.dq.row + d, i < sequence.q_len ? numbers[e] * (float)p.scale : 0);
+          store(dQ + i * p.dq.row + d, i < sequence.q_len ? numbers[e] * (float)p.scale : 0);  // @scale-added-dQ
       }
     }
 }

@@ -7,7 +7,7 @@
 
 // Row blocks before a sequence. A packed sequence starts at a block of its own, so that no two sequences share one.
 __device__ inline long long first_block(const Sequence& sequence) {
-  return PACKED ? sequence.q_start / 16 + sequence.batch : 0;
+  return PACKED ? sequence.q_start / 16 + sequence.batch : 0;  // @square-of-sequence
 }
 
 struct DqSums {
@@ -43,7 +43,7 @@ struct DqSums {
   __device__ float4 load(int row, int column, int half) const {
     const float* from = fragment(row, column, half);
     if constexpr (VECTORS) return *(const float4*)from;
-    return {from[0], from[32], from[64], from[96]};
+    return {from[0], from[32], from[64], from[96]};  // @fragment-of-sums
   }
 
   // Zeroes the i-th COLUMNS numbers, as many as a row has: calls for i below the number of rows zero all of them. All

@@ -55,7 +55,7 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
-          Position key_in_bounds(band.key(j), 0, column_of(n, e));
+          Position key_in_bounds(band.key(j), 0, column_of(n, e));  // @key-in-bounds
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
           if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
           float derivative;
@@ -110,7 +110,7 @@ __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], co
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      factors[m][half] = softmax[m][half].update(row_max(largest[m][half]), scale_log2);
+      factors[m][half] = softmax[m][half].update(row_max(largest[m][half]), scale_log2);  // @update-softmax
   return true;
 }
 
@@ -121,7 +121,7 @@ __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) O[m][n][e] *= factors[m][e / 2];
+      for (int e = 0; e < 4; ++e) O[m][n][e] *= factors[m][e / 2];  // @rescale-O
 }
 
 template <int M, int N>
@@ -143,6 +143,7 @@ struct Bits {
   Philox bits;
 
   __device__ void draw(const Dropout& dropout, int i, int j) { bits = dropout.bits(i, j); }
+  // @dropout-column
   __device__ unsigned int operator()(int n, int e) const { return bits.half(8 * (e / 2), 8 * (n % 2) + e % 2); }
 };
 
@@ -183,9 +184,10 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int i = q_start + row_of(m, 2 * half);
-      softmax[m][half].l = row_sum(softmax[m][half].l);
+      softmax[m][half].l = row_sum(softmax[m][half].l);  // @sum-l
       Softmax2::Ending ending = softmax[m][half].end(log2_scale_of(scale), SCALE_IN_EXPONENT ? scale : 1.0f);
-      if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
+      if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));  // @add-sink
+      // @keep-scale
       factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
       if (writes_lse && lane_id() % 4 == 0 && i < sequence.q_rows)
         lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
@@ -202,7 +204,7 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
 template <int DIM>
 __device__ void store_chunk(element* row, const Operand& x, int chunk, uint4 numbers) {
   element* to = row + 8 * chunk;
-  if (x.aligned == 8) {
+  if (x.aligned == 8) {  // @aligned-store
     *(uint4*)to = numbers;
   } else {
 #pragma unroll

@@ -18,7 +18,7 @@ struct TransposedBits {
   }
   __device__ unsigned int operator()(int n, int e) const {
     unsigned int own_word = own.word[2 * (n % 2) + e / 2], other_word = other.word[2 * (n % 2) + e / 2];
-    return (e % 2 == odd ? own_word : other_word) >> 16 * odd & 0xFFFF;
+    return (e % 2 == odd ? own_word : other_word) >> 16 * odd & 0xFFFF;  // @dropout-word
   }
 };
 
@@ -122,14 +122,14 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
     else
       attend_pairs(false);
   } else if (MANY && masked) {
-    wait();
+    wait();  // @wait-dP-of-masked-tile
     attend_pairs(true);
   } else {
     if (masked)
       exponentiate_all(true);
     else
       exponentiate_all(false);
-    wait();
+    wait();  // @wait-dP-of-full-tile
 #pragma unroll
     for (int t = 0; t < PAIRS; ++t) gradients(t / (N / 2), t % (N / 2) * 2, derivatives);
   }

@@ -73,7 +73,7 @@ __device__ inline void mbarrier_wait(unsigned int mbarrier, unsigned int parity)
       "bra AGAIN;"
       "DONE: }" ::"r"(mbarrier),
       "r"(parity)
-      : "memory");
+      : "memory");  // @try-wait-again
 }
 
 // Clusters: the rank of this block, a barrier of all threads, and an arrival at the mbarrier at the same offset in
@@ -199,13 +199,14 @@ __device__ void fence_operand(unsigned int (&x)[1][N][4]) {
 template <int SWIZZLE>
 __device__ unsigned long long swizzled_descriptor(unsigned int address, int leading) {
   static_assert(SWIZZLE == 128 || SWIZZLE == 64);
+  // @descriptor-swizzle
   return (unsigned long long)(address >> 4 & 0x3FFF) | (unsigned long long)(leading >> 4) << 16 |
          (unsigned long long)(8 * SWIZZLE >> 4) << 32 | (unsigned long long)(128 / SWIZZLE) << 62;
 }
 // K-major: a wgmma reads within one panel, so hardware ignores the leading offset (LBO), which is 1, as in CUTLASS.
 template <int SWIZZLE = 128>
 __device__ unsigned long long k_major_descriptor(unsigned int address) {
-  return swizzled_descriptor<SWIZZLE>(address, 16);
+  return swizzled_descriptor<SWIZZLE>(address, 16);  // @K-major-LBO
 }
 // MN-major: the leading offset is the distance in bytes to the next panel of 64 columns.
 __device__ inline unsigned long long mn_major_descriptor(unsigned int address, int panel) {

@@ -18,13 +18,13 @@ struct Blocks {
     if (PAGED && !past_the_end) table = p.block_table + b * p.table_row;
     if (!PAGED && !past_the_end && p.cache_batch_idx) own = p.cache_batch_idx[b];
   }
-  __device__ bool has(int block) const { return (unsigned)block < (unsigned)count; }
+  __device__ bool has(int block) const { return (unsigned)block < (unsigned)count; }  // @has-page
   // Contiguous: whether the sequence has a valid row of the cache, and that row, or 0 if not. Paged: always true.
   __device__ bool exists() const { return PAGED || has(own); }
   __device__ int row() const { return has(own) ? own : 0; }
 
   // The block of a key, and the key's row in it.
-  __device__ int block_of(int key) const { return PAGED ? table[key >> page_log2] : own; }
+  __device__ int block_of(int key) const { return PAGED ? table[key >> page_log2] : own; }  // @page-of-key
   __device__ int row_in_block(int key) const { return PAGED ? key & ((1 << page_log2) - 1) : key; }
 };
 
@@ -45,7 +45,7 @@ struct PagedTileRows {
   __device__ int page_of(int row) const { return pages[row >> blocks.page_log2]; }
   __device__ bool has(int key) const { return blocks.has(page_of(key - first)); }
   __device__ T* operator()(int row) const {
-    return data + page_of(row) * page + blocks.row_in_block(first + row) * stride;
+    return data + page_of(row) * page + blocks.row_in_block(first + row) * stride;  // @row-in-page
   }
 };
 

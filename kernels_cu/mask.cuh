@@ -20,6 +20,7 @@ struct Band {
     low = -q_len - 1;
     high = kv_len + 1;
     if (WINDOW_LEFT) low = inside(-floor_div((long long)p.window_left - sequence.offset, sequence.step));
+    // @band-high
     if (WINDOW_RIGHT) high = inside(floor_div((long long)sequence.offset + p.window_right, sequence.step));
 #if KV_CACHE
     leftpad = sequence.leftpad;
@@ -33,7 +34,7 @@ struct Band {
   // The first key from `j` on that is no padding.
   __device__ int key_after_padding(int j) const {
 #if KV_CACHE
-    return max(j, leftpad);
+    return max(j, leftpad);  // @after-padding
 #else
     return j;
 #endif
@@ -69,12 +70,13 @@ struct Band {
 
   // Bounds of the keys seen by queries [q_start, q_stop), and of the queries that see keys [kv_start, kv_stop).
   __device__ int kv_begin(int q_start) const { return min(max(key_after_padding(q_start + low), 0), kv_len); }
-  __device__ int kv_end(int q_stop) const { return max(min(q_stop + high, kv_len), 0); }
+  __device__ int kv_end(int q_stop) const { return max(min(q_stop + high, kv_len), 0); }  // @kv-end
   __device__ int q_begin(int kv_start) const { return min(max(kv_start - high, 0), q_len); }
   __device__ int q_end(int kv_stop) const { return max(min(kv_stop - low, q_len), 0); }
 
   // The keys that every query of the tile sees; empty if the tile exceeds the sequence.
   __device__ Range sees_all(int q_start, int q_stop) const {
+    // @keys-all-see
     return q_stop <= q_len ? Range{key_after_padding(q_stop - 1 + low), min(q_start + high + 1, kv_len)} : Range{0, 0};
   }
   // The queries that see every key of the tile; empty if the tile exceeds the sequence.
@@ -88,7 +90,7 @@ struct DenseMask {
   __device__ static bool sees(const Params& p, const Band& band, int b, int h, int i, int j) {
     const unsigned char* mask = (const unsigned char*)p.mask.data;
 #if KV_CACHE
-    j -= band.kv_len - p.mask_keys;  // with a cache the mask has only the last keys
+    j -= band.kv_len - p.mask_keys;  // @shift-mask: with a cache the mask has only the last keys
     if (j < 0) return true;
 #endif
     return mask[b * p.mask.batch + h * p.mask.head + i * p.mask.row + j * p.mask.column] != 0;

@@ -13,9 +13,9 @@ __device__ void merge_row(const Params& p, const Sequence& sequence, int kv_head
   float largest = -infinity();
   for (int c = 0; c < count; ++c) largest = max(largest, lse_of(c));
   PartialSums sums(largest);
-  for (int c = 0; c < count; ++c) sums.add(lse_of(c), row_of(c));
+  for (int c = 0; c < count; ++c) sums.add(lse_of(c), row_of(c));  // @sum-parts
   Softmax2::Ending ending = with_sink(p, head, sums.lse());
   element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
-  sums.finish([&](int d, float x) { store(out + d, x * ending.factor); });
+  sums.finish([&](int d, float x) { store(out + d, x * ending.factor); });  // @normalise-O
   if (lane_id() == 0) sequence.queries<float>(p.lse, head)[i * p.lse.row] = ending.lse;
 }

@@ -20,7 +20,7 @@ struct Position {
   int column;
 
   __device__ Position(int base, int offset = 0, int column = 0) : base(base), offset(offset), column(column) {}
-  __device__ operator int() const { return base + offset; }
+  __device__ operator int() const { return base + offset; }  // @query-key-distance
 };
 
 #if MODS
@@ -37,14 +37,14 @@ struct QueryPositions {
 
   __device__ QueryPositions(const Params& p, const Sequence& sequence)
       : given(p.positions), first(sequence.offset), last(p.cache_capacity - 1) {
-    if (given) given += PACKED ? sequence.q_start : sequence.batch * p.positions_row;
+    if (given) given += PACKED ? sequence.q_start : sequence.batch * p.positions_row;  // @given-positions
   }
-  __device__ int operator()(int i) const { return min(max(given ? given[i] : first + i, 0), last); }
+  __device__ int operator()(int i) const { return min(max(given ? given[i] : first + i, 0), last); }  // @query-position
   // The least and the greatest q_idx of queries.lo to queries.hi.
   __device__ Interval<int> operator()(Interval<int> queries) const {
     Interval<int> bounds = {(*this)(queries.lo), (*this)(queries.hi)};
 #pragma unroll 1
-    for (int i = queries.lo; given && i <= queries.hi; ++i)
+    for (int i = queries.lo; given && i <= queries.hi; ++i)  // @bounds-of-positions
       bounds = {min(bounds.lo, (*this)(i)), max(bounds.hi, (*this)(i))};
     return bounds;
   }

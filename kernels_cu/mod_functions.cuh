@@ -111,7 +111,7 @@ __device__ inline real mod_divide(real x, real y) {
 // Indices of captured arrays are clamped, as on every backend; `below` is for indices that are not negative.
 template <typename T>
 __device__ int clamped(T i, int size) {
-  return (int)min(max(i, (T)0), (T)(size - 1));
+  return (int)min(max(i, (T)0), (T)(size - 1));  // @clamp-index
 }
 template <typename T>
 __device__ int below(T i, int size) {
@@ -144,22 +144,23 @@ struct FixedPoint {
   __device__ FixedPoint(const Params& p, const void* largest) {
     int biased = (int)(__double_as_longlong(*(const double*)largest) >> 52);  // largest < 2^(biased - 1022)
     int of_rows = 64 - __clzll((long long)p.batch * p.heads * p.q_len);       // rows < 2^of_rows
-    exponent = min(max(61 - of_rows - (biased - 1022), -1022), 1022);
+    exponent = min(max(61 - of_rows - (biased - 1022), -1022), 1022);         // @fixed-point-unit
     is_finite = biased != 0x7FF;
   }
   static __device__ double power_of_two(int n) { return __longlong_as_double((long long)(1023 + n) << 52); }
   __device__ void add_to(long long* sums, long long place, real x) const {
     long long units = (long long)rint((double)x * power_of_two(exponent));
-    atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);
+    atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);  // @add-units
   }
   // With an infinite or NaN contribution there is no unit, and the gradient is NaN.
   __device__ real value(long long sum) const {
+    // @value-of-units
     return is_finite ? (real)((double)sum * power_of_two(-exponent)) : (real)__int_as_float(0x7FC00000);
   }
 };
 // Non-negative doubles, inf and NaN are ordered as their bits, so an integer maximum serves.
 __device__ inline void raise_to(double* largest, real x) {
-  atomicMax((unsigned long long*)largest, (unsigned long long)__double_as_longlong(abs((double)x)));
+  atomicMax((unsigned long long*)largest, (unsigned long long)__double_as_longlong(abs((double)x)));  // @measure-row
 }
 template <typename Element>
 __device__ void round_fixed(Element* gradient, const long long* sums, long long count, FixedPoint fixed, int thread,

@@ -20,7 +20,7 @@ struct PartialSums {
   // out[d] is column d of the part's result.
   template <typename Row>
   __device__ void add(real lse, Row out) {
-    real weight = empty() ? 0 : exp(lse - largest);
+    real weight = empty() ? 0 : exp(lse - largest);  // @weight-of-part
     sum += weight;
 #pragma unroll
     for (int n = 0, d = lane_id(); n < COLUMNS; ++n, d += WARP)

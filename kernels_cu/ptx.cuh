@@ -68,8 +68,9 @@ __device__ inline void cvt_e4m3x4<half16>(unsigned int (&y)[2], unsigned int x) 
   for (int n = 0; n < 2; ++n) {
     unsigned int bytes = __byte_perm(x, 0, n ? 0x3424 : 0x1404);  // in the upper halves
     unsigned int magnitude = bytes >> 1 & 0x3F803F80;
+    // @fp8-nan
     unsigned int nan = magnitude + 0x00800080 & 0x40004000;  // 0x7F alone carries into the last bit of the exponent
-    y[n] = mul_rn_x2<half16>(bytes & 0x80008000 | magnitude | nan, 0x5C005C00);
+    y[n] = mul_rn_x2<half16>(bytes & 0x80008000 | magnitude | nan, 0x5C005C00);  // @fp8-exponent-bias
   }
 #endif
 }
@@ -110,7 +111,7 @@ __device__ inline void mma_m16n8k16<half16>(float (&d)[4], const unsigned int (&
                : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[2]), "r"(a[3]), "r"(b1));
+               : "r"(a[2]), "r"(a[3]), "r"(b1));  // @mma-of-right-half
 #endif
 }
 #if __CUDA_ARCH__ >= 800
@@ -228,11 +229,11 @@ __device__ inline void cp_async_wait_group() {
 // Release and acquire at GPU scope: accesses before st_release are visible after an ld_acquire that reads its value.
 __device__ inline unsigned int ld_acquire(const unsigned int* from) {
   unsigned int x;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");  // @acquire-turn
   return x;
 }
 __device__ inline void st_release(unsigned int* to, unsigned int x) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");  // @release-turn
 }
 
 #if __CUDA_ARCH__ >= 900

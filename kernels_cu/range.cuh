@@ -120,6 +120,7 @@ __device__ Interval<T> modulo(Interval<T> x, Interval<T> y) {
   if (y.lo <= 0) return any_long();
   T quotient = floor_quotient(x.lo, y.hi);
   bool exact = y.lo == y.hi && quotient == floor_quotient(x.hi, y.hi);
+  // @bounds-of-remainder
   return exact ? Interval<T>{x.lo - quotient * y.hi, x.hi - quotient * y.hi} : Interval<T>{0, y.hi - 1};
 }
 template <typename T>
@@ -133,7 +134,7 @@ __device__ Truth less(Interval<T> x, Interval<T> y) {
 }
 template <typename T>
 __device__ Truth less_equal(Interval<T> x, Interval<T> y) {
-  return {x.lo <= y.hi, x.hi > y.lo};
+  return {x.lo <= y.hi, x.hi > y.lo};  // @interval-less-equal
 }
 template <typename T>
 __device__ Truth equal(Interval<T> x, Interval<T> y) {
@@ -148,7 +149,7 @@ __device__ inline Truth negate(Truth x) {
   return {x.may_not, x.may};
 }
 __device__ inline Truth both(Truth x, Truth y) {
-  return {x.may && y.may, x.may_not || y.may_not};
+  return {x.may && y.may, x.may_not || y.may_not};  // @interval-and
 }
 __device__ inline Truth either(Truth x, Truth y) {
   return {x.may || y.may, x.may_not && y.may_not};
@@ -235,7 +236,7 @@ __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, 
   if (count <= MOST_ELEMENTS) {
     Interval<T> found = {limits.hi, limits.lo};
 #pragma unroll 1
-    for (int n = 0; n < count; ++n) {
+    for (int n = 0; n < count; ++n) {  // @each-element
       long long place = 0;
       int rest = n;
 #pragma unroll
@@ -252,7 +253,8 @@ __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, 
   int first = box[RANK - 1].lo / CHUNK, last = box[RANK - 1].hi / CHUNK;
   if (!one_row || last - first >= MOST_CHUNKS) return limits;
   chunks += row * ((size[RANK - 1] + CHUNK - 1) / CHUNK);
-  Interval<T> found = chunks[first];
+  Interval<T> found = chunks[first];  // @first-chunk
+  // @next-chunk
 #pragma unroll 1
   for (int n = first + 1; n <= last; ++n) found = {min(found.lo, chunks[n].lo), max(found.hi, chunks[n].hi)};
   return found;

@@ -28,7 +28,7 @@ __device__ inline real rotated(const Params& p, const element* row, int d, int p
   bool second = ROTARY_INTERLEAVED ? d % 2 : d >= HALF;
   int pair = ROTARY_INTERLEAVED ? d / 2 : d - second * HALF;
   real other = to_real(row[ROTARY_INTERLEAVED ? d ^ 1 : second ? d - HALF : d + HALF]);
-  int at = min(max(position, 0), p.rotary_rows - 1);
+  int at = min(max(position, 0), p.rotary_rows - 1);  // @row-of-tables
   real cos = (real)to_real(((const cos_element*)p.rotary_cos)[at * p.cos_row + pair]);
   real sin = (real)to_real(((const sin_element*)p.rotary_sin)[at * p.sin_row + pair]);
   return second ? add_rn(mul_rn(other, sin), mul_rn(own, cos)) : add_rn(mul_rn(own, cos), -mul_rn(other, sin));
@@ -48,10 +48,10 @@ struct Place {
   __device__ Place(const Params& p, const Sequence& sequence, int i) : block(-1), row(0) {
     if (p.slots) {
       long long slot = p.slots[(PACKED ? sequence.q_start : (long long)sequence.batch * p.appended) + i];
-      if (slot < 0 || slot >= (long long)p.cache_blocks * p.cache_rows) return;
+      if (slot < 0 || slot >= (long long)p.cache_blocks * p.cache_rows) return;  // @drop-slots
       block = slot / p.cache_rows, row = slot % p.cache_rows;
     } else {
-      int key = sequence.kv_len - sequence.appended + i;
+      int key = sequence.kv_len - sequence.appended + i;  // @appended-key
       if (key < 0 || key >= p.cache_capacity) return;
       block = sequence.blocks.block_of(key), row = sequence.blocks.row_in_block(key);
       if (!sequence.blocks.has(block)) block = -1;
@@ -70,6 +70,7 @@ __device__ void append(element* to, const Params& p, const element* row, int d, 
 }
 template <bool ROTATES>
 __device__ void append(e4m3* to, const Params& p, const element* row, int d, int position, float descale) {
+  // @descale-appended
   store(to, __fdiv_rn((float)(ROTATES ? rotated(p, row, d, position) : to_real(row[d])), descale));
 }
 
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
       }
     }
     if (ROTARY_DIM && p.q_unrotated.data && i < sequence.q_rows) {
-      int position = position_of(p, sequence, sequence.kv_len - sequence.q_len, i);
+      int position = position_of(p, sequence, sequence.kv_len - sequence.q_len, i);  // @position-of-rotated-q
       const element* from = sequence.queries<element>(p.q_unrotated, head) + i * p.q_unrotated.row;
       element* to = sequence.queries<element>(p.q, head) + i * p.q.row;
       for (int d = lane_id(); d < HEAD_DIM; d += WARP) store(to + d, rotated(p, from, d, position));

@@ -29,7 +29,7 @@ struct Score {
         slope(0),
         mod(mod) {
     // The rows past a packed batch's last sequence have no slope.
-    if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];
+    if (ALIBI && batch < p.batch) slope = (real)p.alibi_slopes[batch * p.alibi_batch + head];  // @alibi-slope
   }
 
   // Score of query i and key j from q.k, before the score_mod. Sets `derivative` to d score / d (scale * q.k), or with
@@ -69,13 +69,14 @@ struct Score {
       // At -inf a score_mod's derivative may be infinite, and 0 times infinity is a NaN: hidden scores pass 0.
       real by_score, modified = mod.score(hidden ? 0 : s, mod.query(head, i), mod.key(j), by_score);
       s = hidden ? s : modified;
-      derivative = times(derivative, by_score);
+      derivative = times(derivative, by_score);  // @mod-slope
     }
 #endif
     return s;
   }
 
   // Gradient of scale * q.k, or of the bias: the gradient ds of the score times the derivative from apply().
+  // @score-gradient
   __device__ real gradient(real ds, real derivative) const { return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds; }
 
 #if DIRECTION
@@ -94,10 +95,12 @@ struct Score {
     if constexpr (SOFTCAP) {
       real t = tanh(x.score / (real)p.softcap), slope = 1 - t * t;
       x.score = (real)p.softcap * t;
+      // @softcap-curve
       if constexpr (!BY_BIAS) x.slope = slope, x.curve = -2 / (real)p.softcap * t * slope * x.tangent;
-      x.tangent *= slope;
+      x.tangent *= slope;  // @softcap-tangent
     }
     x.score = shifted(x.score, i, j, x.slope, hidden);
+    // @add-tbias
     if constexpr (TBIAS) x.tangent += to_real(((const bias_element*)p.tbias.data)[bias_index(p.tbias, i, j)]);
     return x;
   }

@@ -16,6 +16,7 @@ struct PairGradients {
 // Returns the gradients of a score from its probability and tangent, dP = dO V^T, dtP = dO tV^T and dropout factor.
 __device__ inline PairGradients pair_gradients(real probability, real tangent, real dP, real dtP, real factor, real mu,
                                                real delta, real eps) {
-  real moving = tangent - mu, excess = dP * factor - delta;
+  real moving = tangent - mu, excess = dP * factor - delta;  // @moving-tangent
+  // @second-gradients
   return {probability * (moving * excess + (dtP * factor - eps)), probability * excess, probability * factor * moving};
 }

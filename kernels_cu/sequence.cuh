@@ -85,7 +85,7 @@ struct Sequence {
     if (!past_the_end) {
       int added = p.slots ? 0 : appended;
       int before = p.cache_seqlens ? p.cache_seqlens[b] : p.cache_length;
-      kv_len = min(max(before, 0), max(p.cache_capacity - added, 0)) + min(added, p.cache_capacity);
+      kv_len = min(max(before, 0), max(p.cache_capacity - added, 0)) + min(added, p.cache_capacity);  // @clamp-length
       if (p.cache_leftpad) leftpad = max(p.cache_leftpad[b], 0);
     }
     kv_rows = kv_len;
@@ -145,7 +145,7 @@ struct Sequence {
 #else
   template <typename T>
   __device__ KeyRows<T> key_rows(const Operand& x, int kv_head) const {
-    return {keys<T>(x, kv_head), x.row, x.aligned};
+    return {keys<T>(x, kv_head), x.row, x.aligned};  // @key-rows
   }
   __device__ Range readable(Range keys) const { return keys; }
 #endif

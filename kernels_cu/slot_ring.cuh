@@ -23,24 +23,24 @@ struct SlotRing {
 #pragma unroll
     for (int n = 0; n < SLOTS; ++n) {
       mbarrier_init(mbarriers + 8 * n, PRODUCERS);
-      mbarrier_init(mbarriers + 8 * (SLOTS + n), CLUSTER_SIZE * CONSUMERS / WARP);
+      mbarrier_init(mbarriers + 8 * (SLOTS + n), CLUSTER_SIZE * CONSUMERS / WARP);  // @init-empty-slot
     }
   }
-  __device__ unsigned int parity() const { return index / SLOTS % 2; }
+  __device__ unsigned int parity() const { return index / SLOTS % 2; }  // @slot-parity
   __device__ unsigned int slot() const { return start + index % SLOTS * SLOT_BYTES; }
   __device__ unsigned int full() const { return mbarriers + 8 * (index % SLOTS); }
   __device__ unsigned int empty() const { return mbarriers + 8 * (SLOTS + index % SLOTS); }
 
   // Producer: waits until the slot is empty.
-  __device__ void acquire() const { mbarrier_wait(empty(), parity() ^ 1); }
+  __device__ void acquire() const { mbarrier_wait(empty(), parity() ^ 1); }  // @wait-empty-slot
   // Consumer: waits until the slot is full.
-  __device__ void wait() const { mbarrier_wait(full(), parity()); }
+  __device__ void wait() const { mbarrier_wait(full(), parity()); }  // @wait-full-slot
   // Consumer: signals that this warp has finished reading the slot.
   __device__ void release() {
     if (CLUSTER_SIZE > 1 && lane_id() < CLUSTER_SIZE)
-      mbarrier_arrive_cluster(empty(), lane_id());
+      mbarrier_arrive_cluster(empty(), lane_id());  // @release-slot-of-cluster
     else if (lane_id() == 0)
-      mbarrier_arrive(empty());
+      mbarrier_arrive(empty());  // @release-slot
     ++index;
   }
 };

@@ -30,9 +30,9 @@ struct Softmax2 {
     float previous = reference;
     bool first = m == -infinity();
     m = max(m, row_max);
-    reference = m == -infinity() ? 0 : m * scale_log2 - LARGEST_LOG2;
+    reference = m == -infinity() ? 0 : m * scale_log2 - LARGEST_LOG2;  // @softmax-reference
     float factor = first ? 0 : ex2_approx(previous - reference);
-    l *= factor;
+    l *= factor;  // @rescale-l
     return factor;
   }
 
@@ -54,7 +54,7 @@ struct Softmax2 {
   };
   __device__ Ending end(float scale_log2, float scale) const {
     if (l == 0) return {-infinity(), 0};
-    float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, scale_log2, -LARGEST_LOG2 - reference);
+    float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, scale_log2, -LARGEST_LOG2 - reference);  // @log2-sum
     return {fmaf(m, scale, LN_2 * log2_sum), 1 / l};
   }
 };

@@ -20,7 +20,7 @@ struct TilePages {
     for (int n = 0; PAGED && n < EACH; ++n) {
       // The keys of this tile on the page: [key, end).
       long long key = start + ((long long)(threadIdx.x + n * THREADS) << blocks.page_log2);
-      long long end = min(key + (1LL << blocks.page_log2), (long long)start + BLOCK_KV);
+      long long end = min(key + (1LL << blocks.page_log2), (long long)start + BLOCK_KV);  // @pages-of-tile
       bool needed = max(key, (long long)keys.begin) < min(end, (long long)keys.end);
       looked_up[n] = needed ? blocks.block_of(key) : -1;
     }
@@ -31,7 +31,7 @@ struct TilePages {
 #pragma unroll
     for (int n = 0; PAGED && n < EACH; ++n)
       if (threadIdx.x + n * THREADS < BLOCK_KV) smem[slot][threadIdx.x + n * THREADS] = looked_up[n];
-    slot ^= 1;
+    slot ^= 1;  // @next-slot-of-pages
   }
-  __device__ const int* stored() const { return smem[slot ^ 1]; }
+  __device__ const int* stored() const { return smem[slot ^ 1]; }  // @stored-pages
 };

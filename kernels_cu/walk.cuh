@@ -31,7 +31,7 @@ struct Walk {
       start = visible.begin < visible.end ? (visible.end - 1) / SIZE * SIZE : first - SIZE;
   }
   __device__ bool inside(int start) const {
-    return ORDER == Order::LAST_TO_FIRST ? start >= first : start < visible.end;
+    return ORDER == Order::LAST_TO_FIRST ? start >= first : start < visible.end;  // @inside-walk
   }
   __device__ bool valid() const { return inside(start); }
   __device__ void next() {
@@ -54,33 +54,34 @@ struct Walk {
           may_see = __ballot_sync(0xFFFFFFFF, seen.may && inside(mine));
           may_hide = __ballot_sync(0xFFFFFFFF, seen.may_not);
           if (tiles > 1) {
-            start += (may_see ? __ffs(may_see) - 1 : 32) * tiles * STEP;
+            start += (may_see ? __ffs(may_see) - 1 : 32) * tiles * STEP;  // @pass-hidden-tiles
             if (may_see) tiles = 1;
             continue;
           }
           candidates = 32;
         }
-        if (may_see) return advance(__ffs(may_see) - 1);
+        if (may_see) return advance(__ffs(may_see) - 1);  // @first-visible-tile
         start += candidates * STEP;
-        candidates = 0, tiles = 32;
+        candidates = 0, tiles = 32;  // @next-candidates
       }
     }
   }
   // The visible positions of `tiles` tiles in the order of the walk, the first of them at `start`.
   __device__ Range range_of(int start, int tiles) const {
-    int last = start + (tiles - 1) * STEP;
+    int last = start + (tiles - 1) * STEP;  // @last-tile-of-range
     return {max(min(start, last), first), min(max(start, last) + SIZE, visible.end)};
   }
   // Restricts the walk to positions within `limits`, the first of which starts a tile.
   __device__ void clip(Range limits) {
     static_assert(ORDER == Order::FIRST_TO_LAST, "the last tile is not clipped");
     start = max(start, limits.begin);
-    visible.end = min(visible.end, limits.end);
+    visible.end = min(visible.end, limits.end);  // @clip-walk
     candidates = 0;
     skip_hidden();
   }
   // False if every pair of positions [start + offset, start + offset + count) is visible.
   __device__ bool masked(int offset = 0, int count = SIZE) const {
+    // @tile-is-masked
     return start + offset < unmasked.begin || start + offset + count > unmasked.end || (MASK_MOD && (may_hide & 1));
   }
 };
@@ -138,7 +139,7 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
       : Walk(band.seen_by_all(keys.begin, keys.end), visible_queries(band, kv_start),
              {band, kv_head * p.group, {kv_start, min(kv_start + BLOCK_KV, band.kv_len)}}) {
     head = kv_head * p.group;
-    head_end = visible.begin < visible.end ? head + p.group : head;
+    head_end = visible.begin < visible.end ? head + p.group : head;  // @heads-of-walk
     if (MASK_MOD && head < head_end) skip_hidden(), skip_heads();
   }
   __device__ QTiles(const Params& p, const Band& band, int kv_head, int kv_start)
@@ -158,7 +159,7 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
   __device__ void skip_heads() {
     while (start >= visible.end) {
       start = first;
-      ++head;
+      ++head;  // @next-head
       if (!MASK_MOD || head == head_end) return;
       classify.head = head;
       candidates = 0;

@@ -5,24 +5,28 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .. import __version__, device, environment
 from ..device import Device
 from ..dispatch import SIMULATED
+from ..engines import MODULES
 from ..gpu import ahead
 from ..jit import nvrtc, source
 from ..plan import measurements
-from ..plan.plan import DECODERS, MODULES, unproved
+from ..plan.refusals import engine_refusals, unproved
 from . import kernel_cache
+
+if TYPE_CHECKING:
+    from . import Commands
 
 # Their versions come from package metadata, so that none of them is imported.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command info."""
     text = "what is installed and which engines serve this machine"
     commands.add_parser("info", help=text).set_defaults(run=run)
@@ -122,11 +126,6 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Return the reasons why an engine would not serve a simple problem on a device.
-
-    The problem has D 64 and dtype fp16, the only one that all engines have on all GPUs, and a KV cache for engines
-    that need one; `requested` is its engine=.
-    """
-    with_cache = engine in DECODERS
-    problem, *_ = ahead.problems(dtype="float16", head_dim=64, backward=False, engine=requested, cache=with_cache)
-    return [*MODULES[engine].refusals(problem, on), *unproved(engine, problem, on)]
+    """Return the reasons why an engine would not serve a simple problem on a device; `requested` is its engine=."""
+    problem = ahead.example(engine, requested)
+    return [*engine_refusals(engine, problem, on), *unproved(engine, problem, on)]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import device
+from ..engines import MODULES
 from ..gpu import ahead
-from ..plan.plan import MODULES, Plan, plan
+from ..plan.plan import Plan, plan
 from ..problem.features import ARRAY, CAUSAL, CHOICE, FEATURES, FLAG, NUMBER, WINDOW, Feature
 from ..problem.records import DTYPES, FP8
 

@@ -1,48 +1,96 @@
-"""The engines: one module per kernel family, with its legal tiles, cost model and launches; backends compute.
+"""The engines: one module per kernel family, which says what it serves, with its legal tiles, cost model and launches.
 
-To add an engine, write a module that satisfies `Engine` and add it to `plan.MODULES`; CONTRIBUTING.md lists the other
-files.
+To add an engine, write a module that satisfies `Engine` and add it to MODULES, its name to `records.ENGINES`;
+CONTRIBUTING.md lists the other files. Nothing outside this folder knows an engine by its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ..device import Device
 from ..problem.records import Problem
+from . import cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .launch import Launch, Workspace
 
 
-class Engine(Protocol):
-    """Interface of an engine module. Its tile type is a NamedTuple whose first fields are block_q and block_kv."""
+class Tile(Hashable, Protocol):
+    """The part of an engine's tile that plans read."""
 
+    @property
+    def block_q(self) -> int:
+        """Queries of a tile."""
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a tile."""
+
+
+TileT = TypeVar("TileT", bound=Tile)  # an engine's own type of tiles
+
+
+class Engine(Protocol[TileT]):
+    """Interface of an engine module. Its tile type is a NamedTuple whose first fields are block_q and block_kv.
+
+    What an attribute does not name, plan/refusals.py refuses with that reason; the function `refusals` has the rest.
+    """
+
+    # What it serves
     BACKENDS: tuple[str, ...]  # backends that can run its launches
+    ARCHES: tuple[str, ...] | None  # architectures of GPUs that have its instructions; None: all
+    DTYPES: tuple[str, ...]  # dtypes of q, k and v; `check` runs every option in the first
+    OPTIONS: frozenset[str] | None  # options of attention() that it implements; None: it serves KV caches alone
+    CACHE_OPTIONS: frozenset[str] | None  # those of attention_with_kv_cache(); None: it reads no KV cache
+    CACHE_DTYPES: tuple[str, ...]  # dtypes of caches besides that of q
+    DERIVATIVES: tuple[str, ...]  # JVP, DOUBLE_BACKWARD
+
+    # How it is chosen and checked
+    ON_REQUEST: bool  # a default only where a check has passed and a tune has measured it, or it alone has the dtype
     MEASURED: str | None  # path of the benchmark results that back its cost model; None: not measured yet
+    HEAD_DIMS: tuple[tuple[int, int], ...]  # (D, Dv) of each family of tiles, with which `check` runs it
+    GROUP_ROWS: tuple[int, ...]  # sizes of tiles whose rows are (query, head of the GQA group) pairs
+    MICRO_KERNELS: tuple[str, ...]  # families of instructions (micro_kernels.py) that `check` runs for it
+    KERNELS: str  # its folder in kernels_cu; for the CPU the module that computes in NumPy
 
     def refusals(self, problem: Problem, device: Device) -> list[str]:
-        """Return the reasons why the engine cannot serve the problem, besides those that `plan` checks; [] if it can.
+        """Return the reasons why the engine cannot serve the problem, besides what it does not name; [] if it can.
 
         The device may be of any backend.
         """
 
-    def tiles(self, problem: Problem, device: Device) -> Sequence[Any]:
+    def tiles(self, problem: Problem, device: Device) -> Sequence[TileT]:
         """Return every legal tile, whose kernels fit the device's shared memory and registers.
 
         `plan` passes the largest lengths of a bucket, and launches the chosen tile for all lengths of the bucket.
         """
 
-    def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+    def choices(self, problem: Problem, device: Device) -> Sequence[TileT]:
+        """Return the tiles that a tune measures, at least those of `tiles`, which a prediction compares."""
+
+    def forms(self, problem: Problem, device: Device, tile: TileT) -> dict[str, Sequence[TileT]]:
+        """Return {form of the kernel that only a tune chooses: its tiles among `choices` with the rows of `tile`}."""
+
+    def advantage(self, problem: Problem) -> str:
+        """Return why the engine is the default for a problem that it serves; "" if predictions decide."""
+
+    def seconds(self, problem: Problem, pairs: int, device: Device, tile: TileT) -> float:
         """Return predicted seconds (the cost model) for `pairs` unmasked (query, key) pairs per sequence and head."""
 
-    def alike(self, tile: Any) -> object:
+    def alike(self, tile: TileT) -> object:
         """Return the key of tiles whose cost ranking does not depend on the length; compile() builds one per key."""
 
-    def threads(self, device: Device, tile: Any, cost: float) -> int:
+    def threads(self, device: Device, tile: TileT, cost: float) -> int:
         """Return the threads per block of a GPU, or on the CPU the threads for a problem of `cost` core seconds."""
 
-    def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    def workspaces(self, problem: Problem, tile: TileT, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
         """Return the workspaces of the kernels; rows are those of one sequence, or of a whole packed batch."""
 
-    def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+    def launches(self, problem: Problem, device: Device, tile: TileT) -> tuple[Launch, ...]:
         """Return the kernel launches in order; () on the CPU."""
+
+
+# {name: engine}, the names of `records.ENGINES`
+MODULES: dict[str, Engine[Any]] = {
+    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+}  # fmt: skip

@@ -5,12 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..problem.records import Problem
+from ..problem.features import FLOATING
+from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
 from .launch import Launch, Workspace
-from .shared import dtype_refusals
+from .shared import ATTENTION_OPTIONS, dtype_refusals
+from .shared import advantage as advantage
+from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cpu",)
+ARCHES: tuple[str, ...] | None = None
+DTYPES: tuple[str, ...] = FLOATING
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
+CACHE_OPTIONS: frozenset[str] | None = None
+CACHE_DTYPES: tuple[str, ...] = ()
+DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+ON_REQUEST = False
 MEASURED: str | None = "bench/results/cpu.json"
+HEAD_DIMS: tuple[tuple[int, int], ...] = ()
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ()
+KERNELS = "cpu.attention"
 
 # Cost model in nanoseconds on one core of a 2.6 GHz server, fitted for S 512 to 2048, D 32 to 128, float32 (python -m
 # bench forward backward). Only ratios matter, which are similar on other machines. Tuples are (forward, backward).
@@ -46,6 +60,11 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return all tile sizes, which are the same on every machine."""
     return [Tile(block_q, block_kv) for block_q in (64, 128, 256, 512) for block_kv in (128, 256, 512)]
+
+
+def choices(problem: Problem, device: Device) -> list[Tile]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from ..device import Device
-from ..problem.records import Problem
-from .cpu import FLOP, LOAD, SCORE, TILE, Tile, alike, launches, workspaces, worth
-from .shared import dtype_refusals
-
-__all__ = ["BACKENDS", "MEASURED", "alike", "launches", "refusals", "seconds", "threads", "tiles", "workspaces"]
+from ..problem.features import FLOATING
+from ..problem.records import FP8, Problem
+from .cpu import FLOP, LOAD, SCORE, TILE, Tile, worth
+from .cpu import alike as alike
+from .cpu import launches as launches
+from .cpu import workspaces as workspaces
+from .shared import ATTENTION_OPTIONS, KV_CACHE_OPTIONS, dtype_refusals
+from .shared import advantage as advantage
+from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cpu",)
+ARCHES: tuple[str, ...] | None = None
+DTYPES: tuple[str, ...] = FLOATING
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias", "score_mod", "mask_mod"}
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
+CACHE_DTYPES: tuple[str, ...] = (FP8,)
+DERIVATIVES: tuple[str, ...] = ()
+ON_REQUEST = False
 MEASURED: str | None = "bench/results/decode.json"
+HEAD_DIMS: tuple[tuple[int, int], ...] = ()
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ()
+KERNELS = "cpu.decode"
 
 # Bytes of K and V per chunk, all heads, in the accumulation dtype, so that they stay in the L2 cache between the two
 # matmuls. With 4096 keys, 32/8 heads, D 128, float32 on one core, chunks of 64, 128, 256 and 512 keys take 5.9, 6.5,
@@ -34,13 +49,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
             reasons.append(
                 f"without a KV cache it takes at least {SHORTEST} keys, which fill a chunk, not {problem.kv_len}"
             )
-        features = {
-            "a shard": problem.shard,
-            "dropout": bool(problem.dropout),
-            "a bias": problem.bias is not None,
-            "a score_mod or mask_mod": bool(problem.mods),
-        }
-        reasons += [f"it takes no {name.removeprefix('a ')}" for name, given in features.items() if given]
+        if problem.shard:
+            reasons.append("it takes no shard")
     return reasons
 
 
@@ -54,6 +64,11 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     if split is None:
         return [Tile(max(ROWS // problem.group, 1), chunk)]
     return [Tile(max(FIXED_ROWS // problem.group, 1), min(chunk, split))]
+
+
+def choices(problem: Problem, device: Device) -> list[Tile]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:

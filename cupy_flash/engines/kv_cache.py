@@ -50,13 +50,3 @@ def rotated_rows(problem: Problem, q_rows: int) -> tuple[Workspace, ...]:
     columns = -(-problem.head_dim // 8) * 8
     shape, strides = rows_of_heads(problem, q_rows, columns)
     return (Workspace("q", (*shape, columns), problem.dtype, (*strides, 8)),)
-
-
-def forward_refusals(problem: Problem) -> list[str]:
-    """Return the reasons against kernels without split-KV, in which a block loops over all keys of its query tile."""
-    reasons = []
-    if problem.cache is not None and problem.cache.dtype != problem.dtype:
-        reasons.append(f"it reads no caches of {problem.cache.dtype.name}, as mma_decode does")
-    if problem.cache is not None and problem.cache.split_size is not None:
-        reasons.append("it does not compute the keys in pieces of split_size")
-    return reasons

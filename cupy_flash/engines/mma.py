@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..problem.records import Problem
+from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
-from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
+from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
+    ATTENTION_OPTIONS,
+    KV_CACHE_OPTIONS,
     captured_reads,
     grid_refusals,
     known_constants,
@@ -19,10 +21,23 @@ from .shared import (
     sequences,
     with_mods,
 )
+from .shared import advantage as advantage
+from .shared import forms as forms
 from .simt import captured_launches
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+ARCHES: tuple[str, ...] | None = None
+DTYPES: tuple[str, ...] = ("float16", "bfloat16")
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
+CACHE_DTYPES: tuple[str, ...] = ()
+DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+ON_REQUEST = False
 MEASURED: str | None = None
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (40, 96), (256, 256))
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ("mma",)
+KERNELS = "mma"
 
 LARGEST = 512  # maximum head dimension
 # Maximum registers per thread for accumulators and fragments that are live across a mainloop step; the rest of the 255
@@ -96,18 +111,23 @@ class Tiles(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, and D or Dv > LARGEST."""
-    reasons = grid_refusals(problem) + fragment_refusals(problem) + forward_refusals(problem)
-    dtype = problem.dtype.name
-    if dtype not in ("float16", "bfloat16"):
-        reasons.append(f"{dtype} is not float16 or bfloat16, which tensor cores multiply exactly")
-    elif dtype == "bfloat16" and device.arch == "sm_75":
-        reasons.append("the tensor cores of sm_75 multiply float16, not bfloat16")
+    reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
     return reasons
+
+
+def multiply_refusals(problem: Problem, device: Device) -> list[str]:
+    """Return the reason why mma.sync does not multiply a problem's dtype; [] if it does."""
+    dtype = problem.dtype.name
+    if dtype not in DTYPES:
+        return [f"{dtype} is not {' or '.join(DTYPES)}, which tensor cores multiply exactly"]
+    if dtype == "bfloat16" and device.arch == "sm_75":
+        return ["the tensor cores of sm_75 multiply float16, not bfloat16"]
+    return []
 
 
 def tiles(problem: Problem, device: Device) -> list[Tiles]:
@@ -154,6 +174,11 @@ def _needs_bias_tile(problem: Problem) -> bool:
 def alike(tile: Tiles) -> object:
     """Return the tile itself, because the cost ranking of any two depends on the length."""
     return tile
+
+
+def choices(problem: Problem, device: Device) -> list[Tiles]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import dtype_name
+from ..device import Device
 from ..problem.features import DIFFERENTIATED, FEATURES
 from ..problem.records import DTYPES, FP8, Problem, is_given
 from .launch import GRID_LIMITS, Constant, Launch, Workspace
@@ -13,8 +14,20 @@ from .launch import GRID_LIMITS, Constant, Launch, Workspace
 if TYPE_CHECKING:
     from ..mods.derive import Read
 
+# Options of attention() that score.cuh, mask.cuh and sequence.cuh implement for every kernel, and cpu/ in NumPy.
+ATTENTION_OPTIONS = frozenset({
+    "causal", "window", "scale", "softcap", "alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths",
+    "score_mod", "mask_mod", "dropout", "seed", "layout",
+})  # fmt: skip
+# Those of attention_with_kv_cache() that every engine of KV caches implements.
+KV_CACHE_OPTIONS = frozenset({
+    "k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions", "cu_seqlens_q",
+    "max_seqlen_q", "rotary_cos", "rotary_sin", "rotary_interleaved", "causal", "window", "scale", "softcap",
+    "alibi_slopes", "sink", "mask", "score_mod", "mask_mod", "layout", "out",
+})  # fmt: skip
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
+T = TypeVar("T")
 
 
 def shared_constants(problem: Problem) -> dict[str, Constant]:
@@ -109,6 +122,16 @@ def dtype_refusals(problem: Problem) -> list[str]:
     if problem.dtype.name in DTYPES:
         return []
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
+
+
+def forms(problem: Problem, device: Device, tile: T) -> dict[str, Sequence[T]]:
+    """Return {}: an engine whose kernels have one form."""
+    return {}
+
+
+def advantage(problem: Problem) -> str:
+    """Return "": an engine that predictions compare with the others for every problem."""
+    return ""
 
 
 CAPTURED_BLOCKS = 128  # blocks of the kernels that loop over captured arrays

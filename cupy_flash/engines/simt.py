@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..device import Device
-from ..problem.records import Problem
-from .kv_cache import append_launches, forward_refusals, rotated_rows, static_bytes
+from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
+from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
+    ATTENTION_OPTIONS,
+    KV_CACHE_OPTIONS,
     added_launches,
     captured_reads,
     dtype_refusals,
@@ -21,9 +23,22 @@ from .shared import (
     shared_constants,
     with_mods,
 )
+from .shared import advantage as advantage
+from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+ARCHES: tuple[str, ...] | None = None
+DTYPES: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
+CACHE_DTYPES: tuple[str, ...] = ()
+DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+ON_REQUEST = False
 MEASURED: str | None = None
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (40, 128), (256, 256))
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ()
+KERNELS = "simt"
 
 LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.cuh
 # Maximum 32-bit accumulator registers per thread, by itemsize of the accumulation dtype; the rest of the 255 are for
@@ -46,7 +61,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem) + forward_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem)
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -70,6 +85,11 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if max(_shared_bytes(problem, tile).values()) + static_bytes(problem, tile.block_kv) <= device.shared_bytes
         and _accumulators(problem, tile) <= ACCUMULATORS[problem.accumulation.itemsize]
     ]
+
+
+def choices(problem: Problem, device: Device) -> list[Tile]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import device
 from ..arrays import named_dtype
 from ..device import Device
-from ..engines import mma_decode
+from ..engines import MODULES
 from ..engines.launch import Launch
 from ..plan.plan import launches_at_any_length
 from ..problem.build import pose
@@ -22,6 +22,7 @@ from ..problem.mask import Mask
 from ..problem.records import DTYPES, FP8, Packed, Problem
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from typing_extensions import Unpack
 
     from ..problem.argument_types import DType, PaddedOptions, Presence
@@ -53,6 +54,17 @@ def launches_of(problems: Iterable[Problem], on: Device) -> tuple[Launch, ...]:
     """Return one launch per kernel that these problems may need at any length on a device."""
     candidates = [launch for problem in problems for launch in launches_at_any_length(problem, on)]
     return tuple({launch.text_key: launch for launch in candidates}.values())
+
+
+def example(engine: str, requested: str | None = None) -> Problem:
+    """Return a small forward of the kind that an engine serves, of its first dtype and head dimensions.
+
+    `requested` is the argument engine= of the call.
+    """
+    module = MODULES[engine]
+    head_dim, head_dim_v = module.HEAD_DIMS[0]
+    sizes: dict[str, Any] = dict(dtype=module.DTYPES[0], head_dim=head_dim, head_dim_v=head_dim_v)
+    return problems(**sizes, backward=False, cache=module.OPTIONS is None, engine=requested)[0]
 
 
 def problems(
@@ -95,11 +107,12 @@ def problems(
     if cache:
         contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
         causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
-        # One number of queries for each tile of mma_decode, and one that exceeds all of them.
+        # One number of queries for each tile that holds a whole group, and one that exceeds all of them.
+        rows = {rows for module in MODULES.values() for rows in module.GROUP_ROWS}
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
             for page in (None, 1)
-            for q_len in (*sorted({max(rows // group, 1) for rows in mma_decode.ROWS}), mma_decode.ROWS[-1] + 1)
+            for q_len in (*sorted({max(each // group, 1) for each in rows}), max(rows) + 1)
         ]
     if not backward:
         return [forward]
@@ -138,17 +151,17 @@ def _contiguous_cache(
 
 
 def _problem(
-    settings: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
+    settings: Options, element: np.dtype, head_dim: int, head_dim_v: int, group: int, *, packed: bool
 ) -> Problem:
     """Return the forward problem of placeholder arrays, with one key, and Sq = Hq so that layouts have equal shapes."""
 
-    def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
+    def array(dtype: npt.DTypeLike, *shape: int) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)  # without memory of this size
 
     usual = element if element.name in DTYPES else named_dtype("bfloat16")
     sizes = {"b": 1, "h": group, "g": 1}
 
-    def given(feature: Feature) -> np.ndarray[Any, Any] | None:
+    def given(feature: Feature) -> np.ndarray | None:
         """Return a placeholder for an array option, for which the caller passed True (the usual dtype) or a dtype."""
         value = getattr(settings, feature.name)
         if value is None or value is False:
@@ -169,7 +182,7 @@ def _problem(
     return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
 
 
-def element_dtype(dtype: Any) -> np.dtype[Any]:
+def element_dtype(dtype: DType) -> np.dtype:
     """Return the NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
     if not isinstance(dtype, str) and dtype is not None:  # np.dtype(None) is float64
         try:

@@ -200,7 +200,7 @@ def _constant(
 def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     """Return the sizes of a KV cache; `arrays` are those of the call and its workspaces."""
     sizes = {
-        "places": arrays["part_lse"].shape[0] if "part_lse" in arrays else 0,
+        "partial_results": arrays["part_lse"].shape[0] if "part_lse" in arrays else 0,
         "cache_length": problem.kv_len,
         "cache_capacity": problem.kv_len,
         "cache_blocks": cache.blocks,

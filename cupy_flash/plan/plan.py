@@ -13,25 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..device import Device
-from ..engines import Engine, cpu, cpu_decode, mma, mma_decode, simt, wgmma
+from ..engines import MODULES, Tile
 from ..engines.launch import Launch, Workspace, require_grids
 from ..problem.features import ARRAYS, FEATURES
-from ..problem.records import DOUBLE_BACKWARD, FP8, JVP, Problem, UnsupportedError, is_given
+from ..problem.records import Problem, UnsupportedError, is_given
 from . import measurements
-from .measurements import Measured, Tune
+from .measurements import Json, Measured, Tune
+from .refusals import is_on_request, refusals
 
-# {name: engine}
-MODULES: dict[str, Engine] = {
-    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
-}  # fmt: skip
-DECODERS = ("cpu_decode", "mma_decode")  # engines whose tile rows are (query, head of the GQA group) pairs
-WITH_CACHE = (*DECODERS, "mma", "simt")  # engines that read a KV cache
-WITH_DERIVATIVES = {"cpu": (JVP, DOUBLE_BACKWARD), "simt": (JVP, DOUBLE_BACKWARD), "mma": (JVP, DOUBLE_BACKWARD)}
-# Engines that are chosen by default only after a check has passed on the card and a tune has measured them in the
-# bucket.
-ON_REQUEST = ("wgmma",)
-# {engine whose predictions use a single tile: function that returns all legal tiles, for a tune}
-CHOICES = {"mma_decode": mma_decode.choices}
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # (engine, reasons) pairs
 
 SIZES = ("queries", "keys", "rows")  # fields of tune_key on which kernels do not depend
@@ -52,7 +41,7 @@ class Plan(NamedTuple):
     block_kv: int
     threads: int  # threads on a CPU, threads per block on a GPU
     launches: tuple[Launch, ...]  # () on the CPU
-    tile: Any  # a record of the engine's own type
+    tile: Tile  # a record of the engine's own type
     # Predicted seconds for the bucket's last lengths, scaled by the card's measurements; core seconds on a CPU.
     cost: float
     refused: Refused  # the engines that were not chosen, with reasons
@@ -113,25 +102,18 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
 
-def engine_reason(engine: Any) -> str | None:
-    """Return an error text if `engine=` is neither None nor the name of an engine, else None."""
-    if engine is None or (isinstance(engine, str) and engine in MODULES):
-        return None
-    return f"engine must be one of {', '.join(MODULES)}, not {engine!r}"
-
-
 class Choice(NamedTuple):
     """The engine and the tile that all problems of a bucket share."""
 
     engine: str
-    tile: Any
+    tile: Tile
     cost: float
     refused: Refused
     measured: str = ""
 
 
 @lru_cache(maxsize=1024)
-def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
+def plan(problem: Problem, device: Device, tile: Tile | None = None) -> Plan:
     """Return the plan of a problem on a device; UnsupportedError with every engine's reasons if none serves it.
 
     Engine, tile and threads are chosen for the problem's bucket, launches and workspaces for its exact lengths. `tile`
@@ -149,24 +131,20 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
     return _planned(problem, device, choice)
 
 
-def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
+def candidates(chosen: Plan, engine: str) -> list[tuple[Tile, Plan]]:
     """Return the tiles that a tune may choose for the problem of a plan, and the plan with each, cheapest first."""
     problem, device = chosen.problem, chosen.device
     return [
         (tile, _planned(problem, device, Choice(engine, tile, cost, chosen.refused)))
-        for cost, tile in _ranked(engine, last_of_bucket(problem), device, measurable(engine, problem, device))
+        for cost, tile in _ranked(engine, last_of_bucket(problem), device, MODULES[engine].choices(problem, device))
     ]
 
 
 def forms(chosen: Plan) -> dict[str, Plan]:
-    """Return plans like that of a decode in the forms of the kernel that only a tune chooses, by name."""
-    tiles = [(tile, each) for tile, each in candidates(chosen, "mma_decode") if tile.rows == chosen.tile.rows]
-    return {tile.form: each for tile, each in reversed(tiles) if tile.form}
-
-
-def measurable(engine: str, problem: Problem, device: Device) -> Sequence[Any]:
-    """Return the tiles of an engine that a tune measures, at least those that a prediction compares."""
-    return CHOICES.get(engine, MODULES[engine].tiles)(problem, device)
+    """Return plans like this one in the forms of the kernel that only a tune chooses, by name."""
+    tiles = MODULES[chosen.engine].forms(chosen.problem, chosen.device, chosen.tile)
+    plans = dict(candidates(chosen, chosen.engine))
+    return {form: min((plans[tile] for tile in of_form), key=lambda x: x.cost) for form, of_form in tiles.items()}
 
 
 def bucket_of(length: int) -> tuple[int, int]:
@@ -194,7 +172,7 @@ def last_of_bucket(problem: Problem) -> Problem:
     return problem._replace(**fields)
 
 
-def tune_key(problem: Problem) -> dict[str, Any]:
+def tune_key(problem: Problem) -> dict[str, Json]:
     """Return the bucket of shapes and options to which a measurement applies, as a JSON record.
 
     Lengths, B * Hq and windows enter by their buckets; numbers and arrays among the options by whether they are given.
@@ -234,7 +212,7 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     launches: list[Launch] = []
     for engine in _defaults(problem, [engine for engine in MODULES if not refusals(engine, problem, device)]):
         module = MODULES[engine]
-        best: dict[object, Any] = {}
+        best: dict[object, Tile] = {}
         for _, tile in _by_cost(engine, problem, device):
             best.setdefault(module.alike(tile), tile)
         for tile in best.values():
@@ -271,33 +249,18 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
         measured, tile = fastest
         chosen, words = measured.engine, _comparison(measured, tune, best)
         cost = MODULES[chosen].seconds(problem, _pairs(problem), device, tile) * scales.get(chosen, 1.0)
+    advantage = MODULES[chosen].advantage(problem)
+    but = f", but {advantage}" if advantage else ""
     for engine, (seconds, _) in best.items():
         if engine != chosen:
-            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms{_advantage(problem, chosen)}",)
+            refused[engine] = (f"its smallest predicted time is {seconds * 1e3:.3g} ms{but}",)
     return Choice(chosen, tile, cost, tuple(refused.items()), words)
 
 
 def _defaults(problem: Problem, engines: Collection[str]) -> list[str]:
-    """Return the engines among which predictions choose.
-
-    An engine in ON_REQUEST is chosen only by a measurement. If one row tile of mma_decode holds all queries of a
-    sequence, it is the only default, because it reads each key once.
-    """
-    if _is_one_row_tile(problem) and "mma_decode" in engines:
-        return ["mma_decode"]
-    return [engine for engine in engines if not _is_on_request(engine, problem)] or list(engines)
-
-
-def _is_one_row_tile(problem: Problem) -> bool:
-    return problem.cache is not None and problem.q_len * problem.group <= mma_decode.ROWS[-1]
-
-
-def _advantage(problem: Problem, chosen: str) -> str:
-    """Return what to add to the reason against other engines, "" if the prediction is the whole reason."""
-    if chosen != "mma_decode" or not _is_one_row_tile(problem):
-        return ""
-    rows = problem.q_len * problem.group
-    return f", but one tile of mma_decode has all {rows} rows of a group, and reads each key once"
+    """Return the engines among which predictions choose: those with an advantage, or all but those on request."""
+    ahead = [engine for engine in engines if MODULES[engine].advantage(problem)]
+    return ahead or [engine for engine in engines if not is_on_request(engine, problem)] or list(engines)
 
 
 def forget() -> None:
@@ -337,14 +300,14 @@ def _is_split(problem: Problem) -> bool:
     return problem.cache is not None and problem.cache.split_size is not None
 
 
-def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
+def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Tile] | None:
     """Return the fastest measurement of a tile that is legal for the problem, and the tile."""
-    tiles: dict[str, dict[str, Any]] = {}
+    tiles: dict[str, dict[str, Tile]] = {}
     for measured in tune.measured:
         if measured.engine not in engines:
             continue
         if measured.engine not in tiles:
-            legal = measurable(measured.engine, problem, device)
+            legal = MODULES[measured.engine].choices(problem, device)
             tiles[measured.engine] = {repr(tile): tile for tile in legal}
         tile = tiles[measured.engine].get(measured.tile)
         if tile is not None:
@@ -429,53 +392,14 @@ def _pairs(problem: Problem) -> int:
     return problem.mask.band(problem.q_len, problem.kv_len).pairs
 
 
-def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Any]]:
+def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Tile]]:
     """Return the (cost, tile) pairs that a prediction compares, cheapest first."""
     return _ranked(engine, problem, device, MODULES[engine].tiles(problem, device))
 
 
-def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any]) -> list[tuple[float, Any]]:
+def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Tile]) -> list[tuple[float, Tile]]:
     """Return (cost, tile) pairs of an engine's tiles, cheapest first."""
     pairs = _pairs(problem)
     costs = [(MODULES[engine].seconds(problem, pairs, device, tile), tile) for tile in tiles]
     # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
-    return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
-
-
-def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
-    """Return the reasons why an engine does not serve a problem; `tune` has the measurements for the problem."""
-    reasons = []
-    if problem.engine not in (None, engine):
-        reasons.append(f'engine="{problem.engine}" was asked for')
-    if problem.backend is not None and problem.backend.partition(":")[0] != device.backend:
-        reasons.append(f'backend="{problem.backend}" was asked for')
-    if ((problem.backend or device.backend) == "cuda") != problem.device.startswith("cuda"):
-        reasons.append(f"the arrays are on {problem.device}, and arrays never change device")
-    if problem.cache is not None and engine not in WITH_CACHE:
-        reasons.append("it reads no KV cache in this version")
-    if problem.derivative and problem.derivative not in WITH_DERIVATIVES.get(engine, ()):
-        reasons.append(f"it computes no {problem.derivative} in this version")
-    if device.backend not in MODULES[engine].BACKENDS:
-        reasons.append(f"the call goes to backend {device.backend}")
-    return (*reasons, *MODULES[engine].refusals(problem, device), *unproved(engine, problem, device, tune))
-
-
-def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> list[str]:
-    """Return the reasons in the evidence against an engine that the call does not request by name."""
-    if problem.engine is not None or device.backend == "cpu":
-        return []
-    check = measurements.check_of(engine, device)
-    request = f'so it runs only on request: engine="{engine}"'
-    if check is not None and not check.passed:
-        return [f"its check failed on {device.card} ({check.reason}), {request}"]
-    if not _is_on_request(engine, problem):
-        return []
-    if check is None:
-        return [f"no check has passed on this card yet ({measurements.CHECK_COMMAND}), {request}"]
-    if tune is None or all(measured.engine != engine for measured in tune.measured):
-        return [f"checked, but not measured in this bucket of shapes ({measurements.TUNE_COMMAND}), {request}"]
-    return []
-
-
-def _is_on_request(engine: str, problem: Problem) -> bool:
-    return engine in ON_REQUEST and engine != problem.engine and problem.dtype.name != FP8  # no other engine serves fp8
+    return sorted(costs, key=lambda pair: (pair[0], pair[1].block_q, pair[1].block_kv))

@@ -50,13 +50,22 @@ from .records import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from functools import _lru_cache_wrapper
+    from typing import TypeAlias, TypeVar
+
+    from ..arrays import AnyArray
     from ..mods.trace import Mod
+    from .argument_types import Window
     from .kv_cache_records import CacheOptions
+
+    T = TypeVar("T")
+    Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
 
 
 def pose(
     function: str,
-    arrays: tuple[Any, Any, Any],
+    arrays: "tuple[Given, Given, Given]",
     options: Options,
     packed: Packed | None = None,
     saved: Saved | None = None,
@@ -115,7 +124,7 @@ def pose(
 
 
 def pose_with_cache(
-    q: Any, k_cache: Any, v_cache: Any, options: "CacheOptions", reasons: tuple[str, ...] = ()
+    q: "Given", k_cache: "Given", v_cache: "Given", options: "CacheOptions", reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
     given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
@@ -133,7 +142,7 @@ def pose_append(
 
 
 def _pose_on_cache(
-    function: str, given: dict[str, Any], options: "CacheOptions", bounds: str, reasons: tuple[str, ...]
+    function: str, given: dict[str, object], options: "CacheOptions", bounds: str, reasons: tuple[str, ...]
 ) -> tuple[Problem, Operands]:
     requirements, of_cache = Requirements(function), _of_cache()
     requirements.unmet += reasons
@@ -212,9 +221,10 @@ def captured_names(mod: "Mod | None") -> list[str]:
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
 
 
-def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None") -> dict[str, Any]:
+def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None") -> dict[str, object]:
     """Return the tangents by name; those of captured arrays are tarray0, tarray1, ..."""
-    direction = {name: x for name, x in zip(Tangents._fields[:-1], tangents, strict=False) if x is not None}
+    given = zip(Tangents._fields[:-1], tangents, strict=False)
+    direction: dict[str, object] = {name: x for name, x in given if x is not None}
     if tangents.tcaptured is None:
         return direction
     count = 0 if mod is None else len(mod.arrays)
@@ -260,16 +270,15 @@ class _OfCache(_Table):
         self.check_contents, self.check_overlap = check_contents, check_overlap
 
 
-_of_cache = lru_cache(maxsize=1)(
-    _OfCache
-)  # a function's import takes microseconds even if the module has been imported
+# Made once: an import in a function takes microseconds even if the module has been imported.
+_of_cache = lru_cache(maxsize=1)(_OfCache)
 
 
 def _given(
-    names: tuple[str, ...], arrays: tuple[Any, ...], options: "Options | CacheOptions", table: _Table
-) -> dict[str, Any]:
+    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: "Options | CacheOptions", table: _Table
+) -> dict[str, object]:
     """Return the arrays of a call by name, as the caller passed them; only a required one may be None."""
-    given = dict(zip(names, arrays, strict=True))
+    given: dict[str, object] = dict(zip(names, arrays, strict=True))
     for name, value in zip(table.arrays, table.arrays_of(options), strict=True):
         if value is not None:
             given[name] = value
@@ -282,19 +291,22 @@ PLAIN = frozenset((bool, int, float, str, type(None), np.bool_, np.int64, np.flo
 
 
 class Facts(NamedTuple):
-    """Everything on which a Problem and the checks of a call depend, except the seed and the contents of arrays."""
+    """Everything on which a Problem and the checks of a call depend, except the seed and the contents of arrays.
 
-    options: tuple[Any, ...]  # the plain ones
-    window: Any
-    backend: Any  # the option `backend`, by default the environment variable
+    Options are as the caller passed them: one who ignores the types may have passed anything.
+    """
+
+    options: tuple[bool | float | str | None, ...]  # the plain ones
+    window: tuple[int | None, int | None] | None
+    backend: str | None  # the option `backend`, by default the environment variable
     mods: str  # the text of the mods, or ""
     arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
     aligned: bool
-    longest: tuple[Any, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch without a cache
+    longest: tuple[int | None, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch without a cache
     backward: bool
     bias_gradient: bool
     captured_gradient: tuple[bool, ...] | None
-    shard: tuple[Any, ...]  # the fields of Shard other than its array
+    shard: tuple[int, int, int | None, int, tuple[int, int] | None]  # the fields of Shard other than its array
     directed: bool  # a JVP, or together with `backward` a double backward
     types: tuple[type, ...]  # the options' types, because 1 == True == 1.0 and not all of them are legal
     on_cache: tuple[bool, bool] | None  # whether it attends, and whether all sequences have one length; None: no cache
@@ -305,7 +317,7 @@ def _facts(
     mod: "Mod | None",
     arrays: tuple[tuple[Any, ...], ...],
     aligned: bool,
-    longest: tuple[Any, ...] = (),
+    longest: tuple[int | None, ...] = (),
     saved: Saved | None = None,
     shard: Shard = WHOLE,
     directed: bool = False,
@@ -353,7 +365,7 @@ class CheckedFacts(NamedTuple):
 
 def _checked(requirements: Requirements, facts: Facts) -> CheckedFacts:
     """Return the checked facts, and record what is not met."""
-    checked: CheckedFacts = cached_if_plain(_check_facts, facts.types)(facts)
+    checked = cached_if_plain(_check_facts, facts.types)(facts)
     if checked.unmet:
         requirements.unmet += checked.unmet
         requirements.about_type |= checked.about_type
@@ -361,7 +373,7 @@ def _checked(requirements: Requirements, facts: Facts) -> CheckedFacts:
     return checked
 
 
-def cached_if_plain(function: Any, types: tuple[type, ...]) -> Any:
+def cached_if_plain(function: "_lru_cache_wrapper[T]", types: tuple[type, ...]) -> "Callable[..., T]":
     """Return the cached function if every option has a plain type, otherwise the function without the cache."""
     return function if PLAIN.issuperset(types) else function.__wrapped__
 
@@ -371,7 +383,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
     requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
     arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
-    options = dict(zip(table.plain, facts.options, strict=True))
+    options: dict[str, Any] = dict(zip(table.plain, facts.options, strict=True))
     packed, layout, sizes, cache, readable = facts.longest != (), options["layout"], Sizes(), None, False
     check_places(requirements, arrays)
     if facts.on_cache is not None:
@@ -450,16 +462,16 @@ def _check_facts(facts: Facts) -> CheckedFacts:
 @lru_cache(maxsize=CACHED)
 def _check_options(
     of_cache: bool,
-    plain: tuple[Any, ...],
-    window: Any,
-    backend: Any,
+    plain: tuple[bool | float | str | None, ...],
+    window: "Window",
+    backend: str | None,
     types: tuple[type, ...],
     packed: bool,
-    accumulation: Any,
+    accumulation: type[np.floating],
 ) -> tuple[Settings, tuple[str, ...], bool]:
     """Check the options that are not arrays: return them, their unmet requirements, and whether one is about a type."""
     requirements, table = Requirements(""), _of_cache() if of_cache else TABLE
-    options = dict(zip(table.plain, plain, strict=True)) | {"window": window}
+    options: dict[str, object] = {**dict(zip(table.plain, plain, strict=True)), "window": window}
     settings = check_options(requirements, table.features, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type
 

@@ -7,14 +7,13 @@ Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain o
 # Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
 import math
 import operator
-from collections.abc import Callable, Container, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, as_array, dtype_name
 from ..device import GPUS
-from ..plan.plan import engine_reason
 from .features import (
     ARRAYS,
     CAP,
@@ -32,7 +31,11 @@ from .features import (
     in_layout,
 )
 from .mask import Mask
-from .records import BACKENDS, DTYPES, FP8, LAYOUTS, LONGEST, UnsupportedError, out_dtype
+from .records import BACKENDS, DTYPES, ENGINES, FP8, LAYOUTS, LONGEST, UnsupportedError, out_dtype
+
+if TYPE_CHECKING:
+    from ..arrays import AnyArray
+    from .argument_types import Window
 
 WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 
@@ -131,7 +134,7 @@ class Settings(NamedTuple):
     others: dict[str, Any]  # flags and whole numbers
 
 
-def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
+def read(requirements: Requirements, given: Mapping[str, object]) -> dict[str, Array]:
     """Return the arrays by name; those that cannot be read are unmet requirements and omitted."""
     arrays = {}
     for name, value in given.items():
@@ -168,7 +171,7 @@ def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> N
     requirements.require(len(devices) <= 1, f"all arrays must be on one device, not {' and '.join(sorted(devices))}")
 
 
-def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: Any, packed: bool) -> Sizes:
+def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: object, packed: bool) -> Sizes:
     """Check q, k and v, and return the sizes on which they agree."""
     require = requirements.require
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
@@ -224,10 +227,10 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
 def check_options(
     requirements: Requirements,
     table: tuple[Feature, ...],
-    options: dict[str, Any],
-    backend: Any,
+    options: Mapping[str, Any],
+    backend: str | None,
     packed: bool,
-    accumulation: type[np.floating[Any]],
+    accumulation: type[np.floating],
 ) -> Settings:
     """Check and return the options that are not arrays; a wrong one has a neutral value until the error is raised.
 
@@ -252,12 +255,14 @@ def check_options(
         f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}; the simulator takes an architecture, as in "
         f"simulator:sm_90a, of {', '.join(GPUS)}",
     )
-    reason = engine_reason(options["engine"])
-    require(reason is None, str(reason))
+    engine = options["engine"]
+    require(engine is None or is_one_of(engine, ENGINES), f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     return Settings(mask, numbers, values)
 
 
-def _causal(requirements: Requirements, feature: Feature, given: Any, limits: Any) -> bool | str:
+def _causal(
+    requirements: Requirements, feature: Feature, given: bool | str, limits: np.finfo[np.floating]
+) -> bool | str:
     legal = requirements.require(
         isinstance(given, (bool, np.bool_)) or is_one_of(given, ("bottom_right", "top_left")),
         f'causal must be False, True or "bottom_right" (which are the same) or "top_left", not {given!r}',
@@ -265,13 +270,15 @@ def _causal(requirements: Requirements, feature: Feature, given: Any, limits: An
     return "top_left" if is_one_of(given, ("top_left",)) else legal and bool(given)
 
 
-def _flag(requirements: Requirements, feature: Feature, given: Any, limits: Any) -> bool:
+def _flag(requirements: Requirements, feature: Feature, given: bool, limits: np.finfo[np.floating]) -> bool:
     is_flag = isinstance(given, (bool, np.bool_))
     requirements.require_type(is_flag, f"{feature.name} must be True or False, not {given!r}")
     return bool(given if is_flag else feature.default)
 
 
-def _window(requirements: Requirements, feature: Feature, window: Any, limits: Any) -> tuple[int | None, int | None]:
+def _window(
+    requirements: Requirements, feature: Feature, window: "Window", limits: np.finfo[np.floating]
+) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     try:
@@ -289,7 +296,9 @@ def _window(requirements: Requirements, feature: Feature, window: Any, limits: A
     return None if left == -1 else left, None if right == -1 else right
 
 
-def _whole(requirements: Requirements, feature: Feature, given: Any, limits: Any) -> int | None:
+def _whole(
+    requirements: Requirements, feature: Feature, given: int | None, limits: np.finfo[np.floating]
+) -> int | None:
     """Return a whole number that is a multiple of `feature.multiple`; None if it is wrong, or checked elsewhere."""
     name, unit = feature.name, feature.multiple
     if given is None or not unit:
@@ -305,7 +314,7 @@ def _whole(requirements: Requirements, feature: Feature, given: Any, limits: Any
     return number
 
 
-def is_one_of(value: Any, names: tuple[str, ...]) -> bool:
+def is_one_of(value: object, names: tuple[str, ...]) -> bool:
     """Return whether a value is one of these strings; `in` alone fails for arrays, whose == is no bool."""
     return isinstance(value, str) and value in names
 
@@ -324,7 +333,7 @@ def _number(requirements: Requirements, name: str, value: Any, default: float = 
         return default
 
 
-def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+def _finite(requirements: Requirements, name: str, given: float | None, limits: np.finfo[np.floating]) -> float | None:
     if given is None:
         return None
     value = _number(requirements, name, given)
@@ -334,7 +343,7 @@ def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> f
     return value
 
 
-def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+def _cap(requirements: Requirements, name: str, given: float | None, limits: np.finfo[np.floating]) -> float | None:
     """Return a positive number, or None if it is infinite in the accumulation dtype and so has no effect."""
     if given is None:
         return None
@@ -345,7 +354,7 @@ def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> floa
     return None if value > float(limits.max) else value
 
 
-def _probability(requirements: Requirements, name: str, given: Any, limits: Any) -> float:
+def _probability(requirements: Requirements, name: str, given: float, limits: np.finfo[np.floating]) -> float:
     value = _number(requirements, name, given)
     # p is rounded to a multiple of 1/65536; if that were 1, no element would be kept.
     in_range = 0 <= value < 1 and round(65536 * value) < 65536
@@ -536,7 +545,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def check_seed(
-    requirements: Requirements, arrays: dict[str, Array], seed: Any, dropout: bool, backward: bool
+    requirements: Requirements, arrays: dict[str, Array], seed: "int | AnyArray | None", dropout: bool, backward: bool
 ) -> Array | int | None:
     """Return the seed as an int or an Array; None if there is none or it is wrong.
 

@@ -80,7 +80,8 @@ class Feature(NamedTuple):
     multiple: int = 0  # of a whole number: it must be a positive multiple
 
     # In a Problem and in the kernels
-    fact: str = ""  # the field of Problem (default: the name): a number, a shape (broadcast), or whether it is given
+    # The field of Problem or Cache (default: the name): a number, a shape (broadcast), or whether it is given.
+    fact: str = ""
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
     member: str = ""  # the member of Params that holds the number, or the array if it has another name there
@@ -90,7 +91,7 @@ class Feature(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The field of Problem."""
+        """The field of Problem, or of Cache."""
         return self.fact or self.name
 
 

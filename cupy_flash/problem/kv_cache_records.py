@@ -101,7 +101,7 @@ class CacheOptions:
     sizes of a rotary table; "s", the keys of a mask. Axes "B" and "H" are "b" and "h", or 1.
     """
 
-    k: AnyArray | None = option(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new")
+    k: AnyArray | None = option(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
     v: AnyArray | None = option(ARRAY, axes=("bnge",), rows=True, dtypes=FLOATING, member="v_new")
     cache_seqlens: int | AnyArray | None = option(
         LENGTHS, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, appends=True
@@ -115,6 +115,7 @@ class CacheOptions:
         axes=("bp",),
         dtypes=INT32,
         shape_text="must be ({b}, pages), not {given}",
+        fact="page",
         leading_stride="table_row",
         addresses="keys",
         appends=True,
@@ -143,7 +144,7 @@ class CacheOptions:
     )
     cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=INT32, shape_text="must be (B + 1,), not {given}")
     max_seqlen_q: int | None = option(WHOLE)
-    rotary_cos: AnyArray | None = option(ARRAY, leading_stride="cos_row", **ROTARY_TABLE)
+    rotary_cos: AnyArray | None = option(ARRAY, fact="rotary", leading_stride="cos_row", **ROTARY_TABLE)
     rotary_sin: AnyArray | None = option(ARRAY, leading_stride="sin_row", **ROTARY_TABLE)
     rotary_interleaved: bool = option(FLAG, True, appends=True)
     causal: bool = option(FLAG, True)

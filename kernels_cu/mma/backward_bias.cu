@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
             scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
             scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, dO_lane, V_smem, V_lane);
             differentiate<false, true>(S_rmem, dP_rmem, true, score, band, dropout, scale_log2, rows, q_start + row,
-                                       kv_start);
+                                       kv_start);  // @differentiate-by-bias
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __g
 
     __syncthreads();
     store_dS(dS_smem, dS_rmem, row);
-    __syncthreads();
+    __syncthreads();  // @barrier-before-dbias
     bias.store(dS_smem, dS_ROW);
   }
 }

@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
     auto load = [&] {
       if (loaded.valid()) {
         loads.load(stages.next(), loaded);
-        loaded.next();
+        loaded.next();  // @dKV.next-load
       }
       stages.commit();
     };
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
 
     for (; q_tiles.valid(); q_tiles.next()) {
       if constexpr (STAGES == 1) {
-        __syncthreads();
+        __syncthreads();  // @dKV.barrier-before-load
         load();
       }
       unsigned int Q_smem = stages.wait(), dO_smem = Q_smem + Q_BYTES;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       scores<M, N, HEAD_DIM_V>(dP_rmem, V_smem, V_lane, dO_smem, dO_lane);
       differentiate<true, false>(S_rmem, dP_rmem, q_tiles.masked(), score, band, dropout, scale_log2, rows, q_start,
-                                 kv_start + row);
+                                 kv_start + row);  // @dKV.mask
       unsigned int P_rmem[M][N / 2][4], dS_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, P_rmem, dO_smem, dOT_lane);
@@ -147,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kv(const __gri
       if constexpr (ADD_DQ) share(dS_smem, dS_rmem, row);
       accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS_rmem, Q_smem, QT_lane);
       if constexpr (ADD_DQ) {
-        __syncthreads();
+        __syncthreads();  // @barrier-before-added-dQ
         add_dQ(DqSums(p, sequence, q_tiles.head), smem_address(dS_smem), K_smem, q_start, sequence.q_len);
       }
     }
 
     cp_async_wait_group<0>();  // K and V may be in flight if no query was visited
     __syncthreads();
-    store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });
+    store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale; });  // @scale-dK
     store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [](int, int) { return 1.0f; });
     __syncthreads();
     store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem, kv_start, sequence.kv_rows);

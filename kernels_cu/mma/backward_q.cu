@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
 
     for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
-        __syncthreads();
+        __syncthreads();  // @dQ.barrier-before-load
         load();
       }
       unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
       if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       scores<M, N, HEAD_DIM_V>(dP_rmem, dO_smem, dO_lane, V_smem, V_lane);
       differentiate<false, false>(S_rmem, dP_rmem, kv_tiles.masked(), score, band, dropout, scale_log2, rows,
-                                  q_start + row, kv_tiles.start);
+                                  q_start + row, kv_tiles.start);  // @dQ.mask
       unsigned int dS_rmem[M][N / 2][4];
       round_fragments(dS_rmem, dP_rmem);
       accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS_rmem, K_smem, KT_lane);
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
 
     cp_async_wait_group<0>();  // Q and dO may be in flight if no key was visited
     __syncthreads();
-    store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });
+    store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale; });  // @scale-dQ
     __syncthreads();
     store_tile<BLOCK_Q, HEAD_DIM>(sequence.queries<element>(p.dq, head), p.dq, smem, q_start, sequence.q_rows);
   }

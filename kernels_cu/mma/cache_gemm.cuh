@@ -89,7 +89,7 @@ struct CacheGemm<e4m3> {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       unsigned int b[2];
-      cvt_e4m3x4<element>(b, K[2 * n + k % 2]);
+      cvt_e4m3x4<element>(b, K[2 * n + k % 2]);  // @word-of-columns
 #pragma unroll
       for (int m = 0; m < M; ++m)
         if (k == 0)
@@ -127,6 +127,7 @@ struct CacheGemm<e4m3> {
 #pragma unroll
     for (int n = 0; n < FRAGMENTS; ++n) {
       if (n % 4 == 0) ldmatrix_x4_trans(bytes, V_smem + lane.at(0, n / 2));
+      // @convert-columns
       cvt_e4m3x4<element>(b, __byte_perm(bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2 ? 0x7531 : 0x6420));
 #pragma unroll
       for (int m = 0; m < M; ++m) mma_m16n8k16<element>(O[m][n], P[m][0], b[0], b[1], O[m][n]);

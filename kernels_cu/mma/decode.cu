@@ -1,8 +1,8 @@
-// Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several units (see
+// Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several output tiles (see
 // split_kv.cuh). Rows are (query, head of the GQA group) pairs, so that each key is read once for all heads that share
 // it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
 // the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. parts.cuh divides the
-// work. grid (blocks), or (CLUSTER x units, sequences)
+// work. grid (blocks), or (CLUSTER x output tiles, sequences)
 #include "kv_stages.cuh"
 #if CLUSTER_MERGE
 #include "../merge_row.cuh"
@@ -39,7 +39,7 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
       Score score(p, part.sequence, head, part.band.mod);
       score.scale = scale;
       Range keys = part.band.keys(i);
-      int query = part.band.query(i);
+      int query = part.band.query(i);  // @clamp-query
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -47,8 +47,8 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, query, j);
-          int key = MASKED && MODS ? part.band.key(j) : j;
-          if constexpr (MASKED && MASK_MOD) seen &= part.band.mod_sees(head, query, key);
+          int key = MASKED && MODS ? part.band.key(j) : j;                                 // @clamp-key
+          if constexpr (MASKED && MASK_MOD) seen &= part.band.mod_sees(head, query, key);  // @mod-sees
           float derivative;
           float s = MODIFIED ? score.apply(S[m][n][e], query, key, derivative) : S[m][n][e];
           S[m][n][e] = seen ? s : -infinity();
@@ -71,7 +71,7 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
       for (int n = 0; n < N; ++n) largest = max(largest, max(S[m][n][2 * half], S[m][n][2 * half + 1]));
       largest = row_max(largest);
       factors[m][half] = 1;
-      if (softmax[m][half].exceeds_reference(largest, scale_log2)) {
+      if (softmax[m][half].exceeds_reference(largest, scale_log2)) {  // @if-maximum-grows
         factors[m][half] = softmax[m][half].update(largest, scale_log2);
         any = true;
       }
@@ -80,7 +80,7 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 }
 
 #if CLUSTER_MERGE
-constexpr int LSE_COLUMN = Gemm::O_ROW - 1;  // in the padding of a row of O_smem: lse of the part
+constexpr int LSE_COLUMN = Gemm::O_ROW - 1;  // @LSE_COLUMN: in the padding of a row of O_smem: lse of the part
 
 // A row of the result of a part, in the shared memory of any block of the cluster.
 struct ClusterRow {
@@ -89,19 +89,21 @@ struct ClusterRow {
   __device__ float operator[](int column) const { return ld_shared_cluster(address + 4 * column); }
 };
 
-// Merges the parts of a unit in the order of their keys. The rows are divided among all warps of the cluster, which
-// read the parts in the shared memory of each block. The second barrier keeps this block's part until all have read it.
+// Merges the parts of an output tile in the order of their keys. The rows are divided among all warps of the cluster,
+// which read the parts in the shared memory of each block. The second barrier keeps this block's part until all have
+// read it.
 __device__ void merge_parts(const Params& p, const Part& part, int parts, const float* O_smem) {
-  cluster_sync();
+  cluster_sync();  // @wait-parts-stored
+  // @rows-of-rank
   for (int row = threadIdx.x / WARP * CLUSTER + cluster_ctarank(); row < BLOCK_Q; row += WARPS * CLUSTER) {
     if (part.query(p, row) >= part.sequence.q_len) break;
     unsigned int row_smem = smem_address(O_smem + row * Gemm::O_ROW);
     merge_row(
         p, part.sequence, part.kv_head, part.first_row + row, parts,
         [&](int c) { return ClusterRow{mapa(row_smem, c)}[LSE_COLUMN]; },
-        [&](int c) { return ClusterRow{mapa(row_smem, c)}; });
+        [&](int c) { return ClusterRow{mapa(row_smem, c)}; });  // @part-of-rank
   }
-  cluster_sync();
+  cluster_sync();  // @wait-parts-read
 }
 #endif
 
@@ -128,11 +130,11 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
       float weight = other.m == -infinity() ? 0 : ex2_approx(other.reference - softmax.reference);
       softmax.l += weight * softmax_smem[warp][row][1];
       float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW + column);
-      O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;
+      O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;  // @sum-O-of-warps
     }
-    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);
+    Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);  // @scale-of-lse
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;  // @decode.descale-O
     if (!part.whole) {
 #if CLUSTER_MERGE
       // In place of warp 0's O: only this thread reads these columns.
@@ -140,10 +142,11 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
       *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) result[LSE_COLUMN] = ending.lse;
 #else
-      long long at = (long long)part.place * BLOCK_Q + row;
-      if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
+      long long at = (long long)part.partial_result * BLOCK_Q + row;
+      // The lengths may exceed those that the plan was made for.
+      if (SPLIT_SIZE && part.partial_result >= p.partial_results) continue;
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
-      if (column == 0) p.part_lse[at] = ending.lse;
+      if (column == 0) p.part_lse[at] = ending.lse;  // @store-lse-of-part
 #endif
       continue;
     }
@@ -152,7 +155,7 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     element* out = part.sequence.queries<element>(p.out, head) + i * p.out.row + column;
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (column + e < HEAD_DIM_V) store(out + e, O[e] * ending.factor);
+      if (column + e < HEAD_DIM_V) store(out + e, O[e] * ending.factor);  // @normalise-O
     if (column == 0) part.sequence.queries<float>(p.lse, head)[i * p.lse.row] = ending.lse;
   }
 }
@@ -189,7 +192,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   stages.begin();
   stages.wait_for_Q();
   sync_consumers();
-  Gemm::arrange_Q(Q_smem);
+  Gemm::arrange_Q(Q_smem);  // @arrange-Q
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
   if constexpr (Q_IN_REGISTERS) load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, 0);
 

@@ -78,10 +78,10 @@ struct KeyLoads {
   __device__ void load_next(const KeyTile& to, Tiles& tiles) {
     load(to, tiles.visible);
     tiles.next();
-    int rows = MASK_MOD ? tiles.start - first : Tiles::STEP;
-    first += rows, K += rows * p.k.row, V += rows * p.v.row;
-    if constexpr (TK) tK += rows * p.tk.row;
-    if constexpr (TV) tV += rows * p.tv.row;
+    int rows = MASK_MOD ? tiles.start - first : Tiles::STEP;  // @advance-keys
+    first += rows, K += rows * p.k.row, V += rows * p.v.row;  // @advance-K-V
+    if constexpr (TK) tK += rows * p.tk.row;                  // @advance-tK
+    if constexpr (TV) tV += rows * p.tv.row;                  // @advance-tV
   }
 };
 
@@ -109,8 +109,9 @@ __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned
         for (int right = 0; right < 2; ++right) {
           float (&c)[4] = C[m][n + right], (&tc)[4] = tC[m][n + right];
           mma_m16n8k16<element>(c, a[m], b[2 * right], b[2 * right + 1], c);
+          // @tS-of-tA
           if constexpr (MOVES_A && !B_FIRST) mma_m16n8k16<element>(tc, ta[m], b[2 * right], b[2 * right + 1], tc);
-          if constexpr (MOVES_B) mma_m16n8k16<element>(tc, a[m], tb[2 * right], tb[2 * right + 1], tc);
+          if constexpr (MOVES_B) mma_m16n8k16<element>(tc, a[m], tb[2 * right], tb[2 * right + 1], tc);  // @tS-of-tB
           if constexpr (MOVES_A && B_FIRST) mma_m16n8k16<element>(tc, ta[m], b[2 * right], b[2 * right + 1], tc);
         }
     }
@@ -128,7 +129,7 @@ __device__ void accumulate_moved(float (&C)[M][fragments_of(DIM)][4], float (&tC
   for (int k = 0; k < K; ++k) {
     unsigned int scaled[M][4];
 #pragma unroll
-    for (int e = 0; e < 4 * M; ++e) scaled[e / 4][e % 4] = scale.times(P[e / 4][k][e % 4]);
+    for (int e = 0; e < 4 * M; ++e) scaled[e / 4][e % 4] = scale.times(P[e / 4][k][e % 4]);  // @scale-P-of-tV
 #pragma unroll
     for (int n = 0; n < fragments_of(DIM); n += 2) {
       ldmatrix_x4_trans(b, X_smem + x_lane.at(16 * k, n * COLUMN_WARPS));

@@ -54,7 +54,7 @@ __device__ void multiply(float (&C)[M][N][4], float by) {
 // The power of two of the factors and sums of a warp; 1 in bf16.
 struct FactorScale {
   static constexpr bool ON = !HAS_RANGE_OF_FLOAT<element>;
-  static constexpr int FIRST = 15, LEAST = -14;  // the largest and the smallest normal power in fp16
+  static constexpr int FIRST = 15, LEAST = -14;  // @first-power: the largest and the smallest normal power in fp16
   static constexpr int LOWERED = 12;             // lowered factors are less than 2^LOWERED: later ones may be larger
 
   float log2 = ON ? FIRST : 0;
@@ -74,20 +74,20 @@ struct FactorScale {
     (factors.round(), ...);
     if constexpr (ON) {
       float zeros[2][4] = {};
-      (factors.add_zeros(zeros), ...);
-      if (!__any_sync(0xFFFFFFFF, zeros[0][0] + zeros[0][2] + zeros[1][0] + zeros[1][2] != 0)) return;
+      (factors.add_zeros(zeros), ...);  // @find-infinities
+      if (!__any_sync(0xFFFFFFFF, zeros[0][0] + zeros[0][2] + zeros[1][0] + zeros[1][2] != 0)) return;  // @any-infinity
       float largest = 0;
       ((largest = max(largest, factors.largest())), ...);
 #pragma unroll
       for (int other = WARP / 2; other > 0; other /= 2)
         largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, other));
-      int exponent = (__float_as_int(largest) >> 23) - 126;  // largest < 2^exponent
-      int down = max(0, min(exponent - LOWERED, (int)log2 - LEAST));
+      int exponent = (__float_as_int(largest) >> 23) - 126;           // largest < 2^exponent
+      int down = max(0, min(exponent - LOWERED, (int)log2 - LEAST));  // @lower-power
       log2 -= down;
       float by = power_of_two(-down);
-      (multiply(factors.exact, by), ...);
-      lower(by);
-      (factors.round(), ...);
+      (multiply(factors.exact, by), ...);  // @lower-factors
+      lower(by);                           // @lower-sums
+      (factors.round(), ...);              // @round-lowered-factors
     }
   }
 

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     auto load = [&] {
       if (loaded.valid()) loads.load(stages.next(), loaded.start, loaded.visible);
-      loaded.next();
+      loaded.next();  // @forward.next-load
       stages.commit();
       loads.pages.look_up(loaded.start, loaded.visible);
     };
@@ -67,12 +67,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       cp_async_wait_group<0>();
       __syncthreads();
       load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
-      __syncthreads();
+      __syncthreads();  // @barrier-after-Q-fragments
     }
     loads.pages.look_up(loaded.start, loaded.visible);
     for (int stage = 0; stage < STAGES - 1; ++stage) {
       loads.pages.store();
-      if constexpr (PAGED) __syncthreads();
+      if constexpr (PAGED) __syncthreads();  // @barrier-after-pages
       load();
     }
     loads.pages.store();
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
-        __syncthreads();
+        __syncthreads();  // @forward.barrier-before-load
         load();
       }
       unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
       if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
       attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
-             kv_tiles.start);
+             kv_tiles.start);  // @forward.mask
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
-    cp_async_wait_group<0>();  // Q may be in flight if no key was visited
-    __syncthreads();
+    cp_async_wait_group<0>();  // @wait-Q-loaded: Q may be in flight if no key was visited
+    __syncthreads();           // @barrier-before-O
     store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
     __syncthreads();
     store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(p.out, head), p.out, smem, q_start, sequence.q_rows);

@@ -38,7 +38,7 @@ struct LazyMean {
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        float weight = P[n][e] * (tS[n][e] - mu);
+        float weight = P[n][e] * (tS[n][e] - mu);  // @sum-tangent
         sum += weight, spread += fabsf(weight);
       }
   }
@@ -52,7 +52,7 @@ struct LazyMean {
   // Replaces mu, and returns the change; `l` is the partial row sum of the keys that were added.
   __device__ float move(float new_mu, float l) {
     float change = new_mu - mu;
-    mu = new_mu, sum -= change * l;
+    mu = new_mu, sum -= change * l;  // @move-mu
     spread = max(spread - fabsf(change) * l, 0.0f);
     return change;
   }
@@ -69,13 +69,13 @@ __device__ void follow(LazyMean (&mean)[M][2], float (&T)[M][SUMS][4], const flo
     for (int half = 0; half < 2; ++half) {
       LazyMean with_tile = mean[m][half];
       with_tile.add(P[m], tS[m], half);
-      if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {
+      if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {  // @mu-stays
         mean[m][half] = with_tile;
         continue;
       }
       float change = mean[m][half].move(with_tile.mean(row_sum(softmax[m][half].l)), l_before[m][half]);
-      mean[m][half].add(P[m], tS[m], half);
-      change *= scale.power();
+      mean[m][half].add(P[m], tS[m], half);  // @add-tile-again
+      change *= scale.power();               // @scale-change-of-mu
 #pragma unroll
       for (int n = 0; n < SUMS; ++n)
 #pragma unroll
@@ -94,16 +94,17 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
   float rescaling[M][2];
   if (update_max(rescaling, softmax, S, LOG2_E)) {
     rescale(O, rescaling);
-    rescale(T, rescaling);
+    rescale(T, rescaling);  // @rescale-T
 #pragma unroll
-    for (int n = 0; n < 2 * M; ++n) mean[n / 2][n % 2].rescale(rescaling[n / 2][n % 2]);
+    for (int n = 0; n < 2 * M; ++n) mean[n / 2][n % 2].rescale(rescaling[n / 2][n % 2]);  // @rescale-mu
   }
   float l_before[M][2];
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) l_before[n / 2][n % 2] = softmax[n / 2][n % 2].l;
   exponentiate(S, softmax, LOG2_E);
   if constexpr (SCORES_MOVE) follow(mean, T, O, scale, softmax, l_before, S, tS);
-  if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
+  if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);  // @drop-tangent
+  // @weigh-tangent
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -132,10 +133,10 @@ __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const flo
         ending.add_sink(sink);
         if (ending.lse > -infinity()) {
           float share = of_keys == 0 ? 0 : ending.factor / of_keys;
-          tlse = share * tlse + expf(sink - ending.lse) * tsink;
+          tlse = share * tlse + expf(sink - ending.lse) * tsink;  // @tlse-with-sink
         }
       }
-      float change = tlse - mean[m][half].mu;
+      float change = tlse - mean[m][half].mu;  // @move-T-to-tlse
       if constexpr (SCORES_MOVE)
 #pragma unroll
         for (int n = 0; n < SUMS; ++n)
@@ -207,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
                                                               keys.tV, V_lane);
     }
 
-    multiply(T_rmem, scale.inverse());
+    multiply(T_rmem, scale.inverse());  // @scale-T-back
     float factors[M][2];
     finish(factors, T_rmem, O_rmem, softmax, mean, p, sequence, dropout, head, q_start + row);
     cp_async_wait_group<0>();  // Q may be in flight if no key was visited

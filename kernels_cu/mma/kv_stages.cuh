@@ -45,8 +45,8 @@ struct KvStages {
   // Waits for the tile at `start`. This warp zeroes those of its 16 rows of V whose keys are outside the part: a
   // probability of 0 does not cancel a NaN.
   __device__ unsigned int next(int start) {
-    ring.wait();
-    if (start < keys.begin || start + BLOCK_KV > keys.end) {
+    ring.wait();                                              // @wait-KV-slot
+    if (start < keys.begin || start + BLOCK_KV > keys.end) {  // @clear-hidden-keys
       constexpr int CHUNKS = Gemm::V::ROW / 16;
       int first = threadIdx.x / WARP * 16;
       const unsigned int zeros[4] = {};
@@ -55,7 +55,7 @@ struct KvStages {
         for (int panel = 0; panel < Gemm::V::PANELS && !keys(start + row); ++panel)
           st_shared_v4(ring.slot() + K_BYTES + (panel * BLOCK_KV + row) * Gemm::V::ROW + 16 * (n % CHUNKS), zeros);
       }
-      fence_proxy_async();  // TMA writes to the slot next
+      fence_proxy_async();  // @fence-zeros: TMA writes to the slot next
       __syncwarp();
     }
     return ring.slot();
@@ -87,7 +87,7 @@ __device__ inline void load_tiles(const Params& p, const Part& part, const Maps&
   int keys_of_box = PAGED ? min(1 << blocks.page_log2, BLOCK_KV) : BLOCK_KV, row = lane_id() * keys_of_box;
   auto look_up = [&](int start) {
     int key = start + row;
-    bool needed = row < BLOCK_KV && key < part.keys.end && key + keys_of_box > part.keys.begin;
+    bool needed = row < BLOCK_KV && key < part.keys.end && key + keys_of_box > part.keys.begin;  // @look-up-page
     return needed ? blocks.block_of(key) : -1;
   };
   PartTiles tiles(p, part);
@@ -96,12 +96,13 @@ __device__ inline void load_tiles(const Params& p, const Part& part, const Maps&
     int start = tiles.start, current = block;
     tiles.next();
     block = look_up(tiles.start);
-    ring.acquire();
+    ring.acquire();  // @acquire-KV-slot
     if (lane_id() == 0) mbarrier_arrive_expect_tx(ring.full(), SLOT_BYTES);
     __syncwarp();
     if (row < BLOCK_KV) {
-      int row_in_block = blocks.row_in_block(start + row);
+      int row_in_block = blocks.row_in_block(start + row);  // @row-in-page-of-box
       load_boxes<Gemm::K>(ring.slot(), maps.k, ring.full(), row, row_in_block, part.kv_head, current);
+      // @load-V-page
       load_boxes<Gemm::V>(ring.slot() + K_BYTES, maps.v, ring.full(), row, row_in_block, part.kv_head, current);
     }
     ++ring.index;
@@ -123,11 +124,11 @@ struct KvStages {
       : part(part), loads(p, part.sequence, part.kv_head, pages_smem), slots(smem + Q_BYTES), loaded(tiles) {}
   __device__ void load() {
     if (loaded.valid()) loads.load(slots.next(), loaded.start, part.keys);
-    loaded.next();
+    loaded.next();  // @next-load-of-part
     slots.commit();
   }
   __device__ void reuse_memory() {
-    __syncthreads();  // all warps have finished with the shared memory of the previous part
+    __syncthreads();  // @barrier-before-part: all warps have finished with the shared memory of the previous part
   }
   // Fills all slots but one.
   __device__ void begin() {
@@ -140,7 +141,7 @@ struct KvStages {
     loads.pages.look_up(loaded.start, part.keys);
     loads.pages.store();
   }
-  __device__ void wait_for_Q() { cp_async_wait_group<STAGES - 1>(); }
+  __device__ void wait_for_Q() { cp_async_wait_group<STAGES - 1>(); }  // @wait-for-Q
   // Waits for the next tile, and loads the one that is STAGES - 1 ahead.
   __device__ unsigned int next(int) {
     if constexpr (STAGES == 1) {
@@ -154,8 +155,8 @@ struct KvStages {
   }
   __device__ void release() { loads.pages.store(); }
   __device__ void end() {
-    cp_async_wait_group<0>();
-    __syncthreads();
+    cp_async_wait_group<0>();  // @wait-part-loads
+    __syncthreads();           // @barrier-after-part
   }
 };
 #endif

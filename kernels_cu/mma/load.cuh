@@ -55,13 +55,13 @@ struct Loader {
   __device__ static bool idle() { return LANES > T::CHUNKS && chunk() >= T::CHUNKS; }
   // Valid bytes of a chunk: 16 except at the end of a row.
   __device__ static int bytes(int chunk) {
-    constexpr int ROW = DIM * sizeof(Number);
-    return ROW == T::ROW ? 16 : min(max(ROW - 16 * chunk, 0), 16);
+    constexpr int ROW = DIM * sizeof(Number);                       // @bytes-of-row
+    return ROW == T::ROW ? 16 : min(max(ROW - 16 * chunk, 0), 16);  // @bytes-of-chunk
   }
 
   // REGULAR: loads a tile of which all rows are read; `next` is the address of this thread's chunk of its first rows.
   __device__ void load_whole(unsigned int tile, const Number* next, long long stride) const {
-    if (idle()) return;
+    if (idle()) return;  // @idle-threads
 #pragma unroll
     for (int n = 0; n < ROWS / STEP; ++n, next += STEP * stride)
       cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
@@ -71,7 +71,7 @@ struct Loader {
   // true for all rows.
   template <typename Rows, typename Read>
   __device__ void load(unsigned int tile, const Rows& rows, bool whole, Read read) const {
-    if (rows.aligned < COUNT) {
+    if (rows.aligned < COUNT) {  // @unaligned-rows
 #pragma unroll 1
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
@@ -100,7 +100,7 @@ struct Loader {
   template <typename Rows>
   __device__ void load(unsigned int tile, const Rows& rows, Range range) const {
     load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end,
-         [&](int position) { return range(position) && rows.has(position); });
+         [&](int position) { return range(position) && rows.has(position); });  // @readable-rows
   }
 };
 
@@ -140,8 +140,8 @@ struct Pipeline {
   }
   // Waits for the next slot. Its barrier also means that all warps have finished with the previous slot.
   __device__ unsigned int wait() {
-    cp_async_wait_group<(STAGES > 1 ? STAGES - 2 : 0)>();
-    __syncthreads();
+    cp_async_wait_group<(STAGES > 1 ? STAGES - 2 : 0)>();  // @wait-loads
+    __syncthreads();                                       // @barrier-after-loads
     unsigned int slot = start + used;
     used = after(used);
     return slot;

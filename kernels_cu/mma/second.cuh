@@ -38,7 +38,7 @@ struct QueryLoads : QdOLoads {
       numbers = sequence.queries<RowNumbers>(p.row_numbers, head) + q_start;
     };
     auto advance = [&](int rows) {
-      if constexpr (TQ) tQ.advance(rows);
+      if constexpr (TQ) tQ.advance(rows);  // @advance-tQ
       numbers += rows;
     };
     move_to(new_head, q_start, seek, advance);
@@ -106,6 +106,7 @@ struct SecondGradients {
         float &ds = dS[m][n + e / 4][e % 4], &dts = dtS[m][n + e / 4][e % 4], &w = W[m][n + e / 4][e % 4];
         Score::Moved x = moved<MASKED, !QK_GRADIENT>(score, band, ds, dts, i0 + query, j0 + key_of(m, n, e));
         float factor = 1;
+        // @drop-dP
         if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : (float)dropout.keep_scale;
         float probability = ex2_approx(x.score * LOG2_E - (row.lse2 - log2_scale));
         PairGradients gradients =

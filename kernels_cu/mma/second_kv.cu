@@ -54,15 +54,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_
       auto W = factor<SCORES_MOVE>(tile.W);
       auto dS = factor(tile.dS);
       auto dtS = factor<TQ>(tile.dtS);
-      scale.round([&](float by) { multiply(dK_rmem, by), multiply(dV_rmem, by); }, W, dS, dtS);
+      scale.round([&](float by) { multiply(dK_rmem, by), multiply(dV_rmem, by); }, W, dS, dtS);  // @lower-dK-dV
       if constexpr (SCORES_MOVE) accumulate<M, N / 2, HEAD_DIM_V>(dV_rmem, W.rounded, queries.dO, dOT_lane);
       accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dS.rounded, queries.Q, QT_lane);
-      if constexpr (TQ) accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dtS.rounded, queries.tQ, QT_lane);
+      if constexpr (TQ) accumulate<M, N / 2, HEAD_DIM>(dK_rmem, dtS.rounded, queries.tQ, QT_lane);  // @dtP-of-tQ
     }
 
     cp_async_wait_group<0>();  // the keys may be in flight if no query was visited
     __syncthreads();
     store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale * scale.inverse(); });
+    // @scale-dV-back
     store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [&](int, int) { return scale.inverse(); });
     __syncthreads();
     store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem, kv_start, sequence.kv_rows);

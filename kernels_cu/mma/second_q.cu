@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
       auto dtS = factor<TK>(gradients.dtS);
       scale.round([&](float by) { multiply(dQ_rmem, by); }, dS, dtS);
       accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dS.rounded, keys.K, KT_lane);
-      if constexpr (TK) accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dtS.rounded, keys.tK, KT_lane);
+      if constexpr (TK) accumulate<M, N / 2, HEAD_DIM>(dQ_rmem, dtS.rounded, keys.tK, KT_lane);  // @dtP-of-tK
     }
 
     cp_async_wait_group<0>();  // the queries may be in flight if no key was visited

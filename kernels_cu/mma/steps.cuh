@@ -35,13 +35,13 @@ struct QdOLoads {
   // `seek()` and `advance(rows)` do the same for the addresses of the other operands.
   template <typename Seek, typename Advance>
   __device__ void move_to(int new_head, int q_start, Seek seek, Advance advance) {
-    if (new_head != head) {
+    if (new_head != head) {  // @head-changes
       head = new_head;
       Q.seek(sequence.query_rows<element>(p.q, head), q_start);
       dO.seek(sequence.query_rows<element>(p.dout, head), q_start);
       seek();
     } else {
-      int rows = MASK_MOD ? q_start - Q.first : BLOCK_Q;
+      int rows = MASK_MOD ? q_start - Q.first : BLOCK_Q;  // @advance-Q
       Q.advance(rows), dO.advance(rows);
       advance(rows);
     }

@@ -36,7 +36,8 @@ struct Tile {
   // case a row is no multiple of 128 bytes, so neighbouring rows start at different banks and need less swizzling.
   static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
 
-  __device__ static int swizzle(int row) { return row / (8 / GROUP) % GROUP; }
+  __device__ static int swizzle(int row) { return row / (8 / GROUP) % GROUP; }  // @swizzle-of-row
+  // @swizzled-address
   __device__ static unsigned int at(int row, int chunk) { return row * ROW + ((chunk ^ swizzle(row)) << 4); }
 
   // Address arithmetic of one lane: byte offsets into a tile for ldmatrix of 16 x 16 numbers.
@@ -85,7 +86,7 @@ struct PanelTile {
     typename Panel::Lane lane;
 
     __device__ unsigned int at(int row, int chunk) const {
-      return lane.at(row, chunk % Panel::CHUNKS) + chunk / Panel::CHUNKS * ROWS * ROW;
+      return lane.at(row, chunk % Panel::CHUNKS) + chunk / Panel::CHUNKS * ROWS * ROW;  // @panel-address
     }
   };
   __device__ static Lane lane_of_B() { return {Panel::lane_of_B()}; }

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_q(const __grid
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int i = q_start + row_y() + r * ROW_THREADS;
+      // @simt.scale-dQ
       if (i < sequence.q_rows)
         store_row<HEAD_DIM>(sequence.queries<element>(p.dq, head) + i * p.dq.row, dQ_rmem[r], (real)p.scale);
     }

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     Softmax softmax[ROWS];
     real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);
+    for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);  // @init-softmax
 
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
@@ -77,23 +77,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       __syncthreads();
       real S_rmem[ROWS][COLS] = {};
       scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
-      __syncthreads();
+      __syncthreads();  // @barrier-before-V
       load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V.tile(kv_start, pages.stored()), readable);
       if (kv_tiles.masked())
         modify<true>(S_rmem, score, band, q_start, kv_start);
       else
         modify<false>(S_rmem, score, band, q_start, kv_start);
       update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start);
-      __syncthreads();
+      __syncthreads();  // @barrier-before-PV
       accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
     }
 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int i = q_start + row_y() + r * ROW_THREADS;
-      if (i >= sequence.q_rows) continue;
+      if (i >= sequence.q_rows) continue;  // @rows-to-write
       element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
-      store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());
+      store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());  // @store-O-row
       if (lane_x() == 0)
         sequence.queries<real>(p.lse, head)[i * p.lse.row] = i < sequence.q_len ? softmax[r].lse() : -infinity();
     }

@@ -42,23 +42,23 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
     for (int c = 0; c < COLS; ++c) {
       sum += S[r][c] = softmax[r].probability(S[r][c]);
       if (S[r][c] == 0) tS[r][c] = 0;  // the tangent of a hidden score may be NaN
-      moving += S[r][c] * tS[r][c];
+      moving += S[r][c] * tS[r][c];    // @simt.sum-tangent
     }
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
-    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;
+    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;  // @simt.update-mu
 #pragma unroll
     for (int n = 0; n < SUMS; ++n) {
       O[r][n] *= rescale;
-      T[r][n] = T[r][n] * rescale - change * O[r][n];
+      T[r][n] = T[r][n] * rescale - change * O[r][n];  // @simt.rescale-T
     }
     Kept kept;
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].mu);
+      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].mu);  // @simt.weigh-tangent
       if constexpr (DROPOUT) {
         real factor = kept.factor(dropout, c, i, j);
-        S[r][c] *= factor, tS[r][c] *= factor;
+        S[r][c] *= factor, tS[r][c] *= factor;  // @simt.drop-tangent
       }
     }
   }

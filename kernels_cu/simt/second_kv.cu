@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_
       tile.differentiate(q_tiles.masked(), score, band, dropout, queries, start);
       if constexpr (SCORES_MOVE) add_product<HEAD_DIM_V>(dV_rmem, tile.W, P_smem, queries.dO);
       add_product<HEAD_DIM>(dK_rmem, tile.dS, P_smem, queries.Q);
-      if constexpr (TQ) add_product<HEAD_DIM>(dK_rmem, tile.dtS, P_smem, queries.tQ);
+      if constexpr (TQ) add_product<HEAD_DIM>(dK_rmem, tile.dtS, P_smem, queries.tQ);  // @dtP-of-tQ
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) second_q(const __grid_c
       SecondGradients<ROWS, COLS, false, true> tile(queries, keys);
       tile.differentiate(kv_tiles.masked(), score, band, dropout, queries, start);
       add_product<HEAD_DIM>(dQ_rmem, tile.dS, P_smem, keys.K);
-      if constexpr (TK) add_product<HEAD_DIM>(dQ_rmem, tile.dtS, P_smem, keys.tK);
+      if constexpr (TK) add_product<HEAD_DIM>(dQ_rmem, tile.dtS, P_smem, keys.tK);  // @dtP-of-tK
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {

@@ -54,7 +54,7 @@ __device__ inline void load_rows(real* lse_smem, real* delta_smem, const Params&
   for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
     int i = q_start + row;
     real x = i < sequence.q_len ? lse[i * p.lse.row] : -infinity();
-    lse_smem[row] = x == -infinity() ? infinity() : x;
+    lse_smem[row] = x == -infinity() ? infinity() : x;  // @lse-of-no-key
     delta_smem[row] = x == -infinity() ? 0 : delta[i * p.delta.row];
   }
 }

@@ -22,7 +22,7 @@ __device__ constexpr int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 __device__ constexpr int row_stride(int dim) {
-  return (round_up(dim, LANES * VECTOR) / VECTOR | 1) * VECTOR;
+  return (round_up(dim, LANES * VECTOR) / VECTOR | 1) * VECTOR;  // @row-stride
 }
 // A warp writes P one number per lane, 8 lanes x 4 rows: the padding puts the rows 8 words apart modulo the 32 banks.
 __device__ constexpr int p_stride(int columns) {

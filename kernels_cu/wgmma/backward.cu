@@ -26,7 +26,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
     Range keys = {kv_start + consumer.keys, kv_start + consumer.keys + 64};
     float dK_rmem[1][N_K][4] = {}, dV_rmem[1][N_V][4] = {};
     unsigned int K_smem = rings.K.tile(), V_smem = rings.V.tile();
-    rings.K.wait(), rings.V.wait();
+    rings.K.wait(), rings.V.wait();  // @wait-K-V
     clear_keys(sequence, kv_start, K_smem, V_smem);
 
     // Mainloop: the softmax overlaps dP; the addition to dQ overlaps dK.
@@ -34,10 +34,10 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
-      unsigned int dS_smem = rings.dS + dS_index % 2 * (Rings::dS_BYTES + Rings::P_BYTES);
+      unsigned int dS_smem = rings.dS + dS_index % 2 * (Rings::dS_BYTES + Rings::P_BYTES);  // @dS-buffer
       unsigned int P_smem = dS_smem + Rings::dS_BYTES;
       ++dS_index;
-      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();
+      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-rows-Q-dO
       const float* lse2 = (const float*)(smem + (rings.rows.slot() - rings.K.start));
       clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
 
@@ -45,10 +45,10 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       issue_S_dP(S_rmem, dP_rmem, K_smem, V_smem, Q_smem, dO_smem, consumer);
       wait_S(S_rmem);
       Rows rows = {lse2 + consumer.queries, lse2 + BLOCK_Q + consumer.queries};
-      bool masked = q_tiles.masked(consumer.queries, QUERIES);
+      bool masked = q_tiles.masked(consumer.queries, QUERIES);  // @backward.mask-S
       differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows,
                                  q_tiles.start + consumer.queries, kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
-      __syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives
+      __syncwarp();  // @read-rows: all lanes have read lse2 and delta, not only the one that arrives
       rings.rows.release();
 
       LeftOperand P(S_rmem, P_smem, consumer), dS(dP_rmem, dS_smem, consumer);
@@ -56,25 +56,25 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       fence_gradients(dV_rmem, dQ_rmem, dK_rmem, P, dS);
       unsigned int dO_panel = share.panel<BLOCK_Q>(dO_smem, share.V);
       P.issue_or_store(dV_rmem, dO_panel);
-      fence_proxy_async();
-      named_barrier_sync(COMMON_BARRIER, CONSUMERS);
-      P.issue_stored(dV_rmem, dO_panel);
+      fence_proxy_async();                            // @fence-dS
+      named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-after-dS
+      P.issue_stored(dV_rmem, dO_panel);              // @issue-stored-dV
       issue_dQ(dQ_rmem, dS_smem, share.panel<BLOCK_KV>(K_smem, share.Q), consumer);
-      dS.issue(dK_rmem, share.panel<BLOCK_Q>(Q_smem, share.K));
+      dS.issue(dK_rmem, share.panel<BLOCK_Q>(Q_smem, share.K));  // @K-columns-of-share
       wait_dV_dQ(dV_rmem, P, dQ_rmem);
       rings.dO.release();
       add_dQ_in_turn(p, rings, sequence, dQ_rmem, q_tiles.head, q_tiles.start, consumer, 8 * share.Q, dQ_smem);
-      wait_dK(dK_rmem, dS);
-      rings.Q.release();
+      wait_dK(dK_rmem, dS);  // @wait-dK
+      rings.Q.release();     // @release-Q
     }
 
     // Epilogue: dK and dV go through the shared memory of K and V, once all consumers' wgmmas have read them.
-    named_barrier_sync(COMMON_BARRIER, CONSUMERS);
+    named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-before-dK
     store_dK_dV(dK_rmem, dV_rmem, p, sequence, smem, smem + rings.K.BYTES, kv_head, kv_start, consumer, share);
     rings.K.release(), rings.V.release();
   }
   if constexpr (DQ_IN_BULK)
-    if (lane_id() == 0) bulk_wait_group_read<0>();
+    if (lane_id() == 0) bulk_wait_group_read<0>();  // @wait-last-dQ
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -83,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Rings rings(smem_address(smem));
   if (threadIdx.x == 0) {
     rings.init();
-    fence_mbarrier_init();
+    fence_mbarrier_init();  // @fence-mbarriers
     if constexpr (DQ_IN_ORDER) *(int*)(smem + Rings::DRAWN) = atomicAdd(p.drawn, 1);
   }
-  __syncthreads();
+  __syncthreads();  // @barrier-after-mbarriers
 
   BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + Rings::DRAWN) : 0);
   Sequence sequence(p, block.batch);
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     if (UNEQUAL_SHARES && Consumer().warpgroup > 0)
-      compute<Share<true>>(p, rings, smem, sequence, band, block);
+      compute<Share<true>>(p, rings, smem, sequence, band, block);  // @second-share
     else
       compute<Share<false>>(p, rings, smem, sequence, band, block);
   }

@@ -65,7 +65,7 @@ struct Share {
   __device__ Share(const Consumer& consumer)
       : K(consumer.share * (DIM / 8 - N_K)),
         V(consumer.share * (DIM_V / 8 - N_V)),
-        Q(consumer.dQ_share * (DIM / 8 - N_Q)) {}
+        Q(consumer.dQ_share * (DIM / 8 - N_Q)) {}  // @first-columns-of-share
   // Address of the panel that starts with a fragment, in a tile of ROWS rows.
   template <int ROWS>
   __device__ static unsigned int panel(unsigned int tile, int fragment) {
@@ -75,6 +75,7 @@ struct Share {
 constexpr bool UNEQUAL_SHARES = Share<false>::N_K != Share<true>::N_K || Share<false>::N_V != Share<true>::N_V ||
                                 Share<false>::N_Q != Share<true>::N_Q;
 
+// @GROUP_BLOCKS
 constexpr int GROUP_BLOCKS = 256;  // DQ_IN_ORDER: blocks of a group of heads, twice as many as a GPU has SMs
 
 // The work of a block: tile `tile` of the keys of a key/value head of a sequence. If the grid has fewer blocks than the
@@ -93,7 +94,7 @@ struct BlockIndex {
   // before the other one reaches it. The heads of a group alternate, so that few blocks wait for each other at the same
   // time. The groups follow each other, so that Q, dO and dQ of the heads that are computed stay in the L2 cache.
   __device__ BlockIndex(int drawn) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
-    if constexpr (DQ_IN_ORDER) {
+    if constexpr (DQ_IN_ORDER) {  // @draw-number
       int number = __shfl_sync(0xFFFFFFFF, drawn, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
       int group = max(GROUP_BLOCKS / tiles, 1);
       int first = number / (group * tiles) * group, size = min(group, heads - first);
@@ -113,7 +114,7 @@ struct BlockTiles {
   __device__ BlockTiles(const Sequence& sequence, int tile) : kv_start(tile * BLOCK_KV), end(sequence.kv_rows) {
     if constexpr (DQ_IN_ORDER) {
       int tiles = (sequence.kv_rows + BLOCK_KV - 1) / BLOCK_KV, per_block = (tiles + gridDim.x - 1) / gridDim.x;
-      kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;
+      kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;  // @first-keys-of-block
       end = max(kv_start - per_block * BLOCK_KV, -1);
     }
   }
@@ -174,7 +175,7 @@ struct FromShared : RoundedTile {
   }
   template <int COLUMNS>
   __device__ void issue_or_store(float (&)[1][COLUMNS][4], unsigned int) const {
-    store();
+    store();  // @store-A
   }
   template <int COLUMNS>
   __device__ void issue_stored(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
@@ -258,16 +259,17 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
                                const Band& band, const BlockIndex& block) {
   auto write_record = [&](int head, int start) {
     unsigned int record = rings.rows.slot() + RECORD;
-    if (lane_id() == 0) st_shared(record, start), st_shared(record + 4, head);
+    if (lane_id() == 0) st_shared(record, start), st_shared(record + 4, head);  // @head-of-record
   };
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     for (QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start); q_tiles.valid(); q_tiles.next()) {
-      rings.rows.acquire();
+      rings.rows.acquire();  // @acquire-rows
+      // @record-of-queries
       if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
       float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
       // One array after the other, because this warp has few registers.
       auto load = [&](const Operand& x, float* to, float otherwise) {
-        const float* numbers = sequence.queries<float>(x, q_tiles.head);
+        const float* numbers = sequence.queries<float>(x, q_tiles.head);  // @load-rows
 #pragma unroll 1
         for (int n = lane_id(); n < BLOCK_Q; n += WARP) {
           int i = q_tiles.start + n;
@@ -281,7 +283,7 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
     }
     if constexpr (MASK_MOD) {
       rings.rows.acquire();
-      write_record(0, END);
+      write_record(0, END);  // @publish-end-of-queries
       mbarrier_arrive(rings.rows.full());
       ++rings.rows.index;
     }
@@ -299,7 +301,7 @@ struct PublishedQTiles {
   __device__ PublishedQTiles(RowRing& ring, Range unmasked) : ring(ring), unmasked(unmasked) { next(); }
   __device__ bool valid() const { return start >= 0; }
   __device__ void next() {
-    ring.wait();
+    ring.wait();  // @wait-record-of-queries
     int record = ld_shared(ring.slot() + RECORD);
     head = ld_shared(ring.slot() + RECORD + 4), start = record & ~CUT, cut = record & CUT;
     if (record == END) {
@@ -324,7 +326,7 @@ __device__ auto consumer_tiles(RowRing& ring, const Params& p, const Band& band,
 // Zeroes rows of K and V past the end of the sequence, which may hold another sequence's data.
 __device__ void clear_keys(const Sequence& sequence, int kv_start, unsigned int K_smem, unsigned int V_smem) {
   if constexpr (PACKED || KV_LENGTHS)
-    if (kv_start + BLOCK_KV > sequence.kv_len) {
+    if (kv_start + BLOCK_KV > sequence.kv_len) {  // @clear-keys-past-the-last
       auto counts = [&](int row) { return kv_start + row < sequence.kv_len; };
       clear_rows<BLOCK_KV, DIM>(K_smem, counts);
       clear_rows<BLOCK_KV, DIM_V>(V_smem, counts);
@@ -339,7 +341,7 @@ __device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int d
   bool unwanted = false;
 #pragma unroll
   for (int n = 0; n < BLOCK_Q; n += WARP) unwanted |= !wanted(n + lane_id());
-  if (__any_sync(0xFFFFFFFF, unwanted)) {
+  if (__any_sync(0xFFFFFFFF, unwanted)) {  // @clear-rows
     clear_rows<BLOCK_Q, DIM>(Q_smem, wanted);
     clear_rows<BLOCK_Q, DIM_V>(dO_smem, wanted);
     sync_cleared_rows();
@@ -351,18 +353,18 @@ __device__ void issue_S_dP(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned i
                            unsigned int Q_smem, unsigned int dO_smem, const Consumer& consumer) {
   int keys = consumer.keys * PANEL_ROW, queries = consumer.queries * PANEL_ROW;
   fence_operand(S), fence_operand(dP);
-  wgmma_fence();
+  wgmma_fence();  // @fence-S
   scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S, opaque(k_major_descriptor(K_smem + keys)),
-                                      opaque(k_major_descriptor(Q_smem + queries)));
+                                      opaque(k_major_descriptor(Q_smem + queries)));  // @K-rows-of-consumer
   scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + keys)),
                                         opaque(k_major_descriptor(dO_smem + queries)));
 }
 __device__ void wait_S(float (&S)[1][N][4]) {
-  wgmma_wait_group<1>();
+  wgmma_wait_group<1>();  // @backward.wait-S
   fence_operand(S);
 }
 __device__ void wait_dP(float (&dP)[1][N][4]) {
-  wgmma_wait_group<0>();
+  wgmma_wait_group<0>();  // @wait-dP
   fence_operand(dP);
 }
 // Orders earlier accesses to the registers of dV, dQ and dK before their wgmmas. Nothing else accesses these registers
@@ -371,7 +373,7 @@ template <int N_V, int N_Q, int N_K>
 __device__ void fence_gradients(float (&dV)[1][N_V][4], float (&dQ)[1][N_Q][4], float (&dK)[1][N_K][4], LeftOperand& P,
                                 LeftOperand& dS) {
   fence_operand(dV), fence_operand(dQ), fence_operand(dK), P.fence(), dS.fence();
-  wgmma_fence();
+  wgmma_fence();  // @fence-gradients
 }
 // Issues dQ = dS K for 64 queries of tile dS^T and the columns of K from K_smem on.
 template <int N_Q>
@@ -386,7 +388,7 @@ __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned 
 }
 template <int N_V, int N_Q>
 __device__ void wait_dV_dQ(float (&dV)[1][N_V][4], LeftOperand& P, float (&dQ)[1][N_Q][4]) {
-  wgmma_wait_group<1>();
+  wgmma_wait_group<1>();  // @wait-dV-dQ
   fence_operand(dV), P.fence(), fence_operand(dQ);
 }
 template <int N_K>
@@ -401,13 +403,13 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
   if constexpr (DQ_IN_BULK) {
     // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
     int bytes = 4 * 16 * min(8 * N_Q, DqSums::COLUMNS - column);
-    if (lane_id() == 0) bulk_wait_group_read<0>();
-    __syncwarp();
+    if (lane_id() == 0) bulk_wait_group_read<0>();  // @wait-dQ-buffer
+    __syncwarp();                                   // @waited-dQ-buffer
 #pragma unroll
     for (int n = 0; n < N_Q; ++n)
       *(float4*)(dQ_smem + 512 * n + 16 * lane_id()) = make_float4(dQ[0][n][0], dQ[0][n][1], dQ[0][n][2], dQ[0][n][3]);
-    fence_proxy_async();
-    __syncwarp();
+    fence_proxy_async();  // @fence-dQ
+    __syncwarp();         // @written-dQ
     if (lane_id() == 0 && bytes > 0) {
       bulk_reduce_add(sums.block_row(row) + 16 * column, smem_address(dQ_smem), bytes);
       bulk_commit_group();
@@ -424,10 +426,10 @@ template <int N_Q>
 __device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& sequence, const float (&dQ)[1][N_Q][4],
                                int head, int q_start, const Consumer& consumer, int column, unsigned char* dQ_smem) {
   int row = q_start + consumer.dQ_rows + 16 * consumer.warp;
-  if constexpr (DQ_IN_ORDER) rings.turn.wait();
+  if constexpr (DQ_IN_ORDER) rings.turn.wait();  // @wait-turn
   if (row < sequence.q_len) add_dQ(DqSums(p, sequence, head), dQ, row, column, dQ_smem);
   if constexpr (DQ_IN_ORDER) {
-    __syncwarp();  // all lanes have added, not only the one that arrives
+    __syncwarp();  // @added-dQ: all lanes have added, not only the one that arrives
     rings.turn.release();
   }
 }
@@ -449,11 +451,11 @@ __device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequen
       DqTurns turns(p, sequence, head);
       for (int q_start = q_tiles.first; q_start < q_tiles.visible.end; q_start += BLOCK_Q) {
         unsigned int before = blocks_before(band, q_start, kv_tiles.kv_start);
-        if (lane_id() == 0) turns.wait(q_start, before);
+        if (lane_id() == 0) turns.wait(q_start, before);  // @wait-blocks-before
         if (q_tiles.head == head && q_tiles.start == q_start) {
           if (lane_id() == 0) mbarrier_arrive(rings.turn.full());
           ++rings.turn.index;
-          rings.turn.acquire();  // all consumer warps have added
+          rings.turn.acquire();  // @wait-added-dQ: all consumer warps have added
           q_tiles.next();
         }
         if (lane_id() == 0) turns.pass(q_start, before);

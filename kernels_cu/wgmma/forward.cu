@@ -74,7 +74,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
     };
     if (kv_tiles.valid()) load_next();
     if (issues_loads()) {
-      rings.Q.acquire();
+      rings.Q.acquire();  // @wait-tile-read
       tile_smem = scheduler;
       rings.Q.load(maps.q, sequence.q_start + q_start, scheduler.head, batch, EVICT_FIRST);
     }
@@ -83,7 +83,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
   }
   if (!issues_loads()) return;
   rings.Q.acquire();
-  tile_smem.tile = -1;
+  tile_smem.tile = -1;  // @tell-end
   mbarrier_arrive(rings.Q.full());
 }
 
@@ -91,27 +91,27 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, Tile
 // flight and releases the slot that the oldest one has read. Q's descriptor is the same in every step, so the compiler
 // adds the offsets before the loop.
 __device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring& K) {
-  K.wait();
+  K.wait();  // @wait-K
   fence_operand(S);
-  wgmma_fence();
+  wgmma_fence();  // @fence-S
   scores<BLOCK_Q, BLOCK_KV, HEAD_DIM>(S, k_major_descriptor(Q_smem), opaque(k_major_descriptor(K.tile())));
 }
 template <int PENDING>
 __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
-  wgmma_wait_group<PENDING>();
+  wgmma_wait_group<PENDING>();  // @wait-S-group
   fence_operand(S);
   K.release();
 }
 // Issues steps [BEGIN, END) of PV, 16 keys each.
 template <int BEGIN, int END>
 __device__ void issue_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], const V_Ring& V) {
-  if constexpr (BEGIN == 0) V.wait();
+  if constexpr (BEGIN == 0) V.wait();  // @wait-V
   fence_operand(O), fence_operand(P);
   wgmma_fence();
   accumulate<BEGIN, END>(O, P, V.tile());
 }
 __device__ void wait_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], V_Ring& V) {
-  wgmma_wait_group<0>();
+  wgmma_wait_group<0>();  // @wait-O
   fence_operand(O), fence_operand(P);
   V.release();
 }
@@ -122,13 +122,14 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
   float scale_log2 = log2_scale_of(p);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
   int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // first row of this warp
-  if (warpgroup == CONSUMERS / WARPGROUP - 1) pingpong_signal(warpgroup);
+  if (warpgroup == CONSUMERS / WARPGROUP - 1) pingpong_signal(warpgroup);            // @first-turn
 
   do {
-    rings.Q.wait();
+    rings.Q.wait();  // @wait-Q
     if (tile_smem.tile < 0) break;
     const Sequence sequence = RELOAD_SEQUENCE ? Sequence(p, tile_smem.sequence.batch) : tile_smem.sequence;
     int head = tile_smem.head, q_start = tile_smem.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
+    // @read-tile
     if constexpr (O_BUFFER) __syncwarp();  // all lanes have read the record, not only the one that releases Q
     Band band(p, sequence);
     Score score(p, sequence, head);
@@ -144,7 +145,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
       if (ALWAYS_MASKED || kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
+        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);  // @mask-S
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
       return update_max(O_scale, softmax, S_rmem, scale_log2);
@@ -163,7 +164,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       attend();
       round_fragments(P_rmem, S_rmem);
       if constexpr (PACKED || KV_LENGTHS)
-        if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {
+        if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {  // @clear-rows-past-keys
           rings.V.wait();
           clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(),
                                            [&](int row) { return kv_tiles.start + row < sequence.kv_len; });
@@ -175,12 +176,12 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         pingpong_wait(warpgroup);
         issue_QK(S_rmem, Q_smem, rings.K);
         issue_PV<0, EARLY_PV>(O_rmem, P_rmem, rings.V);
-        pingpong_signal(warpgroup);
+        pingpong_signal(warpgroup);  // @pass-turn
         // The pass that modifies the scores needs the registers of P, so it waits for PV.
         if constexpr (SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
-        wait_QK<1>(S_rmem, rings.K);
+        wait_QK<1>(S_rmem, rings.K);  // @wait-S
         bool rescales = update();
-        if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);
+        if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);  // @issue-late-PV
         attend();
         // Side effect that ptxas cannot move: it keeps the exponentials above the wait, under the products of PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
@@ -189,7 +190,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         round_fragments(P_rmem, S_rmem);
       }
       issue_PV<0, N / 2>(O_rmem, P_rmem, rings.V);
-      if constexpr (O_BUFFER) rings.Q.release();
+      if constexpr (O_BUFFER) rings.Q.release();  // @release-Q
       wait_PV(O_rmem, P_rmem, rings.V);
     } else if constexpr (O_BUFFER) {
       rings.Q.release();
@@ -198,10 +199,10 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     // Epilogue.
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
-    store_O(O_rmem, factors, p, maps, smem + Rings::O, sequence, head, row, q_start + row);
+    store_O(O_rmem, factors, p, maps, smem + Rings::O, sequence, head, row, q_start + row);  // @store-O
     if constexpr (!O_BUFFER) rings.Q.release();
   } while (PERSISTENT);
-  if constexpr (O_BUFFER) wait_for_stored_O();
+  if constexpr (O_BUFFER) wait_for_stored_O();  // @wait-last-O
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -213,12 +214,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Rings rings(smem, smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.V.init();
-    fence_mbarrier_init();
+    fence_mbarrier_init();  // @fence-mbarriers
   }
 #if KV_MULTICAST
   cluster_sync();
 #else
-  __syncthreads();
+  __syncthreads();  // @barrier-after-mbarriers
 #endif
 
   TileScheduler& tile_smem = *(TileScheduler*)(smem + Rings::TILE_RECORD);
@@ -231,6 +232,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 #if KV_MULTICAST
   // The other block may still multicast into this one's slots and arrive at its mbarriers.
-  cluster_sync();
+  cluster_sync();  // @wait-cluster-exit
 #endif
 }

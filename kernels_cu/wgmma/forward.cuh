@@ -26,22 +26,22 @@ constexpr int RECORD_BYTES = MASK_MOD ? round_up(4 * STAGES, 16) : 0;
 
 template <typename K_Ring>
 __device__ unsigned int record_of(const K_Ring& K, unsigned int records) {
-  return records + 4 * (K.index % STAGES);
+  return records + 4 * (K.index % STAGES);  // @record-of-stage
 }
 // Producer: writes the record of the tile to load next, which the full mbarrier of its K publishes.
 template <typename K_Ring>
 __device__ void write_record(const K_Ring& K, unsigned int records, const BlockKvTiles& kv_tiles) {
   if constexpr (MASK_MOD) {
-    K.acquire();
-    st_shared(record_of(K, records), kv_tiles.start + (kv_tiles.may_hide & 1 ? CUT : 0));
+    K.acquire();                                                                           // @acquire-record-of-keys
+    st_shared(record_of(K, records), kv_tiles.start + (kv_tiles.may_hide & 1 ? CUT : 0));  // @record-of-keys
   }
 }
 template <typename K_Ring>
 __device__ void publish_end(K_Ring& K, unsigned int records) {
   if constexpr (MASK_MOD) {
     K.acquire();
-    st_shared(record_of(K, records), END);
-    mbarrier_arrive(K.full());
+    st_shared(record_of(K, records), END);  // @write-end-of-keys
+    mbarrier_arrive(K.full());              // @publish-end-of-keys
     ++K.index;
   }
 }
@@ -49,7 +49,7 @@ __device__ void publish_end(K_Ring& K, unsigned int records) {
 // Values that mods compute from a key alone, for the keys of a tile. The producer warp writes them before it loads K,
 // whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so the ring has
 // one slot more than that of K.
-constexpr int KEY_SLOTS = STAGES + 1, KEY_VALUES_BYTES = KEY_SLOTS * BLOCK_KV * KEY_BYTES;
+constexpr int KEY_SLOTS = STAGES + 1, KEY_VALUES_BYTES = KEY_SLOTS * BLOCK_KV * KEY_BYTES;  // @KEY_SLOTS
 static_assert(KEY_BYTES == 0 || KEY_BYTES == sizeof(Mod::KeyValues), "the plan's shared memory has another size");
 
 // Producer, all lanes: writes the values of the tile to load next.
@@ -57,18 +57,18 @@ template <typename K_Ring>
 __device__ void stage_keys(const K_Ring& K, Mod::KeyValues* staged, const Band& band, int kv_start) {
   if constexpr (KEY_BYTES > 0) {
     unsigned int index = __shfl_sync(0xFFFFFFFF, K.index, 0);
-    if (issues_loads()) K.acquire();
+    if (issues_loads()) K.acquire();  // @acquire-key-values
     __syncwarp();
     for (int n = lane_id(); n < BLOCK_KV; n += WARP)
-      staged[index % KEY_SLOTS * BLOCK_KV + n] = band.mod.key_values(band.key(kv_start + n));
-    __syncwarp();
+      staged[index % KEY_SLOTS * BLOCK_KV + n] = band.mod.key_values(band.key(kv_start + n));  // @stage-key-values
+    __syncwarp();                                                                              // @written-key-values
   }
 }
 // Consumer: lets mods read the values of the tile of which K was released last.
 template <typename K_Ring>
 __device__ void read_staged_keys(const K_Ring& K, const Mod::KeyValues* staged, Band& band, Score& score) {
   if constexpr (KEY_BYTES > 0)
-    band.mod.staged_keys = score.mod.staged_keys = staged + (K.index - 1) % KEY_SLOTS * BLOCK_KV;
+    band.mod.staged_keys = score.mod.staged_keys = staged + (K.index - 1) % KEY_SLOTS * BLOCK_KV;  // @read-staged-keys
 }
 
 // Consumer: iterator over the published tiles. `unmasked` are the keys that only the mask_mod may mask.
@@ -86,12 +86,12 @@ struct PublishedKvTiles {
   }
   __device__ bool valid() const { return start >= 0; }
   __device__ void next() {
-    ring.wait();
+    ring.wait();  // @wait-record-of-keys
     int record = ld_shared(record_of(ring, records));
     start = record & ~CUT, cut = record & CUT;
     if (record == END) {
-      __syncwarp();  // all lanes have read the record, not only the one that arrives
-      ring.release();
+      __syncwarp();    // all lanes have read the record, not only the one that arrives
+      ring.release();  // @release-end-of-keys
     }
   }
   __device__ bool masked() const { return cut || start < unmasked.begin || start + BLOCK_KV > unmasked.end; }
@@ -110,7 +110,7 @@ __device__ auto consumer_tiles(K_Ring& K, unsigned int records, const Band& band
 // Waits until the stores of this warp have read shared memory.
 __device__ inline void wait_for_stored_O() {
   if (lane_id() == 0) bulk_wait_group_read<0>();
-  __syncwarp();
+  __syncwarp();  // @waited-O-buffer
 }
 
 // Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
@@ -118,16 +118,16 @@ __device__ inline void wait_for_stored_O() {
 template <int ROWS, int DIM, int K>
 __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
                                int first, int head, int batch) {
-  if constexpr (O_BUFFER) wait_for_stored_O();
+  if constexpr (O_BUFFER) wait_for_stored_O();  // @wait-O-buffer
   store_fragments<ROWS>(tile, A, row, 0);
-  fence_proxy_async();
-  __syncwarp();
+  fence_proxy_async();  // @fence-O
+  __syncwarp();         // @written-O
   if (lane_id() == 0) {
 #pragma unroll
     for (int n = 0; n < panels_of(DIM); ++n)
       tma_store(map, tile + (n * ROWS + row) * PANEL_ROW, n * PANEL, first, head, batch);
-    bulk_commit_group();
-    if constexpr (!O_BUFFER) bulk_wait_group_read<0>();
+    bulk_commit_group();                                 // @commit-O
+    if constexpr (!O_BUFFER) bulk_wait_group_read<0>();  // @wait-stored-O
   }
 }
 
@@ -144,7 +144,7 @@ __device__ void store_O(float (&O)[1][N_V][4], const float (&factors)[1][2], con
   } else {
     element* rows = sequence.queries<element>(p.out, head);
     store_rows<BLOCK_Q, HEAD_DIM_V>(rows, p.out, tile, rounded, row, 0, first, sequence.q_rows);
-    fence_proxy_async();
+    fence_proxy_async();  // @fence-rows-of-O
     __syncwarp();
   }
 }

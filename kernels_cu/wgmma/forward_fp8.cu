@@ -64,14 +64,14 @@ __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& seque
 
 // Issues S = Q K^T of a tile; wait_QK waits until at most PENDING groups are in flight and releases K.
 __device__ void issue_QK(float (&S)[1][N][4], unsigned int Q_smem, const K_Ring& K) {
-  K.wait();
+  K.wait();  // @wait-K
   fence_operand(S);
-  wgmma_fence();
+  wgmma_fence();  // @fence-S
   scores_fp8<BLOCK_Q, HEAD_DIM>(S, k_major_descriptor(Q_smem), opaque(k_major_descriptor(K.tile())));
 }
 template <int PENDING>
 __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
-  wgmma_wait_group<PENDING>();
+  wgmma_wait_group<PENDING>();  // @wait-S-group
   fence_operand(S);
   K.release();
 }
@@ -80,7 +80,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
                         Band band, int head, int tiles) {
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
-  Descales descales(p, sequence.batch, head / p.group);
+  Descales descales(p, sequence.batch, head / p.group);  // @descales-of-head
   score.scale = descales.scale(p, SCALE_IN_EXPONENT);
   float scale_log2 = log2_scale_of(score.scale);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
@@ -95,13 +95,13 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     unsigned int P_rmem[1][N / 4][4];
     PartialSums<N_V> PV;
 
-    rings.Q.wait();
+    rings.Q.wait();  // @wait-Q
     auto kv_tiles = consumer_tiles(rings.K, rings.kv_records, band, head, q_start, {q_group, q_group + 64});
     // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
       if (ALWAYS_MASKED || kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);
+        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);  // @mask-S
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
       return update_max(O_scale, softmax, S_rmem, scale_log2);
@@ -112,7 +112,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
     };
     auto issue_PV = [&] {
-      rings.VT.wait();
+      rings.VT.wait();  // @wait-VT
       PV.issue(P_rmem, rings.VT.tile());
     };
     auto finish_PV = [&] {
@@ -148,7 +148,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         issue_QK(S_rmem, Q_smem, rings.K);
         issue_PV();
-        wait_QK<1>(S_rmem, rings.K);
+        wait_QK<1>(S_rmem, rings.K);  // @wait-S
         bool rescales = update();
         PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
         attend();
@@ -161,8 +161,8 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
 
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
-    factors[0][0] *= descales.v, factors[0][1] *= descales.v;
-    store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);
+    factors[0][0] *= descales.v, factors[0][1] *= descales.v;                     // @descale-O
+    store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);  // @store-O
     rings.Q.release();
   }
 }
@@ -173,9 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Rings rings(smem, smem_address(smem));
   if (threadIdx.x == 0) {
     rings.Q.init(), rings.K.init(), rings.VT.init();
-    fence_mbarrier_init();
+    fence_mbarrier_init();  // @fence-mbarriers
   }
-  __syncthreads();
+  __syncthreads();  // @barrier-after-mbarriers
 
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);

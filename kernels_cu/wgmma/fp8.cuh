@@ -18,7 +18,7 @@ __device__ void scores_fp8(float (&C)[1][N][4], unsigned long long a, unsigned l
 #pragma unroll
   for (int k = 0; k < round_up(DIM, 32) / 32; ++k)
     wgmma_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) + k % 4 * NEXT_16_COLUMNS,
-               b + k / 4 * (NEXT_OF_B >> 4) + k % 4 * NEXT_16_COLUMNS, k > 0);
+               b + k / 4 * (NEXT_OF_B >> 4) + k % 4 * NEXT_16_COLUMNS, k > 0);  // @S-panel
   wgmma_commit_group();
 }
 
@@ -44,24 +44,25 @@ __device__ void round_to_fp8(unsigned int (&A)[1][N / 4][4], const float (&C)[1]
 template <int N>
 struct PartialSums {
   static constexpr int PART = SUM_COLUMNS / 8;
-  float sums[1][PART][4];
+  float sums[1][PART][4];  // @O-of-tile
 
   template <int K>
   __device__ void issue(unsigned int (&P)[1][K][4], unsigned int X_smem, int n = 0) {
     constexpr int ROW = VT_PANEL >> 4;
-    unsigned long long x = k_major_descriptor<VT_PANEL>(X_smem) + 8 * n * ROW;
+    unsigned long long x = k_major_descriptor<VT_PANEL>(X_smem) + 8 * n * ROW;  // @PV-part
     fence_operand(sums), fence_operand(P);
-    wgmma_fence();
+    wgmma_fence();  // @fence-O-registers
+                    // @PV-of-tile
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma_e4m3(sums, P[0][k], x + k / 2 * 8 * N * ROW + k % 2 * NEXT_16_COLUMNS, k > 0);
     wgmma_commit_group();
   }
   template <int K>
   __device__ void add(float (&C)[1][N][4], unsigned int (&P)[1][K][4], int n = N - PART) {
-    wgmma_wait_group<0>();
+    wgmma_wait_group<0>();  // @wait-O
     fence_operand(sums), fence_operand(P);
 #pragma unroll
-    for (int e = 0; e < 4 * PART; ++e) C[0][n + e / 4][e % 4] += sums[0][e / 4][e % 4];
+    for (int e = 0; e < 4 * PART; ++e) C[0][n + e / 4][e % 4] += sums[0][e / 4][e % 4];  // @add-O-of-tile
   }
   // Adds each part but the last, and issues the next one.
   template <int K>

@@ -47,7 +47,7 @@ struct TileRing : SlotRing<SLOTS, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1,
   __device__ void load(const TensorMap& map, int row, int head, int batch, unsigned long long policy = EVICT_NORMAL,
                        int column = 0) {
     this->acquire();
-    mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);
+    mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);  // @expect-bytes
 #pragma unroll
     for (int n = 0; n < PANELS; ++n) {
       unsigned int panel = tile() + n * PANEL_BYTES;
@@ -56,7 +56,7 @@ struct TileRing : SlotRing<SLOTS, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1,
         tma_load(panel, map, this->full(), x, row, head, batch, policy);
       } else {
         int half = cluster_ctarank() * (ROWS / CLUSTER_SIZE);
-        tma_load_multicast(panel + half * ROW, map, this->full(), x, row + half, head, batch, policy);
+        tma_load_multicast(panel + half * ROW, map, this->full(), x, row + half, head, batch, policy);  // @load-half
       }
     }
     ++this->index;
@@ -71,7 +71,7 @@ __device__ void scores(float (&C)[1][N][4], unsigned long long a, unsigned long 
 #pragma unroll
   for (int k = 0; k < round_up(DIM, 16) / 16; ++k)
     wgmma<element>(C, a + k / 4 * (NEXT_OF_A >> 4) + k % 4 * NEXT_16_COLUMNS,
-                   b + k / 4 * (NEXT_OF_B >> 4) + k % 4 * NEXT_16_COLUMNS, k > 0);
+                   b + k / 4 * (NEXT_OF_B >> 4) + k % 4 * NEXT_16_COLUMNS, k > 0);  // @S-panel
   wgmma_commit_group();
 }
 
@@ -81,7 +81,7 @@ __device__ void accumulate(float (&C)[1][N][4], const unsigned int (&P)[1][K][4]
   unsigned long long x = mn_major_descriptor(X_smem, 16 * K * PANEL_ROW);
 #pragma unroll
   for (int k = BEGIN; k < END; ++k) wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);
-  wgmma_commit_group();
+  wgmma_commit_group();  // @commit-PV
 }
 
 // Ping-pong scheduling: consumer warpgroups issue their wgmmas in turn, so that one computes the softmax while another
@@ -91,7 +91,7 @@ __device__ inline void pingpong_wait(int warpgroup) {
 }
 __device__ inline void pingpong_signal(int warpgroup) {
   if constexpr (PINGPONG)
-    named_barrier_arrive(PINGPONG_BARRIER + (warpgroup + 1) % (CONSUMERS / WARPGROUP), 2 * WARPGROUP);
+    named_barrier_arrive(PINGPONG_BARRIER + (warpgroup + 1) % (CONSUMERS / WARPGROUP), 2 * WARPGROUP);  // @signal-turn
 }
 
 // Zeroes the rows of a tile for which wanted(row) is false: they may hold another sequence's data. All consumers must
@@ -107,8 +107,8 @@ __device__ void clear_rows(unsigned int tile, Wanted wanted) {
 }
 // Makes the zeros visible to all consumers and to their wgmmas.
 __device__ inline void sync_cleared_rows() {
-  fence_proxy_async();
-  named_barrier_sync(COMMON_BARRIER, CONSUMERS);
+  fence_proxy_async();                            // @fence-cleared-rows
+  named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-after-cleared-rows
 }
 
 // Byte offset of chunk `chunk` of a row in a tile of ROWS rows.
@@ -120,6 +120,7 @@ __device__ unsigned int swizzled_offset(int row, int chunk) {
 // Stores this warp's rounded fragments to 16 rows of a tile, from row `row` and chunk `chunk`.
 template <int ROWS, int K>
 __device__ void store_fragments(unsigned int tile, const unsigned int (&A)[1][K][4], int row, int chunk) {
+  // @lane-of-16-bytes
 #pragma unroll
   for (int k = 0; k < K; ++k)
     stmatrix_x4(tile + swizzled_offset<ROWS>(row + lane_id() % 16, chunk + 2 * k + lane_id() / 16), A[0][k]);
@@ -137,7 +138,7 @@ __device__ void store_rows(element* rows, const Operand& x, unsigned char* tile,
 #pragma unroll 4
   for (int n = lane_id(); n < 16 * CHUNKS; n += WARP) {
     int r = n / CHUNKS, column = chunk + n % CHUNKS;
-    if (first + r >= end || n % CHUNKS >= 2 * K || 8 * column >= DIM) continue;
+    if (first + r >= end || n % CHUNKS >= 2 * K || 8 * column >= DIM) continue;  // @rows-of-sequence
     uint4 numbers = *(const uint4*)(tile + swizzled_offset<ROWS>(row + r, column));
     store_chunk<DIM>(rows + (long long)(first + r) * x.row, x, column, numbers);
   }

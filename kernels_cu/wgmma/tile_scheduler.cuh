@@ -9,7 +9,7 @@
 #include "tile.cuh"
 
 // Number of keys whose K and V fill a good half of the L2 cache, which the heads in flight share.
-constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));
+constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));  // @L2-bytes
 
 // A tile of queries of one head of one sequence. Also the tile record that the producer passes to the consumers.
 struct TileScheduler {
@@ -40,12 +40,12 @@ struct TileScheduler {
   // runs the scheduler, one lane increments the counter for all.
   __device__ void advance(const Params& p) {
     if constexpr (!DRAWS_TILES) {
-      number += gridDim.x;
+      number += gridDim.x;  // @next-tile
     } else if constexpr (!PRODUCER_WARP) {
       number = gridDim.x + atomicAdd(p.drawn, 1);
     } else {
       int drawn = 0;
-      if (threadIdx.x % 32 == 0) drawn = atomicAdd(p.drawn, 1);
+      if (threadIdx.x % 32 == 0) drawn = atomicAdd(p.drawn, 1);  // @draw-tile
       number = gridDim.x + __shfl_sync(0xFFFFFFFF, drawn, 0);
     }
   }
@@ -69,12 +69,12 @@ struct TileScheduler {
         for (int last = p.batch; batch < last;) {
           int middle = (batch + last + 1) / 2;
           if (first_slot(p, middle) <= slot)
-            batch = middle;
+            batch = middle;  // @sequence-of-slot
           else
             last = middle - 1;
         }
         assign(p, slot - first_slot(p, batch), number / slots, batch);
-        if (tile >= 0) return;
+        if (tile >= 0) return;  // @has-tile
       } else {
         // As many heads at a time as fit in L2, whole GQA groups: the longest tile of each, then the next one of each.
         int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, heads = p.batch * p.heads;

@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) vt(const __grid_constan
       unsigned int row[4];  // four columns of a key
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int j = key + 8 * (e / 2) + 2 * t + e % 2;
-        row[e] = j < sequence.kv_len ? *(const unsigned int*)(V + j * p.v.row + column) : 0;
+        int j = key + 8 * (e / 2) + 2 * t + e % 2;                                            // @key-order
+        row[e] = j < sequence.kv_len ? *(const unsigned int*)(V + j * p.v.row + column) : 0;  // @keys-of-VT
       }
       unsigned int left01 = __byte_perm(row[0], row[1], 0x5140), right01 = __byte_perm(row[0], row[1], 0x7362);
       unsigned int left23 = __byte_perm(row[2], row[3], 0x5140), right23 = __byte_perm(row[2], row[3], 0x7362);

@@ -8,5 +8,5 @@
 
 // The column of a sequence's first key. A packed sequence starts at a tile of its own, so that no two share one.
 __device__ inline int vt_start(const Sequence& sequence) {
-  return PACKED ? (sequence.kv_start / BLOCK_KV + sequence.batch) * BLOCK_KV : 0;
+  return PACKED ? (sequence.kv_start / BLOCK_KV + sequence.batch) * BLOCK_KV : 0;  // @tile-of-sequence
 }

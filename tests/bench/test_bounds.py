@@ -9,8 +9,8 @@ import pytest
 from patience import FOREVER
 from sweeps import case, regime, result
 
-from bench import bounds
 from bench.__main__ import main
+from bench.kernel_development import bounds
 
 WORDS = ["ID", "Kernel Name", "Grid Size", "CC"]
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -67,7 +67,7 @@ if said.startswith("==ERROR"):
     print(said)
     sys.exit(1)
 open(words[words.index("--log-file") + 1], "w").write(said)
-assert words[-3] == "bench.bounds" and words[-1] == "wgmma 1"
+assert words[-3] == "bench.kernel_development.bounds" and words[-1] == "wgmma 1"
 """
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from sweeps import case, regime, result
 
-from bench import costs
 from bench.__main__ import main
+from bench.kernel_development import costs
 from cupy_flash import device
 from cupy_flash.engines.wgmma import forward
 from cupy_flash.gpu import ahead
@@ -58,7 +58,7 @@ def test_fit_recovers_the_constants_of_a_sweep(planted):
 
 def test_loss_by_choosing_the_predicted_tile():
     slow = {"wgmma 128x96 True": 600.0, "wgmma 128x128 False": 660.0, "wgmma 192x64 False": None, "mma 1": None}
-    stored = result(case(regime(), slow, peers={"SDPA cuDNN": 700.0}), case(regime(causal=True), {"mma 1": None}))
+    stored = result(case(regime(), slow, others={"SDPA cuDNN": 700.0}), case(regime(causal=True), {"mma 1": None}))
     choices, predictions, _ = costs.tables(result(stored["cases"][0]) | {"cases": [stored["cases"][0]]})
     assert choices.rows == [[regime().name, "wgmma", "wgmma 128x96 True", "wgmma 128x128 False", "2", "9%"]]
     milliseconds = regime().flops / 600e9

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.fingerprint import fingerprint, normalised
+from bench.kernel_development.fingerprint import fingerprint, normalised
 from cupy_flash import device
 from cupy_flash.gpu import ahead
 

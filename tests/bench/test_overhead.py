@@ -16,9 +16,9 @@ def test_calls_do_everything_but_launch(monkeypatch):
     for constant in ("CALLS", "ROUNDS", "LENGTH_ROUNDS"):
         monkeypatch.setattr(overhead, constant, 2)
     monkeypatch.setattr(overhead, "_buffers", {})
-    before = dict(dispatch.MODULES)
+    before = dict(dispatch.LAUNCHERS)
     section = overhead.measure(("numpy", "torch"))
-    assert before == dispatch.MODULES
+    assert before == dispatch.LAUNCHERS
     assert list(section["calls"]) == ["numpy", "torch", "torch, autograd"]
     assert all(seconds > 0 for rows in section.values() for row in rows.values() for seconds in row.values())
     # q, k and v at new addresses, with three numbers of rows
@@ -29,6 +29,6 @@ def test_calls_do_everything_but_launch(monkeypatch):
 
 def test_backends_are_restored_after_an_error():
     with pytest.raises(ValueError, match="stop"), overhead._without_launches():
-        assert dispatch.MODULES["cuda"] == overhead.__name__
+        assert dispatch.LAUNCHERS["cuda"] == overhead.__name__
         raise ValueError("stop")
-    assert dispatch.MODULES["cuda"] == ".gpu.cuda"
+    assert dispatch.LAUNCHERS["cuda"] == ".gpu.cuda"

@@ -5,10 +5,10 @@ from statistics import median
 
 import pytest
 
-from bench import cycles, marks, predict, sass, turns
 from bench.__main__ import main
 from bench.gpu import Regime
-from bench.published import FLASH_ATTENTION_3, FLASH_ATTENTION_3_MAINLOOPS, LENGTHS
+from bench.kernel_development import cycles, marks, predict, sass, turns
+from bench.kernel_development.published import FLASH_ATTENTION_3, FLASH_ATTENTION_3_MAINLOOPS, LENGTHS
 
 LOOP = "BRA `(.L_x_1)"
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0"

@@ -3,8 +3,8 @@
 import inspect
 from dataclasses import asdict, replace
 
-from bench import static_mods
-from bench.static_mods import Added
+from bench.kernel_development import static_mods
+from bench.kernel_development.static_mods import Added
 from cupy_flash.jit import nvrtc
 
 ROW = Added("ALiBi", "wgmma/forward", (128, 96, 384), "1f", plain=6.0, added=4.5, longest=20.0, mark=5.0, spills=0)

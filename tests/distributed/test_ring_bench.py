@@ -8,8 +8,8 @@ import pytest
 
 from bench import ring
 from bench.__main__ import main
+from bench.kernel_development.tables import block
 from bench.model import Case
-from bench.tables import block
 
 # A large batch of short sequences takes much memory and little computation. The ring shards positions.
 ARGUMENTS = shlex.split(

@@ -1,49 +1,174 @@
-"""Plants bugs in the kernels that a test compiles, by replacing text in the assembled source or in one file."""
+"""Plants bugs in the kernels that a test compiles: a change of a step, which a comment `// @step` names in the kernel.
 
+The comment stands behind the statement, on the line where it ends, or in the lines before it:
+
+    rings.Q.wait();  // @wait-Q
+
+Behind the brace of a block, it names what stands before the brace; before a block, it names the whole block.
+
+A step may have several places, one in each kernel that has this step; a plant changes all of them. White space, line
+breaks and comments mean nothing, and neither does the file or the function in which a step stands.
+"""
+
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cupy_flash.gpu import run_plan
 from cupy_flash.jit import source
-from cupy_flash.jit.source import assemble, kernel_folder
+from cupy_flash.jit.source import kernel_folder
+
+MARKER = re.compile(r"(?<!\S)@([\w.-]*\w)")
+COMMENT = re.compile(r"//[^\n]*")
+WORD = re.compile(r"[a-z_]\w*|\.?\d(?:[ep][+-]|[\w.])*|[-+*/%&|^<>=!]=|&&|\|\||<<|>>|->|::|\+\+|--|\S", re.IGNORECASE)
+TOKEN = re.compile(
+    rf"""(?P<comment>{COMMENT.pattern})|(?P<directive>^[ \t]*\#(?:[^\n\\]|\\\n)*)|"(?:[^"\\\n]|\\.)*"|{WORD.pattern}""",
+    re.MULTILINE | re.IGNORECASE,
+)
+CLOSED = {")": "(", "]": "[", "}": "{"}
+
+
+class StalePlant(Exception):
+    """A plant that no longer applies: no kernel has its step, or the step has not what is to be changed."""
+
+
+# A bug is a tuple of pairs (name of a step, function from the text of its statement to the planted one); bugs that need
+# changes of several steps are sums.
+
+
+def skip(step):
+    """The step is left out; if it is a function, its body."""
+
+    def edit(statement):
+        body = re.match(r"((?:__device__|template)\b.*?\{).*\}", statement, re.DOTALL)
+        return f"{body[1]}}}" if body else ""
+
+    return ((step, edit),)
+
+
+def before(step, text):
+    """A statement is inserted before the step, or a condition on which the step depends."""
+    return ((step, lambda statement: f"{text} {statement}"),)
+
+
+def after(step, text):
+    """A statement is inserted after the step."""
+    return ((step, lambda statement: f"{statement} {text}"),)
+
+
+def change(step, old, new):
+    """An expression that the step has once is another one."""
+    return ((step, lambda statement: _changed(statement, old, new)),)
+
+
+def never(step):
+    """The condition of the step, which begins with `if`, is false."""
+    return ((step, lambda statement: _with_condition(statement, "false")),)
+
+
+def always(step):
+    """The condition of the step, which begins with `if`, is true."""
+    return ((step, lambda statement: _with_condition(statement, "true")),)
 
 
 @contextmanager
-def planted(monkeypatch, *changes, in_header=False):
-    """Compile the kernels with changes (original text, planted text).
-
-    Each original text must occur once in all kernels; with in_header, once in each kernel that contains it.
-    """
-    places = {good: set() for good, _ in changes}
-
-    def assemble_planted(kernel, constants, headers):
-        text = assemble(kernel, constants, headers)
-        for good, bad in changes:
-            places[good].update((kernel, n) for n in range(text.count(good)))
-            text = text.replace(good, bad)
-        return text
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_plan, "assemble", assemble_planted)
-        try:
-            yield
-        finally:  # if the expected error is missing, the likely reason is a text that no longer exists
-            for occurrences in places.values():
-                assert occurrences and len(occurrences) == (
-                    len({kernel for kernel, _ in occurrences}) if in_header else 1
-                ), places
-
-
-@contextmanager
-def planted_in(monkeypatch, file, good, bad):
-    """Compile the kernels with a text of one file replaced; the text must occur there exactly once."""
+def planted(monkeypatch, bug):
+    """Compile the kernels with a bug; StalePlant if it does not apply."""
     with TemporaryDirectory() as place, monkeypatch.context() as patch:
         folder = Path(place) / "kernels_cu"
         shutil.copytree(kernel_folder(), folder)
-        text = (folder / file).read_text()
-        assert text.count(good) == 1, good
-        (folder / file).write_text(text.replace(good, bad))
+        for step, edit in bug:
+            plant(folder, step, edit)
         patch.setattr(source, "kernel_folder", lambda: folder)
         yield
+
+
+def plant(folder, step, edit):
+    """Edit a step in all kernels of a folder."""
+    is_found = False
+    for path in folder.rglob("*.cu*"):
+        text = path.read_text(encoding="utf-8")
+        if f"@{step}" in text:
+            for start, end in reversed([(start, end) for name, start, end in steps(text) if name == step]):
+                text = text[:start] + edit(text[start:end]) + text[end:]
+                is_found = True
+            path.write_text(text, encoding="utf-8")
+    if not is_found:
+        raise StalePlant(f"no kernel has a step @{step}")
+
+
+def steps(text):
+    """(name, start, end) of every statement of a kernel that a comment names."""
+    tokens, named = [], []
+    for match in TOKEN.finditer(text):
+        if match["comment"]:
+            # Behind code, a comment names the statement that ends there, otherwise the next one.
+            behind = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip() != ""
+            named += [(name, len(tokens) - behind, behind) for name in MARKER.findall(match[0])]
+        elif not match["directive"]:
+            tokens.append(match)
+    words = [token[0] for token in tokens]
+    for name, place, behind in named:
+        first, last = _ending_near(words, place) if behind else (place, _end(words, place))
+        yield name, tokens[first].start(), tokens[last].end()
+
+
+def _ending_near(words, place):
+    """The first and the last token of the statement of which a line ends with a token, or of what precedes a brace."""
+    last = place if words[place] in (";", "{", "}") else _end(words, place)
+    first = _opening(words, last) if words[last] == "}" else last
+    while first > 0 and words[first - 1] not in (";", "{") and not _ends_a_block(words, first - 1):
+        first = _opening(words, first - 1) if words[first - 1] in CLOSED else first - 1
+    return first, last
+
+
+def _end(words, place):
+    """The last token of the statement that begins with a token, or goes on with it."""
+    while words[place] != ";":
+        if words[place] in CLOSED.values():
+            place = next(n for n in range(place, len(words)) if words[n] in CLOSED and _opening(words, n) == place)
+            if _ends_a_block(words, place):
+                return place
+        place += 1
+    return place
+
+
+def _ends_a_block(words, place):
+    """True for the brace that closes a block, not an initialiser."""
+    return words[place] == "}" and re.match(r"[\w*+}-]|$", "".join(words[place + 1 : place + 2])) is not None
+
+
+def _opening(words, place):
+    """The bracket that the closing one at a place closes."""
+    depth = 0
+    while True:
+        depth += (words[place] in CLOSED) - (words[place] in CLOSED.values())
+        if depth == 0:
+            return place
+        place -= 1
+
+
+def _words(text):
+    """The tokens outside comments, also those inside a string, such as the instructions of an asm statement."""
+    return list(WORD.finditer(COMMENT.sub(lambda comment: " " * len(comment[0]), text)))
+
+
+def _changed(statement, old, new):
+    tokens, pattern = _words(statement), [token[0] for token in _words(old)]
+    words = [token[0] for token in tokens]
+    places = [n for n in range(len(words)) if words[n : n + len(pattern)] == pattern]
+    if len(places) != 1:
+        raise StalePlant(f"the step\n{statement}\nhas {len(places)} times {old}, not once")
+    start, end = tokens[places[0]].start(), tokens[places[0] + len(pattern) - 1].end()
+    return statement[:start] + new + statement[end:]
+
+
+def _with_condition(statement, value):
+    tokens = _words(statement)
+    words = [token[0] for token in tokens]
+    if "if" not in words:
+        raise StalePlant(f"the step\n{statement}\nhas no condition")
+    opening = words.index("(", words.index("if"))
+    closing = next(n for n, word in enumerate(words) if word == ")" and _opening(words, n) == opening)
+    return f"{statement[: tokens[opening].end()]}{value}{statement[tokens[closing].start() :]}"

@@ -8,7 +8,7 @@ import cases
 import pytest
 from cases import OPTIONS, PACKED_OPTIONS, PAIRS, SIMULATED_PAIRS, Case
 from derivatives import ALL, Derivatives, check, run_kernels
-from planting import planted_in
+from planting import always, before, change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE
 
@@ -95,30 +95,29 @@ def test_bitwise_equal_in_any_order_of_blocks():
             assert a.tobytes() == b.tobytes(), name
 
 
-# (file, original text, planted text)
 BUGS = {
-    "mu-not-subtracted": ("simt/jvp.cu", "S[r][c] * (tS[r][c] - mean[r].mu);", "S[r][c] * tS[r][c];"),
-    "T-does-not-follow-mu": ("simt/jvp.cu", " - change * O[r][n];", ";"),
-    "T-not-rescaled": ("simt/jvp.cu", "T[r][n] = T[r][n] * rescale", "T[r][n] = T[r][n]"),
-    "sum-of-mu-not-rescaled": ("simt/jvp.cu", "mean[r].update(rescale,", "mean[r].update(1,"),
-    "dropout-in-mu": ("simt/jvp.cu", "moving += S[r][c] *", "moving += S[r][c] * (c % 2 ? 0 : 2) *"),
-    "no-dropout-in-T": ("simt/jvp.cu", "S[r][c] *= factor, tS[r][c] *= factor;", "S[r][c] *= factor;"),
-    "delta-for-eps": ("second_gradients.cuh", "(dtP * factor - eps)", "(dtP * factor - delta)"),
-    "eps-of-out": ("delta.cu", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"),
-    "mu-not-subtracted-in-c": ("second_gradients.cuh", "moving = tangent - mu,", "moving = tangent,"),
-    "no-dropout-in-dV": ("second_gradients.cuh", "probability * factor * moving}", "probability * moving}"),
-    "dtS-without-tK": ("simt/second_q.cu", "if constexpr (TK) add_product", "if constexpr (false) add_product"),
-    "dtS-without-tQ": ("simt/second_kv.cu", "if constexpr (TQ) add_product", "if constexpr (false) add_product"),
-    "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
-    "tangent-of-the-softcap": ("score.cuh", "      x.tangent *= slope;\n", ""),
-    "tbias": ("score.cuh", "if constexpr (TBIAS) x.tangent +=", "if constexpr (false) x.tangent +="),
-    "dsink-without-mu": ("dsink.cu", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row];", "0;"),
+    "mu-not-subtracted": change("simt.weigh-tangent", "(tS[r][c] - mean[r].mu)", "tS[r][c]"),
+    "T-does-not-follow-mu": change("simt.rescale-T", "- change * O[r][n]", ""),
+    "T-not-rescaled": change("simt.rescale-T", "* rescale", ""),
+    "sum-of-mu-not-rescaled": change("simt.update-mu", "rescale", "1"),
+    "dropout-in-mu": change("simt.sum-tangent", "S[r][c]", "S[r][c] * (c % 2 ? 0 : 2)"),
+    "no-dropout-in-T": change("simt.drop-tangent", ", tS[r][c] *= factor", ""),
+    "delta-for-eps": change("second-gradients", "eps", "delta"),
+    "eps-of-out": change("eps-of-row", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"),
+    "mu-not-subtracted-in-c": change("moving-tangent", "tangent - mu", "tangent"),
+    "no-dropout-in-dV": change("second-gradients", "probability * factor * moving", "probability * moving"),
+    "dtS-without-tK": never("dtP-of-tK"),
+    "dtS-without-tQ": never("dtP-of-tQ"),
+    "curve-of-the-softcap": change("softcap-curve", "-2 / (real)p.softcap * t * slope * x.tangent", "0"),
+    "tangent-of-the-softcap": skip("softcap-tangent"),
+    "tbias": never("add-tbias"),
+    "dsink-without-mu": change("mu-of-dsink", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row]", "0"),
 }
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS, ["mu-not-subtracted"]))
 def test_planted_bugs_are_found(bug, monkeypatch):
-    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+    with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
         check(EVERYTHING, run_kernels(EVERYTHING, tile=SMALL_TILE))
 
 
@@ -243,32 +242,32 @@ def test_all_options_in_any_tiles_on_tensor_cores(arch, dtype, which, head_dim):
 
 
 BUGS_OF_MMA = {
-    "mu-not-subtracted": ("mma/jvp.cu", "(tS[m][n][e] - mean[m][e / 2].mu) *", "tS[m][n][e] *"),
-    "T-does-not-follow-mu": ("mma/jvp.cu", "mean[m][half].add(P[m]", "change = 0, mean[m][half].add(P[m]"),
-    "sum-does-not-follow-mu": ("mma/jvp.cu", "mu = new_mu, sum -= change * l;", "mu = new_mu;"),
-    "T-not-rescaled": ("mma/jvp.cu", "    rescale(T, rescaling);\n", ""),
-    "dropout-in-mu": ("mma/jvp.cu", "float weight = P[n][e] *", "float weight = (n % 2 ? 0 : 2) * P[n][e] *"),
-    "no-dropout": ("mma/jvp.cu", "if constexpr (DROPOUT) drop(", "if constexpr (false) drop("),
-    "sink-does-not-move-mu": ("mma/jvp.cu", "tlse = share * tlse +", "tlse = tlse + 0 *"),
-    "tlse-of-the-sink-in-T": ("mma/jvp.cu", "float change = tlse - mean[m][half].mu;", "float change = 0;"),
-    "delta-for-eps": ("second_gradients.cuh", "(dtP * factor - eps)", "(dtP * factor - delta)"),
-    "mu-not-subtracted-in-c": ("second_gradients.cuh", "moving = tangent - mu,", "moving = tangent,"),
-    "no-dropout-in-dV": ("second_gradients.cuh", "probability * factor * moving}", "probability * moving}"),
-    "mu-of-no-row": ("delta.cu", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum", "0, sum"),
-    "no-dropout-in-dP": ("mma/second.cuh", "< dropout.drop_below ? 0 :", "< dropout.drop_below ? 2 :"),
-    "dtS-without-tK": ("mma/second_q.cu", "if constexpr (TK) accumulate", "if constexpr (false) accumulate"),
-    "dtS-without-tQ": ("mma/second_kv.cu", "if constexpr (TQ) accumulate", "if constexpr (false) accumulate"),
-    "tS-without-tA": ("mma/direction.cuh", "if constexpr (MOVES_A && !B_FIRST) mma_", "if constexpr (false) mma_"),
-    "tQ-does-not-advance": ("mma/second.cuh", "if constexpr (TQ) tQ.advance", "if constexpr (false) tQ.advance"),
-    "tS-without-tB": ("mma/direction.cuh", "      if constexpr (MOVES_B) mma_", "      if constexpr (false) mma_"),
-    "curve-of-the-softcap": ("score.cuh", "x.curve = -2 / (real)p.softcap * t * slope * x.tangent;", "x.curve = 0;"),
+    "mu-not-subtracted": change("weigh-tangent", "(tS[m][n][e] - mean[m][e / 2].mu)", "tS[m][n][e]"),
+    "T-does-not-follow-mu": before("add-tile-again", "change = 0,"),
+    "sum-does-not-follow-mu": change("move-mu", ", sum -= change * l", ""),
+    "T-not-rescaled": skip("rescale-T"),
+    "dropout-in-mu": change("sum-tangent", "P[n][e]", "(n % 2 ? 0 : 2) * P[n][e]"),
+    "no-dropout": never("drop-tangent"),
+    "sink-does-not-move-mu": change("tlse-with-sink", "share * tlse +", "tlse + 0 *"),
+    "tlse-of-the-sink-in-T": change("move-T-to-tlse", "tlse - mean[m][half].mu", "0"),
+    "delta-for-eps": change("second-gradients", "eps", "delta"),
+    "mu-not-subtracted-in-c": change("moving-tangent", "tangent - mu", "tangent"),
+    "no-dropout-in-dV": change("second-gradients", "probability * factor * moving", "probability * moving"),
+    "mu-of-no-row": change("numbers-of-row", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row]", "0"),
+    "no-dropout-in-dP": change("drop-dP", "< dropout.drop_below ? 0", "< dropout.drop_below ? 2"),
+    "dtS-without-tK": never("dtP-of-tK"),
+    "dtS-without-tQ": never("dtP-of-tQ"),
+    "tS-without-tA": change("tS-of-tA", "MOVES_A && !B_FIRST", "false"),
+    "tQ-does-not-advance": never("advance-tQ"),
+    "tS-without-tB": never("tS-of-tB"),
+    "curve-of-the-softcap": change("softcap-curve", "-2 / (real)p.softcap * t * slope * x.tangent", "0"),
 }
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MMA, ["delta-for-eps"]))
 def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
     case = replace(EVERYTHING, dtype="bfloat16", q_len=40)
-    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+    with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
         check(case, run_mma(case))
 
 
@@ -285,20 +284,20 @@ def test_means_of_many_tiles(scores, head_dim):
 
 
 BUGS_OF_MANY_TILES = {  # (scores, bug)
-    "mu-does-not-move": ("rising", "mma/jvp.cu", "if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {", "if (true) {"),
-    "tile-not-added-again": ("falling", "mma/jvp.cu", "mean[m][half].add(P[m], tS[m], half);\n      change", "change"),
-    "sum-of-mu-not-rescaled": ("falling", "mma/jvp.cu", ".rescale(rescaling[n / 2][n % 2]);", ";"),
-    "keys-do-not-advance": ("normal", "mma/direction.cuh", "K += rows * p.k.row, V += rows * p.v.row;", "rows;"),
-    "tK-does-not-advance": ("normal", "mma/direction.cuh", "if constexpr (TK) tK +=", "if constexpr (false) tK +="),
-    "tV-does-not-advance": ("normal", "mma/direction.cuh", "if constexpr (TV) tV +=", "if constexpr (false) tV +="),
+    "mu-does-not-move": ("rising", always("mu-stays")),
+    "tile-not-added-again": ("falling", skip("add-tile-again")),
+    "sum-of-mu-not-rescaled": ("falling", change("rescale-mu", ".rescale(rescaling[n / 2][n % 2])", "")),
+    "keys-do-not-advance": ("normal", change("advance-K-V", "K += rows * p.k.row, V += rows * p.v.row", "rows")),
+    "tK-does-not-advance": ("normal", never("advance-tK")),
+    "tV-does-not-advance": ("normal", never("advance-tV")),
 }
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MANY_TILES, ["mu-does-not-move"]))
 def test_planted_bugs_of_many_tiles_are_found(bug, monkeypatch):
-    scores, *bug = bug
+    scores, bug = bug
     case = replace(MANY_TILES, scores=scores)
-    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error"):
+    with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
         check(case, run_mma(case))
 
 
@@ -372,32 +371,30 @@ def test_tiny_tangents_keep_their_digits_in_fp16():
 LARGEST, UNIT = SIZES["largest"], IN_FP16
 ODD = replace(UNIT, q_len=1, kv_len=32, causal=False, seed=2)  # only the last 16 keys have an infinite factor
 RISING = replace(UNIT, q_len=150, scores="rising", seed=1)  # the power is lowered again after the first queries
-# (case, file, original text, planted text)
+# (case, bug)
 BUGS_OF_FP16 = {
-    "power-starts-at-1": (TINY, "mma/factor_scale.cuh", "FIRST = 15,", "FIRST = 0,"),
-    "power-is-not-lowered": (LARGEST, "mma/factor_scale.cuh", "int down = max(0,", "int down = 0 * max(0,"),
-    "infinities-are-not-found": (LARGEST, "mma/factor_scale.cuh", "(factors.add_zeros(zeros), ...);", ""),
-    "infinities-of-odd-fragments": (ODD, "mma/factor_scale.cuh", " + zeros[1][0] + zeros[1][2]", ""),
+    "power-starts-at-1": (TINY, change("first-power", "15", "0")),
+    "power-is-not-lowered": (LARGEST, change("lower-power", "max(0,", "0 * max(0,")),
+    "infinities-are-not-found": (LARGEST, skip("find-infinities")),
+    "infinities-of-odd-fragments": (ODD, change("any-infinity", "+ zeros[1][0] + zeros[1][2]", "")),
     "infinities-of-the-upper-rows": (
-        LARGEST, "mma/factor_scale.cuh", "zeros[0][0] + zeros[0][2] + zeros[1][0] + zeros[1][2]",
-        "zeros[0][0] + zeros[1][0]",
+        LARGEST,
+        change("any-infinity", "zeros[0][0] + zeros[0][2] + zeros[1][0] + zeros[1][2]", "zeros[0][0] + zeros[1][0]"),
     ),
-    "sums-are-not-lowered": (UNIT, "mma/factor_scale.cuh", "      lower(by);\n", ""),
-    "factors-are-not-lowered": (UNIT, "mma/factor_scale.cuh", "      (multiply(factors.exact, by), ...);\n", ""),
-    "factors-are-not-rounded-again": (
-        UNIT, "mma/factor_scale.cuh", "lower(by);\n      (factors.round(), ...);", "lower(by);",
-    ),
-    "T-keeps-the-power": (UNIT, "mma/jvp.cu", "multiply(T_rmem, scale.inverse());", ""),
-    "P-of-tV-without-power": (UNIT, "mma/direction.cuh", "scale.times(P[e / 4][k][e % 4]);", "P[e / 4][k][e % 4];"),
-    "change-of-mu-without-power": (UNIT, "mma/jvp.cu", "      change *= scale.power();\n", ""),
-    "dV-is-not-lowered": (RISING, "mma/second_kv.cu", ", multiply(dV_rmem, by);", ";"),
-    "dV-keeps-the-power": (UNIT, "mma/second_kv.cu", "return scale.inverse(); }", "return 1.0f; }"),
-}  # fmt: skip
+    "sums-are-not-lowered": (UNIT, skip("lower-sums")),
+    "factors-are-not-lowered": (UNIT, skip("lower-factors")),
+    "factors-are-not-rounded-again": (UNIT, skip("round-lowered-factors")),
+    "T-keeps-the-power": (UNIT, skip("scale-T-back")),
+    "P-of-tV-without-power": (UNIT, change("scale-P-of-tV", "scale.times(P[e / 4][k][e % 4])", "P[e / 4][k][e % 4]")),
+    "change-of-mu-without-power": (UNIT, skip("scale-change-of-mu")),
+    "dV-is-not-lowered": (RISING, change("lower-dK-dV", ", multiply(dV_rmem, by)", "")),
+    "dV-keeps-the-power": (UNIT, change("scale-dV-back", "scale.inverse()", "1.0f")),
+}
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS_OF_FP16, ["power-is-not-lowered"]))
 def test_planted_bugs_are_found_in_fp16(bug, monkeypatch):
-    case, *bug = bug
+    case, bug = bug
     names = OF_TINY if case is TINY else Derivatives._fields
-    with planted_in(monkeypatch, *bug), pytest.raises(AssertionError, match="error|other places"):
+    with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error|other places"):
         check(case, run_mma(case), names=names)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import Case, Result, compare
 from fp8_cases import FP8, LONG, OPTIONS, quantised, references
-from planting import planted
+from planting import after, change, planted, skip
 
 import cupy_flash
 from cupy_flash import device, dispatch
@@ -144,9 +144,9 @@ def test_transposed_values(packed):
 
 # O has one part here, which the tensor core adds to.
 PLAIN_SUMS = (
-    ("float sums[1][PART][4];", "float sums[1][PART][4] = {};"),
-    ("k % 2 * NEXT_16_COLUMNS, k > 0);", "k % 2 * NEXT_16_COLUMNS, true);"),
-    ("C[0][n + e / 4][e % 4] += sums", "C[0][n + e / 4][e % 4] = sums"),
+    change("O-of-tile", "float sums[1][PART][4]", "float sums[1][PART][4] = {}")
+    + change("PV-of-tile", "k > 0", "true")
+    + change("add-O-of-tile", "+=", "=")
 )
 
 
@@ -160,7 +160,7 @@ def test_long_rows(monkeypatch):
     call = call._replace(v=(1.5 + call.v.astype(np.float32) / 8).astype(FP8))
     exact, baseline = references(call)
     ours = forward(call)
-    with planted(monkeypatch, *PLAIN_SUMS):
+    with planted(monkeypatch, PLAIN_SUMS):
         plain = forward(call)
     error, error_of_baseline, error_of_plain = (
         np.abs(x.out.astype(np.float64) - exact.out).max() for x in (ours, baseline, plain)
@@ -169,60 +169,47 @@ def test_long_rows(monkeypatch):
     assert error < band and min(error_of_baseline, error_of_plain) > 6 * error
 
 
-# name -> (original text, planted text, errors; AssertionError if only the result shows the bug)
+# name -> (bug, errors; AssertionError if only the result shows the bug)
 PLANTED = {
-    "no wait for V^T": ("rings.VT.wait();", "", errors.PendingCopy),
-    "no fence of scores": ("wgmma_fence();\n  scores", "scores", errors.MissingFence),
-    "no fence of sums": (
-        "fence_operand(sums), fence_operand(P);\n    wgmma_fence();", "fence_operand(sums), fence_operand(P);",
-        errors.MissingFence,
-    ),
-    "scores not waited for": ("wgmma_wait_group<PENDING>();\n  fence_operand(S);", "fence_operand(S);",
-                             (errors.PendingRegister, errors.PendingCopy)),
-    "scores in flight beside the sums": ("wait_QK<1>(", "wait_QK<2>(",
-                                         (errors.PendingRegister, errors.PendingCopy)),
-    "V^T released too early": ("rings.VT.wait();\n", "rings.VT.wait();\n      rings.VT.release();\n",
-                               errors.SimulationError),
-    "sums not waited for": (
-        "wgmma_wait_group<0>();\n    fence_operand(sums)", "fence_operand(sums)", errors.PendingRegister,
-    ),
-    "sums not begun anew": (
-        "NEXT_16_COLUMNS, k > 0);\n    wgmma_commit", "NEXT_16_COLUMNS, true);\n    wgmma_commit", AssertionError,
-    ),
-    "order of keys": ("8 * (e / 2) + 2 * t + e % 2", "4 * t + e", AssertionError),
-    "keys past the last": ("j < sequence.kv_len ?", "true ?", (AssertionError, errors.OutOfBounds)),
-    "a part of V^T": (
-        "k_major_descriptor<VT_PANEL>(X_smem) + 8 * n * ROW", "k_major_descriptor<VT_PANEL>(X_smem)", AssertionError,
-    ),
-    "panels of Q": ("wgmma_e4m3(C, a + k / 4 * (NEXT_OF_A >> 4) +", "wgmma_e4m3(C, a +", AssertionError),
-    "no descale of K": ("* of(p, p.k_descale, b, kv_head)", "", AssertionError),
-    "no descale of V": ("factors[0][0] *= descales.v,", "", AssertionError),
-    "descale of another head": ("Descales descales(p, sequence.batch, head / p.group);",
-                                "Descales descales(p, sequence.batch, head);", errors.OutOfBounds),
-    "probabilities too large": ("m * scale_log2 - LARGEST_LOG2;", "m * scale_log2 - 2 * LARGEST_LOG2;", AssertionError),
-    "lse of larger probabilities": ("log2f(l / (1 << LARGEST_LOG2))", "log2f(l)", AssertionError),
-}  # fmt: skip
+    "no wait for V^T": (skip("wait-VT"), errors.PendingCopy),
+    "no fence of scores": (skip("fence-S"), errors.MissingFence),
+    "no fence of sums": (skip("fence-O-registers"), errors.MissingFence),
+    "scores not waited for": (skip("wait-S-group"), (errors.PendingRegister, errors.PendingCopy)),
+    "scores in flight beside the sums": (change("wait-S", "<1>", "<2>"), (errors.PendingRegister, errors.PendingCopy)),
+    "V^T released too early": (after("wait-VT", "rings.VT.release();"), errors.SimulationError),
+    "sums not waited for": (skip("wait-O"), errors.PendingRegister),
+    "sums not begun anew": (change("PV-of-tile", "k > 0", "true"), AssertionError),
+    "order of keys": (change("key-order", "8 * (e / 2) + 2 * t + e % 2", "4 * t + e"), AssertionError),
+    "keys past the last": (change("keys-of-VT", "j < sequence.kv_len", "true"), (AssertionError, errors.OutOfBounds)),
+    "a part of V^T": (change("PV-part", "+ 8 * n * ROW", ""), AssertionError),
+    "panels of Q": (change("S-panel", "a + k / 4 * (NEXT_OF_A >> 4)", "a"), AssertionError),
+    "no descale of K": (change("descale-S", "* of(p, p.k_descale, b, kv_head)", ""), AssertionError),
+    "no descale of V": (change("descale-O", "factors[0][0] *= descales.v,", ""), AssertionError),
+    "descale of another head": (change("descales-of-head", "head / p.group", "head"), errors.OutOfBounds),
+    "probabilities too large": (change("softmax-reference", "- LARGEST_LOG2", "- 2 * LARGEST_LOG2"), AssertionError),
+    "lse of larger probabilities": (change("log2-sum", "l / (1 << LARGEST_LOG2)", "l"), AssertionError),
+}
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, monkeypatch):
     """A single block computes all tiles, so that every slot is reused."""
-    good, bad, error = PLANTED[bug]
+    bug, error = PLANTED[bug]
     call = quantised(LENGTHS)
-    with planted(monkeypatch, (good, bad)), pytest.raises(error):
+    with planted(monkeypatch, bug), pytest.raises(error):
         check(LENGTHS, call, forward(call, TILE, 1))
 
 
 def test_planted_bug_in_tiles_of_two_panels_is_found(monkeypatch):
-    change = "k / 2 * 8 * N * ROW", "k / 2 * 8 * (N - 1) * ROW"
-    with planted(monkeypatch, change), pytest.raises(AssertionError):
+    bug = change("PV-of-tile", "k / 2 * 8 * N", "k / 2 * 8 * (N - 1)")
+    with planted(monkeypatch, bug), pytest.raises(AssertionError):
         check(Case(**LONG | dict(head_dim=128, head_dim_v=128)), tile=TILE._replace(block_kv=128))
 
 
 def test_a_sequence_of_a_packed_batch_begins_with_a_tile(monkeypatch):
     case = Case(**LONG | OPTIONS["packed"])
-    change = "(sequence.kv_start / BLOCK_KV + sequence.batch)", "(sequence.kv_start / BLOCK_KV)"
-    with planted(monkeypatch, change), pytest.raises((AssertionError, errors.Race)):
+    bug = change("tile-of-sequence", "+ sequence.batch", "")
+    with planted(monkeypatch, bug), pytest.raises((AssertionError, errors.Race)):
         check(case, tile=TILE)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import OPTIONS, Case, assert_bitwise_equal, check, outcome, planned, posed, run, run_kernels
-from planting import planted_in
+from planting import change, planted, skip
 from tiers import exhaustive
 from tiles import small_tile
 
@@ -236,54 +236,60 @@ def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
     assert written == call.dout.nbytes + 64 * case.accumulation.itemsize
 
 
-# Planted bugs: with one line of a kernel changed, a check of the simulator fails or a result is wrong.
+# Planted bugs: with one step of a kernel changed, a check of the simulator fails or a result is wrong.
 
-SYNC = "__syncthreads();\n"
 BUGS = {
-    "no-barrier-before-v": (
-        "simt/forward.cu", f"{SYNC}      load_tile<BLOCK_KV, HEAD_DIM_V>", "load_tile<BLOCK_KV, HEAD_DIM_V>",
-        EVERYTHING, Race,
-    ),
-    "no-barrier-before-accumulate": (
-        "simt/forward.cu", f"{SYNC}      accumulate", "accumulate", EVERYTHING, Race,
-    ),
-    "band-one-off": (
-        "mask.cuh", "sequence.offset + p.window_right", "sequence.offset + p.window_right - 1", OPTIONS["causal"],
+    "no-barrier-before-v": (skip("barrier-before-V"), EVERYTHING, Race),
+    "no-barrier-before-accumulate": (skip("barrier-before-PV"), EVERYTHING, Race),
+    "band-one-off": (change("band-high", "p.window_right", "p.window_right - 1"), OPTIONS["causal"], AssertionError),
+    "cut-tile-not-masked": (
+        change("tile-is-masked", "start + offset + count > unmasked.end", "false"),
+        OPTIONS["causal"],
         AssertionError,
     ),
-    "cut-tile-not-masked": (
-        "walk.cuh", "start + offset + count > unmasked.end", "false", OPTIONS["causal"], AssertionError,
+    "first-tile-not-visited": (change("inside-walk", "start >= first", "start > first"), EVERYTHING, AssertionError),
+    "queries-of-the-first-head-only": (
+        change("next-head", "++head", "head = head_end"),
+        OPTIONS["grouped"],
+        AssertionError,
     ),
-    "first-tile-not-visited": ("walk.cuh", "start >= first", "start > first", EVERYTHING, AssertionError),
-    "queries-of-the-first-head-only": ("walk.cuh", "++head;", "head = head_end;", OPTIONS["grouped"], AssertionError),
     "bias-of-other-tiles": (
-        "walk.cuh", "visible.end = min(visible.end, limits.end);", "", EVERYTHING, AssertionError,
+        change("clip-walk", "visible.end = min(visible.end, limits.end);", ""),
+        EVERYTHING,
+        AssertionError,
     ),
     "no-sink": (
-        "simt/forward.cu", "softmax[r].init(sink)", "softmax[r].init(-infinity())", OPTIONS["sink"], AssertionError,
+        change("init-softmax", "softmax[r].init(sink)", "softmax[r].init(-infinity())"),
+        OPTIONS["sink"],
+        AssertionError,
     ),
     "no-slope-of-the-cap": (
-        "score.cuh", "return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds;", "return ds;", OPTIONS["softcap"],
+        change("score-gradient", "SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds", "ds"),
+        OPTIONS["softcap"],
         AssertionError,
     ),
     "no-lse-guard": (
-        "simt/steps.cuh", "x == -infinity() ? infinity() : x", "x", OPTIONS["causal-more-queries"], AssertionError,
+        change("lse-of-no-key", "x == -infinity() ? infinity() : x", "x"),
+        OPTIONS["causal-more-queries"],
+        AssertionError,
     ),
-    "no-scale-on-dq": ("simt/backward_q.cu", "(real)p.scale", "(real)1", OPTIONS["scale"], AssertionError),
+    "no-scale-on-dq": (change("simt.scale-dQ", "(real)p.scale", "(real)1"), OPTIONS["scale"], AssertionError),
     "rows-past-the-lengths-not-written": (
-        "simt/forward.cu", "if (i >= sequence.q_rows) continue;", "if (i >= sequence.q_len) continue;",
-        OPTIONS["q-lengths"], AssertionError,
+        change("rows-to-write", "q_rows", "q_len"),
+        OPTIONS["q-lengths"],
+        AssertionError,
     ),
     "slopes-past-the-batch": (
-        "score.cuh", "ALIBI && batch < p.batch", "ALIBI",
-        Case(batch=2, q_lengths=(7, 9), kv_lengths=(9, 5), packed=True, alibi="bh"), OutOfBounds,
+        change("alibi-slope", "&& batch < p.batch", ""),
+        Case(batch=2, q_lengths=(7, 9), kv_lengths=(9, 5), packed=True, alibi="bh"),
+        OutOfBounds,
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("file", "old", "new", "case", "error"), BUGS.values(), ids=BUGS)
-def test_planted_bugs_are_found(file, old, new, case, error, monkeypatch):
-    with planted_in(monkeypatch, file, old, new), pytest.raises(error):
+@pytest.mark.parametrize(("bug", "case", "error"), BUGS.values(), ids=BUGS)
+def test_planted_bugs_are_found(bug, case, error, monkeypatch):
+    with planted(monkeypatch, bug), pytest.raises(error):
         check(case, backend="simulator")
 
 
@@ -295,18 +301,14 @@ def test_keys_are_addressed_in_one_place(engine, monkeypatch):
     call = case.call()
     expected = run_kernels(case, tile=small_tile, engine=engine)
     k, v = (np.ascontiguousarray(x[:, ::-1]) for x in (call.k, call.v))
-    with planted_in(
-        monkeypatch,
-        "sequence.cuh",
-        "return {keys<T>(x, kv_head), x.row, x.aligned};",
-        "return {keys<T>(x, kv_head) + (kv_rows - 1) * x.row, -x.row, x.aligned};",
-    ):
+    reverse = change("key-rows", "kv_head), x.row", "kv_head) + (kv_rows - 1) * x.row, -x.row")
+    with planted(monkeypatch, reverse):
         actual = run_kernels(case, tile=small_tile, call=call._replace(k=k, v=v), engine=engine)
     assert_bitwise_equal(actual, expected, case)
 
 
 def test_a_planted_stride_has_bank_conflicts(monkeypatch, watch):
     case = Case(q_len=16, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64)
-    with planted_in(monkeypatch, "simt/tile.cuh", "/ VECTOR | 1) * VECTOR", "/ VECTOR) * VECTOR"):
+    with planted(monkeypatch, change("row-stride", "| 1", "")):
         run_plan.forward(*planned(case), watch.start)
     assert watch.counters["forward"].bank_conflicts > 1000

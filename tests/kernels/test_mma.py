@@ -25,7 +25,7 @@ from cases import (
     planned,
     run_kernels,
 )
-from planting import planted_in
+from planting import change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_FRAGMENTS, fragments, small_tile
 
@@ -441,19 +441,16 @@ def test_no_bank_conflicts_and_no_byte_twice(dim, arch, watch):
 def test_a_planted_error_of_the_swizzle_has_bank_conflicts(monkeypatch, watch):
     """Reads and writes use the same wrong swizzle, so results are right, but there are bank conflicts."""
     case = Case(32, 32, batch=1, heads=1, kv_heads=1, head_dim=64, head_dim_v=64, dtype="bfloat16")
-    good, bad = "return row / (8 / GROUP) % GROUP;", "return row / (8 / GROUP) % 2;"
-    with planted_in(monkeypatch, "mma/tile.cuh", good, bad):
+    with planted(monkeypatch, change("swizzle-of-row", "% GROUP", "% 2")):
         check(case, run_mma(case, tile=small_tile, start=watch.start))
     assert watch.counters["forward"].bank_conflicts > 100
 
 
-# Planted bugs: with one line of a kernel changed, a check of the simulator fails or a result is wrong.
+# Planted bugs: with one step of a kernel changed, a check of the simulator fails or a result is wrong.
 
 
 class Bug(NamedTuple):
-    file: str
-    old: str
-    new: str
+    change: tuple
     error: type[Exception] = AssertionError
     case: Case = EVERYTHING
     dq: str = "own"
@@ -461,154 +458,85 @@ class Bug(NamedTuple):
     arch: str = "sm_90"
 
 
-SYNC = "__syncthreads();\n"
 ONE_STAGE = SMALL_FRAGMENTS._replace(stages=1)
 LONG = Case(70, 70, batch=1, heads=2, kv_heads=1, dtype="bfloat16")
 DIAGONAL = replace(LONG, q_len=110, causal=True)  # the first rows, and so the first tile, see no key
 DROPPED = replace(LONG, dropout=0.3)
 BUGS = {
     # Barriers and copies
-    "stage-reused-by-the-forward": Bug(
-        "mma/forward.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
-    ),
-    "stage-reused-by-dkv": Bug(
-        "mma/backward_kv.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
-    ),
-    "stage-reused-by-dq": Bug(
-        "mma/backward_q.cu", f"(STAGES == 1) {{\n        {SYNC}", "(STAGES == 1) {\n", Race, LONG, tile=ONE_STAGE
-    ),
-    "no-barrier-after-the-wait": Bug(
-        "mma/load.cuh", f"STAGES - 2 : 0)>();\n    {SYNC}", "STAGES - 2 : 0)>();\n", Race, LONG
-    ),
-    "wait-one-too-lenient": Bug("mma/load.cuh", "STAGES - 2 : 0)>();", "STAGES - 1 : 0)>();", PendingCopy, LONG),
+    "stage-reused-by-the-forward": Bug(skip("forward.barrier-before-load"), Race, LONG, tile=ONE_STAGE),
+    "stage-reused-by-dkv": Bug(skip("dKV.barrier-before-load"), Race, LONG, tile=ONE_STAGE),
+    "stage-reused-by-dq": Bug(skip("dQ.barrier-before-load"), Race, LONG, tile=ONE_STAGE),
+    "no-barrier-after-the-wait": Bug(skip("barrier-after-loads"), Race, LONG),
+    "wait-one-too-lenient": Bug(change("wait-loads", "STAGES - 2", "STAGES - 1"), PendingCopy, LONG),
     "wait-one-too-lenient-of-three": Bug(
-        "mma/load.cuh",
-        "STAGES - 2 : 0)>();",
-        "STAGES - 1 : 0)>();",
-        PendingCopy,
-        LONG,
-        tile=SMALL_FRAGMENTS._replace(stages=3),
+        change("wait-loads", "STAGES - 2", "STAGES - 1"), PendingCopy, LONG, tile=SMALL_FRAGMENTS._replace(stages=3)
     ),
-    "no-barrier-before-o-leaves": Bug(
-        "mma/forward.cu", f"no key was visited\n    {SYNC}", "no key was visited\n", Race, LONG
-    ),
+    "no-barrier-before-o-leaves": Bug(skip("barrier-before-O"), Race, LONG),
     "o-written-over-q": Bug(
-        "mma/forward.cu",
-        "cp_async_wait_group<0>();  // Q may",
-        "// Q may",
-        PendingCopy,
-        DIAGONAL,
-        tile=SMALL_FRAGMENTS._replace(q_in_registers=False),
+        skip("wait-Q-loaded"), PendingCopy, DIAGONAL, tile=SMALL_FRAGMENTS._replace(q_in_registers=False)
     ),
-    "no-barrier-before-dq-is-added": Bug(
-        "mma/backward_kv.cu", f"(ADD_DQ) {{\n        {SYNC}", "(ADD_DQ) {\n", Race, LONG, "added"
-    ),
-    "no-barrier-before-dbias-is-summed": Bug(
-        "mma/backward_bias.cu",
-        f"row);\n    {SYNC}    bias.store",
-        "row);\n    bias.store",
-        Race,
-        replace(EVERYTHING, bias="1h1k"),
-    ),
-    "stage-loaded-over-q": Bug(
-        "mma/forward.cu",
-        f"load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);\n      {SYNC}",
-        "load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);\n",
-        SimulationError,
-        LONG,
-    ),
-    "sums-not-cleared": Bug("delta.cu", "sums.clear(i);", "{}", Uninitialised, LONG, "added"),
+    "no-barrier-before-dq-is-added": Bug(skip("barrier-before-added-dQ"), Race, LONG, "added"),
+    "no-barrier-before-dbias-is-summed": Bug(skip("barrier-before-dbias"), Race, replace(EVERYTHING, bias="1h1k")),
+    "stage-loaded-over-q": Bug(skip("barrier-after-Q-fragments"), SimulationError, LONG),
+    "sums-not-cleared": Bug(skip("clear-sums"), Uninitialised, LONG, "added"),
     # Addresses
-    "twist-of-one-side": Bug(
-        "mma/tile.cuh", "(chunk ^ swizzle(row)) << 4", "(chunk ^ swizzle(row + 1)) << 4", case=LONG
-    ),
-    "alignment-ignored": Bug(
-        "mma/load.cuh", "if (rows.aligned < COUNT) {", "if (rows.aligned < 1) {", Misaligned, replace(LONG, head_dim=20)
-    ),
+    "twist-of-one-side": Bug(change("swizzled-address", "swizzle(row)", "swizzle(row + 1)"), case=LONG),
+    "alignment-ignored": Bug(change("unaligned-rows", "COUNT", "1"), Misaligned, replace(LONG, head_dim=20)),
     "alignment-ignored-when-stored": Bug(
-        "fragments.cuh", "if (x.aligned == 8) {", "if (x.aligned) {", MemoryFault, replace(LONG, head_dim_v=20)
+        change("aligned-store", "x.aligned == 8", "x.aligned"), MemoryFault, replace(LONG, head_dim_v=20)
     ),
     "columns-past-the-last": Bug(
-        "mma/load.cuh", "min(max(ROW - 16 * chunk, 0), 16)", "16", SimulationError, replace(LONG, head_dim=24)
+        change("bytes-of-chunk", "min(max(ROW - 16 * chunk, 0), 16)", "16"), SimulationError, replace(LONG, head_dim=24)
     ),
     "elements-of-a-fragment-confused": Bug(
-        "dq_sums.cuh", "return {from[0], from[32]", "return {from[32], from[0]", case=LONG, dq="added", arch="sm_80"
+        change("fragment-of-sums", "from[0], from[32]", "from[32], from[0]"), case=LONG, dq="added", arch="sm_80"
     ),
-    "idle-threads-load": Bug("mma/load.cuh", "if (idle()) return;", "", SimulationError, replace(LONG, head_dim=40)),
+    "idle-threads-load": Bug(skip("idle-threads"), SimulationError, replace(LONG, head_dim=40)),
     "squares-of-packed-sequences-shared": Bug(
-        "dq_sums.cuh",
-        "sequence.q_start / 16 + sequence.batch",
-        "sequence.q_start / 16",
-        case=replace(PACKED, dtype="bfloat16"),
-        dq="added",
+        change("square-of-sequence", "+ sequence.batch", ""), case=replace(PACKED, dtype="bfloat16"), dq="added"
     ),
     # Masks
-    "no-mask-at-the-end": Bug("mask.cuh", "min(q_start + high + 1, kv_len)}", "q_start + high + 1}", case=LONG),
-    "no-mask-on-the-diagonal": Bug("mma/forward.cu", "kv_tiles.masked()", "false", case=DIAGONAL),
-    "no-mask-in-dq": Bug("mma/backward_q.cu", "kv_tiles.masked()", "false", case=DIAGONAL),
-    "no-mask-in-dkv": Bug("mma/backward_kv.cu", "q_tiles.masked()", "false", case=DIAGONAL),
+    "no-mask-at-the-end": Bug(
+        change("keys-all-see", "min(q_start + high + 1, kv_len)", "q_start + high + 1"), case=LONG
+    ),
+    "no-mask-on-the-diagonal": Bug(change("forward.mask", "kv_tiles.masked()", "false"), case=DIAGONAL),
+    "no-mask-in-dq": Bug(change("dQ.mask", "kv_tiles.masked()", "false"), case=DIAGONAL),
+    "no-mask-in-dkv": Bug(change("dKV.mask", "q_tiles.masked()", "false"), case=DIAGONAL),
     # The walk over tiles
-    "tile-loaded-twice": Bug("mma/forward.cu", "loaded.next();", "", case=LONG),
-    "tile-of-queries-loaded-twice": Bug("mma/backward_kv.cu", "loaded.next();", "", OutOfBounds, LONG),
-    "addresses-of-another-head": Bug("mma/steps.cuh", "if (new_head != head) {", "if (head < 0) {", OutOfBounds, LONG),
-    "first-tile-not-visited": Bug("walk.cuh", "start >= first", "start > first", case=LONG),
+    "tile-loaded-twice": Bug(skip("forward.next-load"), case=LONG),
+    "tile-of-queries-loaded-twice": Bug(skip("dKV.next-load"), OutOfBounds, LONG),
+    "addresses-of-another-head": Bug(change("head-changes", "new_head != head", "head < 0"), OutOfBounds, LONG),
+    "first-tile-not-visited": Bug(change("inside-walk", "start >= first", "start > first"), case=LONG),
     "nothing-seen-passes-a-gradient": Bug(
-        "delta.cu",
-        "lse == -infinity() ? infinity()",
-        "false ? infinity()",
-        case=Case(mask="bhqk", dtype="bfloat16"),
+        change("delta-of-no-key", "lse == -infinity()", "false"), case=Case(mask="bhqk", dtype="bfloat16")
     ),
     # The softmax
-    "o-not-rescaled": Bug(
-        "fragments.cuh",
-        "O[m][n][e] *= factors[m][e / 2];",
-        ";",
-        case=replace(LONG, scores="falling"),
-    ),
-    "l-not-rescaled": Bug("softmax2.cuh", "l *= factor;", "", case=replace(LONG, scores="falling")),
+    "o-not-rescaled": Bug(skip("rescale-O"), case=replace(LONG, scores="falling")),
+    "l-not-rescaled": Bug(skip("rescale-l"), case=replace(LONG, scores="falling")),
     "reference-not-moved": Bug(
-        "softmax2.cuh",
-        ": m * scale_log2 - LARGEST_LOG2;",
-        ": first ? m * scale_log2 : reference;",
+        change("softmax-reference", "m * scale_log2 - LARGEST_LOG2", "first ? m * scale_log2 : reference"),
         case=replace(LONG, scores="falling", dtype="float16"),
     ),
-    "maximum-of-one-lane": Bug(
-        "fragments.cuh",
-        "update(row_max(largest[m][half]), scale_log2)",
-        "update(largest[m][half], scale_log2)",
-        case=LONG,
-    ),
-    "sum-of-one-lane": Bug("fragments.cuh", "row_sum(softmax[m][half].l)", "softmax[m][half].l", case=LONG),
-    "no-sink": Bug("fragments.cuh", "if constexpr (SINK)", "if constexpr (false)", case=replace(LONG, sink=True)),
+    "maximum-of-one-lane": Bug(change("update-softmax", "row_max(largest[m][half])", "largest[m][half]"), case=LONG),
+    "sum-of-one-lane": Bug(change("sum-l", "row_sum(softmax[m][half].l)", "softmax[m][half].l"), case=LONG),
+    "no-sink": Bug(never("add-sink"), case=replace(LONG, sink=True)),
     # Gradients
-    "dq-not-scaled": Bug("mma/backward_q.cu", "return (float)p.scale;", "return 1.0f;", case=LONG),
-    "added-dq-not-scaled": Bug("dq.cu", "numbers[e] * (float)p.scale", "numbers[e]", case=LONG, dq="added"),
-    "dk-not-scaled": Bug("mma/backward_kv.cu", "return (float)p.scale;", "return 1.0f;", case=LONG),
+    "dq-not-scaled": Bug(change("scale-dQ", "(float)p.scale", "1.0f"), case=LONG),
+    "added-dq-not-scaled": Bug(change("scale-added-dQ", "* (float)p.scale", ""), case=LONG, dq="added"),
+    "dk-not-scaled": Bug(change("scale-dK", "(float)p.scale", "1.0f"), case=LONG),
     "dbias-of-the-product": Bug(
-        "mma/backward_bias.cu",
-        "differentiate<false, true>",
-        "differentiate<false, false>",
-        case=replace(EVERYTHING, softcap=1.5),
+        change("differentiate-by-bias", "<false, true>", "<false, false>"), case=replace(EVERYTHING, softcap=1.5)
     ),
-    "one-head-of-the-group": Bug(
-        "walk.cuh", "visible.begin < visible.end ? head + p.group", "visible.begin < visible.end ? head + 1", case=LONG
-    ),
+    "one-head-of-the-group": Bug(change("heads-of-walk", "p.group", "1"), case=LONG),
     # Dropout
-    "neighbour-takes-the-wrong-bits": Bug(
-        "gradients.cuh", "e % 2 == odd ? own_word : other_word", "e % 2 != odd ? own_word : other_word", case=DROPPED
-    ),
-    "neighbour-takes-the-wrong-half": Bug(
-        "gradients.cuh", ">> 16 * odd & 0xFFFF", ">> 16 * (1 - odd) & 0xFFFF", case=DROPPED
-    ),
-    "bits-of-the-other-columns": Bug("fragments.cuh", "8 * (n % 2) + e % 2", "e % 2", case=DROPPED),
-    "kept-not-scaled": Bug("fragments.cuh", "DROPOUT ? (float)dropout.keep_scale : 1.0f", "1.0f", case=DROPPED),
+    "neighbour-takes-the-wrong-bits": Bug(change("dropout-word", "e % 2 == odd", "e % 2 != odd"), case=DROPPED),
+    "neighbour-takes-the-wrong-half": Bug(change("dropout-word", "16 * odd", "16 * (1 - odd)"), case=DROPPED),
+    "bits-of-the-other-columns": Bug(change("dropout-column", "8 * (n % 2) + e % 2", "e % 2"), case=DROPPED),
+    "kept-not-scaled": Bug(change("keep-scale", "DROPOUT ? (float)dropout.keep_scale : 1.0f", "1.0f"), case=DROPPED),
     # Products
     "half-of-the-depth-twice": Bug(
-        "ptx.cuh",
-        '"+f"(d[3])\n               : "r"(a[2]), "r"(a[3]), "r"(b1)',
-        '"+f"(d[3])\n               : "r"(a[2]), "r"(a[3]), "r"(b0)',
-        case=replace(LONG, dtype="float16"),
-        arch="sm_75",
+        change("mma-of-right-half", "b1", "b0"), case=replace(LONG, dtype="float16"), arch="sm_75"
     ),
 }
 
@@ -616,7 +544,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 def test_planted_bugs_are_found(bug, monkeypatch):
     how = dict(arch=bug.arch, engine="mma", tile=fragments(bug.tile, bug.dq))
-    with planted_in(monkeypatch, bug.file, bug.old, bug.new), pytest.raises(bug.error):
+    with planted(monkeypatch, bug.change), pytest.raises(bug.error):
         # Check the forward first: if it is wrong, the backward need not be compiled.
         out, lse = (array.numpy() for array in dispatch.run_forward(*planned(bug.case, **how)))
         check(bug.case, Result(out, lse, *[None] * 5), only=("out", "lse"))

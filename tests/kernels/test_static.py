@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench import sass, static, static_mods
 from bench.__main__ import main
-from bench.fingerprint import fingerprint
+from bench.kernel_development import sass, static, static_mods, static_tables
+from bench.kernel_development.fingerprint import fingerprint
+from bench.kernel_development.tables import block
 from bench.results import ROOT
-from bench.tables import block
 from cupy_flash import device
 from cupy_flash.gpu import ahead
 from cupy_flash.jit import kernel_cache, nvrtc
@@ -292,7 +292,7 @@ def test_command(tiny, tmp_path, capsys, monkeypatch):
     """The JSON holds the contents of the tables; the exit status is 1 if the gate fails."""
     arguments, compiled = tiny
     assert main(arguments) == 0
-    (table,) = static.tables(stored(tmp_path))
+    (table,) = static_tables.tables(stored(tmp_path))
     assert table.rows[0][:2] == ["tiny", "simt/forward"] and table.markdown() in block("static", tmp_path)
     assert f"{len(compiled)} kernels." in capsys.readouterr().out
     monkeypatch.setattr(static, "complaints", lambda *_: ["something spills"])

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, Result, check, planned, posed
-from planting import planted
+from planting import after, always, before, change, never, planted, skip
 from tiers import exhaustive
 from wgmma_cases import LONG, OPTIONS
 
@@ -24,6 +24,7 @@ from cupy_flash.gpu.tensor_map import decode, encode_for_simulator
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import plan
+from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.features import Options
 from cupy_flash.problem.records import UnsupportedError
@@ -76,7 +77,7 @@ def test_blocks_draw_tiles(options, tile, monkeypatch):
     L2 is planted to hold the keys of two heads, so that the last of five heads is in a group of its own.
     """
     case = Case(**LONG | options)
-    with planted(monkeypatch, ("(32 << 20)", f"(2 * 256 * {LONG['kv_len']})")):
+    with planted(monkeypatch, change("L2-bytes", "32 << 20", f"2 * 256 * {LONG['kv_len']}")):
         result = forward(case, tile, blocks=3)
     check_forward(case, result)
 
@@ -132,148 +133,106 @@ def test_bytes_and_conflicts(how, watch):
     assert count.bank_conflicts == 0
 
 
-# name -> (original text, planted text, errors), in a padded batch
+RELEASE_Q_EARLY = "if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());"
+# name -> (bug, errors), in a padded batch
 PLANTED = {
-    "no wait for Q": ("rings.Q.wait();", "", errors.Uninitialised),
-    "no wait for K": ("  K.wait();\n", "", errors.PendingCopy),
-    "no wait for V": ("if constexpr (BEGIN == 0) V.wait();", "", errors.PendingCopy),
-    "no wait for an empty place": (
-        "mbarrier_wait(empty(), parity() ^ 1);", "", (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
-    ),
+    "no wait for Q": (skip("wait-Q"), errors.Uninitialised),
+    "no wait for K": (skip("wait-K"), errors.PendingCopy),
+    "no wait for V": (skip("wait-V"), errors.PendingCopy),
+    "no wait for an empty place": (skip("wait-empty-slot"), (errors.BarrierMisuse, errors.PendingCopy, errors.Race)),
     "too few bytes": (
-        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);",
-        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES / 2);",
+        change("expect-bytes", "TILE_BYTES", "TILE_BYTES / 2"),
         (errors.BarrierMisuse, errors.PendingCopy, errors.Deadlock),
     ),
-    "too many bytes": (
-        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES);",
-        "mbarrier_arrive_expect_tx(this->full(), TILE_BYTES + 16);",
-        errors.Deadlock,
-    ),
+    "too many bytes": (change("expect-bytes", "TILE_BYTES", "TILE_BYTES + 16"), errors.Deadlock),
     "parity of a full place": (
-        "mbarrier_wait(full(), parity());", "mbarrier_wait(full(), parity() ^ 1);",
+        change("wait-full-slot", "parity()", "parity() ^ 1"),
         (errors.PendingCopy, errors.Deadlock, errors.Uninitialised),
     ),
     "parity of the round": (
-        "return index / SLOTS % 2;", "return 0;",
+        change("slot-parity", "index / SLOTS % 2", "0"),
         (errors.PendingCopy, errors.Deadlock, errors.BarrierMisuse),
     ),
-    "arrivals": ("CONSUMERS / WARP);", "CONSUMERS / WARP + 1);", errors.Deadlock),
-    "no release": (
-        "mbarrier_arrive(empty());", "(void)0;", errors.Deadlock,
-    ),
-    "no fence of the mbarriers": ("    fence_mbarrier_init();\n", "", errors.MissingFence),
-    "no barrier after the mbarriers": ("__syncthreads();", "", (errors.Race, errors.Uninitialised)),
-    "no fence of registers": ("wgmma_fence();\n  scores", "scores", errors.MissingFence),
-    "scores not waited for": ("wait_QK<1>(", "wait_QK<2>(", errors.PendingRegister),
-    "sums not waited for": (
-        "wgmma_wait_group<0>();\n  fence_operand(O), fence_operand(P);", "fence_operand(O), fence_operand(P);",
-        (errors.PendingRegister, errors.PendingCopy),
-    ),
-    "sums not ended": (
-        "wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);\n  wgmma_commit_group();",
-        "wgmma<element>(C, P[0][k], x + k * NEXT_16_ROWS);", (errors.PendingRegister, errors.PendingCopy),
-    ),
-    "no fence before O is stored": (
-        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  __syncwarp();\n  if",
-        errors.MissingFence,
-    ),
-    "O fenced by one lane": (
-        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if",
-        "row, 0);\n  if (lane_id() == 0) fence_proxy_async();\n  __syncwarp();\n  if", errors.MissingFence,
-    ),
-    "O stored before every lane has written": (
-        "row, 0);\n  fence_proxy_async();\n  __syncwarp();\n  if", "row, 0);\n  fence_proxy_async();\n  if",
-        errors.Race,
-    ),
-    "stores not waited for": (
-        "if constexpr (!O_BUFFER) bulk_wait_group_read<0>();", "", (errors.PendingCopy, errors.Race),
-    ),
-    "stores not ended": ("bulk_commit_group();", "", (errors.PendingCopy, errors.Race)),
+    "arrivals": (change("init-empty-slot", "WARP", "WARP + 1"), errors.Deadlock),
+    "no release": (skip("release-slot"), errors.Deadlock),
+    "no fence of the mbarriers": (skip("fence-mbarriers"), errors.MissingFence),
+    "no barrier after the mbarriers": (skip("barrier-after-mbarriers"), (errors.Race, errors.Uninitialised)),
+    "no fence of registers": (skip("fence-S"), errors.MissingFence),
+    "scores not waited for": (change("wait-S", "<1>", "<2>"), errors.PendingRegister),
+    "sums not waited for": (skip("wait-O"), (errors.PendingRegister, errors.PendingCopy)),
+    "sums not ended": (skip("commit-PV"), (errors.PendingRegister, errors.PendingCopy)),
+    "no fence before O is stored": (skip("fence-O"), errors.MissingFence),
+    "O fenced by one lane": (before("fence-O", "if (lane_id() == 0)"), errors.MissingFence),
+    "O stored before every lane has written": (skip("written-O"), errors.Race),
+    "stores not waited for": (skip("wait-stored-O"), (errors.PendingCopy, errors.Race)),
+    "stores not ended": (skip("commit-O"), (errors.PendingCopy, errors.Race)),
     "Q released before O has left": (
-        "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",
+        before("store-O", RELEASE_Q_EARLY),
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
-    "nothing cleared": ("  *p.drawn = 0;\n", "", errors.Uninitialised),
-    "the end not told": ("tile_smem.tile = -1;", "", errors.Deadlock),
-    "work told before the last is done": (
-        "rings.Q.acquire();\n      tile_smem = scheduler;", "tile_smem = scheduler;", errors.Race,
-    ),
-    "the first turn": ("1) pingpong_signal(warpgroup);", "1) (void)0;", errors.Deadlock),
-    "a turn not passed": ("rings.V);\n        pingpong_signal(warpgroup);", "rings.V);", errors.Deadlock),
-    "a turn kept": ("(warpgroup + 1) %", "warpgroup %", (errors.BarrierMisuse, errors.Deadlock)),
-    "halves of O": ("2 * k + lane_id() / 16", "2 * k + 1 - lane_id() / 16", AssertionError),
-    "no fence after rows are cleared": (
-        "fence_proxy_async();\n  named_barrier_sync", "named_barrier_sync", errors.MissingFence,
-    ),
-    "no barrier after rows are cleared": (
-        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "", (errors.Race, errors.MissingFence),
-    ),
-    "rows not cleared": ("if (kv_tiles.start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
+    "nothing cleared": (skip("clear-drawn"), errors.Uninitialised),
+    "the end not told": (skip("tell-end"), errors.Deadlock),
+    "work told before the last is done": (skip("wait-tile-read"), errors.Race),
+    "the first turn": (skip("first-turn"), errors.Deadlock),
+    "a turn not passed": (skip("pass-turn"), errors.Deadlock),
+    "a turn kept": (change("signal-turn", "(warpgroup + 1)", "warpgroup"), (errors.BarrierMisuse, errors.Deadlock)),
+    "halves of O": (change("lane-of-16-bytes", "lane_id() / 16", "1 - lane_id() / 16"), AssertionError),
+    "no fence after rows are cleared": (skip("fence-cleared-rows"), errors.MissingFence),
+    "no barrier after rows are cleared": (skip("barrier-after-cleared-rows"), (errors.Race, errors.MissingFence)),
+    "rows not cleared": (never("clear-rows-past-keys"), AssertionError),
     # Hardware ignores the leading offset of K-major matrices, the named check kmajor-lbo does not.
-    "LBO of K-major": ("<SWIZZLE>(address, 16)", "<SWIZZLE>(address, 64 * 128)", errors.BadDescriptor),
-    "another swizzle": ("(128 / SWIZZLE) << 62", "(256 / SWIZZLE) << 62", (AssertionError, errors.PendingCopy)),
-    "panels": ("k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k", AssertionError),
-    "past the keys": ("ALWAYS_MASKED || kv_tiles.masked()", "ALWAYS_MASKED", AssertionError),
-}  # fmt: skip
+    "LBO of K-major": (change("K-major-LBO", "16", "64 * 128"), errors.BadDescriptor),
+    "another swizzle": (change("descriptor-swizzle", "128", "256"), (AssertionError, errors.PendingCopy)),
+    "panels": (change("S-panel", "k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k"), AssertionError),
+    "past the keys": (change("mask-S", "kv_tiles.masked()", "false"), AssertionError),
+}
 # The same in a packed batch.
 PLANTED_IN_ROWS = {
-    "no fence before Q is copied": (
-        "    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();", errors.MissingFence,
-    ),
+    "no fence before Q is copied": (skip("fence-rows-of-O"), errors.MissingFence),
     "Q released before rows of O have left": (
-        "    store_O(", "    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n    store_O(",
+        before("store-O", RELEASE_Q_EARLY),
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
-    "places without a tile": ("if (tile >= 0) return;", "return;", AssertionError),
-    "where a sequence begins": ("first_slot(p, middle) <= slot", "first_slot(p, middle) < slot", AssertionError),
-    "rows of the next sequence": ("first + r >= end || ", "", (AssertionError, errors.SimulationError)),
-}  # fmt: skip
+    "places without a tile": (always("has-tile"), AssertionError),
+    "where a sequence begins": (change("sequence-of-slot", "<=", "<"), AssertionError),
+    "rows of the next sequence": (
+        change("rows-of-sequence", "first + r >= end ||", ""),
+        (AssertionError, errors.SimulationError),
+    ),
+}
 # The same with KV multicast.
 PLANTED_IN_PAIRS = {
-    "the other block not told": ("lane_id() < CLUSTER_SIZE)", "lane_id() < 1)", errors.Deadlock),
+    "the other block not told": (
+        change("release-slot-of-cluster", "lane_id() < CLUSTER_SIZE", "lane_id() < 1"),
+        errors.Deadlock,
+    ),
     "the other block not waited for": (
-        "CLUSTER_SIZE * CONSUMERS / WARP);", "CONSUMERS / WARP);",
+        change("init-empty-slot", "CLUSTER_SIZE *", ""),
         (errors.BarrierMisuse, errors.PendingCopy, errors.Race),
     ),
-    "half of the keys twice": ("row + half, head", "row, head", AssertionError),
-    "halves in one place": ("panel + half * ROW", "panel", errors.SimulationError),
-    "exit before the other block": (
-        "arrive at its mbarriers.\n  cluster_sync();", "\n", errors.EarlyExit,
-    ),
-}  # fmt: skip
+    "half of the keys twice": (change("load-half", "row + half", "row"), AssertionError),
+    "halves in one place": (change("load-half", "panel + half * ROW", "panel"), errors.SimulationError),
+    "exit before the other block": (skip("wait-cluster-exit"), errors.EarlyExit),
+}
 # The same with PV in two parts.
 PLANTED_IN_PARTS = {
-    "the other part not issued": (
-        "if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);", "", AssertionError
-    ),
-    "a part begins too late": ("issue_PV<EARLY_PV, N / 2>", "issue_PV<EARLY_PV + 1, N / 2>", AssertionError),
-    "the other part not waited for": (
-        "wgmma_wait_group<0>();\n  fence_operand(O), fence_operand(P);",
-        "wgmma_wait_group<1>();\n  fence_operand(O), fence_operand(P);", (errors.PendingRegister, errors.PendingCopy),
-    ),
-    "V of the other part": ("if constexpr (BEGIN == 0) V.wait();", "", errors.PendingCopy),
-}  # fmt: skip
+    "the other part not issued": (skip("issue-late-PV"), AssertionError),
+    "a part begins too late": (change("issue-late-PV", "<EARLY_PV,", "<EARLY_PV + 1,"), AssertionError),
+    "the other part not waited for": (change("wait-O", "<0>", "<1>"), (errors.PendingRegister, errors.PendingCopy)),
+    "V of the other part": (skip("wait-V"), errors.PendingCopy),
+}
 # The same with a buffer for O.
 PLANTED_IN_BUFFERS = {
-    "O over the last one": (
-        "if constexpr (O_BUFFER) wait_for_stored_O();\n  store_fragments", "store_fragments",
-        (errors.PendingCopy, errors.Race),
-    ),
-    "the last O not waited for": (
-        "  if constexpr (O_BUFFER) wait_for_stored_O();\n}", "}", (errors.PendingCopy, errors.SimulationError),
-    ),
-    "one lane waits for O alone": (
-        "if (lane_id() == 0) bulk_wait_group_read<0>();\n  __syncwarp();",
-        "if (lane_id() == 0) bulk_wait_group_read<0>();", (errors.PendingCopy, errors.Race),
-    ),
-    "Q kept": ("if constexpr (O_BUFFER) rings.Q.release();\n      wait_PV", "wait_PV", errors.Deadlock),
+    "O over the last one": (skip("wait-O-buffer"), (errors.PendingCopy, errors.Race)),
+    "the last O not waited for": (skip("wait-last-O"), (errors.PendingCopy, errors.SimulationError)),
+    "one lane waits for O alone": (skip("waited-O-buffer"), (errors.PendingCopy, errors.Race)),
+    "Q kept": (skip("release-Q"), errors.Deadlock),
     "Q released before its last scores": (
-        "    rings.Q.wait();\n", "    rings.Q.wait();\n    if (lane_id() == 0) mbarrier_arrive(rings.Q.empty());\n",
+        after("wait-Q", RELEASE_Q_EARLY),
         (errors.BarrierMisuse, errors.PendingCopy, errors.Race, errors.Deadlock),
     ),
-    "the record read after Q is released": ("if constexpr (O_BUFFER) __syncwarp();", "", errors.Race),
-}  # fmt: skip
+    "the record read after Q is released": (skip("read-tile"), errors.Race),
+}
 NO_KEYS = Case(**LONG | dict(batch=3, heads=1, q_lengths=(60, 150, 20), kv_lengths=(70, 0, 64)))
 BUGS = {
     name: (case, how, *bug)
@@ -283,16 +242,16 @@ BUGS = {
         (PLAIN, (PAIRED,), PLANTED_IN_PAIRS),
         (WIDE, (IN_PARTS,), PLANTED_IN_PARTS),
         (NO_KEYS, (BUFFERED, 1), PLANTED_IN_BUFFERS),
-        (PLAIN, (DRAWING, 2), {"every other tile": ("number += gridDim", "number += 2 * gridDim", AssertionError)}),
+        (PLAIN, (DRAWING, 2), {"every other tile": (change("next-tile", "gridDim", "2 * gridDim"), AssertionError)}),
     )
     for name, bug in bugs.items()
 }
 
 
-@pytest.mark.parametrize(("case", "how", "good", "bad", "error"), BUGS.values(), ids=BUGS)
-def test_planted_bug_is_found(case, how, good, bad, error, monkeypatch):
+@pytest.mark.parametrize(("case", "how", "bug", "error"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_found(case, how, bug, error, monkeypatch):
     """A single persistent block computes all tiles, so that every slot is reused; KV multicast needs two blocks."""
-    with planted(monkeypatch, (good, bad)), pytest.raises(error):
+    with planted(monkeypatch, bug), pytest.raises(error):
         check_forward(case, forward(case, *how))
 
 
@@ -300,7 +259,7 @@ def test_planted_bug_is_found(case, how, good, bad, error, monkeypatch):
 def test_a_wait_without_a_loop_is_found(seed, monkeypatch):
     """A single try_wait may return before the phase is complete."""
     in_order = functools.partial(start, order="random", seed=seed)
-    with planted(monkeypatch, ('"bra AGAIN;"', "")), pytest.raises(errors.SimulationError):
+    with planted(monkeypatch, change("try-wait-again", '"bra AGAIN;"', "")), pytest.raises(errors.SimulationError):
         forward(PLAIN, start=in_order)
 
 
@@ -366,7 +325,7 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
     problem, _ = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
-    return wgmma.refusals(problem._replace(**dict(engine="wgmma") | changes), device.named(arch))
+    return engine_refusals("wgmma", problem._replace(**dict(engine="wgmma") | changes), device.named(arch))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cases import Case, assert_bitwise_equal, check, planned, run_kernels
-from planting import planted
+from planting import after, before, change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
@@ -87,9 +87,11 @@ def test_many_queries(mask):
     check_gradients(MASKS[mask], run(MASKS[mask], MANY_QUERIES))
 
 
-@pytest.mark.parametrize("line", ["    wait();\n#pragma unroll", "else if (MANY && masked) {\n    wait();"])
-def test_many_queries_wait_for_products(line, monkeypatch):
-    with planted(monkeypatch, (line, line.replace("wait();", ""))), pytest.raises(errors.PendingRegister):
+@pytest.mark.parametrize(
+    "bug", [skip("wait-dP-of-full-tile"), skip("wait-dP-of-masked-tile")], ids=["full tile", "masked tile"]
+)
+def test_many_queries_wait_for_products(bug, monkeypatch):
+    with planted(monkeypatch, bug), pytest.raises(errors.PendingRegister):
         run(MASKS["full"], MANY_QUERIES)
 
 
@@ -158,8 +160,8 @@ def test_no_deadlock_in_any_order_of_blocks(case, blocks):
 @pytest.mark.parametrize(
     "plant",
     [
-        ("if constexpr (DQ_IN_ORDER) {\n      int number", "if constexpr (false) {\n      int number"),
-        ("kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;", "kv_start = tile * per_block * BLOCK_KV;"),
+        never("draw-number"),
+        change("first-keys-of-block", "(tiles - 1 - tile * per_block)", "tile * per_block"),
     ],
     ids=["not drawn", "lowest keys first"],
 )
@@ -175,8 +177,18 @@ def test_groups_of_heads_add_in_order(monkeypatch):
     together = run(case, **how)
     check_gradients(case, together)
     starts = functools.partial(few_resident, blocks=1, order="random", seed=1)
-    with planted(monkeypatch, ("GROUP_BLOCKS = 256", "GROUP_BLOCKS = 7")):
+    with planted(monkeypatch, change("GROUP_BLOCKS", "256", "7")):
         assert_bitwise_equal(run(case, start=starts, **how), together, case)
+
+
+UNEQUAL = dict(batch=4, q_lengths=(31, 70, 0, 20), kv_lengths=(100, 150, 7, 0), packed=True)
+
+
+def test_packed_sequences_add_in_order():
+    """Sequences of unequal lengths, and of none, have turns of their own, whichever blocks start first."""
+    case = Case(**LONG | UNEQUAL | dict(heads=1, head_dim=16, head_dim_v=16))
+    starts = functools.partial(few_resident, blocks=1, order="random", seed=1)
+    check_gradients(case, run(case, TILES["keys"], deterministic=True, start=starts))
 
 
 def test_a_short_grid_adds_in_order():
@@ -192,18 +204,18 @@ def test_a_short_grid_adds_in_order():
     assert_bitwise_equal(run(CAUSAL, start=short, **how), run(CAUSAL, **how), CAUSAL)
 
 
-# name -> (original text, which several headers contain, planted text, error message)
+# name -> (bug, error message)
 SUM = "floating-point additions, whose sum depends on their order, of byte .* of 'dq_sums' without "
 SCOPES = SUM + "a release and an acquire whose scopes include both blocks"
 TURNS_PLANTED = {
-    "no wait": ("if constexpr (DQ_IN_ORDER) rings.turn.wait();", "", SCOPES),
-    "no wait for the blocks before": ("if (lane_id() == 0) turns.wait(q_start, before);", "", SCOPES),
-    "passed before the consumers have added": ("rings.turn.acquire();  // all", "// all", SUM),
-    "released relaxed": ("st.release.gpu.global", "st.relaxed.gpu.global", SCOPES),
-    "acquired relaxed": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", SCOPES),
-    "acquired from the block": ("ld.acquire.gpu.global", "ld.acquire.cta.global", SCOPES),
-    "one lane signals for all": ("__syncwarp();  // all lanes have added", "// all lanes have added", SUM),
-}  # fmt: skip
+    "no wait": (skip("wait-turn"), SCOPES),
+    "no wait for the blocks before": (skip("wait-blocks-before"), SCOPES),
+    "passed before the consumers have added": (skip("wait-added-dQ"), SUM),
+    "released relaxed": (change("release-turn", "st.release", "st.relaxed"), SCOPES),
+    "acquired relaxed": (change("acquire-turn", "ld.acquire", "ld.relaxed"), SCOPES),
+    "acquired from the block": (change("acquire-turn", "gpu", "cta"), SCOPES),
+    "one lane signals for all": (skip("added-dQ"), SUM),
+}
 
 
 @pytest.mark.parametrize("bug", TURNS_PLANTED)
@@ -211,8 +223,8 @@ def test_planted_bug_of_turns_is_found(bug, monkeypatch):
     """The race is found even if the additions happen to be in order, because only release and acquire order them on a
     GPU.
     """
-    good, bad, message = TURNS_PLANTED[bug]
-    with planted(monkeypatch, (good, bad), in_header=True), pytest.raises(errors.Race, match=message):
+    bug, message = TURNS_PLANTED[bug]
+    with planted(monkeypatch, bug), pytest.raises(errors.Race, match=message):
         run(ONE_TURN, TILES["keys"], deterministic=True)
 
 
@@ -258,106 +270,71 @@ def test_dout_that_tma_cannot_load_is_copied():
         assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 
 
-# name -> (tile, original text, planted text, errors; AssertionError if only the result shows the bug)
+# name -> (tile, bug, errors; AssertionError if only the result shows the bug)
 PLANTED = {
-    "no wait for K": ("keys", "rings.K.wait(), rings.V.wait();", "rings.V.wait();", errors.PendingCopy),
-    "no wait for V": ("keys", "rings.K.wait(), rings.V.wait();", "rings.K.wait();", errors.PendingCopy),
-    "no wait for Q": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.dO.wait();", errors.PendingCopy),
-    "no wait for dO": ("keys", "rings.Q.wait(), rings.dO.wait();", "rings.Q.wait();", errors.PendingCopy),
-    "no wait for rows": ("keys", "rings.rows.wait(), rings.Q", "rings.Q", (errors.Uninitialised, errors.Race)),
-    "rows released by one lane for all": (
-        "keys", "__syncwarp();  // all lanes have read lse2 and delta, not only the one that arrives", "", errors.Race,
+    "no wait for K": ("keys", change("wait-K-V", "rings.K.wait(),", ""), errors.PendingCopy),
+    "no wait for V": ("keys", change("wait-K-V", ", rings.V.wait()", ""), errors.PendingCopy),
+    "no wait for Q": ("keys", change("wait-rows-Q-dO", "rings.Q.wait(),", ""), errors.PendingCopy),
+    "no wait for dO": ("keys", change("wait-rows-Q-dO", ", rings.dO.wait()", ""), errors.PendingCopy),
+    "no wait for rows": (
+        "keys",
+        change("wait-rows-Q-dO", "rings.rows.wait(),", ""),
+        (errors.Uninitialised, errors.Race),
     ),
-    "rows do not wait for a place": ("keys", "rings.rows.acquire();\n      if", "if", (errors.Race, errors.Deadlock)),
-    "rows of another head": ("keys", "sequence.queries<float>(x, q_tiles.head)", "sequence.queries<float>(x, 0)",
-                             AssertionError),
-    "scores not waited for": (
-        "keys", "wgmma_wait_group<1>();\n  fence_operand(S)", "wgmma_wait_group<2>();\n  fence_operand(S)",
-        errors.PendingRegister,
-    ),
-    "gradients not waited for": (
-        "keys", "wgmma_wait_group<0>();\n  fence_operand(dP", "fence_operand(dP", errors.PendingRegister,
-    ),
-    "dQ not waited for": (
-        "keys", "wgmma_wait_group<1>();\n  fence_operand(dV", "wgmma_wait_group<2>();\n  fence_operand(dV",
-        errors.PendingRegister,
-    ),
-    "no fence of dS": (
-        "keys", "fence_proxy_async();\n      named_barrier_sync", "named_barrier_sync", errors.MissingFence,
-    ),
-    "dS fenced by one lane": (
-        "keys", "fence_proxy_async();\n      named_barrier_sync",
-        "if (lane_id() == 0) fence_proxy_async();\n      named_barrier_sync",
-        errors.MissingFence,
-    ),
-    "no barrier after dS": (
-        "keys", "fence_proxy_async();\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);", "fence_proxy_async();",
-        (errors.Race, errors.MissingFence, errors.Uninitialised),
-    ),
-    "one place for dS": ("keys", "dS_index % 2", "0", errors.PendingCopy),
-    "one place for P": ("shared keys", "dS_index % 2", "0", errors.PendingCopy),
+    "rows released by one lane for all": ("keys", skip("read-rows"), errors.Race),
+    "rows do not wait for a place": ("keys", skip("acquire-rows"), (errors.Race, errors.Deadlock)),
+    "rows of another head": ("keys", change("load-rows", "q_tiles.head", "0"), AssertionError),
+    "scores not waited for": ("keys", change("backward.wait-S", "<1>", "<2>"), errors.PendingRegister),
+    "gradients not waited for": ("keys", skip("wait-dP"), errors.PendingRegister),
+    "dQ not waited for": ("keys", change("wait-dV-dQ", "<1>", "<2>"), errors.PendingRegister),
+    "no fence of dS": ("keys", skip("fence-dS"), errors.MissingFence),
+    "dS fenced by one lane": ("keys", before("fence-dS", "if (lane_id() == 0)"), errors.MissingFence),
+    "no barrier after dS": ("keys", skip("barrier-after-dS"), (errors.Race, errors.MissingFence, errors.Uninitialised)),
+    "one place for dS": ("keys", change("dS-buffer", "dS_index % 2", "0"), errors.PendingCopy),
+    "one place for P": ("shared keys", change("dS-buffer", "dS_index % 2", "0"), errors.PendingCopy),
     "P not shared": (
-        "shared keys", "{\n    store();", "{\n    if (consumer.share == 0) store();",
+        "shared keys",
+        before("store-A", "if (consumer.share == 0)"),
         (errors.Uninitialised, AssertionError),
     ),
     "P read before the other consumer has stored it": (
         "shared keys",
-        "named_barrier_sync(COMMON_BARRIER, CONSUMERS);\n      P.issue_stored(dV_rmem, dO_panel);",
-        "P.issue_stored(dV_rmem, dO_panel);\n      named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
+        skip("barrier-after-dS") + after("issue-stored-dV", "named_barrier_sync(COMMON_BARRIER, CONSUMERS);"),
         (errors.Race, errors.MissingFence, errors.Uninitialised),
     ),
-    "gradients not fenced": ("keys", "P.fence(), dS.fence();\n  wgmma_fence();", "P.fence(), dS.fence();",
-                             errors.MissingFence),
+    "gradients not fenced": ("keys", skip("fence-gradients"), errors.MissingFence),
     "columns of the other share": (
-        "shared keys", "(Q_smem, share.K)", "(Q_smem, 8 - share.K)", AssertionError,
-    ),
-    "keys of the other share": (
-        "keys", "k_major_descriptor(K_smem + keys)", "k_major_descriptor(K_smem + 64 * PANEL_ROW - keys)",
+        "shared keys",
+        change("K-columns-of-share", "share.K", "8 - share.K"),
         AssertionError,
     ),
-    "Q released before dK": (
-        "keys", "wait_dK(dK_rmem, dS);\n      rings.Q.release();", "rings.Q.release();\n      wait_dK(dK_rmem, dS);",
-        errors.PendingCopy,
+    "keys of the other share": (
+        "keys",
+        change("K-rows-of-consumer", "K_smem + keys", "K_smem + 64 * PANEL_ROW - keys"),
+        AssertionError,
     ),
-    "dK leaves while K is read": (
-        "keys", "wgmmas have read them.\n    named_barrier_sync(COMMON_BARRIER, CONSUMERS);",
-        "wgmmas have read them.", errors.PendingCopy,
+    "Q released before dK": ("keys", before("wait-dK", "rings.Q.release();") + skip("release-Q"), errors.PendingCopy),
+    "dK leaves while K is read": ("keys", skip("barrier-before-dK"), errors.PendingCopy),
+    "rows not cleared": ("keys", never("clear-rows"), AssertionError),
+    "keys not cleared": ("keys", never("clear-keys-past-the-last"), AssertionError),
+    "past the keys": (
+        "keys",
+        change("backward.mask-S", "q_tiles.masked(consumer.queries, QUERIES)", "false"),
+        AssertionError,
     ),
-    "rows not cleared": ("keys", "if (__any_sync(0xFFFFFFFF, unwanted))", "if (false)", AssertionError),
-    "keys not cleared": ("keys", "if (kv_start + BLOCK_KV > sequence.kv_len)", "if (false)", AssertionError),
-    "past the keys": ("keys", "q_tiles.masked(consumer.queries, QUERIES)", "false", AssertionError),
-    "dQ leaves over the last one": (
-        "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();", "__syncwarp();",
-        errors.PendingCopy,
-    ),
-    "no fence of dQ": (
-        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
-        "__syncwarp();\n    if (lane_id() == 0 && bytes", errors.MissingFence,
-    ),
-    "dQ fenced by one lane": (
-        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
-        "if (lane_id() == 0) fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
-        errors.MissingFence,
-    ),
-    "dQ leaves before every lane has written": (
-        "shared keys", "fence_proxy_async();\n    __syncwarp();\n    if (lane_id() == 0 && bytes",
-        "fence_proxy_async();\n    if (lane_id() == 0 && bytes", errors.Race,
-    ),
-    "one lane waits for the last dQ alone": (
-        "shared keys", "if (lane_id() == 0) bulk_wait_group_read<0>();\n    __syncwarp();",
-        "if (lane_id() == 0) bulk_wait_group_read<0>();", errors.PendingCopy,
-    ),
-    "the last dQ not waited for": (
-        "shared keys", "  if constexpr (DQ_IN_BULK)\n    if (lane_id() == 0) bulk_wait_group_read<0>();\n", "",
-        (errors.PendingCopy, errors.SimulationError),
-    ),
-}  # fmt: skip
+    "dQ leaves over the last one": ("shared keys", skip("wait-dQ-buffer"), errors.PendingCopy),
+    "no fence of dQ": ("shared keys", skip("fence-dQ"), errors.MissingFence),
+    "dQ fenced by one lane": ("shared keys", before("fence-dQ", "if (lane_id() == 0)"), errors.MissingFence),
+    "dQ leaves before every lane has written": ("shared keys", skip("written-dQ"), errors.Race),
+    "one lane waits for the last dQ alone": ("shared keys", skip("waited-dQ-buffer"), errors.PendingCopy),
+    "the last dQ not waited for": ("shared keys", skip("wait-last-dQ"), (errors.PendingCopy, errors.SimulationError)),
+}
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, monkeypatch):
-    tile, good, bad, error = PLANTED[bug]
-    with planted(monkeypatch, (good, bad)), pytest.raises(error):
+    tile, bug, error = PLANTED[bug]
+    with planted(monkeypatch, bug), pytest.raises(error):
         check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
 
 
@@ -365,9 +342,13 @@ def test_planted_bug_is_found(bug, monkeypatch):
 # panels of dK, the second one two of dQ.
 UNEQUAL_SHARES = Case(**LONG | dict(q_len=64, kv_len=64, heads=1, head_dim=192, head_dim_v=128, dtype="bfloat16"))
 UNEQUAL_PLANTED = {
-    "dK from the middle": ("K(consumer.share * (DIM / 8 - N_K))", "K(consumer.share * N_K)"),
-    "dQ from the middle": ("Q(consumer.dQ_share * (DIM / 8 - N_Q))", "Q(consumer.dQ_share * N_Q)"),
-    "one share for both": ("if (UNEQUAL_SHARES && Consumer().warpgroup > 0)", "if (false)"),
+    "dK from the middle": change(
+        "first-columns-of-share", "K(consumer.share * (DIM / 8 - N_K))", "K(consumer.share * N_K)"
+    ),
+    "dQ from the middle": change(
+        "first-columns-of-share", "Q(consumer.dQ_share * (DIM / 8 - N_Q))", "Q(consumer.dQ_share * N_Q)"
+    ),
+    "one share for both": never("second-share"),
 }
 
 

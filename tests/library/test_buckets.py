@@ -15,10 +15,11 @@ from forget import forget_plans
 
 import cupy_flash
 from cupy_flash.device import Device, named
-from cupy_flash.engines import wgmma
+from cupy_flash.engines import MODULES, wgmma
 from cupy_flash.gpu import ahead
 from cupy_flash.plan import plan as module
-from cupy_flash.plan.plan import BUCKETS, MODULES, bucket_of, last_of_bucket, plan
+from cupy_flash.plan.plan import BUCKETS, bucket_of, last_of_bucket, plan
+from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.records import LONGEST
 
@@ -99,7 +100,7 @@ def test_an_engine_serves_a_bucket_or_refuses_it(engine):
     for q_len, kv_len in product((*range(20), 33, 100), repeat=2):
         exact = problem._replace(q_len=q_len, kv_len=kv_len, engine=engine)
         exact_reasons, bucket_reasons = (
-            MODULES[engine].refusals(each, device) for each in (exact, last_of_bucket(exact))
+            engine_refusals(engine, each, device) for each in (exact, last_of_bucket(exact))
         )
         assert bool(exact_reasons) == bool(bucket_reasons), (q_len, kv_len, exact_reasons, bucket_reasons)
 

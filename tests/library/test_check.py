@@ -12,28 +12,26 @@ import pytest
 from cuda import pathfinder
 from forget import forget_plans
 from patience import FOREVER, give_workers_time, patiently
+from planting import before, change, planted
 
 import cupy_flash
 from cupy_flash.__main__ import main
 from cupy_flash.device import named
-from cupy_flash.gpu import run_plan
+from cupy_flash.engines import MODULES
 from cupy_flash.jit import kernel_cache, nvrtc
-from cupy_flash.jit.source import assemble
 from cupy_flash.measure.checks import calls, verdicts
-from cupy_flash.measure.checks.calls import DTYPES, HEAD_DIMS, trials
+from cupy_flash.measure.checks.calls import trials
 from cupy_flash.measure.checks.verdicts import run_check
 from cupy_flash.plan import measurements
-from cupy_flash.plan.plan import DECODERS
 from cupy_flash.problem.features import FEATURES
 from cupy_flash.problem.recorded_call import Trial
-from cupy_flash.problem.records import UnsupportedError
+from cupy_flash.problem.records import FP8, UnsupportedError
 
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
-WITHOUT_CACHE = [engine for engine in DTYPES if engine not in DECODERS]
-STORE = "store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());"  # a line of simt/forward.cu
+WITHOUT_CACHE = [engine for engine in CASES if MODULES[engine].OPTIONS is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -51,34 +49,22 @@ def small(tmp_path, monkeypatch):
     forget_plans()
 
 
-def planted(task, announce, good, bad):
-    """Do the work of a check in a worker process, with `good` replaced by `bad` in every kernel that contains it."""
-    changed = []
-
-    def assemble_planted(*arguments):
-        text = assemble(*arguments)
-        changed.append(good in text)
-        return text.replace(good, bad)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(run_plan, "assemble", assemble_planted)
-    try:
+def work_with(bug, task, announce):
+    """Do the work of a check in a worker process, with a bug in the kernels."""
+    with planted(pytest.MonkeyPatch(), bug):
         return calls.work(task, announce)
-    finally:
-        patch.undo()
-        assert any(changed) or task.engine != "simt"
 
 
 def wrong(task, announce):
-    return planted(task, patiently(announce), STORE, STORE.replace("softmax", "1.01f * softmax"))
+    return work_with(change("store-O-row", "softmax", "1.01f * softmax"), task, patiently(announce))
 
 
 def wrong_decode(task, announce):
-    return planted(task, patiently(announce), "* ending.factor", "* 1.01f * ending.factor")
+    return work_with(change("normalise-O", "ending.factor", "1.01f * ending.factor"), task, patiently(announce))
 
 
 def wrong_in_clusters(task, announce):
-    return planted(task, patiently(announce), "{mapa(row_smem, c)};", "{mapa(row_smem, 0)};")
+    return work_with(change("part-of-rank", "c)};", "0)};"), task, patiently(announce))
 
 
 def hangs(task, announce):
@@ -87,7 +73,7 @@ def hangs(task, announce):
     def limited(step, seconds):
         announce(step, 1.0 if step == task.name and task.engine == "simt" else FOREVER)
 
-    return planted(task, limited, STORE, f'while (true) asm volatile("");\n{STORE}')
+    return work_with(before("store-O-row", 'while (true) asm volatile("");'), task, limited)
 
 
 def crashes(task, announce):
@@ -98,7 +84,7 @@ def crashes(task, announce):
 
 
 def rejected(task, announce):
-    return planted(task, patiently(announce), STORE, "this is no C++;")
+    return work_with(before("store-O-row", "this is no C++;"), task, patiently(announce))
 
 
 def obstructed(task, announce, obstruct):
@@ -317,15 +303,15 @@ def test_an_unknown_engine():
 def test_every_option_dtype_and_head_dimension_is_covered(engine):
     options = {feature.name for feature in FEATURES if feature.constant} - {"score_mod", "mask_mod"}
     for simulated in (False, True):
-        covering = trials(engine, "sm_90a", simulated, quick=False)
+        covering, module = trials(engine, named("sm_90a"), simulated, quick=False), MODULES[engine]
         assert {name for trial in covering for name in trial.options} >= options
-        assert {trial.dtype for trial in covering} >= set(DTYPES[engine])
-        assert {(trial.head_dim, trial.head_dim_v or trial.head_dim) for trial in covering} >= set(HEAD_DIMS[engine])
+        assert {trial.dtype for trial in covering} >= {x for x in module.DTYPES if simulated or x != FP8}
+        assert {(trial.head_dim, trial.head_dim_v or trial.head_dim) for trial in covering} >= set(module.HEAD_DIMS)
         assert {True, "top_left", False} <= {trial.causal for trial in covering}
         assert any(trial.packed for trial in covering) and any(trial.deterministic for trial in covering)
-        assert len(trials(engine, "sm_90a", simulated, quick=True)) == 1
-    assert "bfloat16" not in {trial.dtype for trial in trials("mma", "sm_75", False, False)}
-    assert max(trial.head_dim for trial in trials("mma_decode", "sm_75", False, False)) == 128
+        assert len(trials(engine, named("sm_90a"), simulated, quick=True)) == 1
+    assert "bfloat16" not in {trial.dtype for trial in trials("mma", named("sm_75"), False, False)}
+    assert max(trial.head_dim for trial in trials("mma_decode", named("sm_75"), False, False)) == 128
 
 
 @pytest.mark.parametrize("engine", WITHOUT_CACHE)
@@ -333,13 +319,13 @@ def test_no_case_of_the_covering_set_is_refused(engine):
     """On a real GPU a refusal would be reported as a failure. Plans show refusals without a GPU."""
     arch = "sm_90a" if engine == "wgmma" else "sm_80"
     for simulated in (False, True):
-        for trial in trials(engine, arch, simulated, quick=False):
+        for trial in trials(engine, named(arch), simulated, quick=False):
             task = calls.Task("call", f"simulator:{arch}", engine, trial)
             calls.chosen_plans(task, trial.call())
 
 
 def test_trials_survive_json():
-    for trial in trials("wgmma", "sm_90a", True, False):
+    for trial in trials("wgmma", named("sm_90a"), True, False):
         assert Trial.of(json.loads(json.dumps(trial.record))) == trial
     with pytest.raises(ValueError, match="heads 3 must be a multiple of kv_heads 2"):
         Trial.of(dict(heads=3, kv_heads=2))

@@ -14,8 +14,9 @@ from cupy_flash.__main__ import main
 from cupy_flash.commands import compile as compile_command
 from cupy_flash.commands import info
 from cupy_flash.commands.problem_arguments import add_problem, plans
+from cupy_flash.engines import MODULES
 from cupy_flash.gpu import ahead
-from cupy_flash.plan.plan import MODULES, plan
+from cupy_flash.plan.plan import plan
 from cupy_flash.problem.features import ARRAY, FEATURES, MOD
 
 TINY = ["--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]

@@ -1,7 +1,9 @@
 """Plans depend on problem and device alone and are cached by them; refusals list every engine's reasons; explain."""
 
+import ast
 from dataclasses import FrozenInstanceError
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,14 +12,24 @@ from cases import DTYPES, Case, posed
 from forget import forget_plans
 
 import cupy_flash
+from cupy_flash.arrays import named_dtype
 from cupy_flash.device import GPUS, Device, named
-from cupy_flash.engines import mma, simt
-from cupy_flash.gpu import run_plan
-from cupy_flash.plan.plan import MODULES, candidates, launches_at_any_length, plan
-from cupy_flash.problem.records import Saved, UnsupportedError
+from cupy_flash.engines import MODULES, Engine, mma, mma_decode, simt
+from cupy_flash.gpu import ahead, run_plan
+from cupy_flash.measure.checks.calls import trials
+from cupy_flash.plan import measurements
+from cupy_flash.plan.plan import candidates, launches_at_any_length, plan
+from cupy_flash.plan.refusals import engine_refusals, refusals
+from cupy_flash.problem import checks, kv_cache_records
+from cupy_flash.problem.features import ARRAY, FEATURES, Feature
+from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, Cache
+from cupy_flash.problem.records import BACKENDS, ENGINES, FP8, JVP, Problem, Saved, UnsupportedError
 
 DEVICE = Device("cpu", "x86_64", 8)
 PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
+
+CACHE = Cache("bshd", PROBLEM.dtype, blocks=4, page=16, appended=1, slots=False, rotary=None, split_size=None)
+FLOAT8 = named_dtype(FP8)
 
 
 def test_plans_are_reproducible():
@@ -45,32 +57,152 @@ def test_a_given_tile_replaces_the_best():
     assert forced.cost > best.cost and forced.refused == best.refused
 
 
-def test_an_engine_is_a_module_and_an_entry(monkeypatch):
-    """Follows the recipe in the docstring of engines/__init__.py with a toy engine: simt's kernels in one tile, for
-    head dimension 16, at no cost.
+@pytest.fixture
+def toy(monkeypatch):
+    """A toy engine, added by the recipe in the docstring of engines/__init__.py: simt's kernels in one tile, for head
+    dimension 16, at no cost. It names no option yet.
     """
-    toy = SimpleNamespace(
+    engine = SimpleNamespace(**{name: getattr(simt, name) for name in dir(Engine) if hasattr(simt, name)})
+    for name in Engine.__annotations__:
+        setattr(engine, name, getattr(simt, name))
+    vars(engine).update(
         BACKENDS=("simulator",),
-        MEASURED=None,
+        OPTIONS=frozenset(),
+        CACHE_OPTIONS=None,
+        DERIVATIVES=(),
+        HEAD_DIMS=((16, 16),),
         refusals=lambda problem, device: [] if problem.head_dim == 16 else ["toy takes head dimension 16"],
         tiles=lambda problem, device: [simt.Tile(16, 8, 64)],
+        choices=lambda problem, device: [simt.Tile(16, 8, 64)],
         seconds=lambda problem, pairs, device, tile: 0.0,
-        alike=lambda tile: None,
-        threads=simt.threads,
-        workspaces=simt.workspaces,
-        launches=simt.launches,
     )
-    monkeypatch.setitem(MODULES, "toy", toy)
+    monkeypatch.setitem(MODULES, "toy", engine)
+    monkeypatch.setattr(checks, "ENGINES", (*ENGINES, "toy"))
     forget_plans()
+    yield engine
+    forget_plans()
+
+
+def test_an_engine_is_a_module_and_an_entry(toy):
+    """An engine serves what it names: nothing at first, then calls without and with options, by choice and by name."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 16)).astype(np.float32)
+    text = cupy_flash.explain(q, k, v, causal=True, softcap=2.0, backend="simulator")
+    assert "engine     simt on simulator" in text
+    lines = [line.split(maxsplit=2)[2] for line in text.splitlines() if line.startswith("not toy")]
+    assert lines == ["it takes no scale", "it takes no softcap", "it takes no layout"]
+    with pytest.raises(UnsupportedError, match="toy: it takes no scale"):
+        cupy_flash.attention(q, k, v, backend="simulator", engine="toy")
+    toy.OPTIONS = simt.OPTIONS - {"softcap"}
+    forget_plans()
     assert "engine     toy on simulator" in cupy_flash.explain(q, k, v, backend="simulator")
-    out = cupy_flash.attention(q, k, v, backend="simulator", engine="toy")
-    np.testing.assert_allclose(out, cupy_flash.attention(q, k, v), atol=1e-6)
+    out = cupy_flash.attention(q, k, v, causal=True, backend="simulator", engine="toy")
+    np.testing.assert_allclose(out, cupy_flash.attention(q, k, v, causal=True), atol=1e-6)
+    with pytest.raises(UnsupportedError, match="toy: it takes no softcap"):
+        cupy_flash.attention(q, k, v, softcap=2.0, backend="simulator", engine="toy")
     wide = np.zeros((1, 4, 1, 32), np.float32)
     assert "not toy    toy takes head dimension 16" in cupy_flash.explain(wide, wide, wide, backend="simulator")
     with pytest.raises(UnsupportedError, match="toy takes head dimension 16"):
         cupy_flash.attention(wide, wide, wide, backend="simulator", engine="toy")
-    forget_plans()
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "reason"),
+    [
+        (dict(ARCHES=("sm_90a",)), {}, "sm_80 lacks the instructions of sm_90a"),
+        (dict(), dict(derivative=JVP, tangents=("q",)), "it computes no JVP in this version"),
+        (dict(), dict(cache=CACHE), "it reads no KV cache in this version"),
+        (dict(CACHE_OPTIONS=simt.CACHE_OPTIONS - {"block_table"}), dict(cache=CACHE), "it takes no block_table"),
+        (dict(CACHE_OPTIONS=simt.CACHE_OPTIONS), dict(cache=CACHE._replace(split_size=64)), "pieces of split_size"),
+        (dict(CACHE_OPTIONS=simt.CACHE_OPTIONS), dict(cache=CACHE._replace(dtype=FLOAT8)), "as mma_decode does"),
+        (dict(OPTIONS=None), {}, "it serves attention on a KV cache alone"),
+        (dict(ON_REQUEST=True), {}, "no check has passed on this card yet"),
+    ],
+    ids=["arch", "derivative", "cache", "cache-option", "split", "cache-dtype", "no-cache", "request"],
+)
+def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
+    """The same problem is served by an engine that names it."""
+    named_by_all = dict(OPTIONS=simt.OPTIONS, CACHE_OPTIONS=simt.CACHE_OPTIONS | {"split_size"}, CACHE_DTYPES=(FP8,))
+    vars(toy).update(named_by_all, DERIVATIVES=(JVP,))
+    problem = PROBLEM._replace(backend="simulator", head_dim=16, head_dim_v=16, bias=None, **asked)
+    assert refusals("toy", problem, named("sm_80")) == ()
+    vars(toy).update(dict(OPTIONS=simt.OPTIONS, CACHE_OPTIONS=None, CACHE_DTYPES=(), DERIVATIVES=()) | changes)
+    (found,) = refusals("toy", problem, named("sm_80"))
+    assert reason in found
+
+
+def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
+    """The toy option is a row of the table whose fact is a field of Cache."""
+    toy = Feature("toy_slots", ARRAY, fact="slots")
+    monkeypatch.setattr(kv_cache_records, "CACHE_FEATURES", (*CACHE_FEATURES, toy))
+    problem = PROBLEM._replace(dtype=np.dtype("float16"), cache=CACHE._replace(dtype=np.dtype("float16")))
+    for engine, module in MODULES.items():
+        device = DEVICE if "cpu" in module.BACKENDS else named("sm_90a")
+        without, given = (problem._replace(cache=problem.cache._replace(slots=slots)) for slots in (False, True))
+        assert not any("toy" in reason for reason in engine_refusals(engine, without, device))
+        assert ("it takes no toy_slots" in engine_refusals(engine, given, device)) == (module.CACHE_OPTIONS is not None)
+
+
+def test_a_check_and_a_compilation_take_every_engine(toy):
+    """The calls of a check are those that the engine names; its kernels are found by the name of their folder."""
+    toy.OPTIONS, toy.HEAD_DIMS = simt.OPTIONS, ((16, 16), (32, 32))
+    covering = trials("toy", named("sm_80"), True, quick=False)
+    assert {trial.dtype for trial in covering} == set(toy.DTYPES) and {trial.head_dim for trial in covering} == {16}
+    assert measurements.text_of("toy") == measurements.text_of("simt")
+    toy.OPTIONS, toy.CACHE_OPTIONS, toy.GROUP_ROWS = None, simt.CACHE_OPTIONS, (48,)
+    assert not any(trial.backward for trial in trials("toy", named("sm_80"), True, quick=False))
+    lengths = {each.q_len for each in ahead.problems(dtype="float32", head_dim=16, cache=True)}
+    assert lengths == {*mma_decode.ROWS, 48, mma_decode.ROWS[-1] + 1}
+
+
+def test_the_registry_is_the_only_list_of_engines():
+    """Checks know the names, in the order of the registry; other modules outside engines/ have no name of an engine."""
+    assert tuple(MODULES) == ENGINES
+    names = set(ENGINES) - set(BACKENDS)
+    instructions = {"mma", "wgmma"}  # also names of PTX instructions
+    package = Path(cupy_flash.__file__).parent
+    for path in package.rglob("*.py"):
+        where = path.relative_to(package).as_posix()
+        if (
+            where.startswith(("engines/", "simulator/")) or where == "problem/records.py"
+        ):  # the simulator has PTX's words
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in names}
+        assert found <= (instructions if where == "measure/checks/micro_kernels.py" else set()), where
+
+
+def test_every_option_is_named_by_an_engine():
+    """An engine names options of the tables alone. A plan cannot see, and so not refuse, an option that is part of
+    another fact, or whose array is only read: such a row needs an entry here.
+    """
+    part_of_a_fact = {"causal", "window", "seed"}
+    only_read = {"v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "positions", "rotary_sin", "out"}
+    only_read |= {"cu_seqlens_q", "max_seqlen_q", "rotary_interleaved"}
+    for table, attribute, fields in (
+        (FEATURES, "OPTIONS", {*Problem._fields}),
+        (CACHE_FEATURES, "CACHE_OPTIONS", {*Problem._fields, *Cache._fields}),
+    ):
+        options = {feature.name for feature in table if feature.definition}
+        assert set().union(*(getattr(module, attribute) or () for module in MODULES.values())) == options
+        facts = {feature.field for feature in FEATURES} | {feature.field for feature in table}
+        hidden = {x.name for x in table if x.definition and x.field not in fields & facts}
+        assert hidden <= part_of_a_fact | only_read
+
+
+@pytest.mark.parametrize("engine", MODULES)
+def test_an_engine_serves_the_dtypes_that_it_names(engine):
+    module = MODULES[engine]
+    cache = CACHE._replace(page=None) if module.OPTIONS is None else None
+    on_cpu = "cpu" in module.BACKENDS
+    devices = [DEVICE] if on_cpu else [named(arch) for arch in GPUS]
+    for name in (*DTYPES, FP8, "int8"):
+        plain = dict(softcap=None, bias=None, sink=False, head_dim=64, head_dim_v=64, q_len=8)
+        dtype = named_dtype(name)
+        problem = PROBLEM._replace(dtype=dtype, cache=cache and cache._replace(dtype=dtype), **plain)
+        served = [device for device in devices if not engine_refusals(engine, problem, device)]
+        assert bool(served) == (name in module.DTYPES), name
+        if not on_cpu and served and module.ARCHES is not None:
+            assert {device.arch for device in served} == set(module.ARCHES)
 
 
 def test_backend_names_the_simulated_gpu():

@@ -4,7 +4,7 @@ BlockMask.
 
 import numpy as np
 import pytest
-from planting import planted
+from planting import change, never, planted
 
 import cupy_flash
 from cupy_flash.engines.launch import require_grids
@@ -120,18 +120,20 @@ def test_the_kernel_computes_the_classes_of_the_host():
 
 
 PLANTED = {
-    "a block that interval arithmetic cuts counts as cut": ("if (seen.may && seen.may_not) {", "if (false) {"),
-    "another thread's pairs are not counted": ("__syncthreads_or(seen.may_not) != 0", "seen.may_not"),
-    "keys past the end count": ("if (i >= p.q_len || j >= p.kv_len) continue;", "if (i >= p.q_len) continue;"),
-    "the classes of one head for all": ("+ head * p.out.head;", "+ 0 * p.out.head;"),
+    "a block that interval arithmetic cuts counts as cut": never("count-pairs"),
+    "another thread's pairs are not counted": change(
+        "truth-of-block", "__syncthreads_or(seen.may_not) != 0", "seen.may_not"
+    ),
+    "keys past the end count": change("existing-pairs", "|| j >= p.kv_len", ""),
+    "the classes of one head for all": change("class-of-block", "head *", "0 *"),
 }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED)
-def test_planted_bug_of_the_kernel_is_found(change, monkeypatch):
+@pytest.mark.parametrize("bug", PLANTED.values(), ids=PLANTED)
+def test_planted_bug_of_the_kernel_is_found(bug, monkeypatch):
     expected = host_classes(traced(None, mask_by_head), (2, 2), (250, LENGTH), BLOCK)
-    with planted(monkeypatch, change), pytest.raises((AssertionError, errors.SimulationError)):
+    with planted(monkeypatch, bug), pytest.raises((AssertionError, errors.SimulationError)):
         np.testing.assert_array_equal(simulated_classes(mask_by_head, 250, LENGTH, (2, 2)), expected)
 
 

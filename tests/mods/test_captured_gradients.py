@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import Case, run_kernels, start
 from mods import arrays_of, mods_of
-from planting import planted_in
+from planting import before, change, planted
 from tiers import in_tiers
 from tolerance import assert_matches_reference
 
@@ -122,38 +122,30 @@ def test_deterministic_gradients_are_bitwise_equal_in_any_order():
     assert len(bits_in_each_order()) == 1
 
 
-# The two places of FixedPoint that define the format of sums, and the text between them.
-INTEGER_SUMS = """atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);
-  }
-  // With an infinite or NaN contribution there is no unit, and the gradient is NaN.
-  __device__ real value(long long sum) const {
-    return is_finite ? (real)((double)sum *"""
-FLOATING_SUMS = """atomicAdd((double*)sums + place, (double)x * power_of_two(exponent));
-  }
-  __device__ real value(long long sum) const {
-    return is_finite ? (real)(__longlong_as_double(sum) *"""
+FLOATING_SUMS = change(
+    "add-units",
+    "(unsigned long long*)sums + place, (unsigned long long)units",
+    "(double*)sums + place, (double)x * power_of_two(exponent)",
+) + change("value-of-units", "(double)sum", "__longlong_as_double(sum)")
 
 
 @pytest.mark.exhaustive
 def test_a_planted_sum_in_floating_point_is_found(monkeypatch):
     """With sums in double, results are as exact, but their bits depend on the order."""
-    with planted_in(monkeypatch, "mod_functions.cuh", INTEGER_SUMS, FLOATING_SUMS):
+    with planted(monkeypatch, FLOATING_SUMS):
         check_gradients(ADDED["table"], dict(engine="simt", deterministic=True))
         assert len(bits_in_each_order()) > 1
 
 
 FIXED_PLANTS = {
-    "units of the wrong size": ("61 - of_rows", "20 - of_rows"),
-    "a row that is not measured": (
-        "atomicMax((unsigned long long*)largest",
-        "if (x > 1e30) atomicMax((unsigned long long*)largest",
-    ),
+    "units of the wrong size": change("fixed-point-unit", "61", "20"),
+    "a row that is not measured": before("measure-row", "if (x > 1e30)"),
 }
 
 
 @pytest.mark.parametrize("plant", in_tiers({name: name for name in FIXED_PLANTS}, []))
 def test_planted_scales_are_found(plant, monkeypatch):
-    with planted_in(monkeypatch, "mod_functions.cuh", *FIXED_PLANTS[plant]), pytest.raises(AssertionError):
+    with planted(monkeypatch, FIXED_PLANTS[plant]), pytest.raises(AssertionError):
         check_gradients(ADDED["table"], dict(engine="simt", deterministic=True))
 
 

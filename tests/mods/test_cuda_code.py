@@ -7,12 +7,13 @@ import struct
 import numpy as np
 import pytest
 from helpers.masks import LENGTH, MASKS, SCORES, random_mask
+from helpers.planting import change, planted
 from helpers.tiers import in_tiers
 
-from bench import sass
+from bench.kernel_development import sass
 from cupy_flash.gpu.params import _struct
-from cupy_flash.jit import nvrtc
-from cupy_flash.jit.source import CONFIG, Text, configure, kernel_folder
+from cupy_flash.jit import nvrtc, source
+from cupy_flash.jit.source import CONFIG, Text, configure
 from cupy_flash.mods import cuda_code
 from cupy_flash.mods.derive import derivative
 from cupy_flash.mods.numpy_code import function_of
@@ -63,7 +64,7 @@ extern "C" __global__ void walk(const __grid_constant__ Params p, const int* que
   rounds[blockIdx.x * 128 + threadIdx.x] = tiles.classify.rounds;
 }
 """
-EXTREMES = (kernel_folder() / "captured_start.cu").read_text().partition('#include "mod.cuh"')[2]
+EXTREMES = (source.kernel_folder() / "captured_start.cu").read_text().partition('#include "mod.cuh"')[2]
 HEAD = 1
 MOST_INSTRUCTIONS = 500  # SASS instructions to classify a tile, counting the bodies of loops once
 
@@ -76,7 +77,7 @@ def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
         "captured.cuh": cuda_code.captured_struct(program),
         "traced.cuh": cuda_code.mod_struct(program, by, **options),
     }
-    folder = kernel_folder().resolve()
+    folder = source.kernel_folder().resolve()
     text = Text(folder, *configure((folder / CONFIG).read_text(), {"MODS": True, **dict(constants)}), headers)
     text.inline(header, ())
     return "\n".join(text.lines) + kernel
@@ -89,12 +90,11 @@ def table_of(array):
     return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
 
 
-def run(mod, kernel, inputs, outputs, constants=(), plant=("", ""), **options):
+def run(mod, kernel, inputs, outputs, constants=(), **options):
     """Run a kernel with one thread per element of `inputs` on the simulator; it fills `outputs`."""
     name = re.search(r"(\w+)\(const __grid_constant__", kernel)[1]
     text = kernel_text(mod, kernel, constants, **options)
-    assert plant[0] in text
-    ptx = nvrtc.compile(text.replace(*plant) if plant[0] else text, name, "compute_80").ptx
+    ptx = nvrtc.compile(text, name, "compute_80").ptx
     memory = Memory()
     arrays, chunks = [], {}
     for slot, array in enumerate(mod.arrays):
@@ -224,29 +224,34 @@ def test_struct_compiles_within_its_limits(row, target, monkeypatch):
 
 
 PLACES = np.arange(320, dtype=np.int32)
-# (text of range.cuh, planted text, mask of 320 tokens of which some 40 x 40 tiles are then classified wrongly)
+# (bug of the interval arithmetic, mask of 320 tokens of which some 40 x 40 tiles are then classified wrongly)
 PLANTS = {
     "less for less or equal": (
-        "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}", lambda b, h, q, kv: q // 40 <= kv // 40
+        change("interval-less-equal", "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}"),
+        lambda b, h, q, kv: q // 40 <= kv // 40,
     ),
-    "first chunk": ("chunks[first]", "chunks[last]", lambda b, h, q, kv: kv <= PLACES[q] + 30),
-    "last chunk": ("n <= last", "n < last", lambda b, h, q, kv: kv <= PLACES[q] + 30),
-    "few elements": ("n < count; ++n", "n + 1 < count; ++n", lambda b, h, q, kv: PLACES[q // 8] != 4),
-    "rest": ("Interval<T>{0, y.hi - 1}", "Interval<T>{0, y.hi - 2}", lambda b, h, q, kv: kv % 21 != 20),
-    "both": ("x.may_not || y.may_not}", "x.may_not && y.may_not}", lambda b, h, q, kv: (q >= kv) & (q - kv < 90)),
-}  # fmt: skip
+    "first chunk": (change("first-chunk", "first", "last"), lambda b, h, q, kv: kv <= PLACES[q] + 30),
+    "last chunk": (change("next-chunk", "n <= last", "n < last"), lambda b, h, q, kv: kv <= PLACES[q] + 30),
+    "few elements": (change("each-element", "n < count", "n + 1 < count"), lambda b, h, q, kv: PLACES[q // 8] != 4),
+    "rest": (change("bounds-of-remainder", "y.hi - 1", "y.hi - 2"), lambda b, h, q, kv: kv % 21 != 20),
+    "both": (
+        change("interval-and", "x.may_not || y.may_not", "x.may_not && y.may_not"),
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 90),
+    ),
+}
 
 
 @pytest.mark.parametrize("plant", in_tiers(PLANTS, ["last chunk", "less for less or equal"]))
-def test_wrong_interval_arithmetic_is_found(plant):
-    *texts, mask = plant
+def test_wrong_interval_arithmetic_is_found(plant, monkeypatch):
+    bug, mask = plant
     mod = Mod(mask_mod=mask)
     i = np.arange(320, dtype=np.int32)
     seen = np.broadcast_to(mask(0, 0, i[:, None], i[None]), (320, 320)).reshape(8, 40, 8, 40)
-    for is_planted, change in ((False, ("", "")), (True, tuple(texts))):
-        actual = classes_of(mod, 320, 40, plant=change)[0].reshape(8, 8)
+    for changes in ((), bug):
+        with planted(monkeypatch, changes):
+            actual = classes_of(mod, 320, 40)[0].reshape(8, 8)
         wrong = (seen.any((1, 3)) & (actual == EMPTY)) | (~seen.all((1, 3)) & (actual == FULL))
-        assert wrong.any() == is_planted
+        assert wrong.any() == (changes == bug)
 
 
 def test_distances_beyond_float32_stay_integers():
@@ -259,11 +264,12 @@ def test_distances_beyond_float32_stay_integers():
     assert "int v0 = q.position - k.position" in long
 
 
-def test_a_missing_clamp_is_found():
+def test_a_missing_clamp_is_found(monkeypatch):
     table = np.arange(8, dtype=np.int32)
     mod = Mod(mask_mod=lambda b, h, q, kv: table[q - kv] < 4)
-    with pytest.raises(SimulationError, match="past the end|before"):
-        pairs_of(mod, np.float32, plant=("clamped(v", "(v"))
+    bug = change("clamp-index", "min(max(i, (T)0), (T)(size - 1))", "i")
+    with planted(monkeypatch, bug), pytest.raises(SimulationError, match="past the end|before"):
+        pairs_of(mod, np.float32)
 
 
 RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # its rows are not contiguous
@@ -299,11 +305,11 @@ NARROW = {
 LONG_QUERIES = np.repeat(np.array([0, 128 * 4000, 128 * 4095, 2**20 - 128], np.int32), 32)
 
 
-def walk(name, order, plant=("", "")):
+def walk(name, order):
     """Compare the tiles that a warp visits with the classes of NumPy; return the most rounds of a warp."""
     mod, outputs = Mod(mask_mod=NARROW[name][0]), (np.empty((4, 128), np.int32), np.empty(128, np.int32))
     kernel = WALK.replace("Order::ORDER", f"Order::{order}")
-    visited, rounds = run(mod, kernel, (LONG_QUERIES,), outputs, {"MASK_MOD": True}, plant, header="walk.cuh")
+    visited, rounds = run(mod, kernel, (LONG_QUERIES,), outputs, {"MASK_MOD": True}, header="walk.cuh")
     keys = np.arange(0, 2**20, 128)[:: -1 if order == "LAST_TO_FIRST" else 1]
     classes = TileClasses(mod.program.mask, mod.arrays, mod.numbers)
     for row, first in zip(visited, LONG_QUERIES[::32], strict=True):
@@ -320,16 +326,18 @@ def test_a_walk_of_a_long_sequence_takes_few_rounds(name, order):
 
 
 PLANTED_WALK = {
-    "a lane classifies all but one of its tiles": ("(tiles - 1) * STEP", "(tiles - 2) * STEP"),
-    "the first 32 tiles with a visible pair are passed": ("(may_see ? __ffs(may_see) - 1 : 32)", "32"),
-    "the walk ends one group early": ("__ffs(may_see) - 1 : 32)", "__ffs(may_see) - 1 : 33)"),
-    "every tile is classified": ("candidates = 0, tiles = 32;", "candidates = 0;"),
+    "a lane classifies all but one of its tiles": change("last-tile-of-range", "tiles - 1", "tiles - 2"),
+    "the first 32 tiles with a visible pair are passed": change(
+        "pass-hidden-tiles", "may_see ? __ffs(may_see) - 1 : 32", "32"
+    ),
+    "the walk ends one group early": change("pass-hidden-tiles", ": 32", ": 33"),
+    "every tile is classified": change("next-candidates", ", tiles = 32", ""),
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("plant", PLANTED_WALK.values(), ids=PLANTED_WALK)
-def test_planted_bug_of_the_walk_is_found(plant):
-    with pytest.raises(AssertionError):
+def test_planted_bug_of_the_walk_is_found(plant, monkeypatch):
+    with planted(monkeypatch, plant), pytest.raises(AssertionError):
         for order in ("LAST_TO_FIRST", "FIRST_TO_LAST"):
-            assert walk("far apart", order, plant) <= NARROW["far apart"][1]
+            assert walk("far apart", order) <= NARROW["far apart"][1]

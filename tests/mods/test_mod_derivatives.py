@@ -9,7 +9,7 @@ import torch
 from cases import Case
 from derivatives import check, run_kernels
 from mods import SCORE_MODS, arrays_of, mods_of
-from planting import planted_in
+from planting import change, planted
 from tiers import in_tiers
 from tiles import SMALL_FRAGMENTS, fragments
 from tolerance import assert_matches_reference
@@ -151,15 +151,15 @@ def test_addresses_advance_over_hidden_tiles():
 
 
 STEPS = {
-    "queries": ("mma/steps.cuh", "MASK_MOD ? q_start - Q.first : BLOCK_Q", "BLOCK_Q"),
-    "keys": ("mma/direction.cuh", "MASK_MOD ? tiles.start - first : Tiles::STEP", "Tiles::STEP"),
+    "queries": change("advance-Q", "MASK_MOD ? q_start - Q.first : BLOCK_Q", "BLOCK_Q"),
+    "keys": change("advance-keys", "MASK_MOD ? tiles.start - first : Tiles::STEP", "Tiles::STEP"),
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_step_of_one_tile_over_hidden_tiles_is_found(step, monkeypatch):
-    with planted_in(monkeypatch, *step), pytest.raises(AssertionError, match="error"):
+    with planted(monkeypatch, step), pytest.raises(AssertionError, match="error"):
         check(BORDERS, borders())
 
 

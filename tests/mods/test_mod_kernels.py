@@ -7,7 +7,7 @@ import pytest
 from cases import DTYPES, Case, check, furthest, run, run_kernels
 from helpers.tiers import in_tiers
 from mods import MASK_MODS, SCORE_MODS, arrays_of
-from planting import planted_in
+from planting import change, planted, skip
 from test_mod_attention import BESIDE, by_autograd
 from tolerance import assert_matches_reference
 from torch_orders import in_several_orders
@@ -96,17 +96,26 @@ def test_hidden_tiles_are_not_loaded(engine, watch):
         assert read["sliding"][kernel] <= 0.75 * read["causal"][kernel], kernel
 
 
+# Three tiles of queries and four of keys, in the planned tiles.
+GAPS = {name: Case(**LONG[name] | dict(q_len=150, kv_len=210, heads=1), mask_mod="gaps") for name in LONG}
+
+
+@pytest.mark.parametrize("engine", GAPS)
+def test_hidden_tiles_between_visible_ones(engine):
+    check(GAPS[engine], kernels_of(GAPS[engine], deterministic=True))
+
+
 PLANTS = {
-    "cut tiles count as full": ("walk.cuh", "(MASK_MOD && (may_hide & 1))", "(MASK_MOD && false)"),
-    "a visible tile is skipped": ("walk.cuh", "advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))"),
-    "the slope is not multiplied": ("score.cuh", "derivative = times(derivative, by_score);", ""),
+    "cut tiles count as full": change("tile-is-masked", "(may_hide & 1)", "false"),
+    "a visible tile is skipped": change("first-visible-tile", "__ffs(may_see) - 1", "31 - __clz(may_see)"),
+    "the slope is not multiplied": skip("mod-slope"),
 }
 
 
 @pytest.mark.parametrize("plant", in_tiers(PLANTS, ["cut tiles count as full"]))
 def test_planted_bugs_are_found(plant, monkeypatch):
     case = Case(**LONG["simt"], score_mod="softcap", mask_mod="sliding")
-    with planted_in(monkeypatch, *plant):
+    with planted(monkeypatch, plant):
         result = kernels_of(case)
     with pytest.raises(AssertionError):
         check(case, result)
@@ -117,5 +126,5 @@ def test_a_wrong_distance_is_found(monkeypatch):
     """In an unmasked tile q_idx - kv_idx is computed once, and each score adds its row and column."""
     case = Case(**LONG["mma"], score_mod="alibi")
     check(case, kernels_of(case))
-    with planted_in(monkeypatch, "mod.cuh", "return base + offset;", "return base;"), pytest.raises(AssertionError):
+    with planted(monkeypatch, change("query-key-distance", "base + offset", "base")), pytest.raises(AssertionError):
         check(case, kernels_of(case))

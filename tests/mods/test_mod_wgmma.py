@@ -7,7 +7,7 @@ import pytest
 from cases import Case, Result, assert_bitwise_equal, check, compare, planned, run_kernels
 from fp8_cases import quantised, references
 from mods import MASK_MODS, SCORE_MODS
-from planting import planted
+from planting import always, change, planted, skip
 from test_mod_attention import BESIDE
 from test_mod_kernels import check_captured
 from tiers import in_tiers
@@ -129,6 +129,11 @@ def test_gradients_with_every_option(options, tile):
     check(case, run(case, tile))
 
 
+def test_hidden_tiles_between_visible_ones():
+    case = long_case(dict(mask_mod="gaps", heads=1))
+    check(case, run(case, deterministic=True))
+
+
 SPARSE = Case(**LONG | dict(q_len=260, kv_len=260), mask_mod="sliding")
 
 
@@ -161,77 +166,70 @@ def test_every_order_gives_the_same_bits(order):
     check_forward(case, drawn)
 
 
-# name -> (original text, planted text, errors); the forward runs in one block that draws its tiles
+# name -> (bug, errors); the forward runs in one block that draws its tiles
 PLANTED = {
-    "cut tiles count as full": ("(kv_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
-    "a visible tile is skipped": ("advance(__ffs(may_see) - 1)", "advance(31 - __clz(may_see))", AssertionError),
-    "records not waited for": ("    ring.wait();\n", "", (errors.Race, errors.Uninitialised)),
-    "record of another stage": ("4 * (K.index % STAGES)", "4 * (K.index / STAGES % STAGES)", errors.Race),
-    "records written before the stage is empty": (
-        "    K.acquire();\n    st_shared(record_of(K, records), kv", "    st_shared(record_of(K, records), kv",
-        errors.Race,
+    "cut tiles count as full": (change("record-of-keys", "(kv_tiles.may_hide & 1 ? CUT : 0)", "0"), AssertionError),
+    "a visible tile is skipped": (
+        change("first-visible-tile", "__ffs(may_see) - 1", "31 - __clz(may_see)"),
+        AssertionError,
     ),
-    "the end not published": (
-        "    st_shared(record_of(K, records), END);\n    mbarrier_arrive(K.full());", "", errors.Deadlock,
-    ),
-    "the end not released": (
-        "      ring.release();\n", "", (errors.Deadlock, errors.PendingCopy, errors.BarrierMisuse),
-    ),
-    "every lane draws": ("if (threadIdx.x % 32 == 0) drawn =", "drawn =", (AssertionError, errors.Uninitialised)),
-}  # fmt: skip
+    "records not waited for": (skip("wait-record-of-keys"), (errors.Race, errors.Uninitialised)),
+    "record of another stage": (change("record-of-stage", "K.index %", "K.index / STAGES %"), errors.Race),
+    "records written before the stage is empty": (skip("acquire-record-of-keys"), errors.Race),
+    "the end not published": (skip("write-end-of-keys") + skip("publish-end-of-keys"), errors.Deadlock),
+    "the end not released": (skip("release-end-of-keys"), (errors.Deadlock, errors.PendingCopy, errors.BarrierMisuse)),
+    "every lane draws": (always("draw-tile"), (AssertionError, errors.Uninitialised)),
+}
 
 
 @pytest.mark.parametrize("plant", in_tiers(PLANTED, ["cut tiles count as full", "record of another stage"]))
 def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
-    *change, error = plant
-    with planted(monkeypatch, change), pytest.raises(error):
+    bug, error = plant
+    with planted(monkeypatch, bug), pytest.raises(error):
         check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
 
 
 # The same for values that are staged by key
 PLANTED_STAGING = {
-    "values of another slot": ("staged + (K.index - 1) %", "staged + K.index %", (errors.Race, errors.Uninitialised)),
-    "as many slots as K has": ("KEY_SLOTS = STAGES + 1", "KEY_SLOTS = STAGES", errors.Race),
-    "written before the slot is free": ("    if (issues_loads()) K.acquire();\n", "", errors.Race),
-    "published before they are written": (
-        "band.mod.key_values(band.key(kv_start + n));\n    __syncwarp();",
-        "band.mod.key_values(band.key(kv_start + n));", errors.Race,
+    "values of another slot": (
+        change("read-staged-keys", "(K.index - 1)", "K.index"),
+        (errors.Race, errors.Uninitialised),
     ),
-    "another column": ("0, column_of(n, e));", "0, column_of(n, e ^ 1));", AssertionError),
-    "keys past the last read": ("key_values(band.key(kv_start + n))", "key_values(kv_start + n)", errors.OutOfBounds),
-}  # fmt: skip
+    "as many slots as K has": (change("KEY_SLOTS", "STAGES + 1", "STAGES"), errors.Race),
+    "written before the slot is free": (skip("acquire-key-values"), errors.Race),
+    "published before they are written": (skip("written-key-values"), errors.Race),
+    "another column": (change("key-in-bounds", "column_of(n, e)", "column_of(n, e ^ 1)"), AssertionError),
+    "keys past the last read": (
+        change("stage-key-values", "band.key(kv_start + n)", "kv_start + n"),
+        errors.OutOfBounds,
+    ),
+}
 
 
 @pytest.mark.parametrize("plant", in_tiers(PLANTED_STAGING, ["as many slots as K has"]))
 def test_planted_bug_of_staged_values_is_found(plant, monkeypatch):
-    case, (*change, error) = long_case(dict(score_mod="row-bias", mask_mod="document")), plant
-    with planted(monkeypatch, change), pytest.raises(error):
+    case, (bug, error) = long_case(dict(score_mod="row-bias", mask_mod="document")), plant
+    with planted(monkeypatch, bug), pytest.raises(error):
         check_forward(case, forward(case, DRAWING, blocks=1))
 
 
 # The same for the deterministic backward
 PLANTED_BACKWARD = {
-    "cut tiles count as full": ("(q_tiles.may_hide & 1 ? CUT : 0)", "0", AssertionError),
-    "records not waited for": (
-        "    ring.wait();\n    int record = ld_shared(ring.slot()", "    int record = ld_shared(ring.slot()",
-        errors.Race,
-    ),
-    "the end not published": (
-        "write_record(0, END);", "(void)0;", (errors.Race, errors.Deadlock, errors.Uninitialised),
-    ),
-    "another head": ("st_shared(record + 4, head)", "st_shared(record + 4, 0)", AssertionError),
+    "cut tiles count as full": (change("record-of-queries", "(q_tiles.may_hide & 1 ? CUT : 0)", "0"), AssertionError),
+    "records not waited for": (skip("wait-record-of-queries"), errors.Race),
+    "the end not published": (skip("publish-end-of-queries"), (errors.Race, errors.Deadlock, errors.Uninitialised)),
+    "another head": (change("head-of-record", "head", "0"), AssertionError),
     "turns of hidden tiles passed early": (
-        "if (lane_id() == 0) turns.wait(q_start, before);",
-        "if (lane_id() == 0 && q_tiles.start == q_start) turns.wait(q_start, before);",
+        change("wait-blocks-before", "lane_id() == 0", "lane_id() == 0 && q_tiles.start == q_start"),
         errors.Race,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("plant", in_tiers(PLANTED_BACKWARD, ["turns of hidden tiles passed early"]))
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
-    *change, error = plant
-    with planted(monkeypatch, change), pytest.raises(error):
+    bug, error = plant
+    with planted(monkeypatch, bug), pytest.raises(error):
         # A deterministic backward would wait forever for the turn of another head: no check ends that wait.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

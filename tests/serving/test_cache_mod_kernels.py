@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_cases import CacheCase, check, posed, run_kernels
-from planting import planted_in
+from planting import change, planted
 from test_cache_mods import CASES, MODS, OFFSET, TABLE, strided, with_mods
 from test_invariance import assert_bits, at
 from tiers import exhaustive, in_tiers
@@ -216,26 +216,28 @@ def test_every_tile_compiles_without_spills(arch, dim, page, mask_mod, monkeypat
 
 EITHER = (AssertionError, SimulationError)
 BUGS = {
-    "query-counted-from-the-first": ("mod.cuh", "given[i] : first + i", "given[i] : i", "mma_decode-paged"),
-    "positions-ignored": ("mod.cuh", "given ? given[i] : first + i", "first + i", "mma_decode-positions"),
+    "query-counted-from-the-first": (change("query-position", "first + i", "i"), "mma_decode-paged"),
+    "positions-ignored": (
+        change("query-position", "given ? given[i] : first + i", "first + i"),
+        "mma_decode-positions",
+    ),
     "positions-of-sequence-0": (
-        "mod.cuh", "PACKED ? sequence.q_start : sequence.batch * p.positions_row", "0", windows,
+        change("given-positions", "PACKED ? sequence.q_start : sequence.batch * p.positions_row", "0"),
+        windows,
     ),
-    "last-query-not-clamped": (
-        "mma/decode.cu", "query = part.band.query(i)", "query = i", "mma_decode-positions",
-    ),
-    "last-key-not-clamped": ("mma/decode.cu", "MASKED && MODS ? part.band.key(j) : j", "j", "mma_decode-paged"),
-    "head-of-the-group": ("mma/decode.cu", "mod_sees(head, query, key)", "mod_sees(part.kv_head, query, key)", windows),
-    "tiles-of-one-head": ("mma/parts.cuh", "(part.kv_head + 1) * p.group}", "part.kv_head * p.group + 1}", None),
-    "tiles-of-two-queries": ("mod.cuh", "given && i <= queries.hi", "false", None),
-    "tiles-not-skipped-alike": ("mma/kv_stages.cuh", "    loaded.next();\n", "    loaded.advance(1);\n", windows),
-}  # fmt: skip
+    "last-query-not-clamped": (change("clamp-query", "part.band.query(i)", "i"), "mma_decode-positions"),
+    "last-key-not-clamped": (change("clamp-key", "MASKED && MODS ? part.band.key(j) : j", "j"), "mma_decode-paged"),
+    "head-of-the-group": (change("mod-sees", "head", "part.kv_head"), windows),
+    "tiles-of-one-head": (change("heads-of-tile", "(part.kv_head + 1) * p.group", "part.kv_head * p.group + 1"), None),
+    "tiles-of-two-queries": (change("bounds-of-positions", "given && i <= queries.hi", "false"), None),
+    "tiles-not-skipped-alike": (change("next-load-of-part", "next()", "advance(1)"), windows),
+}
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS, ("query-counted-from-the-first",)))
 def test_planted_bugs_are_found(bug, monkeypatch):
-    file, good, bad, row = bug
-    with planted_in(monkeypatch, file, good, bad), pytest.raises(EITHER):
+    bug, row = bug
+    with planted(monkeypatch, bug), pytest.raises(EITHER):
         if row is None:
             test_a_tree_in_documents({})
         elif callable(row):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from cache_cases import CacheCase, check, posed, run_kernels
-from planting import planted_in
+from planting import change, planted, skip
 from test_decode_kernels import EVERYTHING, PACKED, WRONG, assert_other_sequences_keep_their_bits
 from test_invariance import assert_bits, at
 from tiers import exhaustive, in_tiers
@@ -160,27 +160,27 @@ def test_a_tune_chooses_clusters():
 # Planted bugs
 
 
-DECODE, PARTS, MERGE, WRONG_BITS = "mma/decode.cu", "mma/parts.cuh", "merge_row.cuh", AssertionError
+WRONG_BITS = AssertionError
 BUGS = {
-    "exit-before-the-others-have-read": (DECODE, "  }\n  cluster_sync();\n}", "  }\n}", EarlyExit),
-    "merge-before-the-parts-are-stored": (DECODE, "float* O_smem) {\n  cluster_sync();", "float* O_smem) {", Race),
-    "parts-of-other-ranks": (DECODE, "{mapa(row_smem, c)};", "{mapa(row_smem, c ^ 1)};", WRONG_BITS),
-    "runs-of-other-ranks": (PARTS, "begin = rank * run;", "begin = (rank ^ 1) * run;", WRONG_BITS),
-    "rows-of-one-rank": (DECODE, "WARP * CLUSTER + cluster_ctarank()", "WARP * CLUSTER", WRONG_BITS),
-    "part-without-a-weight": ("partials.cuh", "exp(lse - largest)", "1", WRONG_BITS),
-    "last-part-is-forgotten": (MERGE, "c < count; ++c) sums", "c < count - 1; ++c) sums", WRONG_BITS),
-    "lse-in-a-column-of-O": (DECODE, "LSE_COLUMN = Gemm::O_ROW - 1;", "LSE_COLUMN = 0;", WRONG_BITS),
-    "runs-by-the-capacity": (PARTS, "max((places.each + CLUSTER", "max((p.kv_len / PLACE_KEYS + CLUSTER", WRONG_BITS),
-}  # fmt: skip
+    "exit-before-the-others-have-read": (skip("wait-parts-read"), EarlyExit),
+    "merge-before-the-parts-are-stored": (skip("wait-parts-stored"), Race),
+    "parts-of-other-ranks": (change("part-of-rank", "mapa(row_smem, c)};", "mapa(row_smem, c ^ 1)};"), WRONG_BITS),
+    "runs-of-other-ranks": (change("run-of-rank", "rank * run", "(rank ^ 1) * run"), WRONG_BITS),
+    "rows-of-one-rank": (change("rows-of-rank", "+ cluster_ctarank()", ""), WRONG_BITS),
+    "part-without-a-weight": (change("weight-of-part", "exp(lse - largest)", "1"), WRONG_BITS),
+    "last-part-is-forgotten": (change("sum-parts", "c < count", "c < count - 1"), WRONG_BITS),
+    "lse-in-a-column-of-O": (change("LSE_COLUMN", "Gemm::O_ROW - 1", "0"), WRONG_BITS),
+    "runs-by-the-capacity": (change("run-length", "iterations.per_tile", "p.kv_len / ITERATION_KEYS"), WRONG_BITS),
+}
 
 
 @pytest.mark.parametrize(
     "bug", in_tiers(BUGS, ("exit-before-the-others-have-read", "merge-before-the-parts-are-stored"))
 )
 def test_planted_bugs_are_found(bug, monkeypatch):
-    file, good, bad, error = bug
+    bug, error = bug
     one_unit = replace(LONG, lengths=(600,), kv_heads=1).call()
     expected = run_kernels(one_unit, arch="sm_90a", blocks=4)
-    with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
+    with planted(monkeypatch, bug), pytest.raises(error):
         check(LONG, in_clusters(LONG.call()))
         assert in_clusters(one_unit)[0].tobytes() == expected[0].tobytes()

@@ -18,7 +18,7 @@ from cache_cases import (
     posed,
     run_kernels,
 )
-from planting import planted_in
+from planting import change, planted, skip
 from test_invariance import assert_bits, at
 from test_kv_cache import CASES
 from tiers import exhaustive, in_tiers
@@ -368,20 +368,35 @@ def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
     assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch)
 
 
+IN_PAGES = replace(EVERYTHING, lengths=(5, 19), page=8, capacity=24, heads=2, kv_heads=1)
+IN_ROWS = replace(
+    IN_PAGES, page=None, batch_idx=(2, 0), leftpad=(1, 7), appended=3, positions=True, mask=None, head_dim=20
+)
+DTYPE_OF = {"mma_decode": "float16", "mma": "float16", "simt": "float32", "cpu_decode": "float32"}
+# name: (the engine, or None for the planned one, and the case)
 IN_STRIDES = {
-    "lengths": replace(EVERYTHING, appended=3, positions=True, cache_dtype="float8_e4m3fn", descales=True),
-    "slots": replace(EVERYTHING, appended=1, slots=True),
-}
+    "lengths": (None, replace(EVERYTHING, appended=3, positions=True, cache_dtype="float8_e4m3fn", descales=True)),
+    "slots": (None, replace(EVERYTHING, appended=1, slots=True)),
+    "packed": (None, PACKED),
+    **{
+        f"{engine}-{name}": (engine, replace(case, dtype=dtype))
+        for engine, dtype in DTYPE_OF.items()
+        for name, case in (("pages", IN_PAGES), ("rows", IN_ROWS))
+        if name == "rows" or engine == "mma"
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", IN_STRIDES.values(), ids=IN_STRIDES)
-def test_arrays_of_any_strides(case):
+@pytest.mark.parametrize(("engine", "case"), IN_STRIDES.values(), ids=IN_STRIDES)
+def test_arrays_of_any_strides(engine, case):
     """Every array has strides of its own, and out is written in place."""
     call = case.call()
-    ours, out = call.in_wider_arrays(), in_a_wider_array(np.full_like(call.q, np.nan), 8)
+    ours = call.in_wider_arrays()
+    out = in_a_wider_array(np.full((*call.q.shape[:-1], case.head_dim_v), np.nan, call.q.dtype), 8)
     result, lse = cupy_flash.attention_with_kv_cache(
-        *ours[:3], **ours.options, out=out, return_lse=True, backend="simulator"
-    )
+        *ours[:3], **ours.options, out=out, return_lse=True, engine=engine,
+        backend="cpu" if engine == "cpu_decode" else "simulator",
+    )  # fmt: skip
     assert result is out
     check(case, (out, lse, ours.k_cache, ours.v_cache), call=call)
 
@@ -464,128 +479,64 @@ LONG = CacheCase(
     sink=True,
 )
 BUGS = {
-    "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", EVERYTHING, AssertionError),
-    "row-of-the-first-tile": (
-        "kv_cache.cuh",
-        "row_in_block(first + row)",
-        "row_in_block(row)",
-        EVERYTHING,
-        AssertionError,
-    ),
-    "missing-page-is-read": ("kv_cache.cuh", "(unsigned)block < (unsigned)count", "true", "pages", SimulationError),
+    "page-of-another-key": (change("page-of-key", "table[key >> page_log2]", "table[0]"), EVERYTHING, AssertionError),
+    "row-of-the-first-tile": (change("row-in-page", "first + row", "row"), EVERYTHING, AssertionError),
+    "missing-page-is-read": (change("has-page", "(unsigned)block < (unsigned)count", "true"), "pages", SimulationError),
     "negative-page-is-read": (
-        "kv_cache.cuh",
-        "(unsigned)block < (unsigned)count",
-        "block < count",
+        change("has-page", "(unsigned)block < (unsigned)count", "block < count"),
         "pages",
         SimulationError,
     ),
     "rotated-past-the-tables": (
-        "rotary_append.cu",
-        "min(max(position, 0), p.rotary_rows - 1)",
-        "max(position, 0)",
+        change("row-of-tables", "min(max(position, 0), p.rotary_rows - 1)", "max(position, 0)"),
         "positions",
         SimulationError,
     ),
     "slot-past-the-pool": (
-        "rotary_append.cu",
-        "slot < 0 || slot >= (long long)p.cache_blocks * p.cache_rows",
-        "slot < 0",
+        change("drop-slots", "|| slot >= (long long)p.cache_blocks * p.cache_rows", ""),
         "slots",
         SimulationError,
     ),
     "keys-past-the-length-are-read": (
-        "mask.cuh",
-        "max(min(q_stop + high, kv_len), 0)",
-        "max(q_stop + high, 0)",
+        change("kv-end", "min(q_stop + high, kv_len)", "q_stop + high"),
         replace(EVERYTHING, causal=False, mask=None),
         AssertionError,
     ),
-    "no-barrier-before-a-part": (
-        "mma/kv_stages.cuh",
-        "__syncthreads();  // all warps",
-        "// all warps",
-        LONG,
-        SimulationError,
-    ),
-    "no-wait-for-q": (
-        "mma/kv_stages.cuh",
-        "wait_for_Q() { cp_async_wait_group<STAGES - 1>(); }",
-        "wait_for_Q() {}",
-        LONG,
-        SimulationError,
-    ),
-    "no-wait-before-o": (
-        "mma/kv_stages.cuh",
-        "    cp_async_wait_group<0>();\n    __syncthreads();\n",
-        "",
-        LONG,
-        SimulationError,
-    ),
+    "no-barrier-before-a-part": (skip("barrier-before-part"), LONG, SimulationError),
+    "no-wait-for-q": (skip("wait-for-Q"), LONG, SimulationError),
+    "no-wait-before-o": (skip("wait-part-loads") + skip("barrier-after-part"), LONG, SimulationError),
     "sink-of-every-part": (
-        "mma/decode.cu",
-        "p.part_lse[at] = ending.lse",
-        "p.part_lse[at] = with_sink(p, head, ending.lse).lse",
+        change("store-lse-of-part", "ending.lse", "with_sink(p, head, ending.lse).lse"),
         LONG,
         AssertionError,
     ),
-    "one-place-for-both-parts": (
-        "split_kv.cuh",
-        "2 * c + first_of_unit",
-        "2 * c",
+    "one-result-for-both-parts": (
+        change("result-of-part", "+ first_of_tile", ""),
         LONG,
         (AssertionError, SimulationError),
     ),
-    "last-part-not-merged": (
-        "merge.cu",
-        "first_row + row, last - first + 1,",
-        "first_row + row, last - first,",
-        LONG,
-        AssertionError,
-    ),
-    "weight-of-warps": ("mma/decode.cu", "O[0] += weight * o.x", "O[0] += o.x", LONG, AssertionError),
-    "head-of-another-row": (
-        "mma/parts.cuh",
-        "kv_head * p.group + (first_row + row) % p.group",
-        "kv_head * p.group",
-        EVERYTHING,
-        SimulationError,
-    ),
-    "last-keys-mask-not-shifted": (
-        "mask.cuh",
-        "j -= band.kv_len - p.mask_keys;",
-        "",
-        EVERYTHING,
-        (AssertionError, SimulationError),
-    ),
+    "last-part-not-merged": (change("merge-parts", "last - first + 1", "last - first"), LONG, AssertionError),
+    "weight-of-warps": (change("sum-O-of-warps", "O[0] += weight * o.x", "O[0] += o.x"), LONG, AssertionError),
+    "head-of-another-row": (change("head-of-row", "+ (first_row + row) % p.group", ""), EVERYTHING, SimulationError),
+    "last-keys-mask-not-shifted": (skip("shift-mask"), EVERYTHING, (AssertionError, SimulationError)),
     "rotated-by-the-length-before": (
-        "rotary_append.cu",
-        "sequence.kv_len - sequence.q_len, i",
-        "sequence.kv_len - sequence.appended, i",
+        change("position-of-rotated-q", "sequence.q_len", "sequence.appended"),
         EVERYTHING,
         AssertionError,
     ),
-    "appended-to-the-page-before": (
-        "rotary_append.cu",
-        "sequence.kv_len - sequence.appended + i;",
-        "sequence.kv_len - sequence.appended + i - 1;",
-        EVERYTHING,
-        AssertionError,
-    ),
+    "appended-to-the-page-before": (change("appended-key", "+ i", "+ i - 1"), EVERYTHING, AssertionError),
     "lengths-not-clamped": (
-        "sequence.cuh",
-        "min(max(before, 0), max(p.cache_capacity - added, 0))",
-        "before",
+        change("clamp-length", "min(max(before, 0), max(p.cache_capacity - added, 0))", "before"),
         "length-past-the-capacity",
         SimulationError,
     ),
 }
 
 
-@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-place-for-both-parts", "no-barrier-before-a-part")))
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-result-for-both-parts", "no-barrier-before-a-part")))
 def test_planted_bugs_are_found(bug, monkeypatch):
-    file, good, bad, case, error = bug
-    with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
+    bug, case, error = bug
+    with planted(monkeypatch, bug), pytest.raises(error):
         if isinstance(case, str):
             assert_other_sequences_keep_their_bits(case)
         else:
@@ -606,7 +557,7 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
 
     assert bits(9) == bits(0.01)
     grown = "softmax[m][half].exceeds_reference(largest, scale_log2)"
-    with planted_in(monkeypatch, "mma/decode.cu", f"if ({grown}) {{", f"if (__any_sync(0xFFFFFFFF, {grown})) {{"):
+    with planted(monkeypatch, change("if-maximum-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")):
         assert bits(9) != bits(0.01)
 
 

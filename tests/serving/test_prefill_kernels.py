@@ -13,7 +13,7 @@ from cache_cases import (
     posed,
     run_kernels,
 )
-from planting import planted_in
+from planting import change, planted, skip
 from test_decode_kernels import EVERYTHING, PACKED, assert_other_sequences_keep_their_bits
 from test_invariance import assert_bits
 from test_kv_cache import CASES
@@ -184,29 +184,25 @@ BIG_PAGES = replace(READS, page=256, capacity=512)
 EITHER = (AssertionError, SimulationError)
 LEFTPAD = CacheCase(lengths=(60, 70), q_len=2, capacity=80, leftpad=(3, 20), dtype="float16")
 BUGS = {
-    "page-of-another-key": ("kv_cache.cuh", "table[key >> page_log2]", "table[0]", READS, AssertionError),
-    "missing-page-is-read": (
-        "mma/load.cuh", "range(position) && rows.has(position)", "range(position)", "pages", SimulationError,
-    ),
-    "pages-of-the-tile-before": ("tile_pages.cuh", "smem[slot ^ 1]", "smem[slot]", READS, EITHER),
-    "one-slot-of-pages": ("tile_pages.cuh", "slot ^= 1;", "", READS, EITHER),
-    "no-barrier-after-a-look-up": (
-        "mma/forward.cu", "if constexpr (PAGED) __syncthreads();", "", READS, EITHER,
-    ),
+    "page-of-another-key": (change("page-of-key", "table[key >> page_log2]", "table[0]"), READS, AssertionError),
+    "missing-page-is-read": (change("readable-rows", "&& rows.has(position)", ""), "pages", SimulationError),
+    "pages-of-the-tile-before": (change("stored-pages", "slot ^ 1", "slot"), READS, EITHER),
+    "one-slot-of-pages": (skip("next-slot-of-pages"), READS, EITHER),
+    "no-barrier-after-a-look-up": (skip("barrier-after-pages"), READS, EITHER),
     "pages-of-other-tiles": (
-        "tile_pages.cuh", "(long long)start + BLOCK_KV", "key + (1LL << blocks.page_log2)", BIG_PAGES, SimulationError,
+        change("pages-of-tile", "(long long)start + BLOCK_KV", "key + (1LL << blocks.page_log2)"),
+        BIG_PAGES,
+        SimulationError,
     ),
-    "keys-before-the-padding-are-seen": ("mask.cuh", "return max(j, leftpad);", "return j;", LEFTPAD, AssertionError),
-    "last-keys-mask-not-shifted": (
-        "mask.cuh", "j -= band.kv_len - p.mask_keys;", "", EVERYTHING, EITHER,
-    ),
-}  # fmt: skip
+    "keys-before-the-padding-are-seen": (change("after-padding", "max(j, leftpad)", "j"), LEFTPAD, AssertionError),
+    "last-keys-mask-not-shifted": (skip("shift-mask"), EVERYTHING, EITHER),
+}
 
 
 @pytest.mark.parametrize("bug", in_tiers(BUGS, ("page-of-another-key",)))
 def test_planted_bugs_are_found(bug, monkeypatch):
-    file, good, bad, case, error = bug
-    with planted_in(monkeypatch, file, good, bad), pytest.raises(error):
+    bug, case, error = bug
+    with planted(monkeypatch, bug), pytest.raises(error):
         if isinstance(case, str):
             assert_other_sequences_keep_their_bits(case, functools.partial(run_kernels, engine="mma"))
         else:

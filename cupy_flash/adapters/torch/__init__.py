@@ -3,21 +3,19 @@
 from torch import distributed
 from torch.nn.attention import register_flash_attention_impl
 
-from .drop_in import (
-    attention,
-    attention_varlen,
+from .api import attention, attention_varlen
+from .flash_attn_drop_in import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    scaled_dot_product_attention,
-    sdpa,
 )
 from .kv_cache_drop_in import flash_attn_with_kvcache
 from .module import CausalSelfAttention
 from .registry import Activation
+from .sdpa_drop_in import scaled_dot_product_attention, sdpa
 from .transforms import forward
 
 __all__ = [

@@ -99,20 +99,11 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     _refuse(name, {"qv": qv is not None, "q_descale": q_descale is not None, "attention_chunk": attention_chunk != 0})
-    if rotary_seqlens is not None:
-        raise UnsupportedError(
-            f"{name}: rotary_seqlens is not supported, because rotation starts at cache_seqlens here: "
-            "cupy_flash.attention_with_kv_cache takes positions"
-        )
-    if block_table is not None and page_table is not None:
-        raise ValueError(f"{name}: block_table and page_table are names of one argument")
-    table = page_table if block_table is None else block_table
+    _refuse_rotary_seqlens(name, rotary_seqlens)
+    table = _one_of(name, block_table, page_table)
     if table is not None and cache_batch_idx is not None:
         table, cache_batch_idx = _rows_of_table(name, table, cache_batch_idx), None
-    if k is not None:
-        _require_packed_as_queries(name, k, cu_seqlens_q, cu_seqlens_k_new)
-    if rotary_cos is not None and k is None:
-        raise ValueError(f"{name}: rotary_cos and rotary_sin need k and v, as in flash-attn")
+    _check_new_rows(name, k, cu_seqlens_q, cu_seqlens_k_new, rotary_cos)
     options: dict[str, Any] = {
         "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": table,
         "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window_size,
@@ -178,6 +169,21 @@ def _refuse(function: str, given: dict[str, bool]) -> None:
         raise UnsupportedError(f"{function}: {', '.join(names)} is not supported")
 
 
+def _refuse_rotary_seqlens(function: str, rotary_seqlens: Any) -> None:
+    if rotary_seqlens is not None:
+        raise UnsupportedError(
+            f"{function}: rotary_seqlens is not supported, because rotation starts at cache_seqlens here: "
+            "cupy_flash.attention_with_kv_cache takes positions"
+        )
+
+
+def _one_of(function: str, block_table: Any, page_table: Any) -> Any:
+    """Return the block table, of which page_table is FlashAttention 3's name."""
+    if block_table is not None and page_table is not None:
+        raise ValueError(f"{function}: block_table and page_table are names of one argument")
+    return page_table if block_table is None else block_table
+
+
 def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
     """Return the rows of a block table that cache_batch_idx selects, one per sequence.
 
@@ -198,8 +204,12 @@ def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
     return F.pad(table, (0, 0, 0, 1), value=-1).index_select(0, torch.where(exists, rows, count))
 
 
-def _require_packed_as_queries(function: str, k: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any) -> None:
-    """Raise UnsupportedError if k and v are packed and q is not, the reverse, or if their lengths differ."""
+def _check_new_rows(function: str, k: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any, rotary_cos: Any) -> None:
+    """Raise ValueError for rotary without k, UnsupportedError if k and v are not packed as q, with its lengths."""
+    if k is None:
+        if rotary_cos is not None:
+            raise ValueError(f"{function}: rotary_cos and rotary_sin need k and v, as in flash-attn")
+        return
     if cu_seqlens_k_new is cu_seqlens_q or (cu_seqlens_k_new is None and len(k.shape) == 3):
         return
     elsewhere = "append the rows with cupy_flash.append_to_kv_cache first, and call without k and v"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .drop_in import attention
+from .api import attention
 
 
 class CausalSelfAttention(torch.nn.Module):

@@ -6,23 +6,54 @@ fp16 and bf16 forward and backward, fp8 (e4m3) forward; one module each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from ...arrays import dtype_name
 from ...device import Device
 from ...problem.records import FP8, Problem
 from ..fragments import fragment_refusals
 from ..launch import Launch, Workspace
-from ..shared import grid_refusals
+from ..shared import ATTENTION_OPTIONS, grid_refusals
+from ..shared import advantage as advantage
+from ..shared import forms as forms
 from . import backward, forward, forward_fp8
 from .hopper import ARCH, LARGEST
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+ARCHES: tuple[str, ...] | None = (ARCH,)
+DTYPES: tuple[str, ...] = ("bfloat16", "float16", FP8)
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"q_descale", "k_descale", "v_descale"}
+CACHE_OPTIONS: frozenset[str] | None = None
+CACHE_DTYPES: tuple[str, ...] = ()
+DERIVATIVES: tuple[str, ...] = ()
+ON_REQUEST = True
 MEASURED: str | None = None
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128), (256, 256))
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ("wgmma",)
+KERNELS = "wgmma"
 
 
-def step(problem: Problem) -> ModuleType:
+Tile: TypeAlias = forward.Tile | backward.Tile | forward_fp8.Tile
+
+
+class Step(Protocol):
+    """The module of a step, whose tiles are of its own type."""
+
+    def tiles(self, problem: Problem, device: Device) -> Sequence[Tile]:
+        """Return every legal tile."""
+
+    def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+        """Return the predicted seconds."""
+
+    def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+        """Return the workspaces of the kernels."""
+
+    def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+        """Return the kernel launches in order."""
+
+
+def step(problem: Problem) -> Step:
     """Return the module with the problem's tiles, cost model and launches."""
     if dtype_name(problem.dtype) == FP8:
         return forward_fp8
@@ -30,14 +61,12 @@ def step(problem: Problem) -> ModuleType:
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against GPUs other than sm_90a, other dtypes, head dimensions, and rows that TMA cannot load."""
+    """Return reasons against other dtypes, head dimensions, and rows that TMA cannot load."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
-    if device.backend in BACKENDS and device.arch != ARCH:
-        reasons.append(f"{device.arch} lacks the instructions of {ARCH}")
     if fp8:
         reasons += forward_fp8.refusals(problem)
-    elif problem.dtype.name not in ("float16", "bfloat16"):
+    elif problem.dtype.name not in DTYPES:
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("TMA cannot load from a tensor without elements")
@@ -56,31 +85,36 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
-def tiles(problem: Problem, device: Device) -> Sequence[Any]:
+def tiles(problem: Problem, device: Device) -> Sequence[Tile]:
     """Return the tiles of the forward, the backward or the fp8 forward."""
     return step(problem).tiles(problem, device)
 
 
-def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+def choices(problem: Problem, device: Device) -> Sequence[Tile]:
+    """Return `tiles`: a tune measures those that a prediction compares."""
+    return tiles(problem, device)
+
+
+def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Return the predicted seconds of the forward, the backward or the fp8 forward."""
     return step(problem).seconds(problem, pairs, device, tile)
 
 
-def alike(tile: Any) -> object:
+def alike(tile: Tile) -> object:
     """Return the tile without ping-pong and multicast, to which the cost model gives no benefit at any length."""
     return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 
-def threads(device: Device, tile: Any, cost: float) -> int:
+def threads(device: Device, tile: Tile, cost: float) -> int:
     """Return the threads per block, those of the producer warpgroup included."""
     return tile.threads
 
 
-def workspaces(problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
     """Return the workspaces of the forward, the backward or the fp8 forward."""
     return step(problem).workspaces(problem, tile, q_rows, kv_rows)
 
 
-def launches(problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launches of the forward, the backward or the fp8 forward."""
     return step(problem).launches(problem, device, tile)

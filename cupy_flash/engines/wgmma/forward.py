@@ -33,8 +33,8 @@ from .hopper import (
 # with a mask that has an edge; the same without an edge; with options, see needs_registers). bench/results/static.json
 # shows no spills up to these limits.
 LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
-# Keys of a mainloop step. With options, tiles of more than 128 spill within LIVE. By bench/cycles.py, tiles of 176
-# would gain 0.2 % at D 128, but they spill 8 bytes with a sink or in a shard, and more at D 96 or if they are
+# Keys of a mainloop step. With options, tiles of more than 128 spill within LIVE. By the bench's cycles.py, tiles of
+# 176 would gain 0.2 % at D 128, but they spill 8 bytes with a sink or in a shard, and more at D 96 or if they are
 # persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
@@ -44,14 +44,15 @@ FEW_KEYS = 96
 LIVE_OF_FEW_KEYS, LIVE_OF_MANY_KEYS, LIVE_OF_TURNS = 4, 40, 8
 # With more registers than this for S, P and O, the kernel reloads the sequence's record instead of holding it.
 RELOAD_ABOVE = {2: 180, 3: 100}
-# The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu). By bench/cycles.py this
-# shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens steps of up to 96 keys.
+# The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu). By the bench's cycles.py
+# this shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens steps of up to 96 keys.
 EXPONENTIALS_FIRST = True
-# Cost model in addition to hopper.py's. With these two numbers the costs of steps have the ratios that bench/cycles.py
-# finds, within 2 %, for 128 queries and 64 to 144 keys at D 128. Shared memory costs time before it is the bottleneck.
+# Cost model in addition to hopper.py's. With these two numbers the costs of steps have the ratios that the bench's
+# cycles.py finds, within 2 %, for 128 queries and 64 to 144 keys at D 128. Shared memory costs time before it is the
+# bottleneck.
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
-TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench/predict.py)
+TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench predict)
 # Further clocks: the start of a block, and in a persistent grid the load of Q, which waits for the store of O unless O
 # has a buffer.
 BLOCK, LOAD_Q = 2000, 1000

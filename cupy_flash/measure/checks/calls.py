@@ -12,12 +12,14 @@ import numpy as np
 from ... import api, device, kv_cache, reference
 from ...device import Device
 from ...dispatch import plan_for, run_forward
+from ...engines import MODULES
 from ...gpu import ahead
 from ...gpu.run_plan import compile_launch
 from ...mods.trace import Mod
-from ...plan.plan import DECODERS, Plan, forms
+from ...plan.plan import Plan, forms
+from ...plan.refusals import engine_refusals
 from ...problem.build import pose, pose_with_cache
-from ...problem.features import Options
+from ...problem.features import FEATURES, NUMBER, Options
 from ...problem.kv_cache_records import CacheOptions
 from ...problem.recorded_call import CacheTrial, Call, Trial
 from ...problem.records import FP8, Packed, Saved
@@ -39,18 +41,6 @@ ROWS: tuple[dict[str, Any], ...] = (
     dict(causal="top_left", options=("dropout",)),
     dict(causal=True, packed=True, options=("sink",)),
 )
-DTYPES = {
-    "simt": ("float32", "float64"),
-    "mma": ("float16", "bfloat16"),
-    "mma_decode": ("float16", "bfloat16"),
-    "wgmma": ("bfloat16", "float16"),
-}
-HEAD_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
-    "simt": ((64, 64), (40, 128), (256, 256)),
-    "mma": ((64, 64), (128, 128), (40, 96), (256, 256)),
-    "mma_decode": ((64, 64), (128, 128), (40, 96), (256, 256)),
-    "wgmma": ((64, 64), (128, 128), (192, 128), (256, 256)),
-}
 CACHE_OPTIONS: tuple[dict[str, Any], ...] = (dict(q_len=5), dict(window=(20, 0)), dict(options=("softcap", "sink")))
 PAGE = 16  # keys per page
 SIZES: dict[str, Any] = dict(
@@ -61,25 +51,41 @@ SIMULATED_SIZES: dict[str, Any] = dict(
 )  # a simulator takes seconds per tile
 
 
-def trials(engine: str, arch: str, simulated: bool, quick: bool) -> list[Trial]:
+def trials(engine: str, on: Device, simulated: bool, quick: bool) -> list[Trial]:
     """Return calls that cover an engine's dtypes, head dimensions and options, forward and backward."""
-    dtypes = [dtype for dtype in DTYPES[engine] if (dtype, arch) != ("bfloat16", "sm_75")]
-    # On sm_75 no decode tile with head dimension 256 fits into the registers.
-    dims = [each for each in HEAD_DIMS[engine] if (engine, arch, *each) != ("mma_decode", "sm_75", 256, 256)]
-    base = Trial(**(SIMULATED_SIZES if simulated else SIZES), dtype=dtypes[0], head_dim=dims[0][0])
-    cases = [replace(base, head_dim=dim, head_dim_v=dim_v, causal=dim == dims[0][0]) for dim, dim_v in dims]
-    if engine in DECODERS:
-        base = replace(base, q_len=1, causal=True, backward=False)
+    module = MODULES[engine]
+    sizes, dims = SIMULATED_SIZES if simulated else SIZES, module.HEAD_DIMS
+    cases = [Trial(**sizes, dtype=module.DTYPES[0], head_dim=dim, head_dim_v=dim_v) for dim, dim_v in dims]
+    if module.OPTIONS is None:
         cases = [replace(case, q_len=1, causal=True, backward=False) for case in cases]
-        cases += [replace(base, **options) for options in CACHE_OPTIONS]
-        cases += [replace(base, dtype=dtype) for dtype in dtypes[1:]]
-    if quick or engine in DECODERS:
-        return cases[: 1 if quick else None]
-    cases += [replace(base, **row) for row in ROWS[1:]]
-    cases += [replace(base, dtype=dtype, causal=True) for dtype in dtypes[1:]]
-    if engine == "wgmma" and simulated:  # CuPy has no dtype for fp8
-        cases.append(replace(base, dtype=FP8, head_dim=128, backward=False, options=("q_descale", "v_descale")))
-    return cases
+    cases = [served for case in cases for served in _served(engine, on, case)]
+    if not cases:
+        return []
+    base = replace(cases[0], head_dim_v=None)
+    dtypes = [dtype for dtype in module.DTYPES[1:] if dtype != FP8]
+    if module.OPTIONS is None:
+        rows = [*CACHE_OPTIONS, *(dict(dtype=dtype) for dtype in dtypes)]
+    else:
+        cases[0] = replace(cases[0], causal=True)
+        rows = [*ROWS[1:], *(dict(dtype=dtype, causal=True) for dtype in dtypes)]
+    if FP8 in module.DTYPES and simulated:  # CuPy has no dtype for fp8
+        rows.append(dict(dtype=FP8, head_dim=128, backward=False, options=("q_descale", "v_descale")))
+    cases += [served for row in rows for served in _served(engine, on, replace(base, **row))]
+    return cases[: 1 if quick else None]
+
+
+def _served(engine: str, on: Device, trial: Trial) -> list[Trial]:
+    """Return the trial, or its forward alone, if an engine serves it on a device, else []."""
+    values = {feature.name: feature.example if feature.kind == NUMBER else True for feature in FEATURES}
+    facts: dict[str, Any] = {name: getattr(trial, name) for name in ("causal", "window", "layout", "deterministic")}
+    facts |= {name: values[name] for name in trial.options}
+    facts |= {name: getattr(trial, name) for name in ("dtype", "head_dim", "head_dim_v", "packed")}
+    facts |= dict(group=trial.heads // trial.kv_heads, cache=MODULES[engine].OPTIONS is None, engine=engine)
+    for each in dict.fromkeys((trial, replace(trial, backward=False))):
+        problems = ahead.problems(**facts, backward=each.backward)
+        if not any(engine_refusals(engine, problem, on) for problem in problems):
+            return [each]
+    return []
 
 
 class Task(NamedTuple):
@@ -101,7 +107,7 @@ class Task(NamedTuple):
         return str(self.trial) if self.kind == "call" else f"{self.kind}, {self.trial}"
 
 
-def work(task: Task, announce: Announce) -> Any:
+def work(task: Task, announce: Announce) -> Device | str | None:
     """Run one case in the worker process; return its error or None, and for "device" the device."""
     return KINDS[task.kind](task, announce)
 
@@ -143,15 +149,15 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
     rng = np.random.default_rng(0)
     capacity = trial.kv_len // PAGE * PAGE
     lengths = rng.integers(capacity // 2, capacity - trial.q_len, trial.batch, dtype=np.int32)
-    formula: Any = reference.attention_with_kv_cache
+    formula: Callable[..., tuple[np.ndarray, ...]] = reference.attention_with_kv_cache
     for page in (None, PAGE):
         call = replace(trial, cache=CacheTrial(page=page, appended=trial.q_len)).call()
-        options = {name: x for name, x in call.options.items() if x is not None}
+        options: Any = {name: x for name, x in call.options.items() if x is not None}
         options |= dict(cache_seqlens=lengths, causal=True)
         form_of_cache = "contiguous" if page is None else "paged"
         exact, low = (formula(*call[:3], **options, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
-        arrays: Any = [call.q, call.k.copy(), call.v.copy()]
-        given: Any = options | dict(backend=task.backend, engine=task.engine, return_lse=True)
+        arrays = [call.q, call.k.copy(), call.v.copy()]
+        given = options | dict(backend=task.backend, engine=task.engine, return_lse=True)
         # The call also compiles the append and merge kernels, so the limit of a compilation is added.
         announce(f"{task.name}: {form_of_cache}", COMPILE_SECONDS + task.seconds)
         arrays, given = move(task.backend, (arrays, given))
@@ -211,7 +217,7 @@ def run_in_graph(task: Task, announce: Announce) -> str | None:
     return _compare(on_host(results), exact, low)
 
 
-KINDS: dict[str, Callable[[Task, Announce], Any]] = {
+KINDS: dict[str, Callable[[Task, Announce], Device | str | None]] = {
     "device": find_device,
     "micro-kernel": run_micro_kernel,
     "call": run_call,
@@ -331,6 +337,7 @@ def _compare(results: Results, exact: Results, low: Results) -> str | None:
             if (actual is None) != (expected is None):
                 return f"{name} is {'missing' if actual is None else 'not expected'}"
             continue
+        assert rounded is not None  # `references` computes the same results in both precisions
         wrong = deviation(actual, expected, rounded, actual.dtype)
         if wrong is not None:
             return f"{name}: {wrong}"

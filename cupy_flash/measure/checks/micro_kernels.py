@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +20,7 @@ from . import hopper
 from .hopper.case import HopperCase
 from .instructions import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, Case, mma_body
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
 HEADER = """
 .version 8.4
@@ -64,7 +63,7 @@ class Kernel:
     maps: tuple[tuple[int, Callable[[int], TensorMap]], ...] = ()
     dynamic: int = 0  # bytes of dynamic shared memory
     relative: float | None = None  # relative error bound of an approximation
-    engine: str | None = None  # the engine that uses the instruction; None: any
+    family: str | None = None  # what engines that use it name in MICRO_KERNELS; None: all use it
 
     @property
     def key(self) -> str:
@@ -90,7 +89,7 @@ def _of_hopper(case: HopperCase) -> Kernel:
     text = source(case.body, [*case.inputs, case.out], maps=len(case.maps), **case.options)
     return Kernel(
         case.name, text, case.inputs, case.out, case.blocks, case.threads, maps=case.maps, dynamic=case.dynamic,
-        engine="wgmma",
+        family="wgmma",
     )  # fmt: skip
 
 
@@ -108,7 +107,7 @@ def _of_mma(form: str) -> Kernel:
     target = "sm_90" if type_.startswith("e") else "sm_80"
     text = source(mma_body(form), [*operands, out], target=target)
     # PTX leaves the order and the rounding of mma's sums undefined.
-    return Kernel(f"mma.{form}", text, operands, out, 1, 32, relative=2.0**-10, engine="mma")
+    return Kernel(f"mma.{form}", text, operands, out, 1, 32, relative=2.0**-10, family="mma")
 
 
 def mma_operands(type_: str, a_words: int, b_words: int) -> tuple[Array, Array, Array]:
@@ -213,7 +212,7 @@ def kernels() -> list[Kernel]:
     return list(every_kernel())
 
 
-def work(number: int | None, announce: Announce) -> Any:
+def work(number: int | None, announce: Announce) -> int | Array:
     """Return the output of the kernel with this number, or the compute capability for None; for the worker process."""
     import cupy
 

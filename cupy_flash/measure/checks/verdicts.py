@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ...device import Device
-from ...gpu.ahead import problems
+from ...engines import MODULES
+from ...gpu import ahead
 from ...plan import measurements, plan
+from ...plan.measurements import Json
+from ...plan.refusals import engine_refusals
 from ..worker_process import Lost, Worker
 from . import calls, micro_kernels
 from .calls import Task, trials
@@ -30,7 +33,7 @@ class Row(NamedTuple):
     verdict: str
     reason: str
     seconds: float
-    trial: dict[str, Any] | None  # the record of its Trial, from which it can be repeated
+    trial: dict[str, Json] | None  # the record of its Trial, from which it can be repeated
 
 
 class Verdicts(NamedTuple):
@@ -111,7 +114,7 @@ def run_check(
     """Run `check` with a function for the worker process to call, and a time limit of one run in seconds."""
     backend = valid_backend(backend)
     simulated = backend != "cuda"
-    known = [name for name in plan.MODULES if "cuda" in plan.MODULES[name].BACKENDS]
+    known = [name for name, module in MODULES.items() if "cuda" in module.BACKENDS]
     if engine is not None and engine not in known:
         raise ValueError(f"engine must be one of {', '.join(known)}, not {engine!r}")
     limit = seconds or (SIMULATED_SECONDS if simulated else SECONDS)
@@ -140,7 +143,7 @@ def valid_backend(backend: str) -> str:
     """Return the backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
     from ...dispatch import SIMULATED
 
-    given: Any = backend
+    given: object = backend
     if not isinstance(given, str):
         raise TypeError(f'backend must be "cuda" or "simulator:ARCH", not {given!r}')
     if backend == "simulator":
@@ -150,7 +153,7 @@ def valid_backend(backend: str) -> str:
     return backend
 
 
-def device_of(worker: Worker, backend: str) -> Device:
+def device_of(worker: Worker[Any], backend: str) -> Device:
     """Return the device of a backend, as the worker process finds it; RuntimeError if it finds none."""
     try:
         found: Device = worker(Task("device", backend), until=math.inf)
@@ -162,15 +165,13 @@ def device_of(worker: Worker, backend: str) -> Device:
 
 def _refusal(engine: str, on: Device) -> str:
     """Return the reason why an engine serves no call on a device; "" if it serves some."""
-    with_cache = engine in plan.DECODERS
-    problem = problems(dtype="float16", head_dim=64, backward=False, cache=with_cache, engine=engine)[0]
-    return "; ".join(plan.MODULES[engine].refusals(problem, on))
+    return "; ".join(engine_refusals(engine, ahead.example(engine), on))
 
 
 def _tasks(engine: str, on: Device, backend: str, quick: bool, seconds: float) -> list[Task]:
     simulated = backend != "cuda"
-    cases = trials(engine, on.arch, simulated, quick)
-    kind = "KV cache" if engine in plan.DECODERS else "call"
+    cases = trials(engine, on, simulated, quick)
+    kind = "KV cache" if MODULES[engine].OPTIONS is None else "call"
     tasks = [Task(kind, backend, engine, trial, seconds=seconds) for trial in cases]
     if simulated or kind != "call":
         return tasks
@@ -182,14 +183,15 @@ def _tasks(engine: str, on: Device, backend: str, quick: bool, seconds: float) -
 def _micro_tasks(engine: str | None, on: Device, backend: str, seconds: float) -> list[Task]:
     """Return the tasks for the instructions that only this engine uses, or for None those that all use."""
     capability = int(on.arch.removeprefix("sm_").rstrip("a"))
+    families: tuple[str | None, ...] = (None,) if engine is None else MODULES[engine].MICRO_KERNELS
     return [
         Task("micro-kernel", backend, engine or INSTRUCTIONS, number=number, seconds=seconds)
         for number, kernel in enumerate(micro_kernels.kernels())
-        if kernel.engine == engine and kernel.runs_on(capability)
+        if kernel.family in families and kernel.runs_on(capability)
     ]
 
 
-def _run(worker: Worker, tasks: list[Task], report: Report) -> Iterator[Row]:
+def _run(worker: Worker[str | None], tasks: list[Task], report: Report) -> Iterator[Row]:
     losses: dict[str, int] = {}
     for number, task in enumerate(tasks, 1):
         begin = time.monotonic()

@@ -62,12 +62,7 @@ def launch(
     """
     skipped = named_checks.names(unchecked)
     module = parse(ptx) if isinstance(ptx, str) else ptx
-    if kernel not in module.kernels:
-        raise SimulationError(f"no kernel {kernel!r} in the PTX, which has {sorted(module.kernels)}")
-    function = module.kernels[kernel]
-    _, size = function.parameter_layout()
-    if len(parameters) != size:
-        raise SimulationError(f"{kernel} takes {size} bytes of parameters, {len(parameters)} were given")
+    function = _function(module, kernel, parameters)
     program = _program(module, kernel)
     variables = _variable_addresses(module, memory)
     counters = Counters(function)
@@ -75,11 +70,7 @@ def launch(
     _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
     blocks = grid[0] * grid[1] * grid[2]
     warps = -(-block[0] * block[1] * block[2] // 32)
-    cluster = function.cluster[0]
-    if function.cluster[1:] != (1, 1) or grid[0] % cluster:
-        raise SimulationError(
-            f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or do not extend along x only"
-        )
+    cluster = _cluster(function, grid)
     resident = max(1, min(blocks, resident_lanes // (32 * warps)) // cluster) * cluster
     unit = tracked_unit(function.instructions, access_bytes)
     starts = np.arange(blocks)
@@ -102,17 +93,42 @@ def launch(
         if order == "random":
             context.random = np.random.default_rng([seed, first])
             context.first_elected = int(np.random.default_rng(seed).integers(32))
-        # A unit registers itself with the context; it comes after the units that it uses.
-        Barriers(context)
-        ClusterBarrier(context)
-        Exits(context)
-        Mbarriers(context)
-        Registers(context)
-        Copies(context, order)
-        BulkCopies(context, order)
-        WgmmaQueue(context, order)
+        _add_asynchronous_units(context, order)
         Scheduler(context, most_basic_blocks).run()
     return counters
+
+
+def _function(module: Module, kernel: str, parameters: bytes) -> Function:
+    """Return the entry point of a kernel that takes as many bytes of parameters."""
+    if kernel not in module.kernels:
+        raise SimulationError(f"no kernel {kernel!r} in the PTX, which has {sorted(module.kernels)}")
+    function = module.kernels[kernel]
+    _, size = function.parameter_layout()
+    if len(parameters) != size:
+        raise SimulationError(f"{kernel} takes {size} bytes of parameters, {len(parameters)} were given")
+    return function
+
+
+def _cluster(function: Function, grid: tuple[int, int, int]) -> int:
+    """Return the number of blocks of a cluster, which lie along x and fill the grid."""
+    cluster = function.cluster[0]
+    if function.cluster[1:] != (1, 1) or grid[0] % cluster:
+        raise SimulationError(
+            f"clusters of {function.cluster} blocks do not fill a grid of {grid}, or do not extend along x only"
+        )
+    return cluster
+
+
+def _add_asynchronous_units(context: Context, order: Order) -> None:
+    """Register each unit with the context, after the units that it uses."""
+    Barriers(context)
+    ClusterBarrier(context)
+    Exits(context)
+    Mbarriers(context)
+    Registers(context)
+    Copies(context, order)
+    BulkCopies(context, order)
+    WgmmaQueue(context, order)
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .gpu import Regime, fastest, inputs
-from .report import NOTHING, Table
+from ..gpu import Regime, fastest, inputs
+from ..report import NOTHING, Table
 
 SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
@@ -91,7 +91,7 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
             "regex:^(forward|forward_fp8|backward|backward_q|backward_kv)$",
         ]
         command += [argument for section in SECTIONS for argument in ("--section", section)]
-        command += ["--profile-from-start", "off", sys.executable, "-m", "bench.bounds", *arguments]
+        command += ["--profile-from-start", "off", sys.executable, "-m", "bench.kernel_development.bounds", *arguments]
         process = subprocess.Popen(
             command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

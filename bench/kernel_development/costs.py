@@ -22,8 +22,8 @@ from cupy_flash.gpu import ahead
 from cupy_flash.plan.plan import candidates, plan
 from cupy_flash.problem.records import Problem
 
-from .gpu import Regime, fastest, kind, our_tflops
-from .report import NOTHING, Table
+from ..gpu import Regime, fastest, kind, our_tflops
+from ..report import NOTHING, Table
 
 # Cost models by engine and, for wgmma, direction or fp8: the module with `seconds`, and its constants that a GPU
 # measurement has to calibrate. CLOCK scales all of them.

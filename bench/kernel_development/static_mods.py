@@ -21,10 +21,10 @@ from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.records import Problem
 
+from ..report import Table
+from ..run import Progress
 from . import sass
 from .fingerprint import fingerprint
-from .report import Table
-from .run import Progress
 
 LENGTH, HEADS = 4096, 64  # the problem whose tiles are counted
 ENGINES = {"mma": "sm_80", "wgmma": "sm_90a"}  # engine -> architecture for which its kernels are compiled

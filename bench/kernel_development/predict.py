@@ -1,7 +1,7 @@
 """python -m bench predict: the speed of the Hopper engine in the regimes that have a mark, predicted without a GPU.
 
 A step of the mainloop takes at least the time that each resource of an SM needs for it: the tensor cores, shared
-memory, the MUFU, and the warp scheduler. `bench.cycles` executes the kernel's own SASS and adds the waits between them.
+memory, the MUFU, and the warp scheduler. `cycles.py` executes the kernel's own SASS and adds the waits between them.
 Two speeds result: that of consumer warpgroups that overlap each other perfectly, and that of warpgroups that do not
 overlap at all, each of which runs its step alone. The speeds that FlashAttention-3's authors publish are .61 times what
 the model finds for their SASS with overlap, with a standard deviation of .05 over nine kernels; they are .6 to 1.3
@@ -11,7 +11,7 @@ A GPU decides (bench/gpu_queue.md).
 A work tile costs TILE_OVERHEAD steps more than its mainloop has: the first load and product and the last ones overlap
 nothing. Work is spread evenly over the SMs. With these two rules FlashAttention-3's published speeds at D 128 from 512
 to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Blocks of a deterministic
-backward also wait for their turns (`bench.turns`). The clock under load and the backward's traffic to dQ are not
+backward also wait for their turns (`turns.py`). The clock under load and the backward's traffic to dQ are not
 modelled: `SPEED_OF_OVERLAP` has their mean.
 """
 
@@ -28,14 +28,14 @@ from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.records import FP8
 
+from ..gpu import Regime
+from ..report import NOTHING, Table
+from ..run import Progress
 from . import cycles, sass, turns
 from .costs import problem_of
 from .fingerprint import fingerprint
-from .gpu import Regime
 from .marks import MARKS
 from .published import FLASH_ATTENTION_3_MAINLOOPS, flash_attention_3_mainloop
-from .report import NOTHING, Table
-from .run import Progress
 
 # An H200 as it runs torch.matmul: the tensor cores' multiply-adds per SM and clock, its boost clock, and the TFLOP/s of
 # a bf16 matmul of 8192^3. Changing one of them changes every prediction: rerun the command in the same commit.

@@ -11,7 +11,7 @@ import heapq
 
 import numpy as np
 
-from .gpu import Regime
+from ..gpu import Regime
 
 # Clocks from the release of a turn until the consumers of the block that waits for it may add, and from there until
 # they have added and the turn is released.

@@ -6,7 +6,7 @@ its registers, its unit and, if it is a wait, for its event. wgmma instructions 
 cores execute them one after another: 64 x N x 16 (fp8: 64 x N x 32) takes N / 2 clocks, or the time in which shared
 memory delivers the operands. Loads from global memory have arrived when they are waited for.
 
-The model has not been compared with a GPU by this project. `bench.predict` compares it with FlashAttention-3's SASS and
+The model has not been compared with a GPU by this project. `predict.py` compares it with FlashAttention-3's SASS and
 published speeds. Additions to dQ and stores of dS of a backward compete with the tensor cores in ways that are not
 modelled.
 """
@@ -116,6 +116,105 @@ class _Warp:
         self.arrived = False  # at the named barrier of its current instruction
         self.starts: list[int] = []  # clock at which each iteration starts
 
+    def advance(self, length: int, clock: int) -> None:
+        """Go to the next instruction of a loop of `length` instructions."""
+        self.position += 1
+        if self.position == length:
+            self.position = 0
+            self.iterations += 1
+            self.starts.append(clock)
+
+
+class _SubPartition:
+    """A sub-partition that executes a loop with one warp of each warpgroup."""
+
+    def __init__(self, code: Sequence[Instruction], warpgroups: int, stagger: int):
+        self.code = code
+        self.warps = [_Warp(stagger * number) for number in range(warpgroups)]
+        self.last = 0  # the warp that issued last
+        self.free: dict[str, int] = {}  # clock from which a unit accepts an instruction
+        # The tensor cores: clocks and group of each wgmma in the queue; end and group of the one that they execute.
+        self.queue: deque[tuple[int, list[int]]] = deque()
+        self.running: tuple[int, list[int]] | None = None
+        # Named barriers: warps that have arrived; in a ping-pong the turns that each warp may take.
+        self.arrivals = 0
+        self.ping_pong = any(instruction.arrives for instruction in code)
+        self.turns = [int(number == 0) for number in range(warpgroups)]
+
+    def run_tensor_cores(self, clock: int) -> None:
+        """Finish the wgmma that ends at this clock, and start the next one of the queue."""
+        if self.running is not None and clock >= self.running[0]:
+            self.running[1][0] -= 1
+            self.running = None
+        if self.running is None and self.queue:
+            clocks, group = self.queue.popleft()
+            self.running = clock + clocks, group
+
+    def issue(self, clock: int, iterations: int) -> None:
+        """Issue the instruction of the first warp that can, beginning behind the one that issued last."""
+        for number in (*range(self.last + 1, len(self.warps)), *range(self.last + 1)):
+            warp = self.warps[number]
+            if warp.iterations >= iterations or warp.stalled > clock:
+                continue
+            instruction = self.code[warp.position]
+            if any(warp.readable.get(register, 0) > clock for register in instruction.reads):
+                continue
+            if self._starts(number, instruction, clock):
+                warp.stalled = clock + STALL.get(instruction.opcode, 1)
+                self.last = number
+                warp.advance(len(self.code), clock)
+                return
+
+    def _starts(self, number: int, instruction: Instruction, clock: int) -> bool:
+        """Start an instruction of a warp whose operands are readable; return whether its unit or event allows it."""
+        warp = self.warps[number]
+        if instruction.product:
+            return self._enters_queue(warp, instruction)
+        if instruction.pending is not None:
+            while warp.groups and warp.groups[0] == [0, 1]:
+                warp.groups.popleft()
+            return len(warp.groups) <= instruction.pending
+        if instruction.opcode == "BAR":
+            return self._takes_turn(number, instruction) if self.ping_pong else self._passes_barrier(warp)
+        if self.free.get(instruction.unit, 0) > clock:
+            return False
+        self.free[instruction.unit] = clock + instruction.interval
+        latency = LATENCY_OF.get(instruction.opcode, LATENCY.get(instruction.unit, 0))
+        warp.readable.update(dict.fromkeys(instruction.writes, clock + latency))
+        return True
+
+    def _enters_queue(self, warp: _Warp, wgmma: Instruction) -> bool:
+        if len(self.queue) >= QUEUE:
+            return False
+        if not warp.groups or warp.groups[-1][1]:
+            warp.groups.append([0, 0])
+        warp.groups[-1][0] += 1
+        warp.groups[-1][1] = int(wgmma.commits)
+        self.queue.append((wgmma.product, warp.groups[-1]))
+        return True
+
+    def _takes_turn(self, number: int, barrier: Instruction) -> bool:
+        """Pass the turn to the next warp, or take one that was passed to this warp."""
+        if barrier.arrives:
+            self.turns[(number + 1) % len(self.warps)] += 1
+            return True
+        if self.turns[number] == 0:
+            return False
+        self.turns[number] -= 1
+        return True
+
+    def _passes_barrier(self, warp: _Warp) -> bool:
+        """Arrive at the barrier of all warps; return whether all have arrived."""
+        if not warp.arrived:
+            warp.arrived = True
+            self.arrivals += 1
+        if self.arrivals < len(self.warps):
+            return False
+        warp.arrived = False
+        if not any(each.arrived for each in self.warps):
+            self.arrivals = 0
+        return True
+
 
 def clocks_of_iteration(loop: Sequence[str], warpgroups: int, *, stagger: int = 0, iterations: int = 12) -> float:
     """Return the clocks of one iteration of a loop that `warpgroups` warpgroups execute `iterations` times.
@@ -123,73 +222,12 @@ def clocks_of_iteration(loop: Sequence[str], warpgroups: int, *, stagger: int = 
     `stagger` clocks lie between the starts of two warpgroups. Named barriers are those of all consumer warpgroups,
     except for a ping-pong (a loop with BAR.ARV): there a warpgroup waits for its turn and passes it to the next.
     """
-    code = [decode(text) for text in loop]
-    warps = [_Warp(stagger * number) for number in range(warpgroups)]
-    ping_pong = any(instruction.arrives for instruction in code)
-    turns = [int(number == 0) for number in range(warpgroups)]
-    arrivals = 0
-    free: dict[str, int] = {}  # clock from which a unit accepts an instruction
-    queue: deque[tuple[int, list[int]]] = deque()
-    running: tuple[int, list[int]] | None = None
-    clock, last = 0, 0
-    while min(warp.iterations for warp in warps) < iterations:
-        if running is not None and clock >= running[0]:
-            running[1][0] -= 1
-            running = None
-        if running is None and queue:
-            clocks, group = queue.popleft()
-            running = clock + clocks, group
-        for number in (*range(last + 1, warpgroups), *range(last + 1)):
-            warp = warps[number]
-            if warp.iterations >= iterations or warp.stalled > clock:
-                continue
-            instruction = code[warp.position]
-            if any(warp.readable.get(register, 0) > clock for register in instruction.reads):
-                continue
-            if instruction.product:
-                if len(queue) >= QUEUE:
-                    continue
-                if not warp.groups or warp.groups[-1][1]:
-                    warp.groups.append([0, 0])
-                warp.groups[-1][0] += 1
-                warp.groups[-1][1] = int(instruction.commits)
-                queue.append((instruction.product, warp.groups[-1]))
-            elif instruction.pending is not None:
-                while warp.groups and warp.groups[0] == [0, 1]:
-                    warp.groups.popleft()
-                if len(warp.groups) > instruction.pending:
-                    continue
-            elif instruction.opcode == "BAR" and ping_pong:
-                if instruction.arrives:
-                    turns[(number + 1) % warpgroups] += 1
-                elif turns[number] == 0:
-                    continue
-                else:
-                    turns[number] -= 1
-            elif instruction.opcode == "BAR":
-                if not warp.arrived:
-                    warp.arrived = True
-                    arrivals += 1
-                if arrivals < warpgroups:
-                    continue
-                warp.arrived = False
-                if not any(each.arrived for each in warps):
-                    arrivals = 0
-            else:
-                if free.get(instruction.unit, 0) > clock:
-                    continue
-                free[instruction.unit] = clock + instruction.interval
-                latency = LATENCY_OF.get(instruction.opcode, LATENCY.get(instruction.unit, 0))
-                warp.readable.update(dict.fromkeys(instruction.writes, clock + latency))
-            warp.stalled = clock + STALL.get(instruction.opcode, 1)
-            last = number
-            warp.position += 1
-            if warp.position == len(code):
-                warp.position = 0
-                warp.iterations += 1
-                warp.starts.append(clock)
-            break
+    partition = _SubPartition([decode(text) for text in loop], warpgroups, stagger)
+    clock = 0
+    while min(warp.iterations for warp in partition.warps) < iterations:
+        partition.run_tensor_cores(clock)
+        partition.issue(clock, iterations)
         clock += 1
     # The first third of the iterations fills the pipeline.
     first = iterations // 3
-    return max((warp.starts[-1] - warp.starts[first]) / (iterations - 1 - first) for warp in warps)
+    return max((warp.starts[-1] - warp.starts[first]) / (iterations - 1 - first) for warp in partition.warps)

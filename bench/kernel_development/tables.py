@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import bounds, decode, decode_gpu, first, marks, overhead, predict, ring, static, sweep
-from .report import Table, left_out, provenance, tables
+from .. import decode, decode_gpu, first, overhead, ring
+from ..report import Table, left_out, provenance, tables
+from . import bounds, marks, predict, static_tables, sweep
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
@@ -23,7 +24,7 @@ ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
 
 # Files with a single section, by stem, and their tables. Files of sweeps begin with "sweep-".
 WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
-    "static": lambda result: static.tables(result["static"]),
+    "static": lambda result: static_tables.tables(result["static"]),
     "ring": lambda result: [ring.memory_table(result["ring"]), ring.plan_table()],
     "overhead": lambda result: overhead.tables(result["overhead"]),
     "first": lambda result: [first.table(result["first"])],
@@ -58,7 +59,7 @@ def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
         source = f"`{result['command']}` on {result['device']['gpu']}."
         return [marks.table(result)] if name.endswith(MARKS) else sweep.tables(result["cases"]), source, []
     if name == SASS:
-        table = next(table for table in static.tables(result["static"]) if "SASS" in table.title)
+        table = next(table for table in static_tables.tables(result["static"]) if "SASS" in table.title)
         return [table], f"`{result['command']}`.", []
     if name == "ring":
         return WHOLE[name](result), ring.provenance(result), []

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cupy_flash.problem.records import FP8
 
-from .gpu import Regime
+from ..gpu import Regime
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # FlashAttention-3 (arXiv 2407.08608, figures 5 and 6): 16-bit dtypes, H100 SXM5, 16384 tokens, hidden size 2048.
@@ -28,7 +28,7 @@ class Mainloop(NamedTuple):
 
     tile: tuple[int, int]
     instructions: float  # of a thread for one score
-    alone: int  # TFLOP/s in bench.cycles, without overlap of consumer warpgroups
+    alone: int  # TFLOP/s in cycles.py, without overlap of consumer warpgroups
     overlapping: int  # and with
     published: int | None  # TFLOP/s that its authors publish; of the backward of D 256 on an H200, else on an H100
 

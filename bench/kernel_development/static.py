@@ -38,10 +38,10 @@ from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP, Operands, Prob
 from cupy_flash.simulator.counters import Counters
 from cupy_flash.simulator.run import start
 
+from ..report import NOTHING
+from ..run import Progress
 from . import sass, static_mods
 from .fingerprint import fingerprint
-from .report import NOTHING, Table
-from .run import Progress
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
 STEP_ARCHS = ("sm_80", hopper.ARCH)  # tile steps are counted here; on the second those of the engine wgmma
@@ -150,7 +150,7 @@ class Kernel:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self.kernel}, {self.problem}, tile {_size(self.tile)}, {self.arch}"
+        return f"{self.kernel}, {self.problem}, tile {size(self.tile)}, {self.arch}"
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Step:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self.kernel}, {self.problem}, tile {_size(self.tile)}"
+        return f"{self.kernel}, {self.problem}, tile {size(self.tile)}"
 
 
 @dataclass
@@ -276,7 +276,7 @@ def tasks(problems: Iterable[str], archs: Iterable[str]) -> list[tuple[str, str]
 
 
 def _name(problem: str, launch: Launch, arch: str) -> str:
-    return f"{launch.kernel}, {problem}, tile {_size(launch.tile)}, {arch}"
+    return f"{launch.kernel}, {problem}, tile {size(launch.tile)}, {arch}"
 
 
 def compile_all(
@@ -415,7 +415,7 @@ class Counted(NamedTuple):
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self.label}, {self.problem}, tile {_size(self.launch.tile)}"
+        return f"{self.label}, {self.problem}, tile {size(self.launch.tile)}"
 
 
 def counted(problems: Iterable[str], archs: Iterable[str] = STEP_ARCHS) -> list[Counted]:
@@ -609,82 +609,6 @@ def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:
     return reasons
 
 
-def tables(section: dict[str, Any]) -> list[Table]:
-    """Return the table of kernels, each the maximum over tiles and compilers, and the tables of tile steps."""
-    compiled = Result.of(section).kernels
-    groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
-    for kernel in compiled:
-        groups[kernel.problem, kernel.kernel].append(kernel)
-    archs = list(dict.fromkeys(kernel.arch for kernel in compiled))
-    rows = []
-    for (problem, name), group in groups.items():
-        registers = [max((each.registers for each in group if each.arch == arch), default=0) for arch in archs]
-        rows.append(
-            [
-                problem,
-                name,
-                str(len({each.tile for each in group})),
-                *map(str, registers),
-                str(sum(each.spills for each in group)),
-                f"{max(each.shared_bytes for each in group) / 1024:.0f}",
-                f"{max(each.cubin_bytes for each in group) / 1024:.0f}",
-                f"{max(each.seconds for each in group):.1f}",
-            ]
-        )
-    compilers = ", ".join(dict.fromkeys(kernel.compiler for kernel in compiled))
-    heading = f"Registers by architecture, the most of all tiles that a plan may choose (NVRTC {compilers})"
-    columns = ["problem", "kernel", "tiles", *archs, "spilled bytes", "shared KiB", "cubin KiB", "compile s"]
-    return [
-        Table(heading, columns, rows),
-        *_step_tables(section["steps"]),
-        *static_mods.tables(section["mods"]),
-    ]
-
-
-def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
-    if not steps:
-        return []
-    classes = list(dict.fromkeys(key for step in steps for key in step["per_score"]))
-    rows = [
-        [
-            *_named(step),
-            *(f"{step['per_score'].get(key, 0):.1f}" for key in classes),
-            str(step["bank_conflicts"]),
-            NOTHING if step["bytes_over_least"] is None else f"{step['bytes_over_least']:.3f}",
-        ]
-        for step in steps
-    ]
-    columns = ["problem", "kernel", "tile", *classes, "bank conflicts", "bytes over least"]
-    step_tables = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
-    tensor_core_steps = [step for step in steps if step["sass"] is not None]
-    if tensor_core_steps:
-        classes = list(tensor_core_steps[0]["sass"]["per_score"])
-        rows = []
-        for step in tensor_core_steps:
-            per_score, waits = step["sass"]["per_score"], map(sass.Wait._make, step["sass"]["waits"])
-            rows.append(
-                [
-                    *_named(step),
-                    *(f"{per_score[key]:.2f}" for key in classes),
-                    f"{sum(count for key, count in per_score.items() if key != 'products'):.2f}",
-                    f"{step['sass']['longest']:.2f}",
-                    " ".join(f"{wait.products}/{wait.exps}" for wait in waits) or NOTHING,
-                ]
-            )
-        columns = [
-            "problem", "kernel", "tile", *classes, "all but products", "longest path", "products/exps before each wait"
-        ]  # fmt: skip
-        step_tables.append(
-            Table(
-                "The steady loop as sm_80 (Hopper: sm_90a) executes it, SASS of a thread for one score", columns, rows
-            )
-        )
-    return step_tables
-
-
-def _named(step: dict[str, Any]) -> list[str]:
-    return [step["problem"], step["kernel"], _size(step["tile"])]
-
-
-def _size(tile: Sequence[int] | None) -> str:
+def size(tile: Sequence[int] | None) -> str:
+    """Return the text of a tile: BLOCK_Q x BLOCK_KV / threads."""
     return NOTHING if tile is None else f"{tile[0]}x{tile[1]}/{tile[2]}"

@@ -1,0 +1,24 @@
+"""Arguments that several commands of python -m bench have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def positive(text: str) -> int:
+    """Return the positive integer that a text is."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def lengths(text: str) -> list[int]:
+    """Return the positive integers that a text lists, separated by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+def add_out(command: argparse.ArgumentParser, written: str = "the JSON") -> None:
+    """Add --out, the folder of what a command writes."""
+    command.add_argument("--out", type=Path, default=Path("bench/out"), help=f"output folder for {written}")

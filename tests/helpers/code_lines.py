@@ -1,0 +1,78 @@
+"""Counts lines of code: lines with a token that is no comment, without docstrings and blank lines.
+
+`python tests/helpers/code_lines.py` prints the numbers that test_line_budget.py and test_function_length.py of
+tests/library compare with their limits.
+"""
+
+import ast
+import functools
+import io
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SIMULATOR = "cupy_flash/simulator"
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+DOCUMENTED = ast.Module, ast.ClassDef, *FUNCTIONS
+
+
+@functools.cache
+def code_lines(text):
+    """The numbers of the lines of code of a Python file."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in NO_CODE]
+    lines = {line for first, last in spans for line in range(first, last + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return frozenset(lines)
+
+
+def of_functions(text):
+    """(qualified name, lines of code) of every function of a Python file, with those inside it."""
+    lines = code_lines(text)
+
+    def walk(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.ClassDef, *FUNCTIONS)):
+                name = f"{prefix}{child.name}"
+            if isinstance(child, FUNCTIONS):
+                yield name, len(lines & set(range(child.lineno, child.end_lineno + 1)))
+            yield from walk(child, f"{name}." if name != prefix else prefix)
+
+    return list(walk(ast.parse(text), ""))
+
+
+def texts(folder, root=ROOT):
+    """{path: text} of the Python files of a folder of a checkout."""
+    paths = sorted((root / folder).rglob("*.py"))
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def of_files(folder, root=ROOT):
+    """{path: lines of code} of the Python files of a folder."""
+    return {path: len(code_lines(text)) for path, text in texts(folder, root).items()}
+
+
+def total(folder, root=ROOT):
+    """Lines of code of a folder, without the simulator."""
+    return sum(lines for path, lines in of_files(folder, root).items() if not path.startswith(f"{SIMULATOR}/"))
+
+
+if __name__ == "__main__":
+    for folder in ("cupy_flash", "bench"):
+        print(f"{folder}: {total(folder)}")
+        for path, lines in sorted(of_files(folder).items(), key=lambda item: -item[1])[:12]:
+            print(f"  {path}: {lines}")
+        long = {f"{path}: {name}": n for path, text in texts(folder).items() for name, n in of_functions(text)}
+        for name, lines in sorted(long.items(), key=lambda item: -item[1])[:12]:
+            print(f"  {name}(): {lines}")

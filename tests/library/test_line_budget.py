@@ -1,0 +1,79 @@
+"""The lines of code of the package, without the simulator, and of the bench stay within a budget.
+
+`python tests/helpers/code_lines.py` prints today's numbers. What a feature adds is added here, with a line of why.
+"""
+
+import code_lines
+import pytest
+
+BUDGET = {
+    "cupy_flash": [
+        (21461, "the package when the budget began"),
+    ],
+    "bench": [
+        (4161, "the bench when the budget began"),
+    ],
+}
+LARGEST = 500
+# Files that are larger. A number may only fall; a file that fits is no exception.
+LARGER = {
+    "cupy_flash/mods/cuda_code.py": 653,
+    "cupy_flash/mods/values.py": 523,
+    "cupy_flash/problem/kv_cache.py": 528,
+    "cupy_flash/reference.py": 666,
+}
+
+
+@pytest.mark.parametrize("folder", BUDGET)
+def test_the_code_stays_within_its_budget(folder):
+    allowed = sum(lines for lines, _ in BUDGET[folder])
+    assert code_lines.total(folder) <= allowed, "remove code, or add to the budget the lines of a feature and why"
+
+
+def test_no_file_is_large():
+    lines = {path: n for folder in BUDGET for path, n in code_lines.of_files(folder).items()}
+    assert {path: n for path, n in lines.items() if n > LARGER.get(path, LARGEST)} == {}
+    assert [path for path in LARGER if lines.get(path, 0) <= LARGEST] == []
+
+
+CODE = '''"""Two lines
+
+of docstring."""
+
+import os  # counts
+
+# a comment
+
+
+class A:
+    """Docstring."""
+
+    def f(
+        self, x
+    ):
+        """Docstring
+
+        of f."""
+        text = """two
+lines"""
+
+        def g():
+            return """no docstring"""
+
+        return text, g
+'''
+
+
+def test_lines_of_code():
+    text = CODE
+    assert [text.splitlines()[line - 1].split()[0] for line in sorted(code_lines.code_lines(text))] == [
+        "import", "class", "def", "self,", "):", "text", 'lines"""', "def", "return", "return",
+    ]  # fmt: skip
+    assert code_lines.of_functions(text) == [("A.f", 8), ("A.f.g", 2)]
+
+
+def test_the_simulator_is_left_out(tmp_path):
+    for path in ("cupy_flash/a.py", "cupy_flash/b/c.py", "cupy_flash/simulator/d.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("x = 1\n\n# y\n")
+    assert code_lines.total("cupy_flash", tmp_path) == 2

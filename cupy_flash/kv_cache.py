@@ -144,7 +144,7 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .problem.kv_cache import pose_with_cache
+    from .problem.build import pose_with_cache
     from .problem.kv_cache_records import CacheOptions
 
     options = CacheOptions(
@@ -178,7 +178,7 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
-    from .problem.kv_cache import pose_with_cache
+    from .problem.build import pose_with_cache
     from .problem.kv_cache_records import CacheOptions
 
     settings = CacheOptions.of("explain_with_kv_cache", options)
@@ -237,7 +237,7 @@ def append_to_kv_cache(
         ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
-    from .problem.kv_cache import pose_append
+    from .problem.build import pose_append
     from .problem.kv_cache_records import CacheOptions
 
     options = CacheOptions(

@@ -460,8 +460,7 @@ def attention_with_kv_cache(
         rows[..., x], rows[..., y] = turned.real, turned.imag
         return rows
 
-    slot = 0
-    written = batch + (cu_seqlens_q is not None and slots is not None)
+    slot, written = 0, batch + (cu_seqlens_q is not None and slots is not None)
     for b in range(written if k is not None else 0):
         new = (rotate(rows_of(k, b), lengths[b] - (len(rows_of(k, b)) if slots is not None else 0), b), rows_of(v, b))
         for i in range(len(new[0])):
@@ -809,8 +808,8 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         if function is np.clip:
             x, low, high = (_Dual.of(arg) for arg in args)
             inside = (x.value >= low.value) & (x.value <= high.value)
-            slope, curve = (np.where(inside, derivative, 0) for derivative in (x.slope, x.curve))
-            return _Dual(np.clip(x.value, low.value, high.value), slope, curve)
+            clipped = np.clip(x.value, low.value, high.value)
+            return _Dual(clipped, np.where(inside, x.slope, 0), np.where(inside, x.curve, 0))
         if function is not np.where:
             raise TypeError(f"the reference does not differentiate {function.__name__}")
         condition, x, y = args[0], _Dual.of(args[1]), _Dual.of(args[2])

@@ -258,7 +258,8 @@ def _root(trace: Trace, source: str, function: object, inputs: tuple[str, ...]) 
 def _require_parameters(function: Callable[..., object], inputs: tuple[str, ...]) -> None:
     """Raise Untraceable if the function cannot be called with the inputs by position."""
     try:
-        parameters = inspect.signature(function)
+        is_wrapper = isinstance(function, types.FunctionType) and function.__code__ is not DISPATCHER
+        parameters = inspect.signature(function, follow_wrapped=not is_wrapper)
     except (TypeError, ValueError):  # no signature (a builtin, or hidden by a class): the call itself raises
         return
     try:

@@ -3,20 +3,15 @@
 #pragma once
 #include "steps.cuh"
 
-constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
-constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
-constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
-
-// Addresses in shared memory of the operands of a tile of queries: Q [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V],
-// lse2 [BLOCK_Q], delta [BLOCK_Q].
+// Addresses in shared memory of the operands of a tile of queries.
 struct QueryTile {
-  static constexpr int BYTES = Q_BYTES + dO_BYTES + 2 * 4 * BLOCK_Q;
+  static constexpr int BYTES = QuerySlot::BYTES;
   unsigned int Q;
   unsigned int dO;
   unsigned int numbers;
 
-  __device__ QueryTile(unsigned int smem) : Q(smem), dO(Q + Q_BYTES), numbers(dO + dO_BYTES) {}
+  __device__ QueryTile(unsigned int slot)
+      : Q(slot + QuerySlot::Q), dO(slot + QuerySlot::dO), numbers(slot + QuerySlot::NUMBERS) {}
   // The numbers of the rows from `row`; `smem` is the start of shared memory.
   __device__ Rows numbers_of(const unsigned char* smem, int row) const {
     const float* lse2 = (const float*)(smem + (numbers - smem_address(smem)));
@@ -57,13 +52,13 @@ struct QueryLoads : QdOLoads {
   }
 };
 
-// Addresses in shared memory of the operands of a tile of keys: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].
+// Addresses in shared memory of the operands of a tile of keys.
 struct KeyTile {
-  static constexpr int BYTES = K_BYTES + V_BYTES;
+  static constexpr int BYTES = KeySlot::BYTES;
   unsigned int K;
   unsigned int V;
 
-  __device__ KeyTile(unsigned int smem) : K(smem), V(K + K_BYTES) {}
+  __device__ KeyTile(unsigned int slot) : K(slot + KeySlot::K), V(slot + KeySlot::V) {}
 };
 
 // Loads tiles of keys of one head: one, or one after the other.

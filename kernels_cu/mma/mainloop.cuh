@@ -15,11 +15,31 @@
 #include "shared_dq.cuh"
 #include "tile_stream.cuh"
 
-// A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see. Shared memory: the tile of
-// queries, then STAGES x one of keys. The epilogue stages dQ in the space of Q.
+// Shared memory of the kernels, offsets in bytes: of blocks that own queries, keys, and a part of the bias.
+struct ByQuery {
+  static constexpr int QUERIES = 0;                        // QuerySlot
+  static constexpr int KEYS = QUERIES + QuerySlot::BYTES;  // STAGES x KeySlot
+  static constexpr int dQ = QUERIES + QuerySlot::Q;        // staged by the epilogue
+  static constexpr int BYTES = KEYS + STAGES * KeySlot::BYTES;
+};
+struct ByKey {
+  static constexpr int KEYS = 0;                                        // KeySlot
+  static constexpr int QUERIES = KEYS + KeySlot::BYTES;                 // STAGES x QuerySlot
+  static constexpr int dS = QUERIES + STAGES * QuerySlot::BYTES;        // ADD_DQ: dS^T [BLOCK_KV][BLOCK_Q]
+  static constexpr int dK = KEYS + KeySlot::K, dV = KEYS + KeySlot::V;  // staged by the epilogue
+  static constexpr int BYTES = dS + ADD_DQ * BLOCK_KV * row_bytes(BLOCK_Q);
+};
+struct ByBias {
+  static constexpr int QUERIES = 0;                            // QuerySlot
+  static constexpr int KEYS = QUERIES + QuerySlot::BYTES;      // KeySlot
+  static constexpr int dS = 0, dS_END = 4 * BLOCK_Q * dS_ROW;  // floats [BLOCK_Q][dS_ROW], staged by the epilogue
+  static constexpr int BYTES = maximum(KEYS + KeySlot::BYTES, dS_END);
+};
+
+// A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see.
 template <int M, int N>
 __device__ void sum_dQ(const Params& p, unsigned char* smem) {
-  QueryTile queries(smem_address(smem));
+  QueryTile queries(smem_address(smem) + ByQuery::QUERIES);
   int row = row_warp() * M * 16;
   ProductLanes lanes(row);
   auto KT_lane = held(Tile<HEAD_DIM>::lane_of_X());
@@ -39,7 +59,7 @@ __device__ void sum_dQ(const Params& p, unsigned char* smem) {
     KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
     auto key_loads = KeyLoads(p, sequence, kv_head, kv_tiles.start).kept();
     TileStream<KeyTile, KvTiles<Order::FIRST_TO_LAST>, KeyLoads> stream(kv_tiles, key_loads,
-                                                                        queries.Q + QueryTile::BYTES);
+                                                                        smem_address(smem) + ByQuery::KEYS);
     __syncthreads();
     Range seeing = {band.q_begin(0), band.q_end(sequence.kv_len)};  // queries that see any key
     QueryLoads(p, sequence).load(queries, head, q_start, seeing);
@@ -60,19 +80,20 @@ __device__ void sum_dQ(const Params& p, unsigned char* smem) {
     cp_async_wait_group<0>();  // the queries may be in flight if no key was visited
     __syncthreads();
     // @scale-dQ
-    store_fragments<M, HEAD_DIM>(smem, dQ_rmem, row, [&](int, int) { return (float)p.scale * scale.inverse(); });
+    store_fragments<M, HEAD_DIM>(smem + ByQuery::dQ, dQ_rmem, row,
+                                 [&](int, int) { return (float)p.scale * scale.inverse(); });
     __syncthreads();
-    store_tile<BLOCK_Q, HEAD_DIM>(sequence.queries<element>(p.dq, head), p.dq, smem, q_start, sequence.q_rows);
+    store_tile<BLOCK_Q, HEAD_DIM>(sequence.queries<element>(p.dq, head), p.dq, smem + ByQuery::dQ, q_start,
+                                  sequence.q_rows);
   }
 }
 
 // A block owns tiles of BLOCK_KV keys of one key/value head, and visits all queries that see them, head after head of
-// the GQA group. ADD_DQ: it also adds its part of dQ to the workspace. Shared memory: the tile of keys, then STAGES x
-// one of queries; ADD_DQ: and dS^T [BLOCK_KV][BLOCK_Q]. The epilogue stages dK and dV in the tile of keys.
+// the GQA group. ADD_DQ: it also adds its part of dQ to the workspace.
 template <int M, int N>
 __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
-  KeyTile keys(smem_address(smem));
-  unsigned char* dS_smem = smem + KeyTile::BYTES + STAGES * QueryTile::BYTES;
+  KeyTile keys(smem_address(smem) + ByKey::KEYS);
+  unsigned char* dS_smem = smem + ByKey::dS;
 
   int kv_head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
@@ -85,7 +106,8 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
   for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < sequence.kv_rows; kv_start += gridDim.x * BLOCK_KV) {
     // Prologue.
     QTiles q_tiles(p, band, kv_head, kv_start);
-    TileStream<QueryTile, QTiles, QueryLoads> stream(q_tiles, QueryLoads(p, sequence).kept(), keys.K + KeyTile::BYTES);
+    TileStream<QueryTile, QTiles, QueryLoads> stream(q_tiles, QueryLoads(p, sequence).kept(),
+                                                     smem_address(smem) + ByKey::QUERIES);
     __syncthreads();
     KeyLoads(p, sequence, kv_head, kv_start).load(keys, Range{0, sequence.kv_len});
     stream.fill();
@@ -115,24 +137,25 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
     cp_async_wait_group<0>();  // the keys may be in flight if no query was visited
     __syncthreads();
     // @scale-dK
-    store_fragments<M, HEAD_DIM>(smem, dK_rmem, row, [&](int, int) { return (float)p.scale * scale.inverse(); });
+    store_fragments<M, HEAD_DIM>(smem + ByKey::dK, dK_rmem, row,
+                                 [&](int, int) { return (float)p.scale * scale.inverse(); });
     // @scale-dV-back
-    store_fragments<M, HEAD_DIM_V>(smem + K_BYTES, dV_rmem, row, [&](int, int) { return scale.inverse(); });
+    store_fragments<M, HEAD_DIM_V>(smem + ByKey::dV, dV_rmem, row, [&](int, int) { return scale.inverse(); });
     __syncthreads();
-    store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem, kv_start, sequence.kv_rows);
-    store_tile<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head), p.dv, smem + K_BYTES, kv_start,
+    store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem + ByKey::dK, kv_start,
+                                   sequence.kv_rows);
+    store_tile<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head), p.dv, smem + ByKey::dV, kv_start,
                                      sequence.kv_rows);
   }
 }
 
 // A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
-// all dimensions that it broadcasts over. Shared memory: the tile of queries, then that of keys. The epilogue reuses
-// all of it for dS [BLOCK_Q][BLOCK_KV].
+// all dimensions that it broadcasts over.
 template <int M, int N>
 __device__ void sum_dbias(const Params& p, unsigned char* smem) {
-  QueryTile queries(smem_address(smem));
-  KeyTile keys(queries.Q + QueryTile::BYTES);
-  float* dS_smem = (float*)smem;
+  QueryTile queries(smem_address(smem) + ByBias::QUERIES);
+  KeyTile keys(smem_address(smem) + ByBias::KEYS);
+  float* dS_smem = (float*)(smem + ByBias::dS);
   int row = row_warp() * M * 16;
   ProductLanes lanes(row);
   auto numbers = queries.numbers_of(smem, row);

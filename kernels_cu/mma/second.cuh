@@ -4,18 +4,20 @@
 #include "direction.cuh"
 #include "steps.cuh"
 
-constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
-
-// Addresses in shared memory of the operands of a tile of queries: Q, tQ [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V],
-// RowNumbers [BLOCK_Q].
+// Addresses in shared memory of the operands of a tile of queries.
 struct QueryTile {
-  static constexpr int BYTES = (1 + TQ) * Q_BYTES + dO_BYTES + BLOCK_Q * sizeof(RowNumbers);
+  static constexpr int BYTES = QuerySlot::BYTES;
+  static_assert(BYTES == QuerySlot::NUMBERS + BLOCK_Q * sizeof(RowNumbers), "the numbers of its rows are the last");
   unsigned int Q;
   unsigned int tQ;
   unsigned int dO;
   unsigned int numbers;
 
-  __device__ QueryTile(unsigned int smem) : Q(smem), tQ(Q + Q_BYTES), dO(tQ + TQ * Q_BYTES), numbers(dO + dO_BYTES) {}
+  __device__ QueryTile(unsigned int slot)
+      : Q(slot + QuerySlot::Q),
+        tQ(slot + QuerySlot::tQ),
+        dO(slot + QuerySlot::dO),
+        numbers(slot + QuerySlot::NUMBERS) {}
   // The numbers of the rows from `row`; `smem` is the start of shared memory.
   __device__ const RowNumbers* numbers_of(const unsigned char* smem, int row) const {
     return (const RowNumbers*)(smem + (numbers - smem_address(smem))) + row;

@@ -4,6 +4,7 @@
 
 constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // fragments of a warp, by rows; score tiles are transposed: rows are keys
 constexpr int N = BLOCK_Q / 8;                // and by columns
+using SharedMemory = ByKey;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_constant__ Params p) {
   extern __shared__ uint4 smem[];

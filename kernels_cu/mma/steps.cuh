@@ -5,6 +5,16 @@
 #include "gemm.cuh"
 #include "load.cuh"
 
+// Offsets in bytes of the operands of a tile of queries, with the tangent of Q if it moves, and of the numbers of its
+// rows.
+struct QuerySlot {
+  static constexpr int Q = 0;                                             // [BLOCK_Q][HEAD_DIM]
+  static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);            // TQ: [BLOCK_Q][HEAD_DIM]
+  static constexpr int dO = tQ + TQ * BLOCK_Q * row_bytes(HEAD_DIM);      // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int NUMBERS = dO + BLOCK_Q * row_bytes(HEAD_DIM_V);    // lse2 [BLOCK_Q], delta [BLOCK_Q]
+  static constexpr int BYTES = NUMBERS + (DIRECTION ? 16 : 8) * BLOCK_Q;  // DIRECTION: RowNumbers [BLOCK_Q]
+};
+
 // Loads the rows of dO whose queries are in `queries`, and zeros for others. A row that sees no key must not
 // contribute, whatever its dO is. `queries` excludes rows that see no key by position; rows whose keys are all hidden
 // by a dense mask or a bias have an lse of -inf.

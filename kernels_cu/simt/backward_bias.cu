@@ -7,6 +7,7 @@
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
+using SharedMemory = ByQuery;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_bias(const __grid_constant__ Params p) {
   extern __shared__ Chunk smem[];

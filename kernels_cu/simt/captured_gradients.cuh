@@ -5,13 +5,20 @@
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 
+// Offsets in numbers.
+struct SharedMemory {
+  static constexpr int QUERIES = 0;
+  static constexpr int KEYS = QUERIES + QuerySlot::END;
+  static constexpr int BYTES = sizeof(real) * (KEYS + KeySlot::END);
+};
+
 // A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see. add_gradients(sums, tile,
 // masked, score, band, dropout, queries, start) adds the gradients of the elements that the scores of a tile read;
 // those that all keys of a row read are added to `sums` instead, and to the array once per row.
 template <typename Products, typename AddGradients>
 __device__ void sum_captured(const Params& p, real* smem, AddGradients add_gradients) {
-  QueryTile queries(smem);
-  KeyTile keys(queries.end);
+  QueryTile queries(smem + SharedMemory::QUERIES);
+  KeyTile keys(smem + SharedMemory::KEYS);
 
   int head = blockIdx.y, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);

@@ -15,6 +15,20 @@
 #include "backward.cuh"
 #endif
 
+// Shared memory of the kernels, offsets in numbers: of blocks that own queries, and of those that own keys.
+struct ByQuery {
+  static constexpr int QUERIES = 0;
+  static constexpr int KEYS = QUERIES + QuerySlot::END;
+  static constexpr int P = KEYS + KeySlot::END;  // [BLOCK_Q][BLOCK_KV]: each left operand of dQ, or dS
+  static constexpr int BYTES = sizeof(real) * (P + BLOCK_Q * p_stride(BLOCK_KV));
+};
+struct ByKey {
+  static constexpr int KEYS = 0;
+  static constexpr int QUERIES = KEYS + KeySlot::END;
+  static constexpr int P = QUERIES + QuerySlot::END;  // [BLOCK_KV][BLOCK_Q]: each left operand of dK and dV
+  static constexpr int BYTES = sizeof(real) * (P + BLOCK_KV * p_stride(BLOCK_Q));
+};
+
 // Mainloop of a tile of queries: calls add(tile, start, masked) with its products with each tile of keys.
 template <typename Products, typename Add>
 __device__ void visit_keys(const Params& p, const Sequence& sequence, int kv_head, int q_start,
@@ -40,9 +54,9 @@ __device__ void differentiate(Gradients& tile, bool masked, const Score& score, 
 // A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see.
 template <int ROWS, int COLS>
 __device__ void sum_dQ(const Params& p, real* smem) {
-  QueryTile queries(smem);
-  KeyTile keys(queries.end);
-  real* P_smem = keys.end;  // [BLOCK_Q][BLOCK_KV]: each left operand of dQ
+  QueryTile queries(smem + ByQuery::QUERIES);
+  KeyTile keys(smem + ByQuery::KEYS);
+  real* P_smem = smem + ByQuery::P;
 
   int head = blockIdx.y, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);
@@ -74,9 +88,9 @@ __device__ void sum_dQ(const Params& p, real* smem) {
 // the GQA group.
 template <int ROWS, int COLS>
 __device__ void sum_dK_dV(const Params& p, real* smem) {
-  KeyTile keys(smem);
-  QueryTile queries(keys.end);
-  real* P_smem = queries.end;  // [BLOCK_KV][BLOCK_Q]: each left operand of dK and dV
+  KeyTile keys(smem + ByKey::KEYS);
+  QueryTile queries(smem + ByKey::QUERIES);
+  real* P_smem = smem + ByKey::P;
 
   int kv_head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
@@ -112,9 +126,9 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
 // all dimensions that it broadcasts over.
 template <int ROWS, int COLS>
 __device__ void sum_dbias(const Params& p, real* smem) {
-  QueryTile queries(smem);
-  KeyTile keys(queries.end);
-  real* dS_smem = keys.end;  // [BLOCK_Q][BLOCK_KV]
+  QueryTile queries(smem + ByQuery::QUERIES);
+  KeyTile keys(smem + ByQuery::KEYS);
+  real* dS_smem = smem + ByQuery::P;
 
   for (int tile = blockIdx.x; tile < BiasTile::tiles(p); tile += gridDim.x) {
     using Tile = Gradients<ROWS, COLS, false, false>;

@@ -3,6 +3,23 @@
 #pragma once
 #include "steps.cuh"
 
+// Offsets in numbers of a tile of queries and of a tile of keys.
+struct QuerySlot {
+  static constexpr int Q = 0;
+  static constexpr int tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);
+  static constexpr int dO = tQ + TQ * BLOCK_Q * row_stride(HEAD_DIM);
+  static constexpr int LSE = dO + BLOCK_Q * row_stride(HEAD_DIM_V);
+  static constexpr int DELTA = LSE + BLOCK_Q, MU = DELTA + BLOCK_Q, EPS = MU + BLOCK_Q;
+  static constexpr int END = DIRECTION ? EPS + BLOCK_Q : MU;
+};
+struct KeySlot {
+  static constexpr int K = 0;
+  static constexpr int tK = K + BLOCK_KV * row_stride(HEAD_DIM);
+  static constexpr int V = tK + TK * BLOCK_KV * row_stride(HEAD_DIM);
+  static constexpr int tV = V + BLOCK_KV * row_stride(HEAD_DIM_V);
+  static constexpr int END = tV + TV * BLOCK_KV * row_stride(HEAD_DIM_V);
+};
+
 // Q, tQ and dO of a tile of queries, and the numbers of its rows.
 struct QueryTile {
   real* Q;      // [BLOCK_Q][HEAD_DIM]
@@ -12,15 +29,15 @@ struct QueryTile {
   real* delta;  // [BLOCK_Q]; 0 for such a row, as mu and eps
   real* mu;
   real* eps;
-  real* end;
 
-  __device__ QueryTile(real* smem) : Q(smem) {
-    tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);
-    dO = tQ + TQ * BLOCK_Q * row_stride(HEAD_DIM);
-    lse = dO + BLOCK_Q * row_stride(HEAD_DIM_V);
-    delta = lse + BLOCK_Q, mu = delta + BLOCK_Q, eps = mu + BLOCK_Q;
-    end = delta + (DIRECTION ? 3 : 1) * BLOCK_Q;
-  }
+  __device__ QueryTile(real* smem)
+      : Q(smem + QuerySlot::Q),
+        tQ(smem + QuerySlot::tQ),
+        dO(smem + QuerySlot::dO),
+        lse(smem + QuerySlot::LSE),
+        delta(smem + QuerySlot::DELTA),
+        mu(smem + QuerySlot::MU),
+        eps(smem + QuerySlot::EPS) {}
 
   __device__ void load(const Params& p, const Sequence& sequence, int head, int q_start, Range queries) {
     auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
@@ -60,14 +77,9 @@ struct KeyTile {
   real* tK;  // [BLOCK_KV][HEAD_DIM]
   real* V;   // [BLOCK_KV][HEAD_DIM_V]
   real* tV;  // [BLOCK_KV][HEAD_DIM_V]
-  real* end;
 
-  __device__ KeyTile(real* smem) : K(smem) {
-    tK = K + BLOCK_KV * row_stride(HEAD_DIM);
-    V = tK + TK * BLOCK_KV * row_stride(HEAD_DIM);
-    tV = V + BLOCK_KV * row_stride(HEAD_DIM_V);
-    end = tV + TV * BLOCK_KV * row_stride(HEAD_DIM_V);
-  }
+  __device__ KeyTile(real* smem)
+      : K(smem + KeySlot::K), tK(smem + KeySlot::tK), V(smem + KeySlot::V), tV(smem + KeySlot::tV) {}
 
   __device__ void load(const Params& p, const Sequence& sequence, int kv_head, int kv_start, Range keys) {
     auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };

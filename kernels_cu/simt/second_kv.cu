@@ -3,6 +3,7 @@
 
 constexpr int ROWS = BLOCK_KV / ROW_THREADS;  // score tiles are transposed: rows are keys
 constexpr int COLS = BLOCK_Q / LANES;
+using SharedMemory = ByKey;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) second_kv(const __grid_constant__ Params p) {
   extern __shared__ Chunk smem[];

@@ -428,14 +428,14 @@ def attention_with_kv_cache(
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
     storage, compute = _precision(q, dtype)
     width = caches[0].shape[1]
-    bounds = np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist()
-    batch = len(q) if cu_seqlens_q is None else len(bounds) - 1
+    # "Sequence" `batch` is the rows of a packed batch past the last one.
+    bounds = [*np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist(), len(q)]
+    batch = len(q) if cu_seqlens_q is None else len(bounds) - 2
     capacity = width if block_table is None else width * np.asarray(block_table).shape[1]
     lengths = [*np.broadcast_to(capacity if cache_seqlens is None else cache_seqlens, batch).tolist(), 0]
-    ends = [*bounds, len(q)]  # "sequence" `batch` is the rows of a packed batch past the last one
 
     def rows_of(x: Any, b: int) -> Any:
-        return None if x is None else x[b] if cu_seqlens_q is None else x[ends[b] : ends[b + 1]]
+        return None if x is None else x[b] if cu_seqlens_q is None else x[bounds[b] : bounds[b + 1]]
 
     def place(b: int, j: int) -> tuple[int, int]:
         if block_table is not None:
@@ -452,10 +452,9 @@ def attention_with_kv_cache(
         x, y = np.arange(half), np.arange(half) + half
         if rotary_interleaved:
             x, y = 2 * np.arange(half), 2 * np.arange(half) + 1
-        at = np.maximum(first + np.arange(len(rows)), 0)
-        if positions is not None:
+        at = np.maximum(first + np.arange(len(rows)), 0) * (b < batch)  # rows past the last sequence have position 0
+        if positions is not None and b < batch:
             at = np.asarray(rows_of(np.asarray(positions), b))
-        at = at * (b < batch)  # rows past the last sequence have position 0
         turned = (rows[..., x] + 1j * rows[..., y]) * (cos[at] + 1j * sin[at])[:, None]
         rows[..., x], rows[..., y] = turned.real, turned.imag
         return rows
@@ -468,9 +467,8 @@ def attention_with_kv_cache(
             slot += 1
             for cache, rows, name in zip(caches, new, ("k_descale", "v_descale"), strict=True):
                 if where[0] >= 0:
-                    descale = options.get(name) if b < batch else None
-                    factor = 1 if descale is None else np.asarray(descale)[b, :, None]
-                    row = np.asarray(rows[i]).astype(compute) / factor
+                    descale = 1 if b == batch or options.get(name) is None else np.asarray(options[name])[b, :, None]
+                    row = np.asarray(rows[i]).astype(compute) / descale
                     cache[where] = (np.clip(row, -448, 448) if cache.dtype.name == FP8 else row).astype(cache.dtype)
         lengths[b] += len(new[0]) if slots is None else 0
 

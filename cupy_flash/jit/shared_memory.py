@@ -48,14 +48,14 @@ def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], Any]:
+def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], int]:
     """Return the function that computes the bytes of a kernel."""
     translation = Translation(kernel)
     result = translation.number("SharedMemory::BYTES", "")
     text = "\n  ".join(["def layout(constants):", *translation.lines, f"return {result}"])
     namespace: dict[str, Any] = {"SIZES": SIZES}
     exec(compile(text, f"<the shared memory of {kernel}>", "exec"), namespace)
-    layout: Callable[[Mapping[str, Constant]], Any] = namespace["layout"]
+    layout: Callable[[Mapping[str, Constant]], int] = namespace["layout"]
     return layout
 
 

@@ -33,6 +33,7 @@ from .checks import (
     read,
 )
 from .features import ARRAY, ARRAYS, FEATURES, LENGTHS, MOD, SEED, WINDOW, Feature, Options
+from .mask import Mask
 from .records import (
     CACHES,
     DOUBLE_BACKWARD,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
-    from .kv_cache_records import CacheOptions
+    from .kv_cache_records import Cache, CacheOptions
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
@@ -99,15 +100,11 @@ def pose(
         given |= _direction(requirements, tangents, mod)
     call = read(requirements, given)
     facts = _facts(
-        options,
-        mod,
+        options, mod,
         tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]),
-        _are_aligned(call, ("q", "k", "v")),
-        () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k),
-        saved,
-        shard,
-        tangents is not None,
-    )
+        _are_aligned(call, ("q", "k", "v")), () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k),
+        saved, shard, tangents is not None,
+    )  # fmt: skip
     checked = _checked(requirements, facts)
     # Array contents and the seed are not cached facts: check them on every call.
     seed = check_seed(requirements, call, options.seed, checked.dropout, saved is not None)
@@ -167,14 +164,12 @@ def _pose_on_cache(
     attends = "q" in given
     call = read(requirements, given)
     facts = _facts(
-        options,
-        mod,
+        options, mod,
         tuple([
             (name, x.shape, x.dtype, x.device, x.framework, x.readonly, x.immutable, *_strides(x.shape, x.strides))
             for name, x in call.items()
         ]),
-        _are_aligned(call, CACHES),
-        on_cache=(attends, length is not None),
+        _are_aligned(call, CACHES), on_cache=(attends, length is not None),
     )  # fmt: skip
     checked = _checked(requirements, facts)
     fields = of_cache.fields
@@ -428,47 +423,63 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     numbers: dict[str, Any] = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
-    problem, (q_len, kv_len) = None, longest
-    if sizes.known and q_len is not None and kv_len is not None:
-        assert like is not None  # the sizes are known
-        step, first_head, heads, first_batch, _ = facts.shard
-        problem = Problem(
-            backward=facts.backward,
-            derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
-            tangents=_moved(arrays),
-            dtype=like.dtype,
-            device=like.device,
-            framework=like.framework,
-            layout="thd" if packed else layout,
-            batch=sizes.batch,
-            q_len=q_len,
-            kv_len=kv_len,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            head_dim_v=sizes.head_dim_v,
-            mask=settings.mask,
-            dlse="dlse" in arrays,
-            aligned=facts.aligned,
-            empty=any(0 in arrays[name].shape for name in ("q", "k", "v") if name in arrays),
-            shard="starts" in arrays,
-            step=step,
-            first_head=first_head,
-            whole_heads=sizes.heads if heads is None else heads,
-            first_batch=first_batch,
-            deterministic=bool(options.get("deterministic")),
-            backend=facts.backend,
-            engine=options["engine"],
-            cache=cache,
-            bias_gradient=facts.bias_gradient,
-            **mods,
-            **numbers,
-            **array_facts(arrays, like.dtype),
-        )
+    problem = None
+    if sizes.known and None not in longest:
+        layout = "thd" if packed else layout
+        problem = _problem(facts, arrays, options, sizes, layout, longest, settings.mask, cache, mods | numbers)
     return CheckedFacts(
         problem, sizes, bool(numbers["dropout"]), longest, readable,
         tuple(requirements.unmet), requirements.about_type, tuple(requirements.unsupported),
     )  # fmt: skip
+
+
+def _problem(
+    facts: Facts,
+    arrays: dict[str, ArrayFacts],
+    options: dict[str, Any],
+    sizes: Sizes,
+    layout: str,
+    longest: tuple[int | None, int | None],
+    mask: Mask,
+    cache: "Cache | None",
+    others: dict[str, Any],
+) -> Problem:
+    """Return the Problem; `others` are its fields for mods and numbers."""
+    like, (q_len, kv_len) = arrays["q" if "q" in arrays else "k"], longest
+    assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
+    step, first_head, heads, first_batch, _ = facts.shard
+    return Problem(
+        backward=facts.backward,
+        derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
+        tangents=_moved(arrays),
+        dtype=like.dtype,
+        device=like.device,
+        framework=like.framework,
+        layout=layout,
+        batch=sizes.batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        head_dim_v=sizes.head_dim_v,
+        mask=mask,
+        dlse="dlse" in arrays,
+        aligned=facts.aligned,
+        empty=any(0 in arrays[name].shape for name in ("q", "k", "v") if name in arrays),
+        shard="starts" in arrays,
+        step=step,
+        first_head=first_head,
+        whole_heads=sizes.heads if heads is None else heads,
+        first_batch=first_batch,
+        deterministic=bool(options.get("deterministic")),
+        backend=facts.backend,
+        engine=options["engine"],
+        cache=cache,
+        bias_gradient=facts.bias_gradient,
+        **others,
+        **array_facts(arrays, like.dtype),
+    )
 
 
 @lru_cache(maxsize=CACHED)

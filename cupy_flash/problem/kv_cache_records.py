@@ -135,12 +135,7 @@ class CacheOptions:
         conflicts=(Conflict("cache_batch_idx", "slots and cache_batch_idx do not go together"),),
     )
     positions: AnyArray | None = option(
-        ARRAY,
-        axes=("bi", "t"),
-        dtypes=INT32,
-        shape_text=OF_SEQUENCES,
-        leading_stride="positions_row",
-        appends=True,
+        ARRAY, axes=("bi", "t"), dtypes=INT32, shape_text=OF_SEQUENCES, leading_stride="positions_row", appends=True
     )
     cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=INT32, shape_text="must be (B + 1,), not {given}")
     max_seqlen_q: int | None = option(WHOLE)

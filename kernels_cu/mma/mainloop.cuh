@@ -123,9 +123,10 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
       gradients.differentiate(q_tiles.masked(), scale, score, band, dropout, queries.numbers_of(smem, 0), q_tiles.start,
                               kv_start + row);  // @dKV.mask
       // Captured by reference, the addresses would be computed anew for every tile.
-      gradients.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [dS_smem, row](const auto& dS) {
+      auto share_dS = [dS_smem, row](const unsigned int (&dS)[M][N / 2][4]) {
         if constexpr (ADD_DQ) share(dS_smem, dS, row);
-      });
+      };
+      gradients.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, share_dS);
       if constexpr (ADD_DQ) {
         __syncthreads();  // @barrier-before-added-dQ
         add_dQ(DqSums(p, sequence, q_tiles.head), smem_address(dS_smem), keys.K, q_tiles.start, sequence.q_len);

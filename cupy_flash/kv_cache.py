@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch
 from .arrays import AnyArray, ArrayT
@@ -253,6 +253,6 @@ def append_to_kv_cache(
     dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
 
 
-def _is_torch(x: Any) -> bool:
+def _is_torch(x: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)

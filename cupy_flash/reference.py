@@ -7,7 +7,7 @@ through ml_dtypes).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, make_dataclass, replace
+from dataclasses import make_dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,9 +37,8 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-_names = [(feature.name, object, field(default=feature.default)) for feature in FEATURES if feature.definition]
-_precision_names = [("dtype", object, field(default=None)), ("order", object, field(default=0))]
-_Options: Any = make_dataclass("Options", [*_names, *_precision_names], frozen=True)
+_names = [(feature.name, object, feature.default) for feature in FEATURES if feature.definition]
+_Options: Any = make_dataclass("Options", [*_names, ("dtype", object, None), ("order", object, 0)], frozen=True)
 
 
 class Options(_Options):
@@ -474,9 +473,8 @@ def attention_with_kv_cache(
         lengths[b] += len(new[0]) if slots is None else 0
 
     out = np.zeros((*q.shape[:-1], caches[1].shape[-1]), storage)
-    lse = np.full(
-        (q.shape[1], len(q)) if cu_seqlens_q is not None else (batch, q.shape[2], q.shape[1]), -np.inf, compute
-    )
+    shape = (q.shape[1], len(q)) if cu_seqlens_q is not None else (batch, q.shape[2], q.shape[1])
+    lse = np.full(shape, -np.inf, compute)
     for b in range(batch):
         rows, length = rows_of(q, b), lengths[b]
         keys = [place(b, j) for j in range(length)]
@@ -813,9 +811,8 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         if function is not np.where:
             raise TypeError(f"the reference does not differentiate {function.__name__}")
         condition, x, y = args[0], _Dual.of(args[1]), _Dual.of(args[2])
-        return _Dual(
-            *(np.where(condition, a, b) for a, b in ((x.value, y.value), (x.slope, y.slope), (x.curve, y.curve)))
-        )
+        pairs = ((x.value, y.value), (x.slope, y.slope), (x.curve, y.curve))
+        return _Dual(*(np.where(condition, a, b) for a, b in pairs))
 
 
 def _times(factor: Array | float, partial: Array | float) -> Array:

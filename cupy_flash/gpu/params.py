@@ -25,6 +25,8 @@ from ..problem.records import FP8, Operands, Problem
 from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from .captured import Captured
 
 SCALARS = {
@@ -53,7 +55,7 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
+def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype]:
     """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     Args:
@@ -65,9 +67,9 @@ def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> 
     switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
     lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
-    structs: dict[str, np.dtype[Any]] = {}
+    structs: dict[str, np.dtype] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
-        members: list[tuple[str, Any]] = []
+        members: list[tuple[str, npt.DTypeLike]] = []
         for declaration in filter(None, map(str.strip, body.split(";"))):
             kind, member = declaration.rsplit(maxsplit=1)
             if kind.endswith("*"):
@@ -85,7 +87,7 @@ def pack(
     workspaces: Iterable[Workspace],
     address: Address,
     captured: Captured | None = None,
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
 
     All members but addresses, the seed, a common length and captured arrays are equal in calls with the same shapes and
@@ -143,14 +145,14 @@ class Described(NamedTuple):
     pointer: int  # address modulo ALIGNMENT
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
 
 
 @lru_cache(maxsize=1024)
 def _constant(
     problem: Problem,
     rows: tuple[int, int],
-    arrays: tuple[tuple[Any, ...], ...],
+    arrays: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], np.dtype], ...],
     workspaces: tuple[Workspace, ...],
     captured: str,
 ) -> tuple[_Struct, list[float], tuple[int, ...]]:
@@ -158,7 +160,9 @@ def _constant(
 
     `rows` are those of queries and keys in the arrays; `arrays` are tuples (name, *Described).
     """
-    by_name: dict[str, Any] = {name: Described(*facts) for name, *facts in arrays}
+    by_name: dict[str, Any] = {
+        name: Described(start, shape, strides, dtype) for name, start, shape, strides, dtype in arrays
+    }
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     strides = {workspace.name: workspace.strides for workspace in workspaces}
@@ -197,7 +201,7 @@ def _constant(
     return struct, struct.numbers(members), places
 
 
-def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Described]) -> dict[str, tuple[float, ...]]:
     """Return the sizes of a KV cache; `arrays` are those of the call and its workspaces."""
     sizes = {
         "partial_results": arrays["part_lse"].shape[0] if "part_lse" in arrays else 0,
@@ -238,7 +242,7 @@ def _forms() -> dict[str, Form]:
     return forms
 
 
-def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
+def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray:
     """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
     batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
@@ -256,7 +260,7 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
 
 def pack_maps(
     boxes: tuple[Box, ...], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Return the tensor maps of these boxes, in order, as a read-only array without dimensions."""
     boxed = [arrays[box.operand] for box in boxes]
     return _maps(boxes, tuple([(address(x), x.shape, x.strides, x.dtype) for x in boxed]), layout, encode)
@@ -265,10 +269,10 @@ def pack_maps(
 @lru_cache(maxsize=1024)
 def _maps(
     boxes: tuple[Box, ...],
-    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...],
+    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype], ...],
     layout: str,
     encode: Encode,
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
     start = operator.attrgetter("pointer")
     encoded = b""
@@ -316,7 +320,7 @@ def _encoded(
 class _Struct(NamedTuple):
     """The layout of a struct: the format of its numbers, and the index of each member's first number."""
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     packer: struct.Struct
     zeros: list[float]  # one for each number of the struct
     places: dict[str, slice]
@@ -328,7 +332,7 @@ class _Struct(NamedTuple):
             numbers[self.places[member]] = values
         return numbers
 
-    def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
+    def packed(self, numbers: list[float]) -> np.ndarray:
         """Return a struct with these numbers, packed by one call because NumPy's assignments to fields are slow."""
         return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
 

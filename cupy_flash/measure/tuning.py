@@ -483,8 +483,9 @@ def _stated(backend: str, trial: Trial, saved: tuple[Owner, Owner] | None) -> tu
     """Return a call's problem and operands; for a backward, out and lse may be any arrays of their shapes."""
     call = calls.on_backend(backend, trial.call())
     if trial.cache is not None:
-        return pose_with_cache(call.q, call.k, call.v, CacheOptions(**call.options, backend=backend))
-    options = Options(**call.options, backend=backend, deterministic=trial.deterministic)
+        return pose_with_cache(call.q, call.k, call.v, CacheOptions.of("tune", call.options | {"backend": backend}))
+    how = {"backend": backend, "deterministic": trial.deterministic}
+    options = Options.of("tune", call.options | how)
     out, lse = (call.dout, call.dlse) if saved is None else saved
     posed = Saved(call.dout, out, lse, None) if trial.backward else None
     return pose("tune", (call.q, call.k, call.v), options, call.packed, posed)

@@ -63,6 +63,12 @@ if TYPE_CHECKING:
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
 
+# (name, *ArrayFacts)
+NamedFacts = (
+    tuple[str, tuple[int, ...], np.dtype, str, str]
+    | tuple[str, tuple[int, ...], np.dtype, str, str, bool, str, bool, bool]
+)
+
 
 def pose(
     function: str,
@@ -129,7 +135,13 @@ def pose_with_cache(
 
 
 def pose_append(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: "CacheOptions", reasons: tuple[str, ...] = ()
+    k: "Given",
+    v: "Given",
+    k_cache: "Given",
+    v_cache: "Given",
+    cu_seqlens: "Given | None",
+    options: "CacheOptions",
+    reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
     given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, _of_cache())
@@ -183,7 +195,7 @@ def _pose_on_cache(
     return checked.problem, operands
 
 
-def _whole_length(requirements: Requirements, given: Any) -> int | None:
+def _whole_length(requirements: Requirements, given: object) -> int | None:
     """Return cache_seqlens if it is one number for all sequences, else None; 0 for one that is no int32."""
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
         return None
@@ -295,7 +307,7 @@ class Facts(NamedTuple):
     window: tuple[int | None, int | None] | None
     backend: str | None  # the option `backend`, by default the environment variable
     mods: str  # the text of the mods, or ""
-    arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
+    arrays: tuple[NamedFacts, ...]
     aligned: bool
     longest: tuple[int | None, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch without a cache
     backward: bool
@@ -310,7 +322,7 @@ class Facts(NamedTuple):
 def _facts(
     options: "Options | CacheOptions",
     mod: "Mod | None",
-    arrays: tuple[tuple[Any, ...], ...],
+    arrays: tuple[NamedFacts, ...],
     aligned: bool,
     longest: tuple[int | None, ...] = (),
     saved: Saved | None = None,
@@ -377,7 +389,7 @@ def cached_if_plain(function: "_lru_cache_wrapper[T]", types: tuple[type, ...]) 
 def _check_facts(facts: Facts) -> CheckedFacts:
     """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
     requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
-    arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
+    arrays = {described[0]: ArrayFacts(*described[1:]) for described in facts.arrays}
     options: dict[str, Any] = dict(zip(table.plain, facts.options, strict=True))
     packed, layout, sizes, cache, readable = facts.longest != (), options["layout"], Sizes(), None, False
     check_places(requirements, arrays)

@@ -131,7 +131,7 @@ class Settings(NamedTuple):
 
     mask: Mask
     numbers: dict[str, float | None]
-    others: dict[str, Any]  # flags and whole numbers
+    others: dict[str, int | None]  # flags and whole numbers
 
 
 def read(requirements: Requirements, given: Mapping[str, object]) -> dict[str, Array]:
@@ -365,11 +365,13 @@ def _probability(requirements: Requirements, name: str, given: float, limits: np
 RANGES = {FINITE: _finite, CAP: _cap, PROBABILITY: _probability}
 
 
-def _in_range(requirements: Requirements, feature: Feature, given: Any, limits: Any) -> float | None:
+def _in_range(
+    requirements: Requirements, feature: Feature, given: Any, limits: "np.finfo[np.floating]"
+) -> float | None:
     return RANGES[feature.range](requirements, feature.name, given, limits)
 
 
-KINDS: dict[str, Callable[[Requirements, Feature, Any, Any], Any]] = {
+KINDS: "dict[str, Callable[[Requirements, Feature, Any, np.finfo[np.floating]], Any]]" = {
     CAUSAL: _causal, WINDOW: _window, NUMBER: _in_range, FLAG: _flag, WHOLE: _whole,
 }  # fmt: skip
 
@@ -453,12 +455,12 @@ def check_shape(
     return requirements.require(legal, f"{feature.name} {feature.shape_text.format(**lengths, **text)}")
 
 
-def _shapes(legal_axes: Iterable[str], lengths: dict[str, Length]) -> list[tuple[Any, ...]]:
+def _shapes(legal_axes: Iterable[str], lengths: dict[str, Length]) -> list[tuple[Length, ...]]:
     """Return the legal shapes of an array among the options, or those to which it must broadcast."""
     return [tuple(lengths[axis] for axis in axes) for axes in legal_axes if lengths.keys() >= set(axes)]
 
 
-def _fits(shape: tuple[int, ...], lengths: tuple[Any, ...]) -> bool:
+def _fits(shape: tuple[int, ...], lengths: tuple[Length, ...]) -> bool:
     return shape == lengths or (
         len(shape) == len(lengths)
         and all(x == n if isinstance(n, int) else x in n for x, n in zip(shape, lengths, strict=True))
@@ -535,7 +537,7 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype_name(dtype) in DTYPES
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def _broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
     if len(shape) > len(to):
         return False
     return all(size in (1, full) for size, full in zip(shape[::-1], to[::-1], strict=False))

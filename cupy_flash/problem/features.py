@@ -48,7 +48,7 @@ class Feature(NamedTuple):
 
     name: str  # the keyword, and for an array the member of Params
     kind: str
-    default: Any = None
+    default: object = None
     definition: bool = True  # changes the function; False: only how it is computed, or which results it returns
     result: bool = False  # only selects results, so that a Problem does not have it
 

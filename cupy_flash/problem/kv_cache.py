@@ -7,6 +7,7 @@ they are checked at every call if they are in host memory, and never read from a
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
@@ -37,7 +38,7 @@ def own_axes(arrays: Arrays) -> dict[str, int]:
 
 
 def check_sizes(
-    requirements: Requirements, arrays: Arrays, options: dict[str, Any], layout: str, on_cache: tuple[bool, bool]
+    requirements: Requirements, arrays: Arrays, options: Mapping[str, Any], layout: str, on_cache: tuple[bool, bool]
 ) -> Sizes:
     """Check the caches, q, the appended rows and what is given together; return the sizes on which the arrays agree.
 
@@ -281,7 +282,7 @@ def facts_of_cache(arrays: Arrays, settings: Settings, layout: str, sizes: Sizes
     own, rotary = own_axes(arrays), None
     tables = [arrays[name] for name in ("rotary_cos", "rotary_sin") if name in arrays]
     if len(tables) == 2 and "f" in own:
-        rotary = (2 * own["f"], settings.others["rotary_interleaved"])
+        rotary = (2 * own["f"], bool(settings.others["rotary_interleaved"]))
     return Cache(
         layout=layout,
         dtype=arrays["k_cache"].dtype,

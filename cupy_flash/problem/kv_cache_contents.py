@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,13 @@ from ..arrays import CACHED, Array
 from .records import CACHES, Operands, Problem
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import numpy.typing as npt  # its import takes milliseconds
+
     from .checks import Requirements
+
+    Integers: TypeAlias = npt.NDArray[np.int64]
 
 ROWS = ("q", "k", "v")
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
@@ -27,18 +33,18 @@ SHOWN = 8  # maximum entries of an array that an error lists
 class Spans(NamedTuple):
     """The lengths of each sequence, int64 (B,)."""
 
-    q_rows: np.ndarray
-    k_rows: np.ndarray  # rows of k
-    before: np.ndarray  # n_b: keys in the cache before the call
-    appended: np.ndarray  # s_b: keys that the call appends; 0 with slots
+    q_rows: Integers
+    k_rows: Integers  # rows of k
+    before: Integers  # n_b: keys in the cache before the call
+    appended: Integers  # s_b: keys that the call appends; 0 with slots
 
     @property
-    def kv_lengths(self) -> np.ndarray:
+    def kv_lengths(self) -> Integers:
         """L_b, the number of keys of each sequence after the append."""
         return self.before + self.appended
 
     @property
-    def q_starts(self) -> np.ndarray:
+    def q_starts(self) -> Integers:
         """The index of each sequence's first row among all queries."""
         return np.cumsum(self.q_rows) - self.q_rows
 
@@ -49,7 +55,8 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
     assert cache is not None and given is not None
     none = _equal(problem.batch, 0)
     if operands.cu_seqlens_q is not None:
-        q_rows = k_rows = np.diff(operands.cu_seqlens_q.numpy().astype(np.int64))
+        bounds = operands.cu_seqlens_q.numpy().astype(np.int64)
+        q_rows = k_rows = bounds[1:] - bounds[:-1]
     else:
         q_rows, k_rows = _equal(problem.batch, problem.q_len), _equal(problem.batch, cache.appended or 0)
     if operands.q.shape[-1] == 0:  # an append has no queries
@@ -65,14 +72,14 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
 
 
 @lru_cache(maxsize=16)
-def _equal(batch: int, length: int) -> np.ndarray:
+def _equal(batch: int, length: int) -> Integers:
     """Return the lengths of a batch whose sequences have one length, int64 (B,), read-only because it is shared."""
     lengths = np.full(batch, length, np.int64)
     lengths.flags.writeable = False
     return lengths
 
 
-def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
+def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> Integers:
     """Return the position by which each query is rotated, int64, for all sequences concatenated.
 
     A query before the first key of its sequence has position 0; if causal, it sees no key.
@@ -83,7 +90,7 @@ def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> 
     return np.maximum(_ranges(spans.kv_lengths - spans.q_rows, spans.q_rows), 0)
 
 
-def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> np.ndarray:
+def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> Integers:
     """Return the position by which each appended key is rotated, int64, for all sequences concatenated."""
     assert operands.cache is not None
     if operands.cache.positions is not None:
@@ -91,7 +98,7 @@ def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> np.
     return np.maximum(_ranges(spans.before + spans.appended - spans.k_rows, spans.k_rows), 0)
 
 
-def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple[Integers, Integers]:
     """Return (block, row in the block) of each appended row, int64, sequences concatenated; block -1 drops a row.
 
     A block is a page, or the cache of one sequence.
@@ -111,7 +118,7 @@ def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple
     return sequences, keys
 
 
-def places_of_sequences(problem: Problem, operands: Operands) -> list[Any]:
+def places_of_sequences(problem: Problem, operands: Operands) -> list[np.ndarray | tuple[int, int]]:
     """Return the place of each sequence's first key, (block, row), or the blocks of its pages, an array."""
     given = operands.cache
     assert given is not None
@@ -121,10 +128,11 @@ def places_of_sequences(problem: Problem, operands: Operands) -> list[Any]:
     return [(block, 0) for block in blocks]
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _ranges(starts: Integers, lengths: Integers) -> Integers:
     """Return the concatenated ranges start, start + 1, ... of these lengths."""
     before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    ranges: Integers = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return ranges
 
 
 # Checks
@@ -267,7 +275,7 @@ def _check_range(requirements: Requirements, name: str, values: np.ndarray, low:
         requirements.require(False, f"{name}[{b}] is {values.ravel()[b]} and must be {interval}")
 
 
-def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Any) -> None:
+def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Spans) -> None:
     """Check that every position that is rotated has a row in the rotary tables."""
     given = operands.cache
     assert given is not None and given.rotary_cos is not None

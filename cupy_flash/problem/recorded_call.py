@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from .features import ARRAY, FEATURES, NUMBER, Options
 from .kv_cache_records import Cache
 from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
 
+if TYPE_CHECKING:
+    from ..mods.trace import Mod
+    from ..plan.measurements import Json
+
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
@@ -28,11 +32,11 @@ NUMBERS = {"softcap": 15.0, "dropout": 0.25}
 NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
 
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 SEED = 20
 
 
-def check_fields(name: str, kind: Any, record: Any) -> None:
+def check_fields(name: str, kind: type[CacheTrial | Trial], record: object) -> None:
     """Check that a JSON record is a mapping whose keys are fields of a dataclass; `name` is the record's in errors."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{name} must be a mapping of names to values, not {record!r}")
@@ -99,12 +103,12 @@ class Call(NamedTuple):
     On a KV cache, k and v are the caches, and the boundaries of packed queries are options.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    options: dict[str, Any]
-    dout: Any
-    dlse: Any
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, object]
+    dout: Array
+    dlse: Array
     packed: Packed | None = None
 
 
@@ -142,7 +146,7 @@ class Trial:
                 wrong.append(f"{name} must be a whole number of at least 1 and less than 2**31, not {size!r}")
         if not wrong and self.heads % self.kv_heads:
             wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        names: Any = self.options
+        names: object = self.options
         if isinstance(names, tuple):
             unknown = [name for name in names if name not in OPTIONS]
             if unknown:
@@ -220,7 +224,7 @@ class Trial:
         )  # fmt: skip
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Json]:
         """The fields that differ from their defaults, as JSON."""
         default = asdict(Trial())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
@@ -256,7 +260,7 @@ class Trial:
         dout, dlse = normal(self.batch, self.q_len, self.heads, dim_v), normal(self.batch, self.q_len, self.heads)
         # With a cache, a mask covers the last keys (drafted tokens).
         sized = self if self.cache is None else replace(self, kv_len=min(self.q_len, self.kv_len))
-        options = {name: sized.option(name, rng, out_dtype) for name in self.options}
+        options: dict[str, object] = {name: sized.option(name, rng, out_dtype) for name in self.options}
         options |= {"causal": self.causal, "window": self.window}
         if self.mods:
             options["score_mod"] = self._mod(rng)
@@ -300,14 +304,14 @@ class Trial:
 
     def _on_cache(
         self, cache: CacheTrial, rng: np.random.Generator, normal: Callable[..., Array], q_rows: Array
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the options of a call on a KV cache that is as full as possible."""
         blocks, page = self._blocks
         columns = -(-self.kv_len // page)
         lengths = np.full(self.batch, min(columns * page, blocks * page // self.batch))
         # The order of pages does not matter; with a small pool, sequences share pages.
         table = rng.permutation(blocks)[np.arange(self.batch * columns) % blocks].reshape(self.batch, columns)
-        options: dict[str, Any] = {"causal": bool(self.causal)}
+        options: dict[str, object] = {"causal": bool(self.causal)}
         if cache.page is not None:
             options["block_table"] = table.astype(np.int32)
         if cache.appended is not None:
@@ -328,7 +332,7 @@ class Trial:
             options["rotary_interleaved"] = cache.rotary_interleaved
         return options
 
-    def option(self, name: str, rng: np.random.Generator, dtype: np.dtype[Any]) -> Any:
+    def option(self, name: str, rng: np.random.Generator, dtype: np.dtype) -> Array | float:
         """Return a value for a member of OPTIONS; `dtype` is used for floating arrays that may have any dtype."""
         if name in NUMBERS:
             return NUMBERS[name]
@@ -344,7 +348,7 @@ class Trial:
             return rng.standard_normal(shape, np.float32).astype(dtype)
         return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
 
-    def _mod(self, rng: np.random.Generator) -> Any:
+    def _mod(self, rng: np.random.Generator) -> Mod:
         """Return the Mod of the call; floating arrays are normal, integer arrays (indices or flags) small."""
         from ..mods.ir import parse
         from ..mods.trace import decoded
@@ -393,7 +397,7 @@ def obstacle(problem: Problem) -> str:
     return ""
 
 
-def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
+def recorded_line(problem: Problem, operands: Operands) -> dict[str, Json]:
     """Return the JSON of a call: the record of its Trial, or its description and the reason why it has none."""
     reason = obstacle(problem)
     if not reason:
@@ -405,7 +409,7 @@ def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
     return {NOT_REPLAYED: reason, DESCRIPTION: str(problem)}
 
 
-def append_line(record: Mapping[str, Any], file: str) -> None:
+def append_line(record: Mapping[str, Json], file: str) -> None:
     """Append a line of JSON in one write: processes that record to one file do not mix lines."""
     import json
 

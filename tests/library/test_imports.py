@@ -23,6 +23,7 @@ FLOW = (
     "jit.nvrtc",
     "jit.kernel_cache",
     "jit.source",
+    "jit.shared_memory",
     "mods",
     "mods.block_tables",
     "mods.ir",

@@ -253,7 +253,7 @@ def _compile(task: Task, call: Call, announce: Announce) -> None:
 
 def chosen_plans(task: Task, call: Call) -> list[Plan]:
     """Return the plans of a call and of its backward; UnsupportedError if the engine does not serve one."""
-    options = Options(**call.options, **_how(task))
+    options = Options.of("check", call.options | _how(task))
     saved = Saved(call.dout, call.dout, call.dlse, call.dlse)  # any arrays of these shapes
     return [
         plan_for(pose("check", (call.q, call.k, call.v), options, call.packed, each)[0])

@@ -459,8 +459,8 @@ def attention_with_kv_cache(
         rows[..., x], rows[..., y] = turned.real, turned.imag
         return rows
 
-    slot, written = 0, batch + (cu_seqlens_q is not None and slots is not None)
-    for b in range(written if k is not None else 0):
+    slot = 0
+    for b in range(0 if k is None else batch + (cu_seqlens_q is not None and slots is not None)):
         new = (rotate(rows_of(k, b), lengths[b] - (len(rows_of(k, b)) if slots is not None else 0), b), rows_of(v, b))
         for i in range(len(new[0])):
             where = place(b, lengths[b] + i) if slots is None else divmod(int(np.asarray(slots).ravel()[slot]), width)

@@ -17,7 +17,7 @@ CASES = pytest.mark.parametrize(("q_len", "lengths"), [(1, EQUAL), (1, UNEQUAL),
 
 
 class Wrapper:
-    """Stands in for flashinfer's wrappers: the pages of each sequence, in order, are attended to by ours."""
+    """Stands in for flashinfer's wrappers: makes a block table from the pages of each sequence, calls cupy_flash."""
 
     def __init__(self, workspace, layout, **options):
         assert workspace.dtype == torch.uint8 and layout == "NHD"

@@ -428,7 +428,7 @@ def attention_with_kv_cache(
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
     storage, compute = _precision(q, dtype)
     width = caches[0].shape[1]
-    # "Sequence" `batch` is the rows of a packed batch past the last one.
+    # The rows after the last packed sequence are treated as one more sequence, number `batch`, with length 0.
     bounds = [*np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist(), len(q)]
     batch = len(q) if cu_seqlens_q is None else len(bounds) - 2
     capacity = width if block_table is None else width * np.asarray(block_table).shape[1]
@@ -508,7 +508,7 @@ def attention_with_kv_cache(
 
 
 def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str, Any]:
-    """Return the mods as functions of one sequence: with its number, and the position of each query."""
+    """Return the mods for one sequence: they get its number as `b`, and the position of query i as `q_idx[i]`."""
     mods: dict[str, Any] = {}
     if (score_mod := options.get("score_mod")) is not None:
         mods["score_mod"] = lambda s, _, h, i, j: score_mod(s, b, h, q_idx[i], j)
@@ -679,7 +679,7 @@ def _backward(
 
 
 class _Jvp(NamedTuple):
-    """A forward and its tangents in a direction, all (B, Hq, Sq, Sk) or a row of it."""
+    """A forward and its tangents. Those of scores are (B, Hq, Sq, Sk), those of arrays have the shape of the array."""
 
     forward: Forward
     tproducts: Array  # tangent of scale * q.k

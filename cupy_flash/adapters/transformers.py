@@ -425,7 +425,8 @@ def attention_forward(
         return _attend(attention_mask, q, k, v, options), None
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # A single query is the newest token and sees all keys; several are the first ones, as in a static cache.
+        # A single query is the newest token and sees all keys; several queries are the first tokens, also with a static
+        # cache whose later slots are empty.
         options["causal"] = "top_left" if is_causal and q.shape[1] > 1 else False
     elif attention_mask.dtype == torch.bool:
         options["mask"] = attention_mask

@@ -117,8 +117,8 @@ def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, slice, r
         for kv_heads in call.kv_head_batches()
         for heads in call.heads_of(kv_heads)
     ]
-    # Split heads so that each thread gets two tasks, unless each gets the same number of whole heads; query tiles are
-    # dealt round-robin to balance a causal triangle.
+    # Split heads so that each thread gets two tasks, unless each thread gets the same number of whole heads; query
+    # tiles are assigned round-robin to balance a causal triangle.
     pieces = 1 if len(pairs) % plan.threads == 0 else -(-2 * plan.threads // len(pairs))
     run_tasks(
         plan.threads,
@@ -265,7 +265,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
 
     def cost(tile: engine.Tile) -> float:
         visits, pairs, masked, cut = estimate.count(*tile, by_query)
-        # Visits end where the mask_mod hides the rest of a tile, so their mean size is what each costs.
+        # Visits end where the mask_mod hides the rest of a tile, so their mean size determines their cost.
         if by_query:
             tiles = -(-problem.q_len // tile.block_q)
             visited = tile._replace(block_kv=max(pairs // max(visits * tile.block_q, 1), 1))
@@ -408,7 +408,7 @@ class Call:
 
     @property
     def additive(self) -> bool:
-        """Whether something is added to the scores, so that |q| |k| does not bound them."""
+        """Whether an option adds to the scores, so that |q| |k| does not bound them."""
         return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:

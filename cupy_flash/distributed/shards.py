@@ -115,7 +115,7 @@ def _piece(length: int, index: int, count: int) -> range:
 
 
 def chunks(lengths: tuple[int, ...], rank: int, ranks: int, sharding: str) -> tuple[Chunk, ...]:
-    """Return the chunks of a rank's shards of sequences of these lengths, in the order of its rows."""
+    """Return the chunks of a rank's shards, in the order of its rows; `lengths` are those of the whole sequences."""
     shards = [runs(length, rank, ranks, sharding) for length in lengths]
     chunks: list[Chunk] = []
     for slot in range(len(runs(0, rank, ranks, sharding))):

@@ -187,7 +187,7 @@ def _batch(arrays: Any, places: Any, *, call: str, **_: Any) -> Any:
 
 
 def _abstract(*operands: Any, call: str, **_: Any) -> Any:
-    """Return the types of the results, which are those of the results of the step."""
+    """Return the types of the results: each tangent has the type of the step's result that it belongs to."""
     linear = static_call.parse(call)
     if linear.step != OF_BACKWARD:
         return [operands[linear.names.index(name)].update(weak_type=False) for name in KNOWN]

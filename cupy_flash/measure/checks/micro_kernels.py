@@ -63,7 +63,7 @@ class Kernel:
     maps: tuple[tuple[int, Callable[[int], TensorMap]], ...] = ()
     dynamic: int = 0  # bytes of dynamic shared memory
     relative: float | None = None  # relative error bound of an approximation
-    family: str | None = None  # what engines that use it name in MICRO_KERNELS; None: all use it
+    family: str | None = None  # the name in MICRO_KERNELS of the engines that use it; None: all use it
 
     @property
     def key(self) -> str:

@@ -1,6 +1,7 @@
 """The lines of code of the package, without the simulator, and of the bench stay within a budget.
 
-`python tests/helpers/code_lines.py` prints today's numbers. What a feature adds is added here, with a line of why.
+`python tests/helpers/code_lines.py` prints today's numbers. A feature adds its lines to these numbers, with a comment
+that says why.
 """
 
 import code_lines

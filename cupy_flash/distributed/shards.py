@@ -169,7 +169,7 @@ def ring_schedule(
 
 
 def _sees(queries: Chunk, keys: Chunk, starts: Starts, mask: Mask, stride: int) -> bool:
-    """Return whether any query of a chunk sees any key of the other."""
+    """Return whether any query of a chunk of queries sees any key of a chunk of keys."""
     for q_len, kv_len, (_, _, offset) in zip(queries.lengths, keys.lengths, starts, strict=True):
         band = mask.band(q_len, kv_len, offset, stride)
         first, last = band.kv_range(0, q_len)

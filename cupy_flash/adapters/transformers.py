@@ -336,7 +336,7 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
 
 
 def _is_causal(mask_function: Any = causal_mask_function, **_: Any) -> bool:
-    """Return whether a mask is causal and no more, padding aside."""
+    """Return whether a mask is only causal, apart from padding."""
     return mask_function is causal_mask_function
 
 

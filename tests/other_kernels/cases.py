@@ -1,35 +1,453 @@
 """Launches of the kernels: small, one to four blocks each."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
+from triton.experimental.gluon import language as gl
 
-from . import triton_kernels
-from .launching import Case
-from .products import matrix, product
+from . import gluon_kernels, triton_kernels
+from .launching import Case, Expected
+from .products import exactly, farthest, matrix, product
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
+DTYPES = {"f16": np.float16, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "tf32": np.float32}
+CLUSTER = [[1, 0]]  # the two blocks of a cluster have halves of the rows
+BOTH = [[0, 0]]  # both have all rows
 
 
 def matmul(capability, dtype, transposes="nn", result=np.float32):
     """A product by pointers. transposes: "t" for an operand whose columns are contiguous."""
     rng = np.random.default_rng(0)
     m, n, k = 128, 64, 96
-    a = matrix(rng, (m, k) if transposes[0] == "n" else (k, m), dtype)
-    b = matrix(rng, (k, n) if transposes[1] == "n" else (n, k), dtype)
+    a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
+    a_stored, b_stored = (np.ascontiguousarray(x.T) if t == "t" else x for x, t in zip((a, b), transposes, strict=True))
+    a_strides = (1, m) if transposes[0] == "t" else (k, 1)
+    b_strides = (1, k) if transposes[1] == "t" else (n, 1)
     return Case(
         triton_kernels.matmul,
         capability,
         (2, 1, 1),
         dict(
-            a=a, b=b, K=k, N=n, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32,
-            **dict(zip(("a_row", "a_column"), (k, 1) if transposes[0] == "n" else (1, m), strict=True)),
-            **dict(zip(("b_row", "b_column"), (n, 1) if transposes[1] == "n" else (1, k), strict=True)),
+            a=a_stored, b=b_stored, K=k, N=n, a_row=a_strides[0], a_column=a_strides[1], b_row=b_strides[0],
+            b_column=b_strides[1], BLOCK_M=64, BLOCK_N=64, BLOCK_K=32,
         ),
-        {"c": product(a if transposes[0] == "n" else a.T, b if transposes[1] == "n" else b.T, result)},
+        {"c": product(a, b, result)},
     )  # fmt: skip
 
 
+def matmul_tiles(
+    capability, dtype, transposes="nn", block=(64, 64, 64), shape=(128, 64, 192), result=None, specialised=False, **options
+):
+    """A product by tensor maps; a shape that is no multiple of the blocks reaches beyond the arrays."""
+    rng = np.random.default_rng(0)
+    m, n, k = shape
+    a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
+    a_stored, b_stored = (np.ascontiguousarray(x.T) if t == "t" else x for x, t in zip((a, b), transposes, strict=True))
+    block_m, block_n, block_k = block
+    return Case(
+        triton_kernels.matmul_tiles,
+        capability,
+        (-(-m // block_m), -(-n // block_n), 1),
+        dict(
+            a=a_stored, b=b_stored, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+            A_TRANSPOSED=transposes[0] == "t", B_TRANSPOSED=transposes[1] == "t", SPECIALISED=specialised,
+        ),
+        {"c": product(a, b, result or dtype)},
+        {
+            "a": (block_k, block_m) if transposes[0] == "t" else (block_m, block_k),
+            "b": (block_n, block_k) if transposes[1] == "t" else (block_k, block_n),
+            "c": (block_m, block_n),
+        },
+        options,
+    )  # fmt: skip
+
+
+def accumulator(n, dtype, **layout):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 32 // np.dtype(dtype).itemsize], **layout)
+
+
+def shared(dtype, swizzle, **layout):
+    return gl.NVMMASharedLayout(swizzle, 8 * np.dtype(dtype).itemsize, **layout)
+
+
+def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=False):
+    """majors: "k" for an operand in rows of K, "m" for one in columns."""
+    rng = np.random.default_rng(0)
+    m, k = 64, 2 * block_k
+    a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
+    a_transposed, b_transposed = majors[0] == "m", majors[1] == "k"
+    layout = accumulator(n, dtype)
+    return Case(
+        gluon_kernels.wgmma,
+        90,
+        (1, 1, 1),
+        dict(
+            a=np.ascontiguousarray(a.T) if a_transposed else a, b=np.ascontiguousarray(b.T) if b_transposed else b,
+            K=k, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, A_IN_REGISTERS=registers,
+            M=m, N=n, LAYOUT=layout, A_LAYOUT=gl.DotOperandLayout(0, layout, 4 // np.dtype(dtype).itemsize),
+        ),
+        {"c": product(a, b, np.float32)},
+        {
+            "a": ((block_k, m) if a_transposed else (m, block_k), shared(dtype, swizzles[0])),
+            "b": ((n, block_k) if b_transposed else (block_k, n), shared(dtype, swizzles[1])),
+        },
+    )  # fmt: skip
+
+
+def multicast():
+    rng = np.random.default_rng(0)
+    m, n, k = 128, 64, 64
+    a, b = matrix(rng, (m, k), np.float16), matrix(rng, (k, n), np.float16)
+    return Case(
+        gluon_kernels.multicast,
+        90,
+        (1, 1, 1),
+        dict(a=a, b=b, M=m, N=n, LAYOUT=accumulator(n, np.float16, cga_layout=CLUSTER)),
+        {"c": product(a, b, np.float32)},
+        {
+            "a": ((m, k), shared(np.float16, 128, cga_layout=CLUSTER)),
+            "b": ((k, n), shared(np.float16, 128, cga_layout=BOTH)),
+        },
+        {"num_ctas": 2},
+    )
+
+
+def specialised():
+    rng = np.random.default_rng(0)
+    m, n, k, block_k = 64, 64, 320, 64
+    a, b = matrix(rng, (m, k), np.float16), matrix(rng, (k, n), np.float16)
+    return Case(
+        gluon_kernels.specialised,
+        90,
+        (1, 1, 1),
+        dict(a=a, b=b, BLOCK_K=block_k, STEPS=k // block_k, STAGES=2, LAYOUT=accumulator(n, np.float16)),
+        {"c": product(a, b, np.float32)},
+        {"a": ((m, block_k), shared(np.float16, 128)), "b": ((block_k, n), shared(np.float16, 128))},
+    )
+
+
+def box_moved(source, start, box, target, to):
+    """(the target with the box of `source` at `start` in the places from `to` on, which of its elements were written)."""
+    result, written = target.copy(), np.zeros(target.shape, bool)
+    for offset in itertools.product(*map(range, box)):
+        here, there = (tuple(x + o for x, o in zip(point, offset, strict=True)) for point in (start, to))
+        inside, written_to = (
+            all(0 <= x < size for x, size in zip(point, array.shape, strict=True))
+            for point, array in ((here, source), (there, target))
+        )
+        if written_to:
+            result[there] = source[here] if inside else 0
+            written[there] = True
+    return result, written
+
+
+def move_box(dtype, shape, box, start, to, swizzle=0, add=False):
+    rng = np.random.default_rng(0)
+    source = rng.integers(-8, 8, shape).astype(dtype)
+    target = rng.integers(-8, 8, shape).astype(dtype)
+    result, _ = box_moved(source, start, box, target, to)
+    if add:
+        result = target + box_moved(source, start, box, np.zeros_like(target), to)[0]
+    tile = (box, shared(dtype, swizzle, rank=len(box)))
+    return Case(
+        gluon_kernels.move_box,
+        90,
+        (1, 1, 1),
+        dict(source=source, FROM=gl.tuple(start), TO=gl.tuple(to), ADD=add),
+        {"target": exactly(result, target)},
+        {"source": tile, "target": tile},
+    )
+
+
+def add_tiles(capability, dtype):
+    rng = np.random.default_rng(0)
+    a = rng.integers(-8, 8, (96, 32)).astype(dtype)
+    initial = rng.integers(-8, 8, (32, 32)).astype(dtype)
+    return Case(
+        triton_kernels.add_tiles,
+        capability,
+        (3, 1, 1),
+        dict(a=a, ROWS=32),
+        {"c": exactly((initial + a.reshape(3, 32, 32).sum(0)).astype(dtype), initial)},
+        {"a": (32, 32), "c": (32, 32)},
+    )
+
+
+def split_k(capability, dtype, order):
+    rng = np.random.default_rng(0)
+    m, n, k = 32, 32, 128
+    a, b = matrix(rng, (m, k), np.float16), matrix(rng, (k, n), np.float16)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    runs = []
+    for blocks in itertools.permutations(range(0, k, 32)):
+        total = np.zeros((m, n), dtype)
+        for start in blocks:
+            part = a[:, start : start + 32].astype(np.float32) @ b[start : start + 32].astype(np.float32)
+            total = (total + part.astype(dtype)).astype(dtype)
+        runs.append(total)
+    return Case(
+        triton_kernels.split_k,
+        capability,
+        (k // 32, 1, 1),
+        dict(a=a, b=b, K=k, N=n, BLOCK_M=m, BLOCK_N=n, BLOCK_K=32, ORDER=order),
+        {"c": Expected(exact, farthest(exact, runs, dtype), dtype, 0)},
+    )
+
+
+def last_block_sums(capability):
+    x = np.random.default_rng(0).integers(-8, 8, (4, 256)).astype(np.float32)
+    return Case(
+        triton_kernels.last_block_sums,
+        capability,
+        (4, 1, 1),
+        dict(x=x, SIZE=256, BLOCKS=4),
+        {
+            "parts": exactly(2 * x),
+            "count": exactly(np.array([4], np.int32), 0),
+            "out": exactly(2 * x.sum(0)),
+        },
+    )
+
+
+def on_rows(kernel, capability, x, result, **arguments):
+    """One block of a kernel that reads rows of x and writes `out`."""
+    rows, columns = x.shape
+    return Case(
+        kernel, capability, (1, 1, 1), dict(x=x, ROWS=rows, COLUMNS=columns, **arguments), {"out": result}
+    )  # fmt: skip
+
+
+def softmax(capability):
+    x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32) * np.float32(4)
+    exact = np.exp(x.astype(np.float64))
+    exact /= exact.sum(1, keepdims=True)
+    runs = []
+    for shift in (x.max(1, keepdims=True), x.mean(1, keepdims=True), np.zeros((8, 1), np.float32)):
+        weights = np.exp2((x - shift) * np.float32(np.log2(np.e)))
+        runs += [weights / weights.sum(1, keepdims=True), weights / np.add.accumulate(weights, 1)[:, -1:]]
+    return on_rows(triton_kernels.softmax, capability, x, Expected(exact, farthest(exact, runs, np.float32), np.float32))
+
+
+def integers(shape):
+    return np.random.default_rng(0).integers(-(2**31), 2**31, shape).astype(np.int32)
+
+
+def sort_rows(capability):
+    x = integers((4, 128))
+    return on_rows(triton_kernels.sort_rows, capability, x, exactly(np.sort(x, 1)))
+
+
+def scan_rows(capability):
+    x = integers((4, 256))
+    return on_rows(triton_kernels.scan_rows, capability, x, exactly(np.add.accumulate(x, 1, np.int32)))
+
+
+def gather_rows(capability):
+    x, index = integers((16, 32)), np.random.default_rng(1).integers(0, 32, (16, 32)).astype(np.int32)
+    return on_rows(
+        triton_kernels.gather_rows, capability, x, exactly(np.take_along_axis(x, index.astype(int), 1)), index=index
+    )
+
+
+def transpose(capability, dtype):
+    x = np.arange(32 * 64, dtype=np.uint32).astype(np.uint8).reshape(32, 64).view(dtype)
+    return on_rows(triton_kernels.transpose, capability, x, exactly(np.ascontiguousarray(x.T)))
+
+
+def histogram(capability):
+    x = np.random.default_rng(0).integers(0, 64, 512).astype(np.int32)
+    return Case(
+        triton_kernels.histogram, capability, (1, 1, 1), dict(x=x, SIZE=512, BINS=64),
+        {"out": exactly(np.bincount(x, minlength=64).astype(np.int32))},
+    )  # fmt: skip
+
+
+def decode(capability, dtype, result):
+    """All finite numbers of an 8-bit format."""
+    x = np.arange(256, dtype=np.uint8).view(dtype)
+    x = np.where(np.isfinite(x.astype(np.float32)), x, dtype(0)).astype(dtype)
+    return Case(
+        triton_kernels.convert, capability, (1, 1, 1), dict(x=x, SIZE=256), {"out": exactly(x.astype(result))}
+    )  # fmt: skip
+
+
+def encode(capability, dtype):
+    """Numbers of all sizes, below the largest: above it Triton saturates."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    rng = np.random.default_rng(0)
+    x = np.ldexp(rng.uniform(-1, 1, 1024), rng.integers(-20, 16, 1024)).astype(np.float32)
+    x = np.clip(x, -largest, largest)
+    return Case(
+        triton_kernels.convert, capability, (1, 1, 1), dict(x=x, SIZE=1024), {"out": exactly(x.astype(dtype))}
+    )  # fmt: skip
+
+
+def dependent():
+    x = np.random.default_rng(0).integers(-8, 8, 128).astype(np.float32)
+    return Case(triton_kernels.dependent, 90, (1, 1, 1), dict(x=x, SIZE=128), {"out": exactly(x + 1)}, {}, {"launch_pdl": True})
+
+
+def attention(capability, dtype, causal=False):
+    rng = np.random.default_rng(0)
+    length, d = 128, 64
+    q, k, v = (matrix(rng, (length, d), dtype) for _ in range(3))
+    scale = d**-0.5
+
+    def run(type_, p_dtype, tile=length):
+        """Attention in `type_`, with weights rounded to `p_dtype`, in tiles of keys."""
+        q_, k_, v_ = (x.astype(type_) for x in (q, k, v))
+        s = (q_ @ k_.T) * type_(scale)
+        if causal:
+            s = np.where(np.tri(length, dtype=bool), s, -np.inf).astype(type_)
+        p = np.exp(s - s.max(1, keepdims=True))
+        total = sum(p[:, i : i + tile].astype(p_dtype).astype(type_) @ v_[i : i + tile] for i in range(0, length, tile))
+        return total / p.sum(1, keepdims=True), s.max(1) + np.log(p.sum(1))
+
+    exact, low = run(np.float64, np.float64), [run(np.float32, dtype, tile) for tile in (16, 64, length)]
+    return Case(
+        triton_kernels.attention, capability, (length // 64, 1, 1),
+        dict(q=q, k=k, v=v, LENGTH=length, scale=scale, M=64, N=64, D=d, CAUSAL=causal),
+        {
+            name: Expected(exact[i], farthest(exact[i], [x[i] for x in low], type_), type_)
+            for i, (name, type_) in enumerate((("out", dtype), ("lse", np.float32)))
+        },
+    )  # fmt: skip
+
+
+def attention_backward(capability, dtype):
+    rng = np.random.default_rng(0)
+    length, d = 128, 64
+    q, k, v, do = (matrix(rng, (length, d), dtype) for _ in range(4))
+    scale = d**-0.5
+    wide = q.astype(float) @ k.astype(float).T * scale
+    lse = np.log(np.exp(wide).sum(1)).astype(np.float32)
+    p = np.exp(wide - lse.astype(float)[:, None])
+    delta = (p * (do.astype(float) @ v.astype(float).T)).sum(1).astype(np.float32)
+
+    def run(type_, p_dtype, tile=length):
+        q_, k_, v_, do_ = (x.astype(type_) for x in (q, k, v, do))
+        p = np.exp(q_ @ k_.T * type_(scale) - lse.astype(type_)[:, None])
+        ds = p * (do_ @ v_.T - delta.astype(type_)[:, None]) * type_(scale)
+        p, ds = p.astype(p_dtype).astype(type_), ds.astype(p_dtype).astype(type_)
+        parts = [slice(i, i + tile) for i in range(0, length, tile)]
+        return (
+            sum(ds[:, part] @ k_[part] for part in parts),
+            sum(ds[part].T @ q_[part] for part in parts),
+            sum(p[part].T @ do_[part] for part in parts),
+        )
+
+    exact, low = run(np.float64, np.float64), [run(np.float32, dtype, tile) for tile in (16, 64, length)]
+    return Case(
+        triton_kernels.attention_backward, capability, (length // 64, 1, 1),
+        dict(q=q, k=k, v=v, do=do, lse=lse, delta=delta, LENGTH=length, scale=scale, M=64, N=64, D=d),
+        {
+            name: Expected(exact[i], farthest(exact[i], [x[i] for x in low], np.float32), np.float32, initial)
+            for i, (name, initial) in enumerate((("dq", 0), ("dk", None), ("dv", None)))
+        },
+    )  # fmt: skip
+
+
+def rank(n):
+    """Boxes of n dimensions that begin before the array, and end behind the target."""
+    shape, box = (3, 5, 6, 7, 32)[5 - n :], (2, 2, 4, 4, 16)[5 - n :]
+    return move_box(np.float16, shape, box, (*[-1] * (n - 1), -8), (*[s - b + 1 for s, b in zip(shape, box)][:-1], 24))
+
+
+TRANSPOSES = ("nn", "nt", "tn", "tt")
 CASES = {
-    "matmul-sm_80-f16": lambda: matmul(80, np.float16, "nn"),
+    **{
+        f"matmul-sm_{capability}-{name}-{transposes}": lambda c=capability, d=dtype, t=transposes: matmul(c, d, t)
+        for capability in (80, 89, 90, 120)
+        for name, dtype in DTYPES.items()
+        for transposes in TRANSPOSES
+        if capability > 80 or name not in ("e4m3", "e5m2")
+    },
+    **{
+        f"tiles-sm_{capability}-{name}-{transposes}": lambda c=capability, d=dtype, t=transposes: matmul_tiles(c, d, t, result=np.float16)
+        for capability in (90, 120)
+        for name, dtype in DTYPES.items()
+        for transposes in TRANSPOSES
+        if name not in ("tf32",)
+    },
+    **{
+        f"tiles-sm_{capability}-swizzle-{2 * block_k}": lambda c=capability, k=block_k: matmul_tiles(c, BF16, "nt", (64, 64, k))
+        for capability in (90, 120)
+        for block_k in (16, 32, 64)
+    },
+    **{
+        f"tiles-sm_{capability}-outside": lambda c=capability: matmul_tiles(c, np.float16, "nn", shape=(100, 56, 88))
+        for capability in (90, 120)
+    },
+    "tiles-sm_90-specialised": lambda: matmul_tiles(90, np.float16, specialised=True),
+    "tiles-sm_90-cluster": lambda: matmul_tiles(90, np.float16, num_ctas=2, block=(128, 64, 64)),
+    **{
+        f"wgmma-{name}-kk-{swizzle}": lambda d=dtype, s=swizzle: wgmma(d, swizzles=(s, s), block_k=128 if d in (E4M3, E5M2) else 64)
+        for name, dtype in DTYPES.items()
+        for swizzle in (0, 32, 64, 128)
+    },
+    **{
+        f"wgmma-bf16-{majors}-{swizzle}": lambda m=majors, s=swizzle: wgmma(BF16, m, (s, s))
+        for majors in ("mk", "km", "mm")
+        for swizzle in (0, 32, 64, 128)
+    },
+    **{f"wgmma-f16-n{n}": lambda n=n: wgmma(np.float16, n=n) for n in (8, 16, 96, 128, 256)},
+    **{
+        f"wgmma-{name}-registers-{swizzle}": lambda d=dtype, s=swizzle: wgmma(d, swizzles=(s, 128), registers=True, block_k=128 if d in (E4M3, E5M2) else 64)
+        for name, dtype in DTYPES.items()
+        for swizzle in (0, 32, 64, 128)
+    },
+    "multicast": multicast,
+    "specialised": specialised,
+    **{f"box-{n}d": lambda n=n: rank(n) for n in range(1, 6)},
+    **{
+        f"box-swizzle-{swizzle}": lambda s=swizzle: move_box(np.float16, (40, 128), (16, 64), (-4, 72), (32, -8), s)
+        for swizzle in (32, 64, 128)
+    },
+    **{
+        f"box-add-{np.dtype(dtype).name}": lambda d=dtype: move_box(d, (40, 64), (16, 32), (-4, 40), (32, -8), 0, True)
+        for dtype in (np.float32, np.float16, BF16, np.int32)
+    },
+    **{f"add-tiles-{np.dtype(dtype).name}": lambda d=dtype: add_tiles(90, d) for dtype in (np.float32, np.float16, np.int32)},
+    **{
+        f"split-k-sm_{capability}-{np.dtype(dtype).name}-{order}": lambda c=capability, d=dtype, o=order: split_k(c, d, o)
+        for capability in (80, 90)
+        for dtype in (np.float32, np.float16)
+        for order in ("relaxed", "acq_rel")
+    },
+    **{
+        f"{function.__name__}-sm_{capability}": lambda f=function, c=capability: f(c)
+        for function in (last_block_sums, softmax, sort_rows, scan_rows, gather_rows, histogram)
+        for capability in (80, 90, 120)
+    },
+    **{
+        f"transpose-sm_{capability}": lambda c=capability: transpose(c, np.uint8)
+        for capability in (80, 90, 120)
+    },
+    **{
+        f"decode-sm_{capability}-{dtype.__name__}-{result.__name__}": lambda c=capability, d=dtype, r=result: decode(c, d, r)
+        for capability in (89, 90, 120)
+        for dtype in (E4M3, E5M2)
+        for result in (np.float16, np.float32)
+    },
+    **{
+        f"encode-sm_{capability}-{dtype.__name__}": lambda c=capability, d=dtype: encode(c, d)
+        for capability in (89, 90, 120)
+        for dtype in (E4M3, E5M2, np.float16, BF16)
+    },
+    "dependent": dependent,
+    **{
+        f"attention-sm_{capability}-{name}{'-causal' if causal else ''}": lambda c=capability, n=name, u=causal: attention(c, DTYPES[n], u)
+        for capability in (80, 89, 90, 120)
+        for name in ("f16", "bf16")
+        for causal in (False, True)
+    },
+    **{
+        f"attention-backward-sm_{capability}-{name}": lambda c=capability, n=name: attention_backward(c, DTYPES[n])
+        for capability in (80, 89, 90, 120)
+        for name in ("f16", "bf16")
+    },
 }
-DEFAULT = {"matmul-sm_80-f16"}
+DEFAULT = {
+    "matmul-sm_80-f16-nn",
+}

@@ -1,1 +1,1 @@
-"""Benchmarks: accuracy, time and peak memory of cupy_flash and of every installed peer."""
+"""Benchmarks: accuracy, time and peak memory of cupy_flash and of all other installed implementations."""

@@ -1,4 +1,4 @@
-"""python -m bench: measure accuracy, time and peak memory of cupy_flash and of every installed peer."""
+"""python -m bench: measure accuracy, time and peak memory of cupy_flash and of all other installed implementations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cupy_flash.device import blas_threads
 
 from . import compare, decode, decode_gpu, first, gpu, mods, overhead, ring
 from .arguments import add_out, lengths, positive
+from .implementations import limit_threads
 from .model import ITEMSIZE, Case
-from .peers import limit_threads
 from .plots import plot
 from .report import count, left_out, progress, provenance, show, tables
 from .results import describe, write
@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _on_gpu(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Time the tile that the plan chooses (mma for 16-bit dtypes, simt otherwise) and every peer on the GPU."""
+    """Time the tile that the plan chooses (mma for 16-bit dtypes, simt otherwise) and all others on the GPU."""
     shape = _shape(options)
     regimes = [
         gpu.Regime(shape.dtype, shape.head_dim, seqlen, causal, options.command == "backward")
@@ -97,7 +97,7 @@ def _on_gpu(options: argparse.Namespace, arguments: list[str]) -> int:
         for seqlen in options.seqlens or SEQLENS[options.command]
     ]
     out = options.out / f"gpu-{options.command}.json"
-    return gpu.run(regimes, gpu.measure_peers, options.seconds, out, ["python -m bench", *arguments])
+    return gpu.run(regimes, gpu.measure_others, options.seconds, out, ["python -m bench", *arguments])
 
 
 def _overhead(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -114,8 +114,8 @@ def _decode(options: argparse.Namespace, arguments: list[str]) -> int:
     write(result, options.out / f"{name}.json")
     show(module.table(result[name]))
     for row in result[name] if options.gpu else ():
-        for peer, reason in row["left_out"].items():
-            print(f"{row['regime']}: left out {peer}: {reason}")
+        for name, reason in row["left_out"].items():
+            print(f"{row['regime']}: left out {name}: {reason}")
     return 0
 
 
@@ -245,7 +245,7 @@ def _add_sizes(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dtype", choices=list(ITEMSIZE), help="default: float32; --sweep: bfloat16")
     command.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: both; memory: --no-causal")
-    command.add_argument("--repeats", type=positive, default=15, help="samples per peer; slow peers take fewer")
+    command.add_argument("--repeats", type=positive, default=15, help="samples; slow implementations take fewer")
     command.add_argument("--threads", type=positive, default=blas_threads(), help="default: the BLAS default")
     add_out(command, "the JSON and the plots")
 
@@ -255,7 +255,7 @@ def _add_gpu_modes(timed: argparse.ArgumentParser) -> None:
     mode.add_argument(
         "--gpu",
         action="store_true",
-        help="time ours and every peer on the GPU: 16384 tokens, hidden size 2048; backward alone",
+        help="time ours and every other implementation on the GPU: 16384 tokens, hidden size 2048; backward alone",
     )
     mode.add_argument("--sweep", action="store_true", help="the same for every tile of every engine")
     timed.add_argument(

@@ -1,7 +1,7 @@
 """Compare a run with an earlier one and list the regressions.
 
 Speeds are relative to the matmul that the same process measured, so that a different clock, card or machine load does
-not look like a regression. Peers are shown too: if their relative speed changed, the machine or their version did.
+not look like a regression. Others are shown too: if their relative speed changed, the machine or their version did.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .gpu import fastest, peer_tflops
-from .peers import OURS
+from .gpu import fastest, tflops_of_others
+from .implementations import OURS
 from .report import NOTHING, Table, step_seconds
 from .results import ROOT
 
@@ -23,7 +23,7 @@ class Speed(NamedTuple):
     """The speed of one implementation in one case."""
 
     relative: float  # TFLOP/s over those of the matmul
-    tile: str  # our fastest tile; empty for peers and on the CPU
+    tile: str  # our fastest tile; empty for others and on the CPU
 
 
 def before(new: Path) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def speeds(result: dict[str, Any]) -> dict[tuple[str, str], Speed]:
     """Return speeds by (case, name); for a sweep, ours is our fastest tile."""
     speed_of = {}
     for case in result.get("cases", ()):
-        for name, speed in peer_tflops(case).items():
+        for name, speed in tflops_of_others(case).items():
             speed_of[case["regime"], name] = Speed(speed / case["matmul_tflops"], "")
         if (best := fastest(case)) is not None:
             speed_of[case["regime"], OURS] = Speed(case["tflops"][best] / case["matmul_tflops"], best)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import cupy_flash
 
-from .peers import limit_threads
+from .implementations import limit_threads
 from .report import Table
 
 ROUNDS = 15

@@ -1,8 +1,8 @@
 """Bandwidth of one decode step on a GPU, as a fraction of that of a kernel that only reads the same bytes.
 
 L2 is flushed before every sample, so that K and V come from memory. Samples of all ways and of the read-only kernel are
-interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph. Installed
-peers (see decode_peers.py) are timed beside them.
+interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph. Other
+installed libraries (see decode_libraries.py) are timed beside them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupy_flash.plan.plan import Plan, forms
 from cupy_flash.problem.kv_cache import pose_with_cache
 from cupy_flash.problem.kv_cache_records import CacheOptions
 
-from . import decode_peers
+from . import decode_libraries
 from .report import NOTHING, Table
 
 SAMPLES, WARM_UP = 15, 3
@@ -86,7 +86,7 @@ REGIMES = (
 
 
 def measure(regimes: tuple[Regime, ...] = REGIMES, samples: int = SAMPLES) -> list[dict[str, Any]]:
-    """Return for each regime its name, bytes of K and V, marks, median seconds of each way, and peers left out."""
+    """Return for each regime its name, bytes of K and V, marks, median seconds of each way, and libraries left out."""
     return [_measure(regime, samples) for regime in regimes]
 
 
@@ -95,8 +95,8 @@ def _measure(regime: Regime, samples: int) -> dict[str, Any]:
     ways = calls(regime, arrays)
     if regime.latency:
         ways = {name: _captured(way) for name, way in ways.items()}
-    peers, left_out = decode_peers.working(arrays, regime.lengths, regime.latency)
-    ways |= peers
+    others, left_out = decode_libraries.working(arrays, regime.lengths, regime.latency)
+    ways |= others
     for way in ways.values():
         for _ in range(WARM_UP):
             way()
@@ -206,7 +206,7 @@ def _sample(way: Callable[[], Any]) -> float:
 
 def table(section: list[dict[str, Any]]) -> Table:
     """Return a table of bandwidths, their fractions of the read-only kernel's, ratios of other ways, and marks."""
-    names = dict.fromkeys(name for row in section for name in row["seconds"])  # a peer may lack some steps
+    names = dict.fromkeys(name for row in section for name in row["seconds"])  # a library may lack some steps
     others = [name for name in names if name not in (READ, CONTIGUOUS)]
     rows = []
     for row in section:

@@ -1,4 +1,4 @@
-"""GPU benchmark: time torch.matmul, every peer and cupy_flash.
+"""GPU benchmark: time torch.matmul, every other implementation and cupy_flash.
 
 Samples are interleaved, L2 is flushed before each, inputs are random normal, times are CUDA-event medians, and SM clock
 and power are recorded with every case. Measurements run in a worker process: an implementation that crashes or hangs it
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from cupy_flash.measure.worker_process import Announce, Lost, OutOfTime, Worker, ended_by_signal, one_line
 from cupy_flash.problem.records import FP8
 
-from .peers import FLEX_ATTENTION, OURS
+from .implementations import FLEX_ATTENTION, OURS
 from .results import describe, write
 
 Call = Callable[[], Any]
@@ -108,10 +108,10 @@ def inputs(regime: Regime) -> Inputs:
     return tensor(regime.head_dim), tensor(regime.head_dim), tensor(dim_v), tensor(dim_v).detach()
 
 
-def peers(regime: Regime, tensors: Inputs) -> dict[str, Call]:
-    """Return a call per peer; a call raises if its peer does not support the regime.
+def others(regime: Regime, tensors: Inputs) -> dict[str, Call]:
+    """Return a call per other implementation; a call raises if it does not support the regime.
 
-    There are no peers for fp8 and for deterministic gradients.
+    There are no others for fp8 and for deterministic gradients.
     """
     if regime.dtype == FP8 or regime.deterministic:
         return {}
@@ -220,7 +220,7 @@ def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], 
                 call()
             torch.cuda.synchronize()
             working[name] = call
-        except Exception as error:  # peers refuse with any exception; the reason is part of the result
+        except Exception as error:  # others refuse with any exception; the reason is part of the result
             left_out[name] = one_line(error)
             torch.cuda.synchronize()  # raises again after a sticky CUDA error: the others need a new process
     first_state = len(states)
@@ -302,11 +302,11 @@ def summary(lines: Sequence[str]) -> dict[str, Any]:
 Measure = Callable[[Regime, Mapping[str, str], Announce], dict[str, Any]]
 
 
-def measure_peers(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
-    """Measure the tile that the plan chooses and every peer."""
+def measure_others(regime: Regime, lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
+    """Measure the tile that the plan chooses and every other implementation."""
     announce("inputs", SECONDS_OF_INPUTS)
     tensors = inputs(regime)
-    return measure(regime, peers(regime, tensors) | ours(regime, tensors), lost, announce)
+    return measure(regime, others(regime, tensors) | ours(regime, tensors), lost, announce)
 
 
 def measure_with_matmul(
@@ -399,8 +399,8 @@ def our_tflops(case: dict[str, Any]) -> dict[str, float]:
     return {name: speed for name, speed in case["tflops"].items() if name in names}
 
 
-def peer_tflops(case: dict[str, Any]) -> dict[str, float]:
-    """Return TFLOP/s of the peers."""
+def tflops_of_others(case: dict[str, Any]) -> dict[str, float]:
+    """Return TFLOP/s of the other implementations."""
     own = our_tflops(case)
     return {name: speed for name, speed in case["tflops"].items() if name not in own}
 

@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     dout: Array
 
 
-class Peer(Protocol):
+class Implementation(Protocol):
     """An attention implementation, bound to its inputs."""
 
     def forward(self) -> Any:
@@ -114,7 +114,7 @@ class Standard:
 
 
 class Torch(ABC):
-    """Base of the torch peers: thread count of NumPy's BLAS, tensors that share memory with the inputs, autograd."""
+    """Base of those on torch: thread count of NumPy's BLAS, tensors that share memory with the inputs, autograd."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         import torch
@@ -188,7 +188,7 @@ SDPA_BACKENDS = {
     "SDPA cuDNN": "CUDNN_ATTENTION",
     "SDPA math": "MATH",
 }
-PEERS: dict[str, Callable[[Case, Inputs, bool], Peer]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Case, Inputs, bool], Implementation]] = {
     OURS: CupyFlash,
     "standard": Standard,
     **{name: partial(ScaledDotProductAttention, backend) for name, backend in SDPA_BACKENDS.items()},
@@ -198,7 +198,7 @@ HOLDS_SCORES = ("standard", "SDPA math")  # these materialize the score matrices
 
 
 def limit_threads(threads: int) -> AbstractContextManager[Any]:
-    """Limit NumPy's BLAS, whose thread count all peers use, to this many threads."""
+    """Limit NumPy's BLAS, whose thread count all implementations use, to this many threads."""
     from threadpoolctl import threadpool_limits
 
     limits: AbstractContextManager[Any] = threadpool_limits(threads, user_api="blas")
@@ -225,7 +225,7 @@ def random_inputs(case: Case) -> Inputs:
 
 
 def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the peers that can run small versions of these cases on this machine, and why the others cannot."""
+    """Return the names that can run small versions of these cases on this machine, and why the others cannot."""
     names, left_out = [OURS, "standard"], {}
     if importlib.util.find_spec("torch") is None:
         return names, dict.fromkeys((*SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")
@@ -233,10 +233,10 @@ def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str,
     for name in SDPA_BACKENDS:
         try:
             for case in small:
-                peer = PEERS[name](case, random_inputs(case), training)
-                result = peer.forward()
+                implementation = IMPLEMENTATIONS[name](case, random_inputs(case), training)
+                result = implementation.forward()
                 if training:
-                    peer.backward(result)
+                    implementation.backward(result)
             names.append(name)
         except RuntimeError as error:
             left_out[name] = str(error).partition(". ")[0]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from .implementations import IMPLEMENTATIONS, limit_threads, random_inputs
 from .model import Case, result_bytes
-from .peers import PEERS, limit_threads, random_inputs
 
 NOISE = 2**20  # bytes of allocator noise
 
@@ -48,16 +48,16 @@ def _measure(name: str, case: Case, threads: int) -> tuple[Peak, Peak]:
     with limit_threads(threads):
         # Warm-up: load libraries and create their memory pools before the measurement.
         small = replace(case, seqlen=64)
-        peer = PEERS[name](small, random_inputs(small), True)
-        peer.backward(peer.forward())
+        implementation = IMPLEMENTATIONS[name](small, random_inputs(small), True)
+        implementation.backward(implementation.forward())
 
         inputs = random_inputs(case)
         resident = peak_resident()
         tracemalloc.start()
-        peer = PEERS[name](case, inputs, True)
-        saved = peer.forward()
+        implementation = IMPLEMENTATIONS[name](case, inputs, True)
+        saved = implementation.forward()
         forward = _peak_since(resident, result_bytes(case, gradients=False))
-        gradients = peer.backward(saved)
+        gradients = implementation.backward(saved)
         both = _peak_since(resident, result_bytes(case, gradients=True))
         del saved, gradients  # keeps the outputs alive until the peak was read
     return forward, both

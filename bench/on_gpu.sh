@@ -62,7 +62,7 @@ part_3() { # tests on the GPU; compiled kernels stay in the cache, so that a sec
   step adapters 60 "$@" tests/gpu/test_gpu_adapters.py # needs transformers
 }
 
-part_4() { # fp32 and fp64 without tensor cores: every tile and every peer, forward and backward
+part_4() { # fp32 and fp64 without tensor cores: every tile and every other implementation, forward and backward
   local direction dtype
   for direction in forward backward; do
     for dtype in float32 float64; do
@@ -72,7 +72,7 @@ part_4() { # fp32 and fp64 without tensor cores: every tile and every peer, forw
   done
 }
 
-part_5() { # forward with tensor cores: every tile of every engine and every peer
+part_5() { # forward with tensor cores: every tile of every engine and every other implementation
   step sweep-forward $((SWEEP + 60)) "$PYTHON" -m bench forward --sweep --seconds "$SWEEP" --out "$RESULTS"
 }
 

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from .implementations import OURS
 from .memory import NOISE, growth_exponent
-from .peers import OURS
 from .report import count, names_in, step_seconds
 
 

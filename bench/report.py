@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from .implementations import BASELINE, OURS
 from .memory import growth_exponent
-from .peers import BASELINE, OURS
 
 NOTHING = "-"
 

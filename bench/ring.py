@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .implementations import limit_threads
 from .memory import peak_resident
 from .model import ITEMSIZE, Case, forward_bytes
-from .peers import limit_threads
 from .report import NOTHING, Table
 
 SEQLENS = (4096, 8192, 16384)

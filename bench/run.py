@@ -10,6 +10,16 @@ import numpy as np
 
 from cupy_flash import reference
 
+from .implementations import (
+    BASELINE,
+    HOLDS_SCORES,
+    IMPLEMENTATIONS,
+    OURS,
+    Implementation,
+    Inputs,
+    present,
+    random_inputs,
+)
 from .memory import measure
 from .model import (
     Case,
@@ -21,29 +31,28 @@ from .model import (
     roofline_seconds,
     scores_bytes,
 )
-from .peers import BASELINE, HOLDS_SCORES, OURS, PEERS, Inputs, Peer, present, random_inputs
 from .timing import interleave, timed
 
 Record = dict[str, Any]
 Progress = Callable[[str], None]  # called with the name of each step as it begins
 
 EXACT_UP_TO = 1024  # longest S for the fp64 reference, which materializes the scores
-# Peers that materialize the scores are skipped from this many bytes of scores on, in time and memory measurements.
+# Implementations that materialize the scores are skipped from this many bytes on, in measurements of time and memory.
 TIME_LIMIT, MEMORY_LIMIT = 2**30, 2 * 2**30
 LOW_PRECISION = "low precision"  # standard attention in the dtype of the inputs
 
 
 def time_cases(cases: Sequence[Case], training: bool, repeats: int, ceilings: Ceilings, progress: Progress) -> Record:
     """Return errors and times of every case: of the forward, and in training also of the backward."""
-    progress("find peers")
+    progress("find implementations")
     names, left_out = present(cases, training)
     records = []
     for case in cases:
         progress(f"S {case.seqlen}{', causal' if case.causal else ''}")
         fitting, too_large = _that_fit(names, case, training, TIME_LIMIT)
         inputs = random_inputs(case)
-        peers = {name: PEERS[name](case, inputs, training) for name in fitting}
-        samples = interleave({name: timed(peer, training) for name, peer in peers.items()}, repeats)
+        implementations = {name: IMPLEMENTATIONS[name](case, inputs, training) for name in fitting}
+        samples = interleave({name: timed(each, training) for name, each in implementations.items()}, repeats)
         flops, bytes_moved = forward_flops(case), forward_bytes(case)
         if training:
             flops, bytes_moved = flops + backward_flops(case), bytes_moved + backward_bytes(case)
@@ -60,7 +69,7 @@ def time_cases(cases: Sequence[Case], training: bool, repeats: int, ceilings: Ce
             },
         }
         if case.seqlen <= EXACT_UP_TO:
-            record["errors"] = _errors(case, inputs, peers, training)
+            record["errors"] = _errors(case, inputs, implementations, training)
         records.append(record)
     return {"left_out": left_out, "cases": records}
 
@@ -85,7 +94,7 @@ def memory_cases(cases: Sequence[Case], threads: int, progress: Progress) -> Rec
 
 
 def _that_fit(names: Sequence[str], case: Case, training: bool, limit: int) -> tuple[list[str], dict[str, str]]:
-    """Return the peers whose score matrices fit into `limit` bytes, and why the others are skipped."""
+    """Return the implementations whose score matrices fit into `limit` bytes, and why the others are skipped."""
     needed = scores_bytes(case) * (2 if training else 1)  # P, and in the backward also dS
     if needed < limit:
         return list(names), {}
@@ -94,8 +103,8 @@ def _that_fit(names: Sequence[str], case: Case, training: bool, limit: int) -> t
     return [name for name in names if name not in too_large], too_large
 
 
-def _errors(case: Case, inputs: Inputs, peers: dict[str, Peer], training: bool) -> Record:
-    """Return the largest absolute error against the fp64 reference, by quantity and peer, LOW_PRECISION included."""
+def _errors(case: Case, inputs: Inputs, implementations: dict[str, Implementation], training: bool) -> Record:
+    """Return the largest absolute error against the fp64 reference, by quantity and name, LOW_PRECISION included."""
     options: dict[str, Any] = dict(causal=case.causal, layout="bhsd")
 
     def run(dtype: np.dtype[Any] | None) -> tuple[Any, ...]:
@@ -104,9 +113,9 @@ def _errors(case: Case, inputs: Inputs, peers: dict[str, Peer], training: bool) 
         return reference.attention(*inputs[:3], dtype=dtype, **options)[:1]
 
     results = {LOW_PRECISION: run(inputs.q.dtype)}
-    for name, peer in peers.items():
-        saved = peer.forward()
-        results[name] = peer.arrays(peer.backward(saved) if training else saved)
+    for name, implementation in implementations.items():
+        saved = implementation.forward()
+        results[name] = implementation.arrays(implementation.backward(saved) if training else saved)
     quantities = ("dq", "dk", "dv") if training else ("out",)
     return {
         quantity: {name: _largest_error(arrays[index], exact) for name, arrays in results.items()}

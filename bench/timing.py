@@ -1,4 +1,4 @@
-"""Interleaved timing: a disturbance of the machine affects all peers alike."""
+"""Interleaved timing: a disturbance of the machine affects all implementations alike."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .implementations import Implementation
 from .model import Ceilings
-from .peers import Peer
 
 Sample = TypeVar("Sample")
-SECONDS = 1.0  # time budget per peer and case: after it, and LEAST_REPEATS samples, no further samples
+SECONDS = 1.0  # time budget per implementation and case: after it, and LEAST_REPEATS samples, no further samples
 LEAST_REPEATS = 3
 
 
@@ -39,16 +39,16 @@ def interleave(
     return samples
 
 
-def timed(peer: Peer, training: bool) -> Callable[[], tuple[float, float]]:
+def timed(implementation: Implementation, training: bool) -> Callable[[], tuple[float, float]]:
     """Return a call that measures the seconds of the forward and, in training, of the backward (else 0)."""
 
     def call() -> tuple[float, float]:
         start = time.perf_counter()
-        saved = peer.forward()
+        saved = implementation.forward()
         middle = time.perf_counter()
         if not training:
             return middle - start, 0.0
-        peer.backward(saved)
+        implementation.backward(saved)
         return middle - start, time.perf_counter() - middle
 
     return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         ScoreMod,
         Window,
     )
+
+    Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT]  # q, k and v
 
 
 @overload
@@ -710,25 +712,30 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     return f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
 
 
-def _forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Any:
+def _forward(
+    function: str, arrays: Inputs[ArrayT], options: Options, packed: Packed | None = None
+) -> ArrayT | tuple[ArrayT, ArrayT]:
+    results: ArrayT | tuple[ArrayT, ArrayT]
     if _is_torch(arrays[0]):
         from .adapters import torch as adapter
 
-        return adapter.forward(function, arrays, options, packed)
+        results = adapter.forward(function, arrays, options, packed)
+        return results
     problem, operands = pose(function, arrays, options, packed)
     out, lse = dispatch.forward(problem, operands)
-    return (out.result(), lse.result()) if options.return_lse else out.result()
+    results = (out.result(), lse.result()) if options.return_lse else out.result()
+    return results
 
 
 def _backward(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, saved: Saved, packed: Packed | None = None
-) -> Gradients:
+    function: str, arrays: Inputs[ArrayT], options: Options, saved: Saved, packed: Packed | None = None
+) -> Gradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved)
     gradients = dispatch.backward(problem, operands)
     return gradients.map(Array.result)
 
 
-def _copied(x: Any) -> Array:
+def _copied(x: object) -> Array:
     return copied(as_array(x, "operand"))
 
 
@@ -746,8 +753,8 @@ def _copy_options(options: Options) -> None:
 
 
 def _jvp(
-    function: str, arrays: tuple[Any, Any, Any], tangents: Tangents, options: Options, packed: Packed | None = None
-) -> Any:
+    function: str, arrays: Inputs[ArrayT], tangents: Tangents, options: Options, packed: Packed | None = None
+) -> tuple[ArrayT, ...]:
     problem, operands = pose(function, arrays, options, packed, tangents=tangents)
     out, lse, tout, tlse = (array.result() for array in dispatch.jvp(problem, operands))
     return (out, tout, lse, tlse) if options.return_lse else (out, tout)
@@ -755,16 +762,16 @@ def _jvp(
 
 def _double_backward(
     function: str,
-    arrays: tuple[Any, Any, Any],
+    arrays: Inputs[ArrayT],
     tangents: Tangents,
     options: Options,
     saved: Saved,
     packed: Packed | None = None,
-) -> SecondGradients:
+) -> SecondGradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
     return dispatch.double_backward(problem, operands).map(Array.result)
 
 
-def _is_torch(x: Any) -> bool:
+def _is_torch(x: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)

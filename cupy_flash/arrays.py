@@ -15,9 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import cupy
+    import jax
+    import torch
+
+    # What an Array describes: the caller's array, of the library that `framework` names, or the buffers of an XLA call.
+    Owner: TypeAlias = torch.Tensor | jax.Array | cupy.ndarray
 
 
 class DLPackArray(Protocol):
@@ -26,7 +36,7 @@ class DLPackArray(Protocol):
     `__dlpack_device__` is required too, but jax's stubs do not declare it.
     """
 
-    def __dlpack__(self) -> Any: ...
+    def __dlpack__(self) -> object: ...
 
 
 class CudaArray(Protocol):
@@ -39,6 +49,7 @@ class CudaArray(Protocol):
 AnyArray = DLPackArray | CudaArray
 # Libraries whose capsules lack DLPack's read-only flag: {module of the type of arrays: library}
 IMMUTABLE = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "mlx": "mlx"}
+T = TypeVar("T")
 ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of arrays, in which results are returned
 
 
@@ -49,13 +60,14 @@ class Array:
     pointer: int  # address of element 0
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype[Any]  # bf16 and fp8 are ml_dtypes' dtypes
+    dtype: np.dtype  # bf16 and fp8 are ml_dtypes' dtypes
     device: str  # "cpu" or "cuda:<index>"
     framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
-    owner: Any = field(repr=False)
+    owner: Owner = field(repr=False)
     readonly: bool = False
-    capsule: Any = field(default=None, repr=False)  # DLPack capsule; its destructor returns the memory to the producer
-    sharding: Any = field(default=None, repr=False)  # jax outputs: sharding of the jax.Array that `result` makes
+    capsule: object = field(default=None, repr=False)  # DLPack's; its destructor returns the memory to the producer
+    # jax outputs: sharding of the jax.Array that `result` makes
+    sharding: jax.sharding.Sharding | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.pointer == 0 and 0 not in self.shape:
@@ -71,7 +83,7 @@ class Array:
         """The caller's library if all its arrays are immutable, else ""."""
         return "" if self.framework in ("numpy", "torch", "cupy") else _immutable_library(type(self.owner))
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self) -> np.ndarray:
         """View the memory as a NumPy array, never a copy; read-only if the caller's array is.
 
         Raises TypeError for an array on a GPU.
@@ -81,7 +93,7 @@ class Array:
         if isinstance(self.owner, np.ndarray):
             return self.owner
         if self.framework == "torch" and self.dtype.isbuiltin == 1 and _is_plain_tensor(self.owner):
-            view: np.ndarray[Any, Any] = self.owner.detach().numpy()  # takes two thirds of the time of the way below
+            view: np.ndarray = self.owner.detach().numpy()  # takes two thirds of the time of the way below
             return view
         memory = SimpleNamespace(
             array=self,  # NumPy keeps `memory` as the base of the view
@@ -95,7 +107,7 @@ class Array:
         )
         return np.asarray(memory).view(self.dtype)  # via raw bytes, because bf16 and fp8 have no typestr
 
-    def result(self) -> Any:
+    def result(self) -> Owner:
         """Return the array in the caller's framework; for jax, call it after all writes."""
         if self.sharding is None:
             return self.owner
@@ -107,7 +119,7 @@ class Array:
             return jax.dlpack.from_dlpack(self.owner)
 
 
-def as_array(x: Any, name: str) -> Array:
+def as_array(x: object, name: str) -> Array:
     """Describe `x`, an array of any library, without a copy (except a lazily negated or conjugated torch tensor).
 
     Accepts, in this order: cupy.ndarray, torch.Tensor, numpy.ndarray, jax.Array, `__dlpack__`,
@@ -136,7 +148,7 @@ def as_array(x: Any, name: str) -> Array:
         raise kind(f"{name} ({type(x).__module__}.{type(x).__qualname__}): {error}") from error
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
+def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
     """Allocate an uninitialised, writable, C-contiguous output in the framework and on the device of `like`.
 
     For libraries without a way to allocate a writable array it is a NumPy array (on a GPU: CuPy). jax arrays are
@@ -239,7 +251,7 @@ def made_on(array: Array) -> int | None:
     return LEGACY_DEFAULT_STREAM if array.framework in ("jax", "dlpack") and array.device != "cpu" else None
 
 
-def _call_producer(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_producer(function: Callable[..., T], *arguments: object) -> T:
     """Call a method of the array's library; an exception becomes a TypeError that quotes it."""
     try:
         return function(*arguments)
@@ -247,7 +259,7 @@ def _call_producer(function: Callable[..., Any], *arguments: Any) -> Any:
         raise TypeError(f"its producer does not export it: {error!r}") from error
 
 
-def _is_instance(x: Any, module: str, name: str) -> bool:
+def _is_instance(x: object, module: str, name: str) -> bool:
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(x, cls)
 
@@ -261,7 +273,7 @@ def _immutable_library(cls: type) -> str:
     return ""
 
 
-def _is_plain_tensor(x: Any) -> bool:
+def _is_plain_tensor(x: torch.Tensor) -> bool:
     """Return whether a tensor's methods are torch's own, not those of a subclass."""
     import torch
 
@@ -272,7 +284,7 @@ def _device_index(device: str) -> int:
     return int(device.removeprefix("cuda:"))
 
 
-def named_dtype(name: str) -> np.dtype[Any]:
+def named_dtype(name: str) -> np.dtype:
     """Return the NumPy dtype of a name; bfloat16 and float8_* are those of ml_dtypes."""
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
@@ -282,13 +294,13 @@ def named_dtype(name: str) -> np.dtype[Any]:
 
 
 @functools.lru_cache
-def dtype_name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype) -> str:
     """Return `dtype.name`, cached because NumPy takes microseconds to compute it."""
     return dtype.name
 
 
 @functools.lru_cache
-def _in_elements(byte_strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+def _in_elements(byte_strides: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
     if not dtype.isnative:
         raise ValueError(f"byte order of {dtype.str} is not this machine's: pass x.astype(x.dtype.newbyteorder('='))")
     itemsize = dtype.itemsize or 1  # an empty string dtype has itemsize 0
@@ -303,7 +315,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return np.empty aligned to 64 bytes, because XLA copies less aligned host buffers."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + 64, np.uint8)
@@ -311,7 +323,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[A
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-def _from_numpy(x: np.ndarray[Any, Any]) -> Array:
+def _from_numpy(x: np.ndarray) -> Array:
     if type(x) is not np.ndarray:
         if isinstance(x, np.ma.MaskedArray):
             raise TypeError("its mask would be dropped: pass x.filled(...) or x.data")
@@ -322,12 +334,12 @@ def _from_numpy(x: np.ndarray[Any, Any]) -> Array:
     return Array(x.__array_interface__["data"][0], x.shape, strides, x.dtype, "cpu", "numpy", x, not x.flags.writeable)
 
 
-def _from_cupy(x: Any) -> Array:
+def _from_cupy(x: cupy.ndarray) -> Array:
     return Array(x.data.ptr, x.shape, _in_elements(x.strides, x.dtype), x.dtype, f"cuda:{x.device.id}", "cupy", x)
 
 
 @functools.cache
-def _torch_dtype(dtype: Any) -> np.dtype[Any]:
+def _torch_dtype(dtype: torch.dtype) -> np.dtype:
     name = str(dtype).removeprefix("torch.")
     if name not in _DLPACK_DTYPES.values():
         raise TypeError(f"dtype {dtype} is not supported")
@@ -335,11 +347,11 @@ def _torch_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 @functools.cache
-def _torch_device(device: Any) -> str:
+def _torch_device(device: torch.device) -> str:
     return str(device)
 
 
-def _from_torch(x: Any) -> Array:
+def _from_torch(x: torch.Tensor) -> Array:
     import torch
 
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -360,7 +372,7 @@ def _from_torch(x: Any) -> Array:
     return Array(pointer, tuple(x.shape), x.stride(), _torch_dtype(x.dtype), device, "torch", x, is_lazy)
 
 
-def _from_jax(x: Any) -> Array:
+def _from_jax(x: jax.Array) -> Array:
     import jax
 
     if isinstance(x, jax.core.Tracer):
@@ -377,7 +389,7 @@ def _from_jax(x: Any) -> Array:
     return _from_dlpack(x, "jax")
 
 
-def _from_cuda_array_interface(x: Any, interface: dict[str, Any]) -> Array:
+def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
     """Describe an array of versions 2 and 3; the protocol lacks the device, so CuPy finds it, or it is cuda:0."""
     if interface.get("mask") is not None:
         raise TypeError("its mask would be dropped")
@@ -463,7 +475,7 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     device = _DLPACK_DEVICES[device_type].format(device_index)
     stream = {} if device == "cpu" else {"stream": LEGACY_DEFAULT_STREAM}
 
-    def capsule_of() -> Any:
+    def capsule_of() -> object:
         try:
             return x.__dlpack__(max_version=(1, 0), **stream)
         except TypeError:  # producers before DLPack 1.0 have no max_version
@@ -482,7 +494,7 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
 
 
-def _read_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
+def _read_capsule(capsule: object) -> tuple[_DLTensor, bool]:
     """Return (tensor in a DLPack capsule, read-only flag).
 
     The capsule keeps its name, instead of "used_dltensor", so that its destructor calls the deleter.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import platform
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 
 class Device(NamedTuple):
@@ -73,7 +76,7 @@ def gpu(index: int) -> Device:
 
 
 @lru_cache(maxsize=1)
-def blas_controller() -> Any:
+def blas_controller() -> ThreadpoolController:
     """Return the threadpoolctl controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
     from threadpoolctl import ThreadpoolController
 

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import device, environment
 from .arrays import Array
@@ -19,6 +19,8 @@ from .plan.plan import Plan, last_of_bucket, plan
 from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from .mods.tiles import TileCounts
 
 # Appended to the error if CuPy is missing.
@@ -207,12 +209,12 @@ LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 
 
-def _derivatives(chosen: Plan) -> Any:
+def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
     return _imported(DERIVATIVES[chosen.device.backend])
 
 
-def _module(chosen: Plan) -> Any:
+def _module(chosen: Plan) -> ModuleType:
     """Return the module that runs a plan, imported lazily: its dependencies may be slow to import or not installed."""
     return _imported(_code(chosen))
 
@@ -224,6 +226,6 @@ def _code(chosen: Plan) -> str:
 
 
 @cache
-def _imported(name: str) -> Any:
+def _imported(name: str) -> ModuleType:
     """Return a module, cached because `import_module` takes microseconds even if the module has been imported."""
     return importlib.import_module(name, __package__)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .arrays import as_array, empty
-from .mods.block_tables import ALL, NONE, PARTIAL, MaskMod, converted, is_block_mask, masked_by
+from .mods.block_tables import ALL, NONE, PARTIAL, converted, is_block_mask, masked_by
 from .mods.numpy_code import mask_function
 from .mods.tiles import CUT, FULL, TileClasses
 from .mods.trace import Mod, traced
 from .problem.features import Options
 from .problem.records import Operands, Problem
+
+if TYPE_CHECKING:
+    import cupy
+
+    from .arrays import AnyArray
+    from .mods.masks import MaskMod
 
 
 def block_mask(
@@ -80,7 +86,7 @@ def block_mask(
     return masked_by(mask_mod, _like(table, like) if on_host else table, _like(rows, like), _like(columns, like))
 
 
-def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray[Any, Any]:
+def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray:
     """Return the exact classes of blocks, uint8 (B, H, query blocks, key blocks)."""
     counts = tuple(-(-length // block) for length in lengths)
     if mod.program.mask is None:
@@ -102,7 +108,7 @@ def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], blo
     return table
 
 
-def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> Any:
+def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> cupy.ndarray:
     """Return the same, computed by a kernel on the GPU of the captured arrays."""
     from .dispatch import block_classes
 
@@ -125,7 +131,7 @@ def posed(
     return pose("block_mask", (q, k, k), Options(mask_mod=mod, backend=backend))
 
 
-def _like(x: np.ndarray[Any, Any], like: Any) -> Any:
+def _like(x: np.ndarray, like: Any) -> AnyArray:
     """Return x as an array with the type and device of `like`."""
     framework = "numpy" if like is None else as_array(like, "like").framework
     if framework == "torch":

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,7 +59,7 @@ KEPT = {
 }
 
 
-def _not_whole(sizes: dict[str, Any]) -> list[str]:
+def _not_whole(sizes: Mapping[str, object]) -> list[str]:
     """Error messages for sizes that are not integers, as a config.json may contain."""
     invalid = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
     return [f"{name} must be a whole number, not {size!r}" for name, size in invalid.items()]
@@ -497,7 +497,7 @@ def _check_shares(model: Transformer, training: Training) -> None:
 
 
 def measure(
-    model: torch.nn.Module, batch: torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+    model: torch.nn.Module, batch: torch.Tensor | tuple[object, ...] | list[object] | dict[str, object]
 ) -> dict[str, int]:
     """Run the forward of a torch module once, and return the bytes that it saves for its backward, by submodule.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cupy_flash.problem.argument_types import ReferenceOptions
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 FP8 = "float8_e4m3fn"
 
 
@@ -37,8 +37,8 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-_names = [(feature.name, Any, field(default=feature.default)) for feature in FEATURES if feature.definition]
-_precision_names = [("dtype", Any, field(default=None)), ("order", Any, field(default=0))]
+_names = [(feature.name, object, field(default=feature.default)) for feature in FEATURES if feature.definition]
+_precision_names = [("dtype", object, field(default=None)), ("order", object, field(default=0))]
 _Options: Any = make_dataclass("Options", [*_names, *_precision_names], frozen=True)
 
 
@@ -97,7 +97,7 @@ class Forward(NamedTuple):
     q: Array  # (B, Hq, Sq, D)
     k: Array  # (B, Hq, Sk, D)
     v: Array  # (B, Hq, Sk, Dv)
-    scale: Any
+    scale: np.floating
     scored: Scores
     probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
     sink_probability: Array  # (B, Hq, Sq, 1)
@@ -403,7 +403,7 @@ def attention_with_kv_cache(
     *,
     k: npt.ArrayLike | None = None,
     v: npt.ArrayLike | None = None,
-    cache_seqlens: Any = None,
+    cache_seqlens: npt.ArrayLike | None = None,
     cache_batch_idx: npt.ArrayLike | None = None,
     cache_leftpad: npt.ArrayLike | None = None,
     block_table: npt.ArrayLike | None = None,
@@ -442,7 +442,7 @@ def attention_with_kv_cache(
             return int(np.asarray(block_table)[b, j // width]), j % width
         return (b if cache_batch_idx is None else int(np.asarray(cache_batch_idx)[b])), j
 
-    def rotate(rows: Any, first: int, b: int) -> Array:
+    def rotate(rows: Array, first: int, b: int) -> Array:
         """Rows (S, H, D) as complex numbers, each multiplied by exp(i angle) of its position."""
         rows = np.asarray(rows).astype(compute)
         if rotary_cos is None:
@@ -587,7 +587,7 @@ def _forward(options: Options, first_batch: int, q: Array, k: Array, v: Array) -
     return Forward(q, k, v, scale, scored, probabilities, sink_probability, dropped, out, lse, sums)
 
 
-def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: Any, sums: _Sums) -> Scores:
+def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: np.floating, sums: _Sums) -> Scores:
     """Return the scores of q and k (B, Hq, S, D), whose padding is 0."""
     compute = q.dtype
     batch, q_heads, q_length, _ = q.shape
@@ -633,7 +633,7 @@ def _scores_again(options: Options, first_batch: int, forward: Forward) -> Score
     return _scores(options, first_batch, forward.q, forward.k, forward.scale, forward.sums)
 
 
-def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dtype[Any]) -> Array:
+def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dtype) -> Array:
     """Return a descale (B, Hk) as (B, Hq, 1, 1); ones without a descale."""
     if descale is None:
         return np.ones((1, 1, 1, 1), compute)
@@ -781,14 +781,14 @@ def _double_backward(
 class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
     """Values with first and second derivatives by the score, which differentiates a score_mod of NumPy functions."""
 
-    def __init__(self, value: Any, slope: Any, curve: Any = 0.0) -> None:
+    def __init__(self, value: Any, slope: Array | float, curve: Array | float = 0.0) -> None:
         self.value, self.slope, self.curve = value, slope, curve
 
     @staticmethod
-    def of(x: Any) -> _Dual:
+    def of(x: object) -> _Dual:
         return x if isinstance(x, _Dual) else _Dual(x, 0.0)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> _Dual | Array:
         x, y = (*map(_Dual.of, inputs), _Dual(0.0, 0.0))[:2]
         value = ufunc(*(_Dual.of(operand).value for operand in inputs))
         if value.dtype == np.bool_:
@@ -803,7 +803,7 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
                 curve = curve + _times(x.slope**2, xx) + _times(2 * x.slope * y.slope, xy) + _times(y.slope**2, yy)
         return _Dual(value, slope, curve)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> _Dual:
+    def __array_function__(self, function: Any, types: object, args: tuple[Any, ...], kwargs: object) -> _Dual:
         if function is np.clip:
             x, low, high = (_Dual.of(arg) for arg in args)
             inside = (x.value >= low.value) & (x.value <= high.value)
@@ -817,13 +817,13 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
 
-def _times(factor: Any, partial: Any) -> Any:
+def _times(factor: Array | float, partial: Array | float) -> Array:
     """factor * partial, 0 where the factor is 0."""
     return np.where(factor == 0, 0, factor * partial)
 
 
 # Partial derivatives of f = ufunc(x, y) by x and y.
-_PARTIALS: dict[np.ufunc, Any] = {
+_PARTIALS: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
     np.add: lambda x, y, f: (1, 1),
     np.subtract: lambda x, y, f: (1, -1),
     np.multiply: lambda x, y, f: (y, x),
@@ -845,7 +845,7 @@ _PARTIALS: dict[np.ufunc, Any] = {
 }
 
 # The second ones, by x twice, by both, and by y twice; of functions that are not listed they are 0.
-_SECOND: dict[np.ufunc, Any] = {
+_SECOND: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
     np.multiply: lambda x, y, f: (0, 1, 0),
     np.divide: lambda x, y, f: (0, -1 / y**2, 2 * f / y**2),
     np.power: lambda x, y, f: (y * (y - 1) * x ** (y - 2), 0, 0),
@@ -878,7 +878,7 @@ def _visible(
     return visible
 
 
-def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
+def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype, np.dtype]:
     """Return (storage dtype that values are rounded to, dtype of the arithmetic)."""
     if dtype is None:
         wide = np.asarray(q).dtype in (np.dtype(np.float64), np.dtype(np.longdouble))
@@ -888,7 +888,7 @@ def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype[
     return storage, np.dtype(np.float64 if storage == np.float64 else np.float32)
 
 
-def _out_dtype(storage: np.dtype[Any]) -> np.dtype[Any]:
+def _out_dtype(storage: np.dtype) -> np.dtype:
     """Return the dtype of out: `storage`, or bfloat16 for fp8."""
     return named_dtype("bfloat16") if storage.name == FP8 else storage
 

@@ -96,17 +96,17 @@ struct Params {
   int* positions;
   void* rotary_cos;
   void* rotary_sin;
-  float* part_out;  // workspaces: partial results, (places, BLOCK_Q, columns) and (places, BLOCK_Q)
+  float* part_out;  // workspaces: partial results, (number, BLOCK_Q, columns) and (number, BLOCK_Q)
   float* part_lse;
   long long table_row;      // strides
   long long positions_row;  // stride of a sequence; unused in a packed batch
   long long cos_row;
   long long sin_row;
-  int places;          // number of partial results
-  int cache_length;    // keys of every sequence if cache_seqlens is null
-  int cache_capacity;  // keys of a sequence
-  int cache_blocks;    // pages, or rows of a contiguous cache
-  int cache_rows;      // keys of a block
+  int partial_results;  // their number
+  int cache_length;     // keys of every sequence if cache_seqlens is null
+  int cache_capacity;   // keys of a sequence
+  int cache_blocks;     // pages, or rows of a contiguous cache
+  int cache_rows;       // keys of a block
   int page_log2;
   int appended;     // rows of k of each sequence of a padded batch
   int rotary_rows;  // rows of the rotary tables

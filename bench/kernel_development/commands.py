@@ -105,7 +105,7 @@ def _bounds(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def time_tiles(options: argparse.Namespace, arguments: list[str]) -> int:
-    """forward or backward --sweep: time every candidate tile and every peer on the GPU."""
+    """forward or backward --sweep: time every candidate tile and every other implementation on the GPU."""
     regimes = sweep.regimes(
         options.command == "backward",
         options.dtype,

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 from cupy_flash.problem.records import FP8
 
-from ..gpu import Regime, fastest, peer_tflops
+from ..gpu import Regime, fastest, tflops_of_others
 from ..report import NOTHING, Table
 
 
 class Mark(NamedTuple):
     """Least ratios of our speed, a first set and the goal.
 
-    "best" is the ratio to the fastest peer in the same process, "mm" to torch.matmul bf16, "own" to our own
-    non-deterministic backward, "fma" to the card's peak fp32 FMA rate.
+    "best" is the ratio to the fastest other implementation in the same process, "mm" to torch.matmul bf16, "own" to our
+    own non-deterministic backward, "fma" to the card's peak fp32 FMA rate.
     """
 
     first: dict[str, float]
@@ -61,14 +61,14 @@ def table(result: dict[str, Any]) -> Table:
         case = cases.get(regime.name)
         if case is None:
             continue
-        measured, best, others = ratios(regime, cases, result["device"]), fastest(case), peer_tflops(case)
-        peer = max(others, key=others.__getitem__, default=None)
+        measured, best, others = ratios(regime, cases, result["device"]), fastest(case), tflops_of_others(case)
+        other = max(others, key=others.__getitem__, default=None)
         reached = [name for name in ("goal", "first") if _is_reached(getattr(mark, name), measured)]
         rows.append(
             [
                 regime.name,
                 f"{case['tflops'][best]:.0f}" if best else NOTHING,
-                f"{others[peer]:.0f} {peer}" if peer else NOTHING,
+                f"{others[other]:.0f} {other}" if other else NOTHING,
                 *(f"{measured[ratio]:.2f}" if ratio in measured else NOTHING for ratio in RATIOS),
                 _ratios_text(mark.first),
                 _ratios_text(mark.goal),
@@ -76,7 +76,7 @@ def table(result: dict[str, Any]) -> Table:
                 " / ".join(_median(case["gpu"], name) for name in ("sm_clock_mhz", "power_w")),
             ]
         )
-    columns = ["regime", "TFLOP/s", "fastest peer", *(f"R_{ratio}" for ratio in RATIOS)]
+    columns = ["regime", "TFLOP/s", "fastest other", *(f"R_{ratio}" for ratio in RATIOS)]
     columns += ["first mark", "goal", "reached", "MHz / W"]
     return Table("The fastest tile of every regime with a mark (median)", columns, rows)
 
@@ -89,7 +89,7 @@ def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, A
         return {}
     speed = case["tflops"][best]
     measured = {"mm": speed / case["matmul_tflops"]}
-    if others := peer_tflops(case):
+    if others := tflops_of_others(case):
         measured["best"] = speed / max(others.values())
     clock = case["gpu"].get("sm_clock_mhz")
     if regime.dtype == "float32" and clock and device.get("multiprocessors"):

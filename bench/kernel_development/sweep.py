@@ -1,4 +1,4 @@
-"""GPU sweep: time every legal tile of every engine and every peer, next to the time that the cost model predicts.
+"""GPU sweep: time every legal tile of every engine, next to its time by the cost model, and every other implementation.
 
 A plan chooses the tile with the smallest predicted time. The tables show whether it is the fastest; the ratio of
 measured to predicted time shows how the cost model's constants have to change.
@@ -32,10 +32,10 @@ from ..gpu import (
     fastest,
     inputs,
     measure,
-    peer_tflops,
-    peers,
+    others,
+    tflops_of_others,
 )
-from ..peers import FLEX_ATTENTION
+from ..implementations import FLEX_ATTENTION
 from ..report import NOTHING, Table
 from .marks import MARKS
 from .published import flash_attention_3
@@ -88,7 +88,7 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
     """Return the record of a regime; `tiles` lists ours by engine, the smallest predicted time first."""
     announce("inputs", SECONDS_OF_INPUTS)
     tensors = inputs(regime)
-    calls: dict[str, Call] = peers(regime, tensors)
+    calls: dict[str, Call] = others(regime, tensors)
     refused: dict[str, str] = {}
     if regime not in MARKS and FLEX_ATTENTION in calls:
         del calls[FLEX_ATTENTION]
@@ -114,7 +114,7 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
     wait(compilers().submit(compile_launch, *each) for each in launches.values())
     case = measure(regime, calls, lost, announce)
     case["left_out"] |= refused
-    # The first entry that ran: a peer if there is one.
+    # The first entry that ran: another implementation if there is one.
     reference = next(iter(case["tflops"]), "")
     for name in (tile["name"] for tile in tiles if tile["name"] in case["tflops"]):
         announce(name, SECONDS_OF_STEP)
@@ -150,7 +150,7 @@ def _reasons(engine: str, error: UnsupportedError) -> str:
 
 
 def _alike(result: Any, other: Any) -> bool:
-    """Return whether two results agree within APART; False for NaN. lse is not compared, as peers return none."""
+    """Return whether two results agree within APART; False for NaN. lse is not compared, as others return none."""
     pairs = zip(_numbers(result), _numbers(other), strict=False)
     return all(bool((a - b).abs().max() <= APART * b.abs().max()) for a, b in pairs)
 
@@ -174,10 +174,10 @@ def tables(cases: Iterable[dict[str, Any]]) -> list[Table]:
 
 def _table(title: str, cases: list[dict[str, Any]]) -> Table:
     engine_names = list(dict.fromkeys(tile["engine"] for case in cases for tile in case["tiles"]))
-    peer_names = list(dict.fromkeys(name for case in cases for name in peer_tflops(case)))
+    names_of_others = list(dict.fromkeys(name for case in cases for name in tflops_of_others(case)))
     rows = []
     for case in cases:
-        regime, peer_speeds = Regime.of(case), peer_tflops(case)
+        regime, speeds_of_others = Regime.of(case), tflops_of_others(case)
         best = case["tflops"].get(fastest(case))
         rows.append(
             [
@@ -185,14 +185,14 @@ def _table(title: str, cases: list[dict[str, Any]]) -> Table:
                 "causal" if regime.causal else "full",
                 str(regime.seqlen),
                 *(cell for engine in engine_names for cell in _engine_cells(engine, case)),
-                *(_speed(peer_speeds.get(name)) for name in peer_names),
+                *(_speed(speeds_of_others.get(name)) for name in names_of_others),
                 _speed(flash_attention_3(regime)),
-                f"{best / max(peer_speeds.values()):.2f}" if best and peer_speeds else NOTHING,
+                f"{best / max(speeds_of_others.values()):.2f}" if best and speeds_of_others else NOTHING,
                 f"{best / case['matmul_tflops']:.2f}" if best else NOTHING,
             ]
         )
     columns = [f"{engine}, {which}" for engine in engine_names for which in ("best tile", "the plan's")]
-    return Table(title, ["D", "mask", "S", *columns, *peer_names, "FA3 (published, H100)", "R_best", "R_mm"], rows)
+    return Table(title, ["D", "mask", "S", *columns, *names_of_others, "FA3 (published, H100)", "R_best", "R_mm"], rows)
 
 
 def _engine_cells(engine: str, case: dict[str, Any]) -> list[str]:

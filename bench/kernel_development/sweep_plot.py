@@ -8,13 +8,13 @@ from statistics import median
 from typing import Any
 
 from .. import plots
-from ..gpu import Regime, fastest, peer_tflops
-from ..peers import OURS
+from ..gpu import Regime, fastest, tflops_of_others
+from ..implementations import OURS
 from .published import flash_attention_3
 
 
 def plot(result: dict[str, Any], path: Path) -> bool:
-    """Plot TFLOP/s over the sequence length for our fastest tile, all peers and published figures.
+    """Plot TFLOP/s over the sequence length for our fastest tile, all other implementations and published figures.
 
     One panel per dtype, head dimension and mask with at least two lengths. Returns False if there is none or matplotlib
     is not installed.
@@ -52,7 +52,7 @@ def _lines(cases: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     for case in cases:
         if (best := fastest(case)) is not None:
             lines[OURS].append((case["seqlen"], case["tflops"][best]))
-        for name, speed in peer_tflops(case).items():
+        for name, speed in tflops_of_others(case).items():
             lines.setdefault(name, []).append((case["seqlen"], speed))
         if published := flash_attention_3(Regime.of(case)):
             lines.setdefault("FA3 (published, H100)", []).append((case["seqlen"], published))

@@ -2,3 +2,13 @@
 
 `run` returns the exit status; `__main__.main` prints the exceptions that it raises.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, _SubParsersAction
+    from typing import TypeAlias
+
+    Commands: TypeAlias = _SubParsersAction[ArgumentParser]  # to which `add` adds its command

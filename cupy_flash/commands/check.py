@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engines import MODULES
 from ..measure.worker_process import ended_by_signal
 
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
-def add(commands: Any) -> None:
+    from . import Commands
+
+
+def add(commands: Commands) -> None:
     """Add the command check."""
     command = commands.add_parser(
         "check",
@@ -28,13 +33,13 @@ def add(commands: Any) -> None:
     command.set_defaults(run=run)
 
 
-def add_backend(command: Any) -> None:
+def add_backend(command: ArgumentParser) -> None:
     """Add the argument that names a simulator in place of the GPU."""
     text = "simulator:ARCH, as in simulator:sm_90a, which takes minutes; default: cuda, this machine's GPU"
     command.add_argument("--backend", default="cuda", metavar="BACKEND", help=text)
 
 
-def add_json(command: Any) -> None:
+def add_json(command: ArgumentParser) -> None:
     """Add the argument that prints the result as JSON."""
     command.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
 

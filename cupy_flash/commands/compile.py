@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engines.launch import Launch
 from ..gpu import ahead
@@ -16,8 +16,11 @@ from ..gpu.run_plan import compile_launch
 from . import kernel_cache
 from .problem_arguments import add_problem, size
 
+if TYPE_CHECKING:
+    from . import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     """Add the command compile, whose arguments are those of cupy_flash.compile."""
     command = commands.add_parser(
         "compile",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .problem_arguments import add_lengths, add_problem, plans
 
+if TYPE_CHECKING:
+    from . import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     """Add the command explain."""
     command = commands.add_parser(
         "explain",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +19,14 @@ from ..plan import measurements
 from ..plan.refusals import engine_refusals, unproved
 from . import kernel_cache
 
+if TYPE_CHECKING:
+    from . import Commands
+
 # Their versions come from package metadata, so that none of them is imported.
 LIBRARIES = ("ml_dtypes", "threadpoolctl", "torch", "jax", "cupy")
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command info."""
     text = "what is installed and which engines serve this machine"
     commands.add_parser("info", help=text).set_defaults(run=run)

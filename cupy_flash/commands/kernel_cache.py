@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..jit import kernel_cache
 
+if TYPE_CHECKING:
+    from . import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     """Add the command cache with its actions."""
     actions = commands.add_parser("cache", help="the folder of compiled kernels").add_subparsers(
         required=True, metavar="ACTION"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import memory
 
+if TYPE_CHECKING:
+    from . import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     """Add the command memory, whose options are the fields of cupy_flash.memory.Training."""
     command = commands.add_parser("memory", help="how much memory training takes, with standard and flash attention")
     command.set_defaults(run=run)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..gpu.run_plan import compile_launch
 from .problem_arguments import add_lengths, add_problem, plans
 
+if TYPE_CHECKING:
+    from . import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     """Add the command ptx."""
     command = commands.add_parser(
         "ptx",

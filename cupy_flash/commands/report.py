@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..plan import measurements
 from . import info
 
+if TYPE_CHECKING:
+    from . import Commands
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     """Add the command report."""
     command = commands.add_parser(
         "report",

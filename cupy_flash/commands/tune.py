@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..measure.worker_process import ended_by_signal
 from ..problem.records import DTYPES, FP8
 from .check import add_backend, add_json, progress
 from .problem_arguments import size
 
+if TYPE_CHECKING:
+    from . import Commands
+
 SEQLENS = (512, 2048, 8192)
 TOKENS = 16384  # by default B * S, so that calls of all lengths take similar times
 HIDDEN = 2048  # by default H * D, the width of a model of a billion parameters
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command tune."""
     command = commands.add_parser(
         "tune",

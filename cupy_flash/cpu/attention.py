@@ -218,7 +218,7 @@ def _pieces_of(sequence: Sequence, plan: Plan, pieces: int) -> int:
     return max(1, min(pieces, -(-sequence.kv_len // plan.block_kv)))
 
 
-def rounded(total: Any, operand: Any, like: Array) -> Any:
+def rounded(total: Any, operand: Array | tuple[Array, ...], like: Array) -> Any:
     """Return a sum reduced to the shape and rounded to the dtype of its operand; None for None; a tuple elementwise."""
     if isinstance(operand, tuple):
         return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
@@ -306,7 +306,12 @@ class Softmax:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, sink: Any, bounded: bool, products: Products | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        sink: np.ndarray | None,
+        bounded: bool,
+        products: Products | None = None,
     ) -> None:
         self.products = Products() if products is None else products
         self.bounded = bounded and (sink is None or bool((abs(sink) <= BOUND).all()))

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -249,7 +248,7 @@ _free: list[np.ndarray] = []
 class Scratch:
     """Uninitialised arrays, whose memory is reused when the object is collected, because its first touch is slow."""
 
-    def __init__(self, dtype: np.dtype[Any], *sizes: int) -> None:
+    def __init__(self, dtype: np.dtype, *sizes: int) -> None:
         rounded = [-(-size * dtype.itemsize // LINE) * LINE for size in sizes]
         try:
             self.memory = _free.pop()

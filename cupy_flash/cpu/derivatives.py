@@ -199,7 +199,7 @@ class _Statistics(NamedTuple):
         eps = np.vecdot(dO, load_rows(direction.tout[here], dtype))
         return _Statistics(dO, np.where(empty_rows, np.inf, call.lse[here]), direction.tlse[here], delta, eps)
 
-    def dsink(self, sink: np.floating, tsink: Any) -> np.floating:
+    def dsink(self, sink: np.floating, tsink: np.floating | float) -> np.floating:
         """Return the sink's gradient of a head, the sum of its dS over the rows: the sink is a key whose value is 0."""
         return -(np.exp(sink - self.lse) @ (self.eps + self.delta * (tsink - self.mu)))
 

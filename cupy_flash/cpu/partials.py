@@ -6,7 +6,6 @@ Attention over the union of the keys is the average of the outputs, weighted by 
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
     return out, lse
 
 
-def merge_weights(lses: list[np.ndarray[Any, Any]]) -> tuple[Any, list[Any]]:
+def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the lse of all parts and the weight of each, with the shape of a part's lse; lse -inf has weight 0.
 
     If all are -inf, so is lse. Weights are normalised by their sum, because exp(lse of a part - lse) has the rounding

@@ -10,11 +10,17 @@ turns the gradients (dS, dtS) of the modified (S, tS) into those of the unmodifi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from ..mods.numpy_code import Direction, Function, direction_of, mask_function, score_function, slope_of
+
+if TYPE_CHECKING:
+    from ..mods.numpy_code import Read, SecondRead
+    from ..problem.records import Operands, Problem
+
+Gradient: TypeAlias = np.ndarray | tuple[np.ndarray | None, ...]  # of an option; a tuple for captured arrays
 
 
 class Positions(NamedTuple):
@@ -85,7 +91,7 @@ class ScoreStep(Protocol):
     by_sequence: bool  # different sequences add to different elements of its gradients
     by_head: bool  # different query heads add to different elements of its gradients
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> Any:
         """Modify S in place; with `save`, return the values that the gradient needs."""
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
@@ -97,11 +103,11 @@ class ScoreStep(Protocol):
     def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
         """Turn dS and dtS of the modified scores and tangents into those of the unmodified ones, in place."""
 
-    def gradients(self) -> dict[str, np.ndarray]:
+    def gradients(self) -> dict[str, Gradient]:
         """Return the gradients of the step's own arrays, by option name."""
 
 
-def steps(problem: Any, operands: Any) -> list[ScoreStep]:
+def steps(problem: Problem, operands: Operands) -> list[ScoreStep]:
     """Return the score modifications of a call, in the order of the formula."""
     applied: list[ScoreStep] = []
     if problem.softcap is not None:
@@ -142,7 +148,9 @@ class Softcap:
         """Multiply dS by the derivative of the cap."""
         dS *= saved
 
-    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
+    def tangent(
+        self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Cap S, and multiply tS by the derivative 1 - tanh(S / c)^2, whose tangent the second gradient needs too."""
         slope = self.apply(S, tile, save=True)
         assert slope is not None
@@ -150,14 +158,16 @@ class Softcap:
         tS *= slope
         return slope, change
 
-    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+    def second_gradient(
+        self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: tuple[np.ndarray, np.ndarray]
+    ) -> None:
         """Set dS to dS f' + dtS f'' tS, and dtS to dtS f', for the cap f."""
         slope, change = saved
         dS *= slope
         dS += _times(dtS, change)
         dtS *= slope
 
-    def gradients(self) -> dict[str, np.ndarray]:
+    def gradients(self) -> dict[str, Gradient]:
         """{}: the cap is a number."""
         return {}
 
@@ -190,7 +200,7 @@ class Alibi:
         """Leave dS and dtS as they are."""
         pass
 
-    def gradients(self) -> dict[str, np.ndarray]:
+    def gradients(self) -> dict[str, Gradient]:
         """{}: slopes get no gradient."""
         return {}
 
@@ -231,7 +241,7 @@ class Bias:
         """Add dS to dbias; dS and dtS are unchanged."""
         self.gradient(dS, tile, saved)
 
-    def gradients(self) -> dict[str, np.ndarray]:
+    def gradients(self) -> dict[str, Gradient]:
         """dbias, the sum over all tiles so far."""
         return {} if self.dbias is None else {"bias": self.dbias}
 
@@ -239,12 +249,13 @@ class Bias:
 class ModInputs:
     """The inputs of the generated mod functions other than the score, for the tiles of one call."""
 
-    def __init__(self, problem: Any, operands: Any) -> None:
-        self.arrays = tuple(array.numpy() for array in operands.captured)
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        # A Modified appends the tangents, None for an array without one.
+        self.arrays: tuple[Any, ...] = tuple(array.numpy() for array in operands.captured)
         self.numbers, self.real = operands.numbers, problem.accumulation.type
         self.first_head, self.first_batch = problem.first_head, problem.first_batch
 
-    def of(self, tile: ScoreTile) -> tuple[Any, ...]:
+    def of(self, tile: ScoreTile) -> tuple[object, ...]:
         """Return (b, h, q, kv, arrays, numbers, real) with global positions q (rows, 1) and kv (1, columns)."""
         q_first, kv_first, _, step = tile.positions
         q, kv = (
@@ -261,7 +272,7 @@ class Modified:
 
     bounded = False
 
-    def __init__(self, problem: Any, operands: Any) -> None:
+    def __init__(self, problem: Problem, operands: Operands) -> None:
         self.inputs = ModInputs(problem, operands)
         self.function: Function = score_function(problem.mods)
         self.slope = slope_of(problem.mods, problem.captured_gradient) if problem.backward else None
@@ -272,14 +283,14 @@ class Modified:
         ]
         self.direction: Direction | None = None
         if problem.derivative:
-            tangents = tuple(None if array is None else array.numpy() for array in operands.tcaptured)
+            tangents = tuple(None if array is None else array.numpy() for array in operands.tcaptured or ())
             moved = tuple(array is not None for array in tangents)
             self.inputs.arrays += tangents
             self.direction = direction_of(problem.mods, moved, problem.captured_gradient)
         self.by_sequence = self.slope is None or self.slope.indexed_by("b")
         self.by_head = self.slope is None or self.slope.indexed_by("h")
 
-    def apply(self, S: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
+    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> tuple[np.ndarray, list[Read]] | None:
         """Replace S by the modified scores; with `save`, return the derivative and the reads of captured arrays."""
         inputs = self.inputs.of(tile)
         if self.slope is None or not save:
@@ -289,7 +300,7 @@ class Modified:
         S[...] = modified
         return slope, reads
 
-    def gradient(self, dS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
+    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: tuple[np.ndarray, list[Read]]) -> None:
         """Multiply dS by the derivative, and add the gradients of the elements read to those of the captured arrays."""
         slope, reads = saved
         for slot, factor, indices in reads:
@@ -298,7 +309,7 @@ class Modified:
             _add_at(total, indices, _times(dS, factor))
         dS[...] = _times(dS, slope)
 
-    def tangent(self, S: np.ndarray[Any, Any], tS: np.ndarray[Any, Any], tile: ScoreTile, save: bool) -> Any:
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> list[Any] | None:
         """Modify S and tS; with `save`, return the derivatives of both and the reads of captured arrays."""
         assert self.direction is not None
         inputs = (S.copy(), *self.inputs.of(tile), tS.copy())  # a derivative may be the score itself
@@ -308,7 +319,9 @@ class Modified:
         S[...], tS[...], *saved = self.direction.second(*inputs)
         return saved
 
-    def second_gradient(self, dS: np.ndarray[Any, Any], dtS: np.ndarray[Any, Any], tile: ScoreTile, saved: Any) -> None:
+    def second_gradient(
+        self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: tuple[np.ndarray, np.ndarray, list[SecondRead]]
+    ) -> None:
         """Set dS to dS f' + dtS times the tangent of f', dtS to dtS f', and add the gradients of the elements read."""
         slope, change, reads = saved
         for read in reads:
@@ -318,7 +331,7 @@ class Modified:
         dS[...] = _times(dS, slope) + _times(dtS, change)
         dtS[...] = _times(dtS, slope)
 
-    def gradients(self) -> dict[str, Any]:
+    def gradients(self) -> dict[str, Gradient]:
         """Return the sums over all tiles so far, for each captured array; None if not requested."""
         return {"captured": tuple(self.dcaptured)}
 
@@ -326,7 +339,7 @@ class Modified:
 class MaskMod:
     """Applies mask_mod(b, h, q_idx, kv_idx) to the tiles of one call."""
 
-    def __init__(self, problem: Any, operands: Any) -> None:
+    def __init__(self, problem: Problem, operands: Operands) -> None:
         self.inputs = ModInputs(problem, operands)
         self.function = mask_function(problem.mods)
         from ..mods.ir import parse  # imported by the first call that has a mod
@@ -336,12 +349,12 @@ class MaskMod:
         assert mask is not None
         self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)
 
-    def visible(self, tile: ScoreTile) -> np.ndarray[Any, Any]:
+    def visible(self, tile: ScoreTile) -> np.ndarray:
         """Return the mask, True = attend, which broadcasts to (queries, keys) of the tile."""
         (visible,) = self.function(None, *self.inputs.of(tile))
         return np.asarray(visible)
 
-    def hide(self, S: np.ndarray[Any, Any], tile: ScoreTile, value: float) -> None:
+    def hide(self, S: np.ndarray, tile: ScoreTile, value: float) -> None:
         """Set the scores (..., queries, keys) that the mask hides to `value`, which are all inside tile.masked."""
         if tile.masked is None:
             return
@@ -355,15 +368,15 @@ class MaskMod:
         np.copyto(S, value, where=~self.visible(tile))
 
 
-def _times(dS: np.ndarray[Any, Any], factor: Any) -> np.ndarray[Any, Any]:
+def _times(dS: np.ndarray, factor: np.ndarray) -> np.ndarray:
     """Return dS * factor, with 0 where dS is 0, because the factor of a hidden score may be infinite or NaN."""
-    product: np.ndarray[Any, Any] = dS * factor
+    product: np.ndarray = dS * factor
     if not np.isfinite(np.vdot(product, product)):
         product[dS == 0] = 0
     return product
 
 
-def _add_at(total: np.ndarray[Any, Any], indices: tuple[Any, ...], values: np.ndarray[Any, Any]) -> None:
+def _add_at(total: np.ndarray, indices: tuple[np.ndarray, ...], values: np.ndarray) -> None:
     """Add values (rows, columns) to total at clamped indices, first summing over axes on which no index depends."""
     clamped = [np.clip(index, 0, size - 1) for index, size in zip(indices, total.shape, strict=True)]
     shape = np.broadcast_shapes((1, 1), *(index.shape for index in clamped))

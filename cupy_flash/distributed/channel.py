@@ -6,23 +6,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+if TYPE_CHECKING:
+    from ..problem.argument_types import Group
+
+Request: TypeAlias = dict[str, Any]  # the arguments of a call that ranks must agree on, by name
 REFUSED = 0  # sent instead of a digest by a rank whose own checks failed
 
 
 class Arrival(NamedTuple):
     """Tensors being received, with the pending works of the exchange."""
 
-    tensors: list[Any]
-    works: list[Any]
+    tensors: list[torch.Tensor]
+    works: list[distributed.Work]
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> list[torch.Tensor]:
         """Wait for the sends and receives, within the group's timeout; returns the received tensors."""
         for work in self.works:
             work.wait()
@@ -33,12 +37,12 @@ class Arrival(NamedTuple):
 class Channel(NamedTuple):
     """A process group and this process's rank in it, 0 .. ranks - 1 (not the global rank)."""
 
-    group: Any
+    group: distributed.ProcessGroup
     rank: int
     ranks: int
 
     @classmethod
-    def of(cls, function: str, group: Any) -> Channel:
+    def of(cls, function: str, group: Group) -> Channel:
         """Return the channel of a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
 
         Raises RuntimeError before init_process_group, ValueError for another mesh or a group without this process.
@@ -57,7 +61,7 @@ class Channel(NamedTuple):
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
 
     @contextmanager
-    def agreement(self, function: str, check_ranks: bool) -> Iterator[dict[str, Any]]:
+    def agreement(self, function: str, check_ranks: bool) -> Iterator[Request]:
         """Context for a rank's checks of its call, which fill in the request: the arguments that ranks must agree on.
 
         On exit it raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
@@ -66,7 +70,7 @@ class Channel(NamedTuple):
         """
         is_flag = isinstance(check_ranks, (bool, np.bool_))
         compares = self.ranks > 1 and (not is_flag or bool(check_ranks))
-        request: dict[str, Any] = {}
+        request: Request = {}
         try:
             if not is_flag:
                 raise TypeError(f"{function}: check_ranks must be True or False, not {check_ranks!r}")
@@ -80,12 +84,12 @@ class Channel(NamedTuple):
             raise ValueError(self._differences(function, request))
 
     @property
-    def _device(self) -> Any:
+    def _device(self) -> torch.device:
         """Return a device on which the group can gather: the CPU if a backend supports it, else the current device."""
         kinds = [pair.split(":")[0] for pair in distributed.get_backend_config(self.group).split(",")]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
-    def _digest(self, function: str, request: dict[str, Any]) -> Any:
+    def _digest(self, function: str, request: Request) -> torch.Tensor:
         """Return the hash of a request, int64 (1,); the seed is XORed on its device, so the host does not read it."""
         text = repr((function, *(item for item in request.items() if item[0] != "seed")))
         bits = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
@@ -97,19 +101,19 @@ class Channel(NamedTuple):
             seed = torch.from_numpy(np.asarray(seed).reshape(1).astype(np.uint64).view(np.int64))
         return digest ^ seed.reshape(1).to(self._device)
 
-    def _all_equal(self, digest: Any) -> bool:
+    def _all_equal(self, digest: torch.Tensor) -> bool:
         """Return whether the digests of all ranks are equal. Synchronises the host."""
         digests = digest.new_empty(self.ranks)
         distributed.all_gather(list(digests.split(1)), digest, group=self.group)
         return len(set(digests.tolist())) == 1
 
-    def _gather_requests(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather_requests(self, request: Request) -> list[Request]:
         """Return the requests of all ranks by a slow collective, for the error message only."""
         requests: list[Any] = [None] * self.ranks
         distributed.all_gather_object(requests, request, group=self.group)
         return requests
 
-    def _differences(self, function: str, request: dict[str, Any]) -> str:
+    def _differences(self, function: str, request: Request) -> str:
         """Return an error message with the entries that differ, or the errors of the ranks that refused."""
         seed = request["seed"]
         seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
@@ -126,7 +130,7 @@ class Channel(NamedTuple):
         ]
         return "\n".join(lines)
 
-    def exchange(self, tensors: Sequence[Any], shift: int, shapes: Sequence[tuple[int, ...]]) -> Arrival:
+    def exchange(self, tensors: Sequence[torch.Tensor], shift: int, shapes: Sequence[tuple[int, ...]]) -> Arrival:
         """Start sending contiguous tensors to rank + shift and receiving tensors of these shapes from rank - shift.
 
         A collective: every rank calls it with the same shift, in the same order. Empty tensors are not sent.
@@ -144,12 +148,12 @@ class Channel(NamedTuple):
         ]
         return Arrival(received, distributed.batch_isend_irecv(operations) if operations else [])
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks in place, and return it."""
         distributed.all_reduce(x, group=self.group)
         return x
 
-    def all_to_all(self, pieces: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    def all_to_all(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """All-to-all: sends pieces[r] to rank r and returns the tensors of shapes[r] received from each rank r."""
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [prod(shape) for shape in shapes]

@@ -12,20 +12,22 @@ import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 
 from .. import dispatch
 from ..api import merge
+from ..arrays import Array
 from ..mods.trace import Mod, decoded, mod_of
 from ..problem.build import pose
 from ..problem.features import ARRAYS, FEATURES, MODS, SEED, Options
-from ..problem.records import Packed, Saved, Shard
-from .channel import Arrival, Channel
+from ..problem.records import Gradients, Operands, Packed, Problem, Saved, Shard
+from .channel import Arrival, Channel, Request
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
     from typing_extensions import Unpack
 
     from ..problem.argument_types import (
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
         RanksOptionsWithoutLse,
         Sharding,
     )
+
+    Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v
+    Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # out and lse
+    InputGradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
 # Options not supported over several ranks.
 UNSERVED = tuple(feature.name for feature in (*ARRAYS, *MODS) if not feature.ranks)
@@ -195,7 +201,7 @@ def ring_attention_varlen(
     return _attend((q, k, v), settings, call)
 
 
-def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, object]) -> Options:
+def read_options(function: str, arrays: Tensors, options: Mapping[str, object]) -> Options:
     """Return the options of a call over several ranks; TypeError or ValueError lists unsupported ones."""
     settings = Options.of(function, options)
     for x in arrays:
@@ -214,9 +220,9 @@ def read_options(function: str, arrays: tuple[Any, ...], options: Mapping[str, o
     return settings
 
 
-def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict[str, Any]:
+def describe(arrays: Tensors, settings: Options, axis: int) -> Request:
     """Return the entries of a request: dtypes, shapes except the sharded dimension `axis`, requires_grad, options."""
-    request: dict[str, Any] = {"requires_grad": _requires_grad(arrays, settings)}
+    request: Request = {"requires_grad": _requires_grad(arrays, settings)}
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
         request[name] = f"{x.dtype} ({sizes})"
@@ -230,17 +236,17 @@ def describe(arrays: tuple[Any, Any, Any], settings: Options, axis: int) -> dict
     return request
 
 
-def _described(captured: Any) -> str:
+def _described(captured: torch.Tensor) -> str:
     return f"{captured.dtype} {tuple(captured.shape)}{' requires_grad' * bool(captured.requires_grad)}"
 
 
-def _requires_grad(arrays: tuple[Any, Any, Any], settings: Options) -> bool:
+def _requires_grad(arrays: Tensors, settings: Options) -> bool:
     """Return whether autograd records the call; all ranks or none must, because the backward communicates."""
     inputs = (*arrays, *tensors_of(settings), *captured_of(settings))
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int) -> tuple[int, int]:
+def whole_lengths(function: str, seqlen: Lengths, local: tuple[int, int], ranks: int) -> tuple[int, int]:
     """Return (Sq, Sk) of the whole sequence; without seqlen, `ranks` times the local lengths."""
     if seqlen is None:
         return local[0] * ranks, local[1] * ranks
@@ -251,7 +257,7 @@ def whole_lengths(function: str, seqlen: Any, local: tuple[int, int], ranks: int
         raise TypeError(f"{function}: seqlen must be None, a whole number or (Sq, Sk), not {seqlen!r}") from None
 
 
-def _host_lengths(function: str, name: str, given: Any) -> tuple[int, ...]:
+def _host_lengths(function: str, name: str, given: Boundaries) -> tuple[int, ...]:
     """Return the sequence lengths from cumulative lengths in host memory."""
     if isinstance(given, torch.Tensor) and given.device.type != "cpu":
         raise TypeError(
@@ -278,13 +284,13 @@ def require_rows(
         )
 
 
-def tensors_of(settings: Options) -> list[Any]:
+def tensors_of(settings: Options) -> list[torch.Tensor | None]:
     """Return the options in TENSORS for autograd to save; None for those that are not tensors."""
     values = (getattr(settings, name) for name in TENSORS)
     return [value if isinstance(value, torch.Tensor) else None for value in values]
 
 
-def captured_of(settings: Options) -> tuple[Any, ...]:
+def captured_of(settings: Options) -> tuple[torch.Tensor, ...]:
     """Return the tensors that the mods capture."""
     return settings.score_mod.arrays if isinstance(settings.score_mod, Mod) else ()
 
@@ -302,7 +308,7 @@ class WithoutTensors(NamedTuple):
         mods = settings.score_mod.encoded if isinstance(settings.score_mod, Mod) else ""
         return cls(replace(settings, **absent, score_mod=None), mods)
 
-    def with_mods(self, captured: tuple[Any, ...]) -> Options:
+    def with_mods(self, captured: tuple[torch.Tensor, ...]) -> Options:
         """Return the options, with the Mod rebuilt from its text and its captured tensors."""
         return replace(self.options, score_mod=decoded(self.mods, captured)) if self.mods else self.options
 
@@ -310,20 +316,20 @@ class WithoutTensors(NamedTuple):
 class CapturedGradients:
     """The gradients of captured tensors, summed over the calls of a rank and then over the ranks."""
 
-    def __init__(self, captured: tuple[Any, ...], wanted: tuple[bool, ...], dtype: Any) -> None:
+    def __init__(self, captured: tuple[torch.Tensor, ...], wanted: tuple[bool, ...], dtype: torch.dtype) -> None:
         pairs = zip(captured, wanted, strict=True)
         self.captured = captured
         self.totals = [
             torch.zeros_like(x, dtype=dtype) if asked and x.is_floating_point() else None for x, asked in pairs
         ]
 
-    def add(self, gradients: Any) -> None:
+    def add(self, gradients: Gradients[Array]) -> None:
         """Add the gradients of one backward."""
         for total, part in zip(self.totals, gradients.dcaptured or (None,) * len(self.totals), strict=True):
             if total is not None and part is not None:
                 total += part.result()
 
-    def of_all_ranks(self, channel: Channel) -> list[Any]:
+    def of_all_ranks(self, channel: Channel) -> list[torch.Tensor | None]:
         """Sum each gradient over the ranks by a collective, and return them in the dtypes of the tensors."""
         totals = zip(self.totals, self.captured, strict=True)
         return [None if total is None else channel.sum(total).to(x.dtype) for total, x in totals]
@@ -335,7 +341,7 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("cupy_flash has no second derivative of attention over several ranks (create_graph=True)")
 
 
-def _attend(arrays: tuple[Any, Any, Any], settings: Options, call: _Call) -> Any:
+def _attend(arrays: Tensors, settings: Options, call: _Call) -> torch.Tensor | Results:
     out, lse = _Ring.apply(*arrays, *tensors_of(settings), *captured_of(settings), call)
     return (out, lse) if settings.return_lse else out
 
@@ -356,9 +362,7 @@ class _Call(NamedTuple):
         """The sharded dimension of q, k, v and out; for lse it is the last."""
         return {"bshd": 1, "bhsd": 2, "thd": 0}[self.layout]
 
-    def request(
-        self, arrays: tuple[Any, Any, Any], settings: Options, lengths: tuple[Any, ...], sharding: str
-    ) -> dict[str, Any]:
+    def request(self, arrays: Tensors, settings: Options, lengths: tuple[object, ...], sharding: str) -> Request:
         """Return the arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
         rows = (arrays[0].shape[self.axis], arrays[1].shape[self.axis])
         q_rows, kv_rows = (
@@ -367,19 +371,19 @@ class _Call(NamedTuple):
         require_rows(self.function, self.channel, rows, (q_rows, kv_rows), sharding)
         return describe(arrays, settings, self.axis) | {"lengths": lengths, "sharding": sharding}
 
-    def rows(self, x: Any, chunk: Chunk) -> Any:
+    def rows(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """View of a chunk's rows in a shard of q, k, v or out."""
         return x.narrow(self.axis, chunk.first_row, chunk.rows)
 
-    def with_rows(self, x: Any, shard: tuple[Chunk, ...]) -> tuple[int, ...]:
+    def with_rows(self, x: torch.Tensor, shard: tuple[Chunk, ...]) -> tuple[int, ...]:
         """Return the shape of x for a shard of these chunks."""
         shape = list(x.shape)
         shape[self.axis] = sum(chunk.rows for chunk in shard)
         return tuple(shape)
 
     def pose(
-        self, pair: Pair, arrays: tuple[Any, Any, Any], tensors: tuple[Any, ...], saved: Saved | None = None
-    ) -> Any:
+        self, pair: Pair, arrays: Tensors, tensors: tuple[torch.Tensor | None, ...], saved: Saved | None = None
+    ) -> tuple[Problem, Operands]:
         """Return (problem, operands) of a pair of chunks; only the local pair has the sink, which must count once.
 
         `tensors` are the options in TENSORS, then the captured tensors.
@@ -398,18 +402,20 @@ class _Call(NamedTuple):
         arrays = (self.rows(q, pair.queries), self.rows(k, pair.keys), self.rows(v, pair.keys))
         return pose(self.function, arrays, options, packed, saved, shard)
 
-    def saved(self, queries: Chunk, dout: Any, out: Any, lse: Any, dlse: Any) -> Saved:
+    def saved(
+        self, queries: Chunk, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+    ) -> Saved:
         """Return the rows of dout, out, lse and dlse that the backward of a query chunk needs."""
         lse, dlse = (None if x is None else x.narrow(-1, queries.first_row, queries.rows) for x in (lse, dlse))
         return Saved(self.rows(dout, queries), self.rows(out, queries), lse, dlse)
 
-    def next_keys(self, step: int, kv: list[Any]) -> Arrival | None:
+    def next_keys(self, step: int, kv: list[torch.Tensor]) -> Arrival | None:
         """Start passing [K, V] on and receiving those of the next step; None at the last step."""
         if step + 1 == len(self.schedule.keys):
             return None
         return self.channel.exchange(kv, 1, [self.with_rows(x, self.schedule.keys[step + 1]) for x in kv])
 
-    def pass_gradients(self, step: int, dkv: list[Any]) -> Arrival:
+    def pass_gradients(self, step: int, dkv: list[torch.Tensor]) -> Arrival:
         """Start passing [dK, dV] on with their keys, after the last step back to the rank that owns them."""
         last = step + 1 == len(self.schedule.keys)
         if last and step == 0:  # no rank needs another rank's keys
@@ -420,9 +426,9 @@ class _Call(NamedTuple):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    def forward(ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
         *tensors, call = rest
-        parts: dict[Chunk, tuple[Any, Any]] = {}
+        parts: dict[Chunk, Results] = {}
         kv = [k.contiguous(), v.contiguous()]
         for step, pairs in enumerate(call.schedule.pairs):
             arrival = call.next_keys(step, kv)
@@ -443,13 +449,19 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> InputGradients:
         refuse_second_derivative()
         wanted = ctx.needs_input_grad[3 + len(TENSORS) : -1]
         return *_gradients(ctx.call, wanted, dout, dlse, *ctx.saved_tensors), None
 
 
-def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+def _gradients(
+    call: _Call,
+    wanted: tuple[bool, ...],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    *saved: torch.Tensor,
+) -> InputGradients:
     """Return (dq, dk, dv) of this rank's shards, and the gradients of TENSORS and of captured tensors."""
     q, k, v, out, lse, *rest = saved
     tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])
@@ -487,12 +499,12 @@ def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *sav
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *others, *of_captured.of_all_ranks(call.channel)
 
 
-def _packed(queries: Chunk, keys: Chunk, device: Any) -> Packed:
+def _packed(queries: Chunk, keys: Chunk, device: torch.device) -> Packed:
     bounds = (_on_device(chunk.cu_seqlens, device) for chunk in (queries, keys))
     return Packed(*bounds, *(max(chunk.lengths, default=0) for chunk in (queries, keys)))
 
 
 @lru_cache(maxsize=1024)
-def _on_device(numbers: tuple[Any, ...], device: Any) -> Any:
+def _on_device(numbers: tuple[int | tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
     """Return an int32 tensor, cached because every layer needs the same few numbers at each step of the ring."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)

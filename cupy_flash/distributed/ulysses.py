@@ -14,7 +14,7 @@ import torch
 
 from .. import dispatch
 from ..problem.build import pose
-from ..problem.records import Packed, Saved, Shard
+from ..problem.records import Operands, Packed, Problem, Saved, Shard
 from .channel import Channel
 from .ring import (
     SERVED,
@@ -32,6 +32,7 @@ from .ring import (
 from .shards import runs
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
     from typing_extensions import Unpack
 
     from ..problem.argument_types import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         RanksOptions,
         RanksOptionsWithoutLse,
     )
+    from .ring import InputGradients, Results, Tensors
 
 
 @overload
@@ -169,13 +171,13 @@ def ulysses_attention_varlen(
 
 def _attend(
     function: str,
-    arrays: tuple[Any, Any, Any],
-    group: Any,
-    seqlen: Any,
+    arrays: Tensors,
+    group: Group,
+    seqlen: Lengths,
     check_ranks: bool,
     options: Mapping[str, object],
     packed: Packed | None = None,
-) -> Any:
+) -> torch.Tensor | Results:
     channel = Channel.of(function, group)
     with channel.agreement(function, check_ranks) as request:
         settings = read_options(function, arrays, options)
@@ -216,7 +218,7 @@ def _empty_sequences(packed: Packed) -> Packed:
 def _describe_sequences(packed: Packed) -> dict[str, str]:
     """Return a packed batch's entries of the request; only the shape for boundaries on a GPU, which are not read."""
 
-    def described(x: Any) -> str:
+    def described(x: object) -> str:
         if not isinstance(x, torch.Tensor):
             return repr(x)
         return repr(x.tolist() if x.device.type == "cpu" else tuple(x.shape))
@@ -242,10 +244,10 @@ class _Call(NamedTuple):
     axes: Axes  # axes of q, k, v and out
     q_sizes: list[int]  # query rows of each rank
     kv_sizes: list[int]
-    longest: tuple[Any, Any] | None  # (max_seqlen_q, max_seqlen_k) of a packed batch
+    longest: tuple[int | None, int | None] | None  # (max_seqlen_q, max_seqlen_k) of a packed batch
     settings: WithoutTensors
 
-    def to_heads(self, x: Any, sizes: list[int], axes: Axes) -> Any:
+    def to_heads(self, x: torch.Tensor, sizes: list[int], axes: Axes) -> torch.Tensor:
         """All-to-all: this rank's rows of all heads -> all rows of this rank's heads."""
         pieces = x.chunk(self.channel.ranks, axes.heads)
         shapes = []
@@ -255,26 +257,26 @@ class _Call(NamedTuple):
             shapes.append(tuple(shape))
         return torch.cat(self.channel.all_to_all(pieces, shapes), axes.rows)
 
-    def to_rows(self, x: Any, sizes: list[int], axes: Axes) -> Any:
+    def to_rows(self, x: torch.Tensor, sizes: list[int], axes: Axes) -> torch.Tensor:
         """All-to-all: all rows of this rank's heads -> this rank's rows of all heads."""
         pieces = x.split(sizes, axes.rows)
         shapes = [tuple(pieces[self.channel.rank].shape)] * self.channel.ranks
         return torch.cat(self.channel.all_to_all(pieces, shapes), axes.heads)
 
-    def heads_of(self, x: Any) -> Any:
+    def heads_of(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's slice of a tensor (..., Hq), or None."""
         return None if x is None else x.chunk(self.channel.ranks, -1)[self.channel.rank].contiguous()
 
     def pose(
         self,
-        arrays: tuple[Any, Any, Any],
-        tensors: tuple[Any, ...],
-        bounds: tuple[Any, Any],
+        arrays: Tensors,
+        tensors: tuple[torch.Tensor | None, ...],
+        bounds: tuple[torch.Tensor, torch.Tensor],
         saved: Saved | None = None,
-    ) -> Any:
+    ) -> tuple[Problem, Operands]:
         """Return (problem, operands) of the whole sequence and this rank's heads, with global head indices."""
         (*features, seed), captured = tensors[: len(TENSORS)], tensors[len(TENSORS) :]
-        given = {feature.name: self.heads_of(x) for feature, x in zip(SERVED, features, strict=True)}
+        given: dict[str, Any] = {feature.name: self.heads_of(x) for feature, x in zip(SERVED, features, strict=True)}
         options = self.settings.with_mods(captured)
         options = replace(options, seed=options.seed if seed is None else seed, **given)
         packed = None if self.longest is None else Packed(*bounds, *self.longest)
@@ -285,7 +287,7 @@ class _Call(NamedTuple):
 
 class _Ulysses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    def forward(ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
         *tensors, cu_seqlens_q, cu_seqlens_k, call = rest
         bounds = (cu_seqlens_q, cu_seqlens_k)
         q = call.to_heads(q, call.q_sizes, call.axes)
@@ -297,13 +299,19 @@ class _Ulysses(torch.autograd.Function):
         return call.to_rows(out, call.q_sizes, call.axes), call.to_rows(lse, call.q_sizes, LSE)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> InputGradients:
         refuse_second_derivative()
         wanted = ctx.needs_input_grad[3 + len(TENSORS) : -3]
         return *_gradients(ctx.call, wanted, dout, dlse, *ctx.saved_tensors), None, None, None
 
 
-def _gradients(call: _Call, wanted: tuple[bool, ...], dout: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+def _gradients(
+    call: _Call,
+    wanted: tuple[bool, ...],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    *saved: torch.Tensor,
+) -> InputGradients:
     """Return (dq, dk, dv) of this rank's rows, the gradients of TENSORS, and those of captured tensors.
 
     The gradients of TENSORS are 0 except for this rank's heads; those of captured tensors are summed over the ranks.

@@ -6,8 +6,8 @@ CONTRIBUTING.md lists the other files. Nothing outside this folder knows an engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ..device import Device
 from ..problem.records import Problem
@@ -15,7 +15,22 @@ from . import cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .launch import Launch, Workspace
 
 
-class Engine(Protocol):
+class Tile(Hashable, Protocol):
+    """The part of an engine's tile that plans read."""
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a tile."""
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a tile."""
+
+
+TileT = TypeVar("TileT", bound=Tile)  # an engine's own type of tiles
+
+
+class Engine(Protocol[TileT]):
     """Interface of an engine module. Its tile type is a NamedTuple whose first fields are block_q and block_kv.
 
     What an attribute does not name, plan/refusals.py refuses with that reason; the function `refusals` has the rest.
@@ -44,38 +59,38 @@ class Engine(Protocol):
         The device may be of any backend.
         """
 
-    def tiles(self, problem: Problem, device: Device) -> Sequence[Any]:
+    def tiles(self, problem: Problem, device: Device) -> Sequence[TileT]:
         """Return every legal tile, whose kernels fit the device's shared memory and registers.
 
         `plan` passes the largest lengths of a bucket, and launches the chosen tile for all lengths of the bucket.
         """
 
-    def choices(self, problem: Problem, device: Device) -> Sequence[Any]:
+    def choices(self, problem: Problem, device: Device) -> Sequence[TileT]:
         """Return the tiles that a tune measures, at least those of `tiles`, which a prediction compares."""
 
-    def forms(self, problem: Problem, device: Device, tile: Any) -> dict[str, Sequence[Any]]:
+    def forms(self, problem: Problem, device: Device, tile: TileT) -> dict[str, Sequence[TileT]]:
         """Return {form of the kernel that only a tune chooses: its tiles among `choices` with the rows of `tile`}."""
 
     def advantage(self, problem: Problem) -> str:
         """Return why the engine is the default for a problem that it serves; "" if predictions decide."""
 
-    def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+    def seconds(self, problem: Problem, pairs: int, device: Device, tile: TileT) -> float:
         """Return predicted seconds (the cost model) for `pairs` unmasked (query, key) pairs per sequence and head."""
 
-    def alike(self, tile: Any) -> object:
+    def alike(self, tile: TileT) -> object:
         """Return the key of tiles whose cost ranking does not depend on the length; compile() builds one per key."""
 
-    def threads(self, device: Device, tile: Any, cost: float) -> int:
+    def threads(self, device: Device, tile: TileT, cost: float) -> int:
         """Return the threads per block of a GPU, or on the CPU the threads for a problem of `cost` core seconds."""
 
-    def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    def workspaces(self, problem: Problem, tile: TileT, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
         """Return the workspaces of the kernels; rows are those of one sequence, or of a whole packed batch."""
 
-    def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+    def launches(self, problem: Problem, device: Device, tile: TileT) -> tuple[Launch, ...]:
         """Return the kernel launches in order; () on the CPU."""
 
 
 # {name: engine}, the names of `records.ENGINES`
-MODULES: dict[str, Engine] = {
+MODULES: dict[str, Engine[Any]] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
 }  # fmt: skip

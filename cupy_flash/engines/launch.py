@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class Workspace(NamedTuple):
 
     name: str  # the member of Params
     shape: tuple[int, ...]  # contiguous
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     strides: tuple[int, ...]  # (batch, head, row, aligned) if the member is an Operand; () for a pointer
 
 

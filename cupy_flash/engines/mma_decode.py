@@ -3,13 +3,13 @@
 Rows of a tile are (query, head of the GQA group) pairs, so a key is read once for all heads that share it. The key
 tiles of all sequences are divided equally among the blocks, by the lengths on the device (split_kv.cuh), and a second
 launch merges the partial results. In the one-launch form, which only a tune chooses, the blocks of a cluster divide the
-key tiles of one unit, and merge its parts through distributed shared memory.
+key tiles of one output tile, and merge its parts through distributed shared memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,7 +72,7 @@ PART_TILES = 2  # prologue and epilogue of a split, in units of the time of a ke
 PART_TILES_OF_PRODUCER = 1  # the same with a producer warp, which loads the next split during the epilogue
 LAUNCH = 3e-6  # seconds for a launch in a stream
 
-TOO_MANY_PLACES = "the tiles of keys of all sequences at the capacity of the cache exceed indices of 32 bits"
+TOO_MANY_ITERATIONS = "the tiles of keys of all sequences at the capacity of the cache exceed indices of 32 bits"
 
 
 class Tile(NamedTuple):
@@ -86,7 +86,7 @@ class Tile(NamedTuple):
     q_in_registers: bool
     tma: bool  # a producer warp beside `threads` loads K and V with TMA
     blocks: int  # maximum blocks of the grid: as many as are resident on the device
-    cluster: int  # blocks that divide the keys of a unit and merge them in the same launch; 0: two launches
+    cluster: int  # blocks that divide the keys of an output tile and merge them in the same launch; 0: two launches
 
     @property
     def form(self) -> str:
@@ -103,7 +103,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits registers and shared memory")
     elif device.backend in BACKENDS and any(_overflows(problem, tile) for tile in choices(problem, device)):
-        reasons.append(TOO_MANY_PLACES)
+        reasons.append(TOO_MANY_ITERATIONS)
     return reasons
 
 
@@ -126,8 +126,8 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp or in clusters.
 
     Neither changes how a range of keys is rounded. Without split_size a producer warp may change the number of resident
-    blocks, and thus where the keys of a sequence are split, and a cluster splits each unit by itself. With split_size
-    there is no cluster form, because a unit may have more pieces than a cluster has blocks.
+    blocks, and thus where the keys of a sequence are split, and a cluster splits each tile by itself. With split_size
+    there is no cluster form, because a tile may have more pieces than a cluster has blocks.
     """
     by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
     every = [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
@@ -137,7 +137,7 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     return every
 
 
-def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Any]]:
+def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
     """Return the tiles with the rows of `tile` and a producer warp, or in clusters of each size."""
     others: dict[str, list[Tile]] = {}
     for each in choices(problem, device):
@@ -208,15 +208,15 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     latency = LATENCY if tile.stages == 1 else 0
     assert problem.cache is not None
     split, part = problem.cache.split_size, PART_TILES_OF_PRODUCER if tile.tma else PART_TILES
-    places = most_places(problem, tile.rows, split or keys)
-    resident = -(-min(tile.blocks, max(places, 1)) // device.units)
+    iterations = most_iterations(problem, tile.rows, split or keys)
+    resident = -(-min(tile.blocks, max(iterations, 1)) // device.units)
     if tile.cluster:
-        waves = -(-_units(problem, tile) * problem.batch * tile.cluster // tile.blocks)
+        waves = -(-_output_tiles(problem, tile) * problem.batch * tile.cluster // tile.blocks)
         steps = waves * (max(-(-_pieces(problem, keys) // tile.cluster), SHORTEST_RUN) + part)
     elif split is None:
-        steps = max(-(-places // tile.blocks), min(places, SHORTEST_RUN)) + part
+        steps = max(-(-iterations // tile.blocks), min(iterations, SHORTEST_RUN)) + part
     else:
-        steps = -(-places // tile.blocks) * (min(split, problem.kv_len) // keys + 1 + part)
+        steps = -(-iterations // tile.blocks) * (min(split, problem.kv_len) // keys + 1 + part)
     return (1 if tile.cluster else 2) * LAUNCH + steps * (resident * clocks + latency) / CLOCK
 
 
@@ -226,10 +226,10 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return the workspaces of partial results, one per place (split_kv.cuh), and of the rotated rows of q."""
+    """Return the workspaces of partial results, of blocks or of pieces (split_kv.cuh), and of the rotated rows of q."""
     if tile.cluster:
         return rotated_rows(problem, q_rows)
-    rows = _places(problem, tile), tile.rows
+    rows = _partial_results(problem, tile), tile.rows
     parts = (
         Workspace("part_out", (*rows, _padded(problem)[1]), np.dtype(np.float32), ()),
         Workspace("part_lse", rows, np.dtype(np.float32), ()),
@@ -242,7 +242,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     cache = problem.cache
     assert cache is not None
     if _overflows(problem, tile):
-        raise UnsupportedError(f"{tile}: {TOO_MANY_PLACES}")
+        raise UnsupportedError(f"{tile}: {TOO_MANY_ITERATIONS}")
     constants = fragment_constants(problem)
     constants |= {
         "THREADS": tile.threads,
@@ -258,8 +258,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     }
     of_rows = constants | {"THREADS": ROW_THREADS}
     steps = append_launches(problem, of_rows)
-    grid, units = _grid(problem, tile), _units(problem, tile)
-    clusters = tile.cluster * max(units, problem.layout == "thd"), sequences(problem), 1
+    grid, output_tiles = _grid(problem, tile), _output_tiles(problem, tile)
+    clusters = tile.cluster * max(output_tiles, problem.layout == "thd"), sequences(problem), 1
     steps.append(
         Launch(
             "mma/decode",
@@ -272,7 +272,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     )
     merges = grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1
     if merges and not tile.cluster:
-        steps.append(Launch("merge", known_constants("merge", of_rows), (units, problem.batch, 1), ROW_THREADS))
+        steps.append(Launch("merge", known_constants("merge", of_rows), (output_tiles, problem.batch, 1), ROW_THREADS))
     return nonempty(with_mods(problem, steps))
 
 
@@ -285,23 +285,23 @@ def _boxes(problem: Problem, tile: Tile) -> tuple[Box, ...]:
     return tuple(Box(name, keys, columns, cache.layout) for name, columns in zip("kv", panels, strict=True))
 
 
-def most_places(problem: Problem, rows: int, keys: int) -> int:
-    """Return the number of places (split_kv.cuh) of `keys` keys, if sequences are as long as the capacity."""
+def most_iterations(problem: Problem, rows: int, keys: int) -> int:
+    """Return the number of iterations (split_kv.cuh) of `keys` keys, if sequences are as long as the capacity."""
     return problem.batch * problem.kv_heads * _row_tiles(problem, rows) * _pieces(problem, keys)
 
 
 def _overflows(problem: Problem, tile: Tile) -> bool:
-    """Return whether the places of all sequences, rounded up to equal runs, are more than an int of split_kv.cuh holds.
+    """Return whether all iterations, rounded up to equal runs, are more than an int of split_kv.cuh holds.
 
-    A cluster divides the places of one unit.
+    A cluster divides the iterations of one output tile.
     """
     assert problem.cache is not None
-    places = most_places(problem, tile.rows, problem.cache.split_size or tile.block_kv)
-    return not tile.cluster and places + tile.blocks >= 2**31
+    iterations = most_iterations(problem, tile.rows, problem.cache.split_size or tile.block_kv)
+    return not tile.cluster and iterations + tile.blocks >= 2**31
 
 
-def _units(problem: Problem, tile: Tile) -> int:
-    """Return the units (split_kv.cuh) of a sequence."""
+def _output_tiles(problem: Problem, tile: Tile) -> int:
+    """Return the output tiles (split_kv.cuh) of a sequence."""
     return _row_tiles(problem, tile.rows) * problem.kv_heads
 
 
@@ -313,18 +313,18 @@ def _pieces(problem: Problem, keys: int) -> int:
     return max(-(-problem.kv_len // keys), 1)
 
 
-def _places(problem: Problem, tile: Tile) -> int:
-    """Return the number of partial results: two per block, of its first and last unit; with split_size all pieces."""
+def _partial_results(problem: Problem, tile: Tile) -> int:
+    """Return the number of partial results: two per block, of its first and last tile; with split_size all pieces."""
     assert problem.cache is not None
     split = problem.cache.split_size
-    return 2 * _grid(problem, tile) if split is None else most_places(problem, tile.rows, split)
+    return 2 * _grid(problem, tile) if split is None else most_iterations(problem, tile.rows, split)
 
 
 def _grid(problem: Problem, tile: Tile) -> int:
     """Return the blocks of the decode kernel, at most one per run (split_kv.cuh) at the capacity of the cache."""
     assert problem.cache is not None
     split = problem.cache.split_size
-    runs = -(-most_places(problem, tile.rows, split or tile.block_kv) // (1 if split else SHORTEST_RUN))
+    runs = -(-most_iterations(problem, tile.rows, split or tile.block_kv) // (1 if split else SHORTEST_RUN))
     packed = problem.layout == "thd"  # rows after the last sequence are also written
     return min(tile.blocks, max(runs, packed))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import dtype_name
 from ..device import Device
@@ -27,6 +27,7 @@ KV_CACHE_OPTIONS = frozenset({
 })  # fmt: skip
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
+T = TypeVar("T")
 
 
 def shared_constants(problem: Problem) -> dict[str, Constant]:
@@ -123,7 +124,7 @@ def dtype_refusals(problem: Problem) -> list[str]:
     return [f"{problem.dtype.name} is not one of {', '.join(DTYPES)}"]
 
 
-def forms(problem: Problem, device: Device, tile: Any) -> dict[str, Sequence[Any]]:
+def forms(problem: Problem, device: Device, tile: T) -> dict[str, Sequence[T]]:
     """Return {}: an engine whose kernels have one form."""
     return {}
 

@@ -23,6 +23,7 @@ from ..problem.mask import Mask
 from ..problem.records import DTYPES, FP8, Packed, Problem
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from typing_extensions import Unpack
 
     from ..problem.argument_types import DType, PaddedOptions, Presence
@@ -151,17 +152,17 @@ def _contiguous_cache(
 
 
 def _problem(
-    settings: Options, element: np.dtype[Any], head_dim: int, head_dim_v: int, group: int, *, packed: bool
+    settings: Options, element: np.dtype, head_dim: int, head_dim_v: int, group: int, *, packed: bool
 ) -> Problem:
     """Return the forward problem of placeholder arrays, with one key, and Sq = Hq so that layouts have equal shapes."""
 
-    def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
+    def array(dtype: npt.DTypeLike, *shape: int) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)  # without memory of this size
 
     usual = element if element.name in DTYPES else named_dtype("bfloat16")
     sizes = {"b": 1, "h": group, "g": 1}
 
-    def given(feature: Feature) -> np.ndarray[Any, Any] | None:
+    def given(feature: Feature) -> np.ndarray | None:
         """Return a placeholder for an array option, for which the caller passed True (the usual dtype) or a dtype."""
         value = getattr(settings, feature.name)
         if value is None or value is False:
@@ -182,7 +183,7 @@ def _problem(
     return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
 
 
-def element_dtype(dtype: Any) -> np.dtype[Any]:
+def element_dtype(dtype: DType) -> np.dtype:
     """Return the NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
     if not isinstance(dtype, str) and dtype is not None:  # np.dtype(None) is float64
         try:

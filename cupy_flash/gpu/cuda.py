@@ -8,7 +8,7 @@ import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
 from ..engines.launch import Launch
@@ -17,6 +17,24 @@ from ..problem.records import Gradients, Operands, Problem
 from . import run_plan
 from .run_plan import compile_launch
 from .tensor_map import encode_for_gpu
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Kernel(Protocol):
+        """A loaded kernel, as CuPy's functions of a module are called; a stream is anything with a `ptr`."""
+
+        def __call__(
+            self,
+            grid: tuple[int, int, int],
+            block: tuple[int, int, int],
+            args: tuple[object, ...],
+            /,
+            *,
+            shared_mem: int,
+            stream: SimpleNamespace,
+        ) -> None:
+            """Launch it."""
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
@@ -105,7 +123,7 @@ def _start(work: run_plan.Work) -> None:
             function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
 
 
-def _wait(stream: Any, others: set[int | None]) -> None:
+def _wait(stream: SimpleNamespace, others: set[int | None]) -> None:
     """Make `stream` wait for the work already enqueued on the other streams."""
     import cupy
 
@@ -115,7 +133,7 @@ def _wait(stream: Any, others: set[int | None]) -> None:
         cupy.cuda.runtime.streamWaitEvent(stream.ptr, event.ptr)
 
 
-_loaded: dict[tuple[Hashable, int], Any] = {}  # (text_key, device) -> loaded kernel
+_loaded: dict[tuple[Hashable, int], Kernel] = {}  # (text_key, device) -> loaded kernel
 _loading = threading.Lock()
 
 
@@ -139,7 +157,7 @@ def _require_no_capture(launch: Launch, stream: int) -> None:
         )
 
 
-def load(launch: Launch, arch: str) -> Any:
+def load(launch: Launch, arch: str) -> Kernel:
     """Return the kernel of a launch, loaded on the current device, and compiled if no cache has it.
 
     Threads load one at a time, so that each kernel is compiled once.
@@ -153,7 +171,7 @@ def load(launch: Launch, arch: str) -> Any:
         return _loaded[key]
 
 
-def _function(launch: Launch, arch: str) -> Any:
+def _function(launch: Launch, arch: str) -> Kernel:
     import cupy
 
     result = compile_launch(launch, arch)

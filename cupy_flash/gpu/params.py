@@ -254,7 +254,7 @@ def cache_members(
     numbers: dict[str, Any] = {
         "q_len": tokens if packed else problem.q_len,
         "kv_len": problem.kv_len,
-        "places": next((x.shape[0] for x in workspaces if x.name == "part_lse"), 0),
+        "partial_results": next((x.shape[0] for x in workspaces if x.name == "part_lse"), 0),
         "cache_length": given.cache_seqlens if isinstance(given.cache_seqlens, int) else problem.kv_len,
         "cache_capacity": problem.kv_len,
         "cache_blocks": cache.blocks,

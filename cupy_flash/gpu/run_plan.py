@@ -36,11 +36,11 @@ class Work(NamedTuple):
     inputs: dict[str, Array]
     results: Results
     layout: str
-    params: Callable[[Address], np.ndarray[Any, Any]]  # the argument of all launches, given the addresses of arrays
+    params: Callable[[Address], np.ndarray]  # the argument of all launches, given the addresses of arrays
     captured: Captured | None = None  # the arrays that mods read, and their gradients
     written: tuple[str, ...] = ()  # inputs that are also outputs: the caches of an append
 
-    def arguments(self, launch: Launch, params: Any, address: Address, encode: Encode) -> tuple[Any, ...]:
+    def arguments(self, launch: Launch, params: np.ndarray, address: Address, encode: Encode) -> tuple[np.ndarray, ...]:
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
             # The kernel does not know `captured`, the last member of the struct.
@@ -92,8 +92,8 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
 def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
     """Run the backward, or with tangents the double backward, and return the gradients."""
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
-    gradients: dict[str, Any] = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
-    work = _work(plan, operands, gradients)
+    gradients = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
+    work = _work(plan, operands, {**gradients})
     start(work)
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
@@ -133,7 +133,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
     return results["out"], results["lse"]
 
 
-def _partials_launch(dtype: np.dtype[Any], other: np.dtype[Any], lse: Array, head_dim_v: int) -> Launch:
+def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: int) -> Launch:
     """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row.
 
     The kernel loops over the heads and sequences that exceed the grid.

@@ -11,7 +11,6 @@ import struct
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 BYTES, ALIGNMENT = 128, 64
 # CUtensorMapDataType
@@ -87,7 +86,7 @@ class TensorMap:
 
 
 @lru_cache(maxsize=1)
-def driver() -> Any:
+def driver() -> ctypes.CDLL:
     """Return the CUDA driver library; OSError if there is none."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MISSING = (
     "NVRTC, NVIDIA's run-time compiler, was not found. Install the extra of your CUDA version: "
@@ -199,7 +199,7 @@ def output(kind: str, program: ctypes.c_void_p) -> bytes:
     return buffer.raw if kind == "CUBIN" else buffer.value  # texts end at their NUL
 
 
-def call(function: str, *arguments: Any) -> None:
+def call(function: str, *arguments: object) -> None:
     """Call an NVRTC function; RuntimeError with NVRTC's error name if it fails."""
     status = getattr(library(), function)(*arguments)
     if status != 0:

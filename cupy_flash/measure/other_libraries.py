@@ -6,9 +6,12 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..problem.recorded_call import Trial
+
+if TYPE_CHECKING:
+    import torch
 
 # Names in reports -> torch's SDPBackend.
 SDPA = {"SDPA flash": "FLASH_ATTENTION", "SDPA cuDNN": "CUDNN_ATTENTION", "SDPA efficient": "EFFICIENT_ATTENTION"}
@@ -36,14 +39,14 @@ def names(trial: Trial) -> tuple[str, ...]:
     return (*SDPA, FLASH_ATTN) if importlib.util.find_spec("flash_attn") else tuple(SDPA)
 
 
-def peer(name: str, trial: Trial, device: str = "cuda") -> Callable[[], Any]:
+def peer(name: str, trial: Trial, device: str = "cuda") -> Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]:
     """Return a function that runs a peer on random tensors: the forward, or for a backward the gradients.
 
     It raises an exception of the peer's own if the peer does not support the call.
     """
     import torch
 
-    def tensor(length: int, heads: int, dim: int) -> Any:
+    def tensor(length: int, heads: int, dim: int) -> torch.Tensor:
         x = torch.randn((trial.batch, heads, length, dim), device=device).to(getattr(torch, trial.dtype))
         return x.requires_grad_(trial.backward)
 
@@ -57,7 +60,7 @@ def peer(name: str, trial: Trial, device: str = "cuda") -> Callable[[], Any]:
     return partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
 
 
-def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
+def _sdpa(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -65,6 +68,6 @@ def _sdpa(backend: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
         return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _flash_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
+def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     flash_attn = importlib.import_module("flash_attn")
     return flash_attn.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)

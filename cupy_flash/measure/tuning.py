@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .. import dispatch
 from ..device import Device
 from ..engines import MODULES
 from ..plan import measurements, plan
-from ..plan.measurements import Measured, Tune
+from ..plan.measurements import Json, Measured, Tune
 from ..plan.plan import Plan, amount_text, candidates
 from ..plan.refusals import is_on_request, refusals
 from ..problem.build import pose
@@ -37,6 +37,9 @@ from .checks.calls import COMPILE_SECONDS, Task
 from .checks.verdicts import LOSSES, SECONDS, SIMULATED_SECONDS, Report, device_of, valid_backend
 from .worker_process import Announce, Lost, Worker
 
+if TYPE_CHECKING:
+    from ..arrays import Owner
+
 SAMPLES, WARM_UP = 9, 2
 FLUSHED_BYTES = 256 << 20  # more than the L2 of any GPU
 APART = 2.0**-5  # tolerance relative to the largest magnitude: results that differ by more are wrong
@@ -46,7 +49,7 @@ Clock = Callable[[], float]
 class Candidates(NamedTuple):
     """The bucket of a call, the tiles to measure, and the engines that are excluded before any measurement."""
 
-    key: dict[str, Any]
+    key: dict[str, Json]
     default: tuple[str, str]  # the engine and tile that the plan has without measurements
     tiles: tuple[tuple[str, str], ...]  # (engine, tile): the default first, then by predicted time
     left_out: dict[str, str]  # {engine: reason}
@@ -177,10 +180,10 @@ def tune(
         TypeError, ValueError: a record is not a valid call, or there is none; the backend is unknown; minutes is not a
             number above 0.
     """
-    given: Any = shapes
+    given: object = shapes
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise TypeError(f"shapes must be a list of calls, each a mapping of names to values, not {given!r}")
-    records: list[Any] = list(given)
+    records = list(given)
     for shape in records:
         if not isinstance(shape, Mapping):
             raise TypeError(f"a call must be a mapping of names to values, not {shape!r}")
@@ -332,7 +335,7 @@ def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
     return [call for call in calls if isinstance(call, Trial)], not_replayed
 
 
-def _recorded_call(record: Any) -> Trial | NotReplayed:
+def _recorded_call(record: object) -> Trial | NotReplayed:
     if not isinstance(record, Mapping) or NOT_REPLAYED not in record:
         return Trial.of(record)
     return NotReplayed(str(record.get(DESCRIPTION)), str(record[NOT_REPLAYED]))
@@ -414,7 +417,7 @@ def measure_peer(task: Task, announce: Announce) -> float:
     return median_seconds(call)
 
 
-def median_seconds(call: Callable[[], Any]) -> float:
+def median_seconds(call: Callable[[], object]) -> float:
     """Return the median time of a call on a GPU, in seconds, with L2 flushed before each sample.
 
     It is that of the default stream, which CuPy and torch share.
@@ -457,7 +460,7 @@ METERS: dict[str, Callable[[Plan, Operands], float]] = {
 
 
 @lru_cache(maxsize=1)
-def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarray[Any, Any]]]:
+def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarray]]:
     """Return the plan of a call without measurements, its operands and its results."""
     forward, operands = _posed(backend, replace(trial, backward=False), None)
     forward = plan.predicted(forward.problem, forward.device)
@@ -471,13 +474,13 @@ def _default(backend: str, trial: Trial) -> tuple[Plan, Operands, list[np.ndarra
     return chosen, operands, _numbers(_run(chosen, operands))
 
 
-def _posed(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Plan, Operands]:
+def _posed(backend: str, trial: Trial, saved: tuple[Owner, Owner] | None) -> tuple[Plan, Operands]:
     """Return the plan and the operands of a call."""
     problem, operands = _stated(backend, trial, saved)
     return dispatch.plan_for(problem), operands
 
 
-def _stated(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[Problem, Operands]:
+def _stated(backend: str, trial: Trial, saved: tuple[Owner, Owner] | None) -> tuple[Problem, Operands]:
     """Return a call's problem and operands; for a backward, out and lse may be any arrays of their shapes."""
     if trial.cache is not None:
         q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
@@ -489,19 +492,20 @@ def _stated(backend: str, trial: Trial, saved: tuple[Any, Any] | None) -> tuple[
     return pose("tune", (call.q, call.k, call.v), options, call.packed, posed)
 
 
-def _run(chosen: Plan, operands: Operands) -> tuple[Any, ...]:
-    run: Any = dispatch.run_backward if chosen.problem.backward else dispatch.run_forward
-    results: tuple[Any, ...] = run(chosen, operands)
-    return results
+def _run(chosen: Plan, operands: Operands) -> tuple[object, ...]:
+    run: Callable[[Plan, Operands], tuple[object, ...]] = (
+        dispatch.run_backward if chosen.problem.backward else dispatch.run_forward
+    )
+    return run(chosen, operands)
 
 
-def _numbers(results: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
+def _numbers(results: tuple[object, ...]) -> list[np.ndarray]:
     """out and lse, or the gradients, as fp32 arrays on the host."""
     arrays = [calls.on_host([each.owner])[0] for each in results if hasattr(each, "owner")]
     return [array.astype(np.float32) for array in arrays if array is not None]
 
 
-def _alike(results: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]) -> bool:
+def _alike(results: list[np.ndarray], others: list[np.ndarray]) -> bool:
     """Return whether two results agree within APART of the largest finite magnitude, and have the same infinities."""
     for a, b in zip(results, others, strict=True):
         finite = np.isfinite(b)

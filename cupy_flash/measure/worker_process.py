@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 Announce = Callable[[str, float], None]  # (name of the step that begins, its timeout in seconds)
 START, START_SECONDS = "the start of the worker process", 60.0
 WATCH_SECONDS = 1.0  # interval at which a worker checks that its parent is alive
@@ -55,16 +56,16 @@ class OutOfTime(Exception):
     """The time budget of the whole run ended before the result arrived."""
 
 
-class Worker:
+class Worker(Generic[T]):
     """Calls `work(*arguments, announce)` in a worker process; after a loss the next call starts a new one.
 
     `work` and the arguments are pickled, so `work` is a function of a module, or a partial of one.
     """
 
-    def __init__(self, work: Callable[..., Any]) -> None:
+    def __init__(self, work: Callable[..., T]) -> None:
         self.work = work
         self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: Any = None
+        self.pipe: Any = None  # a Connection while there is a process
 
     def __enter__(self) -> Worker:
         return self
@@ -72,7 +73,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def __call__(self, *arguments: Any, until: float) -> Any:
+    def __call__(self, *arguments: object, until: float) -> T:
         """Return the result of `work` in the worker process, tried once more if another process kills it.
 
         Raises Lost if `work` raises, its process exits or a step times out, OutOfTime at `until`, a time of
@@ -83,7 +84,7 @@ class Worker:
         except _Killed:
             return self._try(arguments, until, again=True)
 
-    def _try(self, arguments: tuple[Any, ...], until: float, again: bool = False) -> Any:
+    def _try(self, arguments: tuple[object, ...], until: float, again: bool = False) -> T:
         step, seconds, is_announced = "before the first step", START_SECONDS, False
         try:
             if self.process is None:
@@ -152,7 +153,7 @@ def serve(file: int, parent: int) -> None:
     """Answer requests in the worker process until the pipe is closed or the parent has ended."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = Connection(file)
-    work: Callable[..., Any] = pipe.recv()
+    work: Callable[..., object] = pipe.recv()
     while True:
         try:
             arguments = pipe.recv()

@@ -5,20 +5,24 @@ The table is a captured array of the mask_mod, so that interval arithmetic finds
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-MaskMod = Callable[[Any, Any, Any, Any], Any]
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from .masks import MaskMod
 NONE, PARTIAL, ALL = 0, 1, 2  # classes of a block: none, some or all of its pairs are visible
 
 
-def is_block_mask(x: Any) -> bool:
+def is_block_mask(x: object) -> TypeGuard[BlockMask]:
     """Return whether x is torch's BlockMask, without importing torch."""
     return type(x).__name__ == "BlockMask" and type(x).__module__.startswith("torch.nn.attention")
 
 
-def converted(mask: Any) -> MaskMod:
+def converted(mask: BlockMask) -> MaskMod:
     """Return a mask_mod for torch's BlockMask: its own in partial blocks, True in full blocks, False in others."""
     import torch
 
@@ -36,7 +40,7 @@ def converted(mask: Any) -> MaskMod:
     return masked_by(mask.mask_mod, table, queries, keys)
 
 
-def _listed(counts: Any, indices: Any, columns: int) -> Any:
+def _listed(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
     """Return bool (B, H, query blocks, key blocks), True for the first `counts` listed key blocks of a query block."""
     import torch
 
@@ -53,7 +57,7 @@ def masked_by(mask_mod: MaskMod, table: Any, rows: Any, columns: Any) -> MaskMod
     """
     by_sequence, by_head = (size > 1 for size in table.shape[:2])
 
-    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def in_blocks(b: object, h: object, q_idx: object, kv_idx: object) -> object:
         found = table[b if by_sequence else 0, h if by_head else 0, rows[q_idx], columns[kv_idx]]
         return (found == ALL) | ((found == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
 

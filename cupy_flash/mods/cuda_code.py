@@ -148,7 +148,7 @@ def sum_type(program: Program, slot: int, fixed: tuple[int, ...]) -> str:
     return "real" if all({"q", "kv"} <= {index.op for index in load.args} for load in loads) else "double"
 
 
-def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
+def table_of(program: Program, slot: int, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], np.dtype]:
     """Return (shape, dtype) of the table of a chunked array; the shape is (rows, chunks, 2), least and greatest."""
     kind = _Value("", _limits(program.arrays[slot].dtype)).type
     dtype = np.dtype(np.int32 if kind == "int" else np.int64)
@@ -831,7 +831,7 @@ class _TileText:
         arguments = ", ".join((data, table, sizes, strides, box, limits))
         return self._variable(f"Interval<{kind}>", f"elements<{kind}>({arguments})", known)
 
-    def call(self, function: str, *operands: Any) -> _Value:
+    def call(self, function: str, *operands: _Value | int) -> _Value:
         values = [operand for operand in operands if isinstance(operand, _Value)]
         known = self.bounds.call(function, *(o.known if isinstance(o, _Value) else o for o in operands))
         numbers = [value for value in values if not isinstance(value.known, Truth)]

@@ -129,14 +129,12 @@ class _Adjoints:
         """Return x + y; two halves of one choice, where(c, x, 0) + where(c, 0, y), become where(c, x, y)."""
         if x.op == y.op == "where" and x.args[0] is y.args[0]:
             (condition, *first), (_, *second) = x.args, y.args
-            halves = [
-                b if a is self.zero else a if b is self.zero else None for a, b in zip(first, second, strict=True)
-            ]
-            if None not in halves:
-                return self.make("where", condition, *halves)
+            halves = list(zip(first, second, strict=True))
+            if all(self.zero in pair for pair in halves):
+                return self.make("where", condition, *(b if a is self.zero else a for a, b in halves))
         return self.make("add", x, y)
 
-    def make(self, op: str, *args: Node | float | None) -> Node:
+    def make(self, op: str, *args: Node | float) -> Node:
         return self.graph.make(op, *(arg if isinstance(arg, Node) else self.graph.const(arg) for arg in args))
 
     def times(self, adjoint: Node, factor: Node | float) -> Node:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from .ir import BOOL, COMPARISONS, INT, LONG, REAL, Graph, Node, Untraceable
 
@@ -238,7 +237,7 @@ def canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def conversion(dtype: Any) -> str | None:
+def conversion(dtype: object) -> str | None:
     """Return the function that converts to a dtype of any library; None if `dtype` is not one."""
     name = str(getattr(dtype, "__name__", None) or dtype).removeprefix("torch.")
     if name.startswith(("int64", "long", "uint32", "uint64")) or dtype is int:

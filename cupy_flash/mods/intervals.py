@@ -11,9 +11,9 @@ every value that evaluation can give, wrapped integers included; reals, and oper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from .ir import BOOL, INT, LONG, REAL, Node, order
 
@@ -25,25 +25,29 @@ BITWISE = ("and", "or", "xor")
 COMPARISONS = {"lt": "less", "le": "less_equal", "eq": "equal", "ne": "equal"}
 
 
-class Domain(Protocol):
+T = TypeVar("T")
+IntervalT = TypeVar("IntervalT")
+
+
+class Domain(Protocol[IntervalT]):
     """A domain in which the rules are executed; it has its own types of intervals, truths and bits."""
 
-    def constant(self, value: int) -> Any:
+    def constant(self, value: int) -> IntervalT:
         """Return the interval of one number."""
 
-    def input(self, name: str) -> Any:
+    def input(self, name: str) -> IntervalT:
         """Return the interval of b, h, q or kv."""
 
-    def argument(self, node: Node) -> Any:
+    def argument(self, node: Node) -> IntervalT:
         """Return the interval of a run-time number."""
 
-    def load(self, node: Node, indices: Sequence[Any]) -> Any:
+    def load(self, node: Node, indices: Sequence[IntervalT]) -> IntervalT:
         """Return the interval of the elements of a captured bool or integer array, at intervals of clamped indices."""
 
     def call(self, function: str, *operands: Any) -> Any:
         """Return the result of a function of tiles.py or range.cuh; numbers in `operands` are constants of a rule."""
 
-    def fits(self, interval: Any, kind: str) -> bool:
+    def fits(self, interval: IntervalT, kind: str) -> bool:
         """Return whether an interval certainly holds only values of an integer kind that are exact in sums."""
 
 
@@ -66,10 +70,10 @@ class Form(NamedTuple):
         return sum(map(abs, self.terms.values())) <= LARGEST_FACTORS and abs(self.constant) < 2**40
 
 
-class Abstraction:
+class Abstraction(Generic[IntervalT]):
     """The rules of every operator over a domain, each node evaluated once."""
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: Domain[IntervalT]) -> None:
         self.domain, self.call = domain, domain.call
         self._values: dict[tuple[str, Node], Any] = {}
         self._forms: dict[Node, Form] = {}
@@ -89,7 +93,7 @@ class Abstraction:
         """Return whether a bool may be true and whether it may be false."""
         return self._once("truth", node, self._truth)
 
-    def interval(self, node: Node) -> Any:
+    def interval(self, node: Node) -> IntervalT:
         """Return the least and greatest value of an int or long."""
         return self._once("interval", node, self._interval)
 
@@ -97,7 +101,7 @@ class Abstraction:
         """Return the known bits of an int or long."""
         return self._once("bits", node, self._bits)
 
-    def _once(self, what: str, node: Node, evaluate: Any) -> Any:
+    def _once(self, what: str, node: Node, evaluate: Callable[[Node], T]) -> T:
         if (what, node) not in self._values:
             self._values[what, node] = evaluate(node)
         return self._values[what, node]
@@ -139,7 +143,7 @@ class Abstraction:
 
     # ---- integers
 
-    def _interval(self, node: Node) -> Any:
+    def _interval(self, node: Node) -> IntervalT:
         op, args, kind = node.op, node.args, node.kind
         if op == "const":
             return self.domain.constant(node.value)
@@ -170,13 +174,13 @@ class Abstraction:
             return self._narrowed(self.call(functions[op], *map(self.interval, args)), kind)
         return self._anything(kind)
 
-    def _load(self, node: Node) -> Any:
+    def _load(self, node: Node) -> IntervalT:
         return self.domain.load(node, [self.interval(index) for index in node.args])
 
-    def _anything(self, kind: str) -> Any:
+    def _anything(self, kind: str) -> IntervalT:
         return self.call("any_int" if kind == INT else "any_long")
 
-    def _narrowed(self, interval: Any, kind: str) -> Any:
+    def _narrowed(self, interval: IntervalT, kind: str) -> IntervalT:
         """Return the interval of a value of a kind, which is unbounded if the value may wrap."""
         if kind == LONG or self.domain.fits(interval, kind):
             return interval
@@ -219,7 +223,7 @@ class Abstraction:
         """Return whether a node's linear form equals its value, because the sum fits the kind and does not wrap."""
         return node.op == "const" or self._is_term(node) or self.domain.fits(self._sum(form, node.kind), node.kind)
 
-    def _sum(self, form: Form, kind: str) -> Any:
+    def _sum(self, form: Form, kind: str) -> IntervalT:
         """Return the interval of a linear form without wrapping; unbounded for longs that are too large."""
         terms = [self.interval(term) for term in form.terms]
         scaled = [

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -59,6 +59,10 @@ class TooLarge(Untraceable, ValueError):
     """The error of a mod that reads too many arrays or has too many operations."""
 
 
+# Of const: a bool, int or float; of argument: its index; of load: its slot; of `last` (cuda_code.py): slot and axis.
+NodeValue: TypeAlias = int | float | tuple[int, int] | None
+
+
 class Node:
     """An operator applied to operands; equal nodes of one graph are one object, so `is` compares expressions."""
 
@@ -66,7 +70,7 @@ class Node:
 
     op: str
     args: tuple[Node, ...]
-    value: Any  # of const: a bool, int or float; of argument: its index; of load: its slot
+    value: Any  # a NodeValue
     kind: str
     graph: Graph
     inputs: frozenset[str]  # the members of INPUTS on which the value depends
@@ -75,15 +79,15 @@ class Node:
         return expression(self)
 
 
-def _floordiv(x: Any, y: Any) -> Any:
+def _floordiv(x: int, y: int) -> int:
     return x // y if y else 0
 
 
-def _mod(x: Any, y: Any) -> Any:
+def _mod(x: int, y: int) -> int:
     return x % y if y else 0
 
 
-FOLD: dict[str, Callable[..., Any]] = {
+FOLD: dict[str, Callable[..., int | float]] = {
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y,
     "floordiv": _floordiv, "mod": _mod, "pow": math.pow, "min": min, "max": max, "neg": lambda x: -x, "abs": abs,
     "sign": lambda x: (x > 0) - (x < 0),
@@ -100,9 +104,9 @@ class Graph:
     """The nodes of one trace. `make` widens kinds, folds constants, simplifies, and shares equal expressions."""
 
     def __init__(self) -> None:
-        self.nodes: dict[Any, Node] = {}
+        self.nodes: dict[tuple[str, str, tuple[int, ...], str | None], Node] = {}
 
-    def node(self, op: str, kind: str, args: tuple[Node, ...] = (), value: Any = None) -> Node:
+    def node(self, op: str, kind: str, args: tuple[Node, ...] = (), value: NodeValue = None) -> Node:
         """Return the node as given, neither widened nor simplified; for `make` and `parse`."""
         # The key has a value's text, by which -0.0 differs from 0.0, 1 from True, and a NaN equals itself.
         key = (op, kind, tuple(map(id, args)), None if value is None else repr(value))
@@ -119,7 +123,7 @@ class Graph:
         """Return the node of a member of INPUTS."""
         return self.node(name, INPUTS[name])
 
-    def const(self, value: Any, kind: str | None = None) -> Node:
+    def const(self, value: int | float, kind: str | None = None) -> Node:
         """Return a constant, by default of the narrowest kind that holds it."""
         kind = kind or kind_of(value)
         return self.node("const", kind, value={BOOL: bool, REAL: float}.get(kind, int)(value))
@@ -180,7 +184,7 @@ class Graph:
         return self.const(value, kind) if _fits(value, kind) else None
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Return the narrowest kind that holds a Python or NumPy number."""
     if isinstance(value, (bool, np.bool_)):
         return BOOL
@@ -194,7 +198,7 @@ def widest(nodes: Iterable[Node], least: str = BOOL) -> str:
     return max((least, *(node.kind for node in nodes)), key=WIDTH.__getitem__)
 
 
-def _fits(value: Any, kind: str) -> bool:
+def _fits(value: int | float, kind: str) -> bool:
     return kind in (BOOL, REAL) or (value in INT32 if kind == INT else -(2**63) <= value < 2**63)
 
 
@@ -447,7 +451,7 @@ def _made_anew(graph: Graph, node: Node, args: tuple[Node, ...], program: Progra
     return graph.make(node.op, *args)
 
 
-def _value(op: str, kind: str, text: str) -> Any:
+def _value(op: str, kind: str, text: str) -> int | float | None:
     if op == "const":
         return text == "True" if kind == BOOL else float(text) if kind == REAL else int(text)
     return int(text) if op in ("argument", "load") else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from operator import and_, or_
-from typing import Any
+from typing import Any, TypeAlias
 
-MaskMod = Callable[[Any, Any, Any, Any], Any]
+MaskMod: TypeAlias = Callable[[Any, Any, Any, Any], Any]  # (b, h, q_idx, kv_idx), of any type that computes
 
 
 def noop_mask(b: object, h: object, q_idx: object, kv_idx: object) -> bool:
@@ -39,7 +39,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     (1, 5, 2, 8)
     """
 
-    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def and_mask(b: object, h: object, q_idx: object, kv_idx: object) -> object:
         return reduce(and_, (mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods), True)
 
     return and_mask
@@ -52,7 +52,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
         *mask_mods: functions of (b, h, q_idx, kv_idx), True = attend.
     """
 
-    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def or_mask(b: object, h: object, q_idx: object, kv_idx: object) -> object:
         return reduce(or_, (mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods), False)
 
     return or_mask
@@ -65,7 +65,7 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
         mask_mod: a function of (b, h, q_idx, kv_idx), True = attend.
     """
 
-    def inverted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def inverted(b: object, h: object, q_idx: object, kv_idx: object) -> object:
         return mask_mod(b, h, q_idx, kv_idx) ^ True
 
     return inverted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,10 +30,12 @@ CALLS = {
 DTYPES = {"bool": "np.bool_", "int": "np.int32", "long": "np.int64", "real": "real"}
 
 # (score, b, h, q, kv, arrays, numbers, real, tscore) -> a tuple of results; real is the scalar type of reals
-Function = Callable[..., tuple[Any, ...]]
+Function: TypeAlias = Callable[..., tuple[np.ndarray, ...]]
+# (slot, derivative with respect to the element, its unclamped indices)
+Read: TypeAlias = tuple[int, np.ndarray, tuple[np.ndarray, ...]]
 
 
-def erf(x: Any) -> Any:
+def erf(x: np.ndarray) -> np.ndarray:
     """Return the error function of x, in its dtype."""
     return np.asarray(np.frompyfunc(math.erf, 1, 1)(x)).astype(x.dtype)
 
@@ -48,9 +50,9 @@ def function_of(roots: tuple[Node, ...]) -> Function:
         names[node] = f"t{len(names)}"
         lines.append(f"    {names[node]} = {_expression(node, [names[arg] for arg in node.args])}")
     lines.append(f"    return {''.join(f'{names[root]}, ' for root in roots)}")
-    namespace = {"np": np, "erf": erf}
+    namespace: dict[str, Any] = {"np": np, "erf": erf}
     exec(compile("\n".join(lines), "<a mod in NumPy>", "exec"), namespace)
-    function: Function = namespace["mod"]  # type: ignore[assignment]
+    function: Function = namespace["mod"]
     return function
 
 
@@ -116,7 +118,7 @@ class Slope:
         """Return whether every element with a gradient belongs to one sequence (name "b") or to one head ("h")."""
         return all(any(index.op == name for index in load.args) for load in self._loads)
 
-    def evaluate(self, *inputs: Any) -> tuple[Any, Any, list[tuple[int, Any, tuple[Any, ...]]]]:
+    def evaluate(self, *inputs: object) -> tuple[np.ndarray, np.ndarray, list[Read]]:
         """Return (score, slope, [(slot, derivative with respect to the element, its unclamped indices)])."""
         score, slope, *others = self._function(*inputs)
         reads, start = [], 0
@@ -137,9 +139,9 @@ class SecondRead(NamedTuple):
     """An element that a score reads, and the derivatives of the score and of its tangent with respect to it."""
 
     slot: int
-    of_score: Any
-    of_tangent: Any
-    indices: tuple[Any, ...]  # before clamping
+    of_score: np.ndarray
+    of_tangent: np.ndarray
+    indices: tuple[np.ndarray, ...]  # before clamping
 
 
 class Direction:
@@ -162,12 +164,12 @@ class Direction:
                 roots += (factor, by_load.get(load, zero), *load.args)
         self._second = function_of(tuple(roots))
 
-    def tangent(self, *inputs: Any) -> tuple[Any, Any]:
+    def tangent(self, *inputs: object) -> tuple[np.ndarray, np.ndarray]:
         """Return (score, tangent) for a Function's inputs."""
         score, moving = self._tangent(*inputs)
         return score, moving
 
-    def second(self, *inputs: Any) -> tuple[Any, Any, Any, Any, list[SecondRead]]:
+    def second(self, *inputs: object) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[SecondRead]]:
         """Return (score, tangent, slope, d tangent / d score, the elements that are read) for a Function's inputs."""
         score, moving, slope, curve, *others = self._second(*inputs)
         reads, start = [], 0

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..arrays import as_array
 from .numpy_code import mask_function
 from .tiles import EMPTY, FULL, TileClasses
-from .trace import mod_of
+from .trace import Mod, mod_of
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .masks import MaskMod
 SKIPPED, HIDDEN, SEEN, UNMASKED = range(4)  # a pair in an empty tile; hidden or seen in a cut tile; in a full tile
 COLORS = ("#ffffff", "#f3d9c9", "#c65f2e", "#2e5f8a")
 LABELS = ("tile skipped", "hidden in a cut tile", "seen in a cut tile", "seen in a full tile")
 
 
 def picture(
-    mask_mod: Any, q_len: int, kv_len: int, *, batch: int = 0, head: int = 0, block_q: int = 128, block_kv: int = 128
-) -> np.ndarray[Any, Any]:
+    mask_mod: MaskMod | Mod,
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    block_q: int = 128,
+    block_kv: int = 128,
+) -> np.ndarray:
     """Return SKIPPED, HIDDEN, SEEN or UNMASKED for every pair, uint8 (q_len, kv_len)."""
     mod = mod_of(None, mask_mod)
     if mod.program.mask is None:  # the mask is simplified to True
@@ -43,7 +54,7 @@ def picture(
 
 
 def plot(
-    mask_mod: Any,
+    mask_mod: MaskMod | Mod,
     q_len: int,
     kv_len: int,
     *,
@@ -51,8 +62,8 @@ def plot(
     head: int = 0,
     block_q: int = 128,
     block_kv: int = 128,
-    axes: Any = None,
-) -> Any:
+    axes: Axes | None = None,
+) -> Axes:
     """Draw which keys each query sees, and which tiles are skipped, masked, or computed without a mask.
 
     Args:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from .intervals import Abstraction
 from .ir import INT, REAL, Node, order
 
+if TYPE_CHECKING:
+    import numpy.typing as npt  # its import takes milliseconds
+
 EMPTY, CUT, FULL = 0, 1, 2
 
-Numbers = Any  # an array or NumPy scalar: int64, or bool in a Truth
+Integers: TypeAlias = np.ndarray | np.int64  # int64, one element per tile or one for all tiles
+Bools: TypeAlias = np.ndarray | np.bool_
 
 INT_MIN, INT_MAX = np.int64(-(2**31)), np.int64(2**31 - 1)
 LONG_MIN, LONG_MAX = np.int64(-(2**63)), np.int64(2**63 - 1)
@@ -33,23 +37,25 @@ MOST_ELEMENTS = 16  # maximum number of elements that are read one by one
 class Interval(NamedTuple):
     """The integers lo <= x <= hi; both bounds are int64 and broadcast to the shape of the tiles."""
 
-    lo: Numbers
-    hi: Numbers
+    lo: Integers
+    hi: Integers
 
 
 class Truth(NamedTuple):
     """Whether a bool may be true and whether it may be false; at least one of both holds."""
 
-    may: Numbers
-    may_not: Numbers
+    may: Bools
+    may_not: Bools
 
 
 class KnownBits(NamedTuple):
     """The bits of a sign-extended 64-bit integer: the known ones, with 0 elsewhere, and a mask of the unknown ones."""
 
-    known: Numbers
-    unknown: Numbers
+    known: Integers
+    unknown: Integers
 
+
+BoundsT = TypeVar("BoundsT", Truth, Interval)
 
 # ------------------------------------------------------------------------------ functions that range.cuh has as well
 
@@ -188,7 +194,7 @@ def same(x: Truth, y: Truth) -> Truth:
     return Truth((x.may & y.may) | (x.may_not & y.may_not), (x.may & y.may_not) | (x.may_not & y.may))
 
 
-def choose(condition: Truth, x: Any, y: Any) -> Any:
+def choose(condition: Truth, x: BoundsT, y: BoundsT) -> BoundsT:
     """Return where(condition, x, y) for two Truths or two intervals."""
     if isinstance(x, Truth):
         may = (condition.may & x.may) | (condition.may_not & y.may)
@@ -259,7 +265,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _where(condition: Numbers, x: Interval, y: Interval) -> Interval:
+def _where(condition: Bools, x: Interval, y: Interval) -> Interval:
     return Interval(np.where(condition, x.lo, y.lo), np.where(condition, x.hi, y.hi))
 
 
@@ -293,7 +299,7 @@ class Extremes:
             Interval(np.clip(index.lo, 0, size - 1), np.clip(index.hi, 0, size - 1))
             for index, size in zip(indices, self.array.shape, strict=True)
         ]
-        elements = np.int64(1)
+        elements: Integers = np.int64(1)
         for box in boxes:
             elements = np.minimum(elements * (box.hi - box.lo + 1), MOST_ELEMENTS + 1)
         few = elements <= MOST_ELEMENTS
@@ -306,7 +312,8 @@ class Extremes:
         """Return bounds of the first `most` elements, read one by one; a smaller box repeats its last element."""
         lo, hi = LONG_MAX, LONG_MIN
         for n in range(min(most, MOST_ELEMENTS)):
-            rest, place = np.int64(n), []
+            rest: Integers = np.int64(n)
+            place = []
             for box in boxes[::-1]:
                 extent = box.hi - box.lo + 1
                 place.append(box.lo + rest % extent)
@@ -326,7 +333,8 @@ class Extremes:
         lo, hi = LONG_MAX, LONG_MIN
         for n in range(int(count.max())):
             chunk = np.minimum(first + n, stop)
-            lo, hi = np.minimum(lo, self.chunks.lo[row, chunk]), np.maximum(hi, self.chunks.hi[row, chunk])
+            least, most = (np.asarray(bound)[row, chunk] for bound in self.chunks)
+            lo, hi = np.minimum(lo, least), np.maximum(hi, most)
         return _where(count > 0, Interval(lo, hi), self.limits)
 
 
@@ -342,7 +350,13 @@ class TileClasses:
         read = {node.value for node in order((mask,)) if node.op == "load" and node.kind != REAL}
         self.extremes = {slot: Extremes(arrays[slot]) for slot in read}
 
-    def of(self, batch: int, head: int, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> np.ndarray:
+    def of(
+        self,
+        batch: int,
+        head: int,
+        queries: tuple[npt.ArrayLike, npt.ArrayLike],
+        keys: tuple[npt.ArrayLike, npt.ArrayLike],
+    ) -> np.ndarray:
         """Return EMPTY, CUT or FULL for tiles of queries and keys, each given by its first and last position.
 
         The result is uint8, of the shape to which these four bounds broadcast.

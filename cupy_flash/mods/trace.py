@@ -19,19 +19,21 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .block_tables import converted, is_block_mask
 from .functions import FUNCTIONS, unknown
-from .ir import BOOL, REAL, Graph, Node, Program, TooLarge, Untraceable, order, parse
+from .ir import BOOL, REAL, Element, Graph, Node, Program, TooLarge, Untraceable, order, parse
 from .trace_guards import Collect
 from .traced_objects import Held, original
 from .values import Number, Trace, Traced, Value, call, is_array, lift
 
+if TYPE_CHECKING:
+    from .trace_guards import CapturedArray
 MASK_INPUTS = ("b", "h", "q", "kv")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
 MOST_NODES = 4096
@@ -68,18 +70,20 @@ class Mod:
     program: Program
     text: str  # the text of the program
     encoded: str  # the text and a line of numbers, which `decoded` reads
-    arrays: tuple[Any, ...]
-    numbers: tuple[Any, ...]
+    arrays: tuple[CapturedArray, ...]
+    numbers: tuple[int | float, ...]
     names: tuple[str, ...]  # names of the functions, for explain()
 
-    def __init__(self, score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, score_mod: Callable[..., object] | None = None, mask_mod: Callable[..., object] | None = None
+    ) -> None:
         if score_mod is None and mask_mod is None:
             raise TypeError("Mod: score_mod or mask_mod must be given")
         mod = mod_of(score_mod, mask_mod)
         for name in self.__slots__:
             setattr(self, name, getattr(mod, name))
 
-    def with_arrays(self, arrays: tuple[Any, ...]) -> Mod:
+    def with_arrays(self, arrays: tuple[CapturedArray, ...]) -> Mod:
         """Return the same mod with other arrays.
 
         Args:
@@ -87,7 +91,7 @@ class Mod:
         """
         return _mod(self.program, self.text, self.names, tuple(arrays), self.numbers)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[..., Mod], tuple[str, tuple[str, ...], tuple[CapturedArray, ...]]]:
         return _copied, (self.encoded, self.names, self.arrays)
 
     def __repr__(self) -> str:
@@ -97,24 +101,30 @@ class Mod:
         numbers = ", ".join(f"n{n} = {number:g}" for n, number in enumerate(self.numbers))
         return f"Mod({'; '.join(part for part in (str(self.program), arrays, numbers) if part)})"
 
-    def _arrays(self) -> Iterator[tuple[Any, Any]]:
+    def _arrays(self) -> Iterator[tuple[Element, CapturedArray]]:
         return zip(self.program.arrays, self.arrays, strict=True)
 
 
-def _mod(program: Program, text: str, names: tuple[str, ...], arrays: Any, numbers: Any) -> Mod:
+def _mod(
+    program: Program,
+    text: str,
+    names: tuple[str, ...],
+    arrays: tuple[CapturedArray, ...],
+    numbers: tuple[int | float, ...],
+) -> Mod:
     mod = Mod.__new__(Mod)
     mod.program, mod.text, mod.names, mod.arrays, mod.numbers = program, text, names, arrays, numbers
     mod.encoded = f"{text}\n{' '.join(map(repr, numbers))}"
     return mod
 
 
-def decoded(encoded: str, arrays: Any) -> Mod:
+def decoded(encoded: str, arrays: Iterable[CapturedArray]) -> Mod:
     """Return the Mod of `Mod.encoded` with arrays."""
     program, text, numbers = _decoded(encoded)
     return _mod(program, text, (), tuple(arrays), numbers)
 
 
-def _copied(encoded: str, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Mod:
+def _copied(encoded: str, names: tuple[str, ...], arrays: tuple[CapturedArray, ...]) -> Mod:
     program, text, numbers = _decoded(encoded)
     return _mod(program, text, names, arrays, numbers)
 
@@ -127,7 +137,7 @@ def _decoded(encoded: str) -> tuple[Program, str, tuple[int | float, ...]]:
     return program, text, tuple(number(value) for number, value in zip(read, values.split(), strict=True))
 
 
-def mod_of(score_mod: Any, mask_mod: Any) -> Mod:
+def mod_of(score_mod: object, mask_mod: object) -> Mod:
     """Return the Mod of a call's options, which are one or two functions, or a Mod."""
     mods = [given for given in (score_mod, mask_mod) if isinstance(given, Mod)]
     if not mods:
@@ -140,7 +150,7 @@ def mod_of(score_mod: Any, mask_mod: Any) -> Mod:
 class _Kept(NamedTuple):
     """A trace that later calls may reuse."""
 
-    codes: tuple[Any, ...]  # referenced, so that their ids are not reused
+    codes: tuple[types.CodeType | type, ...]  # referenced, so that their ids are not reused
     collect: Collect
     program: Program
     text: str
@@ -161,7 +171,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def traced(score_mod: Any, mask_mod: Any) -> Mod:
+def traced(score_mod: object, mask_mod: object) -> Mod:
     """Return the Mod of the functions, from a cached trace if its conditions hold; either function may be None."""
     codes = (_code_of(score_mod), _code_of(mask_mod))
     key = (id(codes[0]), id(codes[1]))
@@ -179,7 +189,9 @@ def traced(score_mod: Any, mask_mod: Any) -> Mod:
     return mod
 
 
-def _trace(trace: Trace, codes: tuple[Any, Any], score_mod: Any, mask_mod: Any) -> tuple[Mod, _Kept | None]:
+def _trace(
+    trace: Trace, codes: tuple[types.CodeType | type, ...], score_mod: object, mask_mod: object
+) -> tuple[Mod, _Kept | None]:
     """Return the Mod of the functions, and its trace if a later call may reuse it."""
     roots = {}
     for name, function, inputs in (("f0", score_mod, SCORE_INPUTS), ("f1", mask_mod, MASK_INPUTS)):
@@ -205,7 +217,7 @@ def _keep(key: tuple[int, int], kept: _Kept) -> None:
         _kept.setdefault(key, []).append(kept)
 
 
-def _code_of(function: Any) -> Any:
+def _code_of(function: object) -> types.CodeType | type:
     """Return the code object or class that is the same in all calls of one function, method, partial or callable."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -213,13 +225,13 @@ def _code_of(function: Any) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> Node:
+def _root(trace: Trace, source: str, function: object, inputs: tuple[str, ...]) -> Node:
     """Return the node that the function returns, real for a score_mod, bool for a mask_mod."""
     option = "score_mod" if inputs is SCORE_INPUTS else "mask_mod"
     try:
@@ -243,10 +255,11 @@ def _root(trace: Trace, source: str, function: Any, inputs: tuple[str, ...]) -> 
         raise kind(f"{option} {_name_of(function)}: {error}{_user_line(error, function)}") from None
 
 
-def _require_parameters(function: Any, inputs: tuple[str, ...]) -> None:
+def _require_parameters(function: Callable[..., object], inputs: tuple[str, ...]) -> None:
     """Raise Untraceable if the function cannot be called with the inputs by position."""
     try:
-        parameters = inspect.signature(function)
+        is_wrapper = isinstance(function, types.FunctionType) and function.__code__ is not DISPATCHER
+        parameters = inspect.signature(function, follow_wrapped=not is_wrapper)
     except (TypeError, ValueError):  # no signature (a builtin, or hidden by a class): the call itself raises
         return
     try:
@@ -259,7 +272,7 @@ def _require_parameters(function: Any, inputs: tuple[str, ...]) -> None:
         ) from None
 
 
-def _user_line(error: BaseException, function: Any) -> str:
+def _user_line(error: BaseException, function: object) -> str:
     """Return the last line of the user's code in the error's traceback, else the line that defines the function."""
     code = _code_of(function)
     place = (code.co_filename, code.co_firstlineno) if isinstance(code, types.CodeType) else None
@@ -329,7 +342,7 @@ def _is_minus_infinity(node: Node) -> bool:
 # ------------------------------------------------------------------------------------------- what a function captures
 
 
-def _library(module: Any) -> str:
+def _library(module: object) -> str:
     return str(module or "").partition(".")[0]
 
 
@@ -407,10 +420,10 @@ class _Rebuilder:
         self._require_type(x, local)
         return Held(self, x, local)
 
-    def _key(self, key: Any) -> str:
+    def _key(self, key: object) -> str:
         return repr(key) if type(key) is str else self.sources.constant(key)
 
-    def _is_opaque(self, x: Any) -> bool:
+    def _is_opaque(self, x: object) -> bool:
         """Return whether x is a library's, without the user's state: a later call only needs the same object."""
         if isinstance(x, types.ModuleType):
             library = _library(x.__name__)
@@ -420,14 +433,14 @@ class _Rebuilder:
         owner = _library(type(x).__module__)
         return owner in (*PROTOCOL, *WRAPPED) and not hasattr(x, "forward")  # torch modules hold parameters
 
-    def _require_type(self, x: Any, local: str) -> None:
+    def _require_type(self, x: object, local: str) -> None:
         self.sources.require(f"type({local}) is {self.sources.constant(type(x))}")
 
-    def _check_size(self, x: Any) -> None:
+    def _check_size(self, x: Sized) -> None:
         if len(x) > LARGEST_CONTAINER:
             raise Untraceable(f"it captures a {type(x).__name__} of {len(x)} items: make it an array")
 
-    def _function(self, function: types.FunctionType, local: str, depth: int) -> Any:
+    def _function(self, function: types.FunctionType, local: str, depth: int) -> Callable[..., object]:
         """Return the function with stand-ins in its closure, globals and defaults."""
         if function.__code__ is DISPATCHER:
             self.sources.require(f"{local}.__code__ is {self.sources.constant(DISPATCHER)}")
@@ -469,12 +482,12 @@ class _Rebuilder:
                 setattr(rebuilt, name, self.rebuild(defaults, f"{local}.{name}", depth + 1))
         return rebuilt
 
-    def _isinstance(self, x: Any, kinds: Any) -> bool:
+    def _isinstance(self, x: object, kinds: Any) -> bool:
         """Return isinstance(x, kinds) for the originals of stand-ins."""
         kinds = tuple(map(original, kinds)) if isinstance(kinds, tuple) else original(kinds)
         return isinstance(original(x), kinds)
 
-    def _type(self, x: Any, *definition: Any) -> Any:
+    def _type(self, x: object, *definition: Any) -> Any:
         """Return type(x) for the original of a stand-in; if the mod captures that class too, the class's stand-in."""
         kind = type(original(x), *definition)
         return self._rebuilt[id(kind)][1] if id(kind) in self._rebuilt else kind
@@ -498,10 +511,10 @@ class _Dispatcher:
     def __init__(self, rebuilder: _Rebuilder, function: Any, local: str, depth: int) -> None:
         self._rebuilder, self._function, self._local, self._depth = rebuilder, function, local, depth
 
-    def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, first: object, *args: object, **kwargs: object) -> Any:
         return self.dispatch(type(original(first)))(first, *args, **kwargs)
 
-    def dispatch(self, kind: Any) -> Any:
+    def dispatch(self, kind: object) -> Callable[..., object]:
         """Return the function that is registered for a class."""
         kind, sources = original(kind), self._rebuilder.sources
         source = f"{self._local}.dispatch({sources.constant(kind)})"
@@ -521,14 +534,14 @@ class _Namespace:
         return _accepting_stand_ins(value) if callable(value) and not isinstance(value, type) else value
 
 
-def _accepting_stand_ins(function: Any) -> Any:
+def _accepting_stand_ins(function: Callable[..., object]) -> Callable[..., object]:
     """Return a function of jax or CuPy that is recorded when an argument is a stand-in, or the stand-in of math's."""
     name = getattr(function, "__name__", "")
     if _library(getattr(function, "__module__", None)) == "math":
         return _of_python_numbers(function, name)
 
     @functools.wraps(function, updated=())
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def either(*args: object, **kwargs: object) -> object:
         if not any(isinstance(x, Traced) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if name == "gelu":  # jax approximates by default, torch does not
@@ -538,11 +551,11 @@ def _accepting_stand_ins(function: Any) -> Any:
     return either
 
 
-def _of_python_numbers(function: Any, name: str) -> Any:
+def _of_python_numbers(function: Callable[..., object], name: str) -> Callable[..., object]:
     """Return a function of math for numbers that a mod captures; Untraceable for a number that is traced."""
 
     @functools.wraps(function)
-    def of_numbers(*args: Any, **kwargs: Any) -> Any:
+    def of_numbers(*args: object, **kwargs: object) -> object:
         try:
             return function(*(x.fixed() if type(x) is Number else x for x in args), **kwargs)
         except Untraceable:

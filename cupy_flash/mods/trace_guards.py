@@ -10,12 +10,27 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from .ir import ARGUMENTS, INT32
 
 LOCAL = r"\bv\d+\b"
-Collect = Callable[[Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
+
+
+class CapturedArray(Protocol):
+    """An array of some library, as a mod captures it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions."""
+
+    @property
+    def dtype(self) -> object:
+        """The dtype, of the array's library."""
+
+
+# (score_mod, mask_mod) -> (arrays, numbers), or None for a call that must be traced
+Collect: TypeAlias = Callable[[object, object], tuple[tuple[CapturedArray, ...], tuple[int | float, ...]] | None]
 
 
 class Sources:
@@ -25,7 +40,7 @@ class Sources:
         self.reproducible = True  # False if the trace read a value that no expression reaches
         self._steps: list[tuple[str, str]] = []  # (local, expression), or ("", condition)
         self._locals: dict[str, str] = {}  # expression -> name of the local
-        self._constants: dict[str, Any] = {}
+        self._constants: dict[str, object] = {}
         self._conditions: set[str] = set()
 
     def reach(self, expression: str) -> str:
@@ -36,7 +51,7 @@ class Sources:
             self._steps.append((local, expression))
         return local
 
-    def constant(self, value: Any) -> str:
+    def constant(self, value: object) -> str:
         """Return an expression for a value that the trace holds."""
         if type(value) is int or (type(value) is float and math.isfinite(value)):
             return f"({value!r})"
@@ -67,7 +82,7 @@ class Sources:
             elif local in needed:
                 lines.append(f"        {local} = {expression}")
         lines += [f"        return {', '.join(results)}", "    except Exception: return None"]
-        namespace = {**self._constants, "ARGUMENTS": ARGUMENTS, "INT32": INT32}
+        namespace: dict[str, Any] = {**self._constants, "ARGUMENTS": ARGUMENTS, "INT32": INT32}
         exec(compile("\n".join(lines), "<the captured values of a mod>", "exec"), namespace)
         collect: Collect = namespace["collect"]
         return collect

@@ -6,10 +6,15 @@ import functools
 import keyword
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .ir import Untraceable
 from .values import BINARY, Captured, Delegate, Number, Traced, call
+
+if TYPE_CHECKING:
+    from .trace import _Rebuilder
+
+T = TypeVar("T")
 
 
 class Held(Delegate):
@@ -21,7 +26,7 @@ class Held(Delegate):
 
     __slots__ = ("_held", "_set")
 
-    def __init__(self, rebuilder: Any, owner: Any, local: str) -> None:
+    def __init__(self, rebuilder: _Rebuilder, owner: object, local: str) -> None:
         object.__setattr__(self, "_held", (rebuilder, owner, local))
         object.__setattr__(self, "_set", {})  # attributes that the mod sets, until the end of the trace
 
@@ -46,7 +51,7 @@ class Held(Delegate):
             return functools.partial(function, self)
         return rebuilder.rebuild(value, source)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         object.__getattribute__(self, "_set")[name] = value
 
     def __dir__(self) -> list[str]:
@@ -58,7 +63,7 @@ class Held(Delegate):
     def __str__(self) -> str:
         return str(self._state(str))
 
-    def _state(self, function: Callable[[Any], Any]) -> Any:
+    def _state(self, function: Callable[[object], T]) -> T:
         """Return function(object); its result may depend on any state, so every call must be traced."""
         rebuilder, owner, _ = object.__getattribute__(self, "_held")
         rebuilder.sources.reproducible = False
@@ -92,18 +97,18 @@ class Held(Delegate):
             return bool(self.__getattr__("__bool__")())
         return not self._defines("__len__") or len(self) > 0
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         if self._defines("__contains__"):
             return bool(self.__getattr__("__contains__")(item))
         return any(item is x or item == x for x in self)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         if self._defines("__iter__"):
             return iter(self.__getattr__("__iter__")())
         self._require("__getitem__")
         return self._items()
 
-    def _items(self) -> Iterator[Any]:
+    def _items(self) -> Iterator[object]:
         """Yield the items 0, 1, 2, ... until an IndexError, as Python iterates without __iter__."""
         index = 0
         while True:
@@ -118,7 +123,7 @@ class Held(Delegate):
         self._require("__len__")
         return int(self.__getattr__("__len__")())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the object with stand-ins; for a class, make an instance with them."""
         rebuilder, owner, _ = object.__getattribute__(self, "_held")
         if isinstance(owner, type):
@@ -128,10 +133,10 @@ class Held(Delegate):
         return self.__getattr__("forward" if is_torch_module else "__call__")(*args, **kwargs)
 
 
-def _followed(name: str, result: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+def _followed(name: str, result: Callable[[Any], object] | None = None) -> Callable[..., object]:
     """Return a special method for Held that traces that of the held object; `result` converts to the required type."""
 
-    def method(self: Held, *args: Any) -> Any:
+    def method(self: Held, *args: object) -> object:
         if args and not self._defines(name) and isinstance(args[0], Held):
             return NotImplemented
         self._require(name)
@@ -154,7 +159,7 @@ def _install_operators() -> None:
 _install_operators()
 
 
-def original(x: Any) -> Any:
+def original(x: object) -> Any:
     """Return the captured value that a stand-in replaces, and anything else as it is."""
     if type(x) is Number:
         return x.value

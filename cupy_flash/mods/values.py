@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import MethodDescriptorType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..arrays import as_array
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import ARGUMENTS, BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
-from .trace_guards import Sources
+from .trace_guards import CapturedArray, Sources
 
 LONGEST_ROW = 1024  # maximum elements of a captured row, which is computed element by element
 MOST_ARRAYS = 32
@@ -36,18 +36,18 @@ class Trace:
     def __init__(self) -> None:
         self.graph = Graph()
         self.sources = Sources()
-        self.arrays: list[Any] = []
+        self.arrays: list[CapturedArray] = []
         self.elements: list[Element] = []
         self.array_sources: list[str] = []
         self.captured: list[Captured] = []  # one stand-in per array, so that `is` works for two names of it
         # For each function, {id: (the original, referenced so that its id is not reused, stand-in, local)}.
-        self.rebuilt: dict[str, dict[int, tuple[Any, Any, str]]] = {}
-        self.numbers: list[Any] = []
+        self.rebuilt: dict[str, dict[int, tuple[object, Any, str]]] = {}
+        self.numbers: list[int | float] = []
         self.number_sources: list[str] = []
         self.kinds: list[str] = []
         self.uses_torch = False  # whether the mod reads the module torch, whose dtypes its numbers then have
 
-    def capture(self, array: Any, source: str | None = None) -> Captured:
+    def capture(self, array: CapturedArray, source: str | None = None) -> Captured:
         """Return the stand-in of an array; one without a source was made by the mod itself, so every call is traced."""
         if source is None:
             self.sources.reproducible = False
@@ -72,7 +72,7 @@ class Trace:
             self.captured.append(Captured(self, slot))
         return self.captured[slot]
 
-    def _require_alike(self, name: str, array: Any, element: Element) -> None:
+    def _require_alike(self, name: str, array: CapturedArray, element: Element) -> None:
         self.sources.require(f"type({name}) is {self.sources.constant(type(array))}")
         self.sources.require(f"{name}.dtype == {self.sources.constant(array.dtype)}")
         self.sources.require(f"len({name}.shape) == {element.rank}")
@@ -85,7 +85,7 @@ class Trace:
             stand_ins.clear()
         self.sources.release()
 
-    def number(self, value: Any, source: str | None = None, in_text: bool = False) -> Node:
+    def number(self, value: int | float, source: str | None = None, in_text: bool = False) -> Node:
         """Return the node of a Python number, a constant of the text or a run-time argument."""
         kind = kind_of(value)
         if kind == LONG and not -(2**63) <= value < 2**63:
@@ -106,7 +106,7 @@ class Trace:
         self.kinds.append(kind)
         return self.graph.argument(len(self.kinds) - 1, kind)
 
-    def _require_value(self, value: Any, source: str) -> None:
+    def _require_value(self, value: object, source: str) -> None:
         constant = self.sources.constant(value)
         # The type is compared too, because 1 == 1.0 == True. NaN != NaN, so a later call is traced again.
         self.sources.require(f"type({source}) is {self.sources.constant(type(value))} and {source} == {constant}")
@@ -118,7 +118,7 @@ class Trace:
         return f"type({source}) is {self.sources.constant(int)} and {condition}"
 
 
-def element_of(array: Any) -> Element:
+def element_of(array: CapturedArray) -> Element:
     """Return the dtype and rank of a captured array; Untraceable for a dtype that mods cannot read."""
     dtype = array.dtype
     if isinstance(dtype, np.dtype):
@@ -135,7 +135,7 @@ def element_of(array: Any) -> Element:
     return Element(name, len(array.shape))
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> TypeGuard[CapturedArray]:
     """Return whether x is an array of some library."""
     return (
         not isinstance(x, (Traced, np.generic, type))
@@ -170,32 +170,32 @@ class Traced:
     trace: Trace
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ == "where" and isinstance(function, MethodDescriptorType):
             x, condition, *others = args  # Tensor.where, unlike torch.where, has the condition second
             args = (condition, x, *others)
         return call(function.__name__, args, kwargs, function)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> Any:
         if method != "__call__" or kwargs.get("out") is not None:
             raise Untraceable(f"np.{ufunc.__name__}.{method} is not elementwise")
         # A NumPy scalar on the left of a comparison comes as an array without dimensions.
         inputs = tuple(x[()] if type(x) is np.ndarray and not x.ndim else x for x in inputs)
         return call(ufunc.__name__, inputs, kwargs, ufunc)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, function: Any, types: object, args: Any, kwargs: Any) -> Any:
         return call(function.__name__, args, kwargs, function)
 
-    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+    def __divmod__(self, other: object) -> tuple[object, object]:
         return operator.floordiv(self, other), operator.mod(self, other)
 
-    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+    def __rdivmod__(self, other: object) -> tuple[object, object]:
         return operator.floordiv(other, self), operator.mod(other, self)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise Untraceable(f"{self.described} cannot be made an array: {AS_IT_IS}")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Traced]:
         raise Untraceable("iteration over a traced number: it is one number, different for every score")
 
     def __len__(self) -> int:
@@ -208,7 +208,7 @@ class Traced:
             raise UnknownMethod(f"{self.described} has no {name!r} in a mod")
         return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
-    def where(self, condition: Any, other: Any) -> Any:
+    def where(self, condition: object, other: object) -> Traced:
         """Return self where the condition is true, else other, as torch's method."""
         return call("where", (condition, self, other))
 
@@ -243,30 +243,30 @@ class Traced:
             self._refuse_value(f"format {specification!r}", "print it without a format")
         return repr(self)
 
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+    def __setitem__(self, index: object, value: object) -> NoReturn:
         raise Untraceable("a mod changes no array: use where(condition, value, x)")
 
-    def __floor__(self) -> Any:
+    def __floor__(self) -> Traced | int:
         return call("int", (call("floor", (self,)),))
 
-    def __ceil__(self) -> Any:
+    def __ceil__(self) -> Traced | int:
         return call("int", (call("ceil", (self,)),))
 
-    def __trunc__(self) -> Any:
+    def __trunc__(self) -> Traced | int:
         return call("int", (self,))
 
-    def __round__(self, digits: int | None = None) -> Any:
+    def __round__(self, digits: int | None = None) -> Traced | int | float:
         return call("round", (self,) if digits is None else (self, digits))
 
 
 def _install_operators() -> None:
-    def binary(name: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
-        def operate(x: Any, y: Any) -> Any:
+    def binary(name: str, swapped: bool = False) -> Callable[[Traced, object], Any]:
+        def operate(x: Traced, y: object) -> Any:
             return NotImplemented if isinstance(y, Delegate) else call(name, (y, x) if swapped else (x, y))
 
         return operate
 
-    def unary(name: str) -> Callable[[Any], Any]:
+    def unary(name: str) -> Callable[[Traced], Any]:
         return lambda x: call(name, (x,))
 
     for name in (*BINARY, *COMPARE, "matmul"):
@@ -298,7 +298,7 @@ class Value(Traced):
         return f"<traced {self.node!r}>"
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> object:
         """The dtype of the value's kind, torch's if the mod uses torch, else NumPy's."""
         dtype = {BOOL: np.bool_, INT: np.int32, LONG: np.int64, REAL: np.float32}[self.node.kind]
         return getattr(sys.modules["torch"], np.dtype(dtype).name) if self.trace.uses_torch else dtype
@@ -316,7 +316,7 @@ class Value(Traced):
         """Return (), as torch does for a scalar."""
         return ()
 
-    def __getitem__(self, index: Any) -> Value:
+    def __getitem__(self, index: object) -> Value:
         index = index if isinstance(index, tuple) else (index,)
         if all(i is None or i is Ellipsis for i in index):
             return self
@@ -330,7 +330,7 @@ class Number(Traced):
     `if`, range(), a library), the trace holds only for that value.
     """
 
-    def __init__(self, trace: Trace, value: Any, source: str) -> None:
+    def __init__(self, trace: Trace, value: int | float, source: str) -> None:
         self.trace, self.value, self.source = trace, value, source
 
     @property  # type: ignore[misc]
@@ -374,7 +374,7 @@ class Number(Traced):
     def __trunc__(self) -> int:
         return math.trunc(self.fixed())
 
-    def __round__(self, digits: int | None = None) -> Any:
+    def __round__(self, digits: int | None = None) -> int | float:
         return round(self.fixed(), digits)
 
     def __getattr__(self, name: str) -> Any:
@@ -389,7 +389,7 @@ def _arithmetic_of_numbers() -> None:
     )  # fmt: skip
     symbols |= {"and": "&", "or": "|", "xor": "^"}
 
-    def binary(name: str, symbol: str, swapped: bool) -> Callable[[Any, Any], Any]:
+    def binary(name: str, symbol: str, swapped: bool) -> Callable[[Number, object], Any]:
         compute = getattr(operator, f"{name}_" if name in ("and", "or") else name)
         recorded = getattr(Traced, f"__r{name}__" if swapped else f"__{name}__")
 
@@ -404,7 +404,7 @@ def _arithmetic_of_numbers() -> None:
 
         return operate
 
-    def unary(compute: Callable[[Any], Any], form: str) -> Callable[[Number], Number]:
+    def unary(compute: Callable[[int | float], int | float], form: str) -> Callable[[Number], Number]:
         return lambda self: Number(self.trace, compute(self.value), form.format(self.source))
 
     for name, symbol in symbols.items():
@@ -418,14 +418,14 @@ def _arithmetic_of_numbers() -> None:
 _arithmetic_of_numbers()
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Return whether x is a Python number, or the stand-in of a captured one."""
     return type(x) is Number or (
         not isinstance(x, Traced) and isinstance(x, (bool, int, float, np.bool_, np.integer, np.floating))
     )
 
 
-def value_of(number: Any) -> Any:
+def value_of(number: Any) -> int | float:
     """Return the bool, int or float of a number, which may be a stand-in, a NumPy scalar or a member of an IntEnum."""
     if type(number) is Number:
         return number.value
@@ -456,7 +456,7 @@ class Row(Traced):
     def __iter__(self) -> Iterator[Value]:
         return iter(self.items)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Row | Value:
         if index is Ellipsis:
             return self
         chosen = self.items[index]
@@ -472,7 +472,7 @@ class Captured(Traced):
         self.trace, self.slot, self.indices = trace, slot, indices
 
     @property
-    def array(self) -> Any:
+    def array(self) -> CapturedArray:
         """The caller's array."""
         return self.trace.arrays[self.slot]
 
@@ -491,12 +491,12 @@ class Captured(Traced):
         return len(self.array.shape) - len(self.indices)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> object:
         """The dtype of the caller's array."""
         return self.array.dtype
 
     @property
-    def device(self) -> Any:
+    def device(self) -> object:
         """The device of the caller's array; None if its library has no devices."""
         return getattr(self.array, "device", None)
 
@@ -505,12 +505,12 @@ class Captured(Traced):
         return self.ndim
 
     @property
-    def size(self) -> Any:
+    def size(self) -> Number | int | Callable[..., tuple[Number, ...] | Number]:
         """The number of elements; for torch a method that returns the shape or one of its dimensions."""
         is_method = callable(getattr(self.array, "size", None))
         return (lambda axis=None: self.shape if axis is None else self.shape[axis]) if is_method else self.numel()
 
-    def numel(self) -> Any:
+    def numel(self) -> Number | int:
         """Return the number of elements, as torch."""
         return functools.reduce(operator.mul, self.shape, 1)
 
@@ -519,10 +519,10 @@ class Captured(Traced):
             raise Untraceable("a captured number has no length")
         return operator.index(self.shape[0])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value | Captured]:
         return (self[n] for n in range(len(self)))
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         while index and (index[-1] is Ellipsis or (type(index[-1]) is slice and index[-1] == slice(None))):
             index = index[:-1]
@@ -562,7 +562,7 @@ class Captured(Traced):
         return Row(self.trace, [self[n] for n in range(len(self))])
 
 
-def _known(number: Any) -> tuple[Any, str | None]:
+def _known(number: Any) -> tuple[int | float, str | None]:
     """Return the value and the source of a Python number."""
     return value_of(number), number.source if type(number) is Number else None
 
@@ -580,7 +580,7 @@ def lift(trace: Trace, x: Any, in_text: bool = False) -> Value | Row:
     raise Untraceable(f"a mod computes with numbers and arrays, not with {x.__class__.__name__}")
 
 
-def node_of(trace: Trace, x: Any) -> Node:
+def node_of(trace: Trace, x: object) -> Node:
     """Return the node of a single number."""
     value = lift(trace, x)
     if isinstance(value, Row):
@@ -622,7 +622,7 @@ OPTIONS = ("approximate", "rounding_mode")  # keyword arguments that functions.p
 
 
 def _elementwise(
-    trace: Trace, name: str, function: Callable[..., Node], args: tuple[Any, ...], kwargs: dict[str, Any]
+    trace: Trace, name: str, function: Callable[..., Node], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Value | Row:
     in_text = IN_TEXT.get(name, ())
     inputs = [
@@ -647,13 +647,13 @@ def _elementwise(
     return Row(trace, [apply(n) for n in range(lengths.pop())]) if lengths else apply(0)
 
 
-def _nth(x: Any, n: int) -> Any:
+def _nth(x: object, n: int) -> object:
     if isinstance(x, Row):
         return x.items[n].node
     return x.node if isinstance(x, Value) else x
 
 
-def _flat(items: tuple[Any, ...]) -> Iterator[Any]:
+def _flat(items: tuple[object, ...]) -> Iterator[object]:
     for item in items:
         if isinstance(item, (tuple, list)) and not isinstance(item, Traced):
             yield from _flat(tuple(item))
@@ -664,13 +664,13 @@ def _flat(items: tuple[Any, ...]) -> Iterator[Any]:
 # ------------------------------------------------------------------------ functions of shapes, rows and dtypes, by name
 
 
-def _same(trace: Trace, x: Any, *args: Any, **kwargs: Any) -> Value | Row:
+def _same(trace: Trace, x: object, *args: object, **kwargs: object) -> Value | Row:
     """Return x: a function that changes only the shape has no effect on one number."""
     return lift(trace, x)
 
 
 def _constant(value: int) -> Callable[..., Value | Row]:
-    def of_dtype(trace: Trace, x: Any, *shape: Any, dtype: Any = None, **kwargs: Any) -> Value | Row:
+    def of_dtype(trace: Trace, x: object, *shape: object, dtype: object = None, **kwargs: object) -> Value | Row:
         if dtype is None and isinstance(x, Value) and shape == ():  # zeros_like
             return Value(trace, trace.graph.const(value, x.node.kind))
         number = lift(trace, value)
@@ -682,14 +682,14 @@ def _constant(value: int) -> Callable[..., Value | Row]:
 def _filled(position: int) -> Callable[..., Value | Row]:
     """Return the function for full_like, new_tensor and new_full, whose result is the argument at `position`."""
 
-    def filled(trace: Trace, x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Value | Row:
+    def filled(trace: Trace, x: object, *args: object, dtype: object = None, **kwargs: object) -> Value | Row:
         value = kwargs["fill_value"] if "fill_value" in kwargs else args[position]
         return lift(trace, value) if dtype is None else _to(trace, lift(trace, value), dtype)
 
     return filled
 
 
-def _to(trace: Trace, x: Any, *targets: Any, **kwargs: Any) -> Any:
+def _to(trace: Trace, x: object, *targets: object, **kwargs: object) -> Value | Row:
     """Convert to the first dtype among the targets; devices and flags have no effect."""
     for target in (*targets, *kwargs.values()):
         name = conversion(target) or conversion(getattr(target, "dtype", None))
@@ -698,13 +698,13 @@ def _to(trace: Trace, x: Any, *targets: Any, **kwargs: Any) -> Any:
     return lift(trace, x)
 
 
-def _items(trace: Trace, x: Any) -> list[Node]:
+def _items(trace: Trace, x: object) -> list[Node]:
     value = lift(trace, x)
     return [item.node for item in value.items] if isinstance(value, Row) else [value.node]
 
 
 def _reduction(op: str, kind: str | None = None) -> Callable[..., Value]:
-    def reduce(trace: Trace, x: Any, *axis: Any, **kwargs: Any) -> Value:
+    def reduce(trace: Trace, x: object, *axis: object, **kwargs: object) -> Value:
         nodes = _items(trace, x)
         graph = trace.graph
         nodes = [graph.cast(node, kind) if kind else node for node in nodes]
@@ -713,14 +713,14 @@ def _reduction(op: str, kind: str | None = None) -> Callable[..., Value]:
     return reduce
 
 
-def _dot(trace: Trace, x: Any, y: Any, **kwargs: Any) -> Value:
+def _dot(trace: Trace, x: object, y: object, **kwargs: object) -> Value:
     if not all(isinstance(lift(trace, row), Row) for row in (x, y)):
         raise Untraceable("a product of rows takes two rows of captured arrays: write * for numbers")
     pairs = _elementwise(trace, "mul", FUNCTIONS["mul"], (x, y), {})
     return _reduction("add")(trace, pairs)
 
 
-STRUCTURAL: dict[str, Callable[..., Any]] = {
+STRUCTURAL: dict[str, Callable[..., Value | Row]] = {
     **dict.fromkeys(
         ("unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "contiguous", "clone", "item"), _same
     ),

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..device import Device
-from ..engines import MODULES
+from ..engines import MODULES, Tile
 from ..engines.launch import Launch, Workspace, require_grids
 from ..problem.features import ARRAYS, FEATURES
 from ..problem.records import Problem, UnsupportedError, is_given
 from . import measurements
-from .measurements import Measured, Tune
+from .measurements import Json, Measured, Tune
 from .refusals import is_on_request, refusals
 
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # (engine, reasons) pairs
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     block_kv: int
     threads: int  # threads on a CPU, threads per block on a GPU
     launches: tuple[Launch, ...]  # () on the CPU
-    tile: Any  # a record of the engine's own type
+    tile: Tile  # a record of the engine's own type
     # Predicted seconds for the bucket's last lengths, scaled by the card's measurements; core seconds on a CPU.
     cost: float
     refused: Refused  # the engines that were not chosen, with reasons
@@ -106,14 +106,14 @@ class Choice(NamedTuple):
     """The engine and the tile that all problems of a bucket share."""
 
     engine: str
-    tile: Any
+    tile: Tile
     cost: float
     refused: Refused
     measured: str = ""
 
 
 @lru_cache(maxsize=1024)
-def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
+def plan(problem: Problem, device: Device, tile: Tile | None = None) -> Plan:
     """Return the plan of a problem on a device; UnsupportedError with every engine's reasons if none serves it.
 
     Engine, tile and threads are chosen for the problem's bucket, launches and workspaces for its exact lengths. `tile`
@@ -131,7 +131,7 @@ def plan(problem: Problem, device: Device, tile: Any = None) -> Plan:
     return _planned(problem, device, choice)
 
 
-def candidates(chosen: Plan, engine: str) -> list[tuple[Any, Plan]]:
+def candidates(chosen: Plan, engine: str) -> list[tuple[Tile, Plan]]:
     """Return the tiles that a tune may choose for the problem of a plan, and the plan with each, cheapest first."""
     problem, device = chosen.problem, chosen.device
     return [
@@ -172,7 +172,7 @@ def last_of_bucket(problem: Problem) -> Problem:
     return problem._replace(**fields)
 
 
-def tune_key(problem: Problem) -> dict[str, Any]:
+def tune_key(problem: Problem) -> dict[str, Json]:
     """Return the bucket of shapes and options to which a measurement applies, as a JSON record.
 
     Lengths, B * Hq and windows enter by their buckets; numbers and arrays among the options by whether they are given.
@@ -212,7 +212,7 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
     launches: list[Launch] = []
     for engine in _defaults(problem, [engine for engine in MODULES if not refusals(engine, problem, device)]):
         module = MODULES[engine]
-        best: dict[object, Any] = {}
+        best: dict[object, Tile] = {}
         for _, tile in _by_cost(engine, problem, device):
             best.setdefault(module.alike(tile), tile)
         for tile in best.values():
@@ -300,9 +300,9 @@ def _is_split(problem: Problem) -> bool:
     return problem.cache is not None and problem.cache.split_size is not None
 
 
-def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Any] | None:
+def _fastest(problem: Problem, device: Device, tune: Tune, engines: Collection[str]) -> tuple[Measured, Tile] | None:
     """Return the fastest measurement of a tile that is legal for the problem, and the tile."""
-    tiles: dict[str, dict[str, Any]] = {}
+    tiles: dict[str, dict[str, Tile]] = {}
     for measured in tune.measured:
         if measured.engine not in engines:
             continue
@@ -392,14 +392,14 @@ def _pairs(problem: Problem) -> int:
     return problem.mask.band(problem.q_len, problem.kv_len).pairs
 
 
-def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Any]]:
+def _by_cost(engine: str, problem: Problem, device: Device) -> list[tuple[float, Tile]]:
     """Return the (cost, tile) pairs that a prediction compares, cheapest first."""
     return _ranked(engine, problem, device, MODULES[engine].tiles(problem, device))
 
 
-def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Any]) -> list[tuple[float, Any]]:
+def _ranked(engine: str, problem: Problem, device: Device, tiles: Sequence[Tile]) -> list[tuple[float, Tile]]:
     """Return (cost, tile) pairs of an engine's tiles, cheapest first."""
     pairs = _pairs(problem)
     costs = [(MODULES[engine].seconds(problem, pairs, device, tile), tile) for tile in tiles]
     # Sort by (cost, block_q, block_kv) only: other fields may be None, which does not compare. Ties keep their order.
-    return sorted(costs, key=lambda pair: (pair[0], *pair[1][:2]))
+    return sorted(costs, key=lambda pair: (pair[0], pair[1].block_q, pair[1].block_kv))

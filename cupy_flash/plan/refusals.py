@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..device import Device
-from ..engines import MODULES, Engine
+from ..engines import MODULES, Engine, Tile
 from ..problem.features import FEATURES, Feature
 from ..problem.records import FP8, Problem, is_given
 from . import measurements
@@ -46,7 +46,7 @@ def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
     return reasons + module.refusals(problem, device)
 
 
-def _missing(module: Engine, problem: Problem) -> Iterator[str]:
+def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
     """Yield a reason for each option and derivative of a problem that an engine does not name."""
     cache = problem.cache
     served, dtypes = (module.OPTIONS, module.DTYPES) if cache is None else (module.CACHE_OPTIONS, module.CACHE_DTYPES)
@@ -71,7 +71,7 @@ def _given(problem: Problem) -> Iterator[Feature]:
         yield from (x for x in CACHE_FEATURES if x.field in Cache._fields and is_given(problem.cache, x))
 
 
-def _others(module: Engine, dtype: str) -> str:
+def _others(module: Engine[Tile], dtype: str) -> str:
     """Return which engine of the same backend reads caches of a dtype, as a part of a sentence."""
     readers = [name for name, each in MODULES.items() if dtype in each.CACHE_DTYPES]
     readers = [name for name in readers if set(MODULES[name].BACKENDS) & set(module.BACKENDS)]

@@ -35,13 +35,23 @@ from .features import ARRAY, ARRAYS, FEATURES, MOD, SEED, WINDOW, Options
 from .records import DOUBLE_BACKWARD, JVP, WHOLE, Operands, Packed, Problem, Saved, Shard, Tangents, out_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from functools import _lru_cache_wrapper
+    from typing import TypeAlias, TypeVar
+
+    from ..arrays import AnyArray
     from ..mods.trace import Mod
+    from .argument_types import Window
     from .kv_cache_records import CacheOptions
+
+    T = TypeVar("T")
+    Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
+    PlainOption: TypeAlias = bool | float | str | None
 
 
 def pose(
     function: str,
-    arrays: tuple[Any, Any, Any],
+    arrays: tuple[Given, Given, Given],
     options: Options,
     packed: Packed | None = None,
     saved: Saved | None = None,
@@ -59,7 +69,7 @@ def pose(
         given |= _direction(requirements, tangents, mod)
     call = read(requirements, given)
     facts = _facts(call, options, packed, saved, shard, mod, tangents is not None)
-    stated: Stated = cached_if_plain(_state, facts.types)(facts)
+    stated = cached_if_plain(_state, facts.types)(facts)
     if stated.unmet:
         requirements.unmet += stated.unmet
         requirements.about_type |= stated.about_type
@@ -107,9 +117,10 @@ def captured_names(mod: Mod | None) -> list[str]:
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
 
 
-def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) -> dict[str, Any]:
+def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) -> dict[str, object]:
     """Return the tangents by name; those of captured arrays are tarray0, tarray1, ..."""
-    direction = {name: x for name, x in zip(Tangents._fields[:-1], tangents, strict=False) if x is not None}
+    given = zip(Tangents._fields[:-1], tangents, strict=False)
+    direction: dict[str, object] = {name: x for name, x in given if x is not None}
     if tangents.tcaptured is None:
         return direction
     count = 0 if mod is None else len(mod.arrays)
@@ -124,15 +135,15 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) 
 
 
 def _given(
-    arrays: tuple[Any, Any, Any],
+    arrays: tuple[Given, Given, Given],
     options: Options,
     packed: Packed | None,
     saved: Saved | None,
     shard: Shard,
     mod: Mod | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the arrays of a call by name, as the caller passed them; only a required one may be None."""
-    given = dict(zip(("q", "k", "v"), arrays, strict=True))
+    given: dict[str, object] = dict(zip(("q", "k", "v"), arrays, strict=True))
     for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
         if value is not None:
             given[name] = value
@@ -159,22 +170,25 @@ PLAIN = frozenset((bool, int, float, str, type(None), np.bool_, np.int64, np.flo
 
 
 class Facts(NamedTuple):
-    """Everything on which a Problem and the checks of a call depend, except the seed and the contents of arrays."""
+    """Everything on which a Problem and the checks of a call depend, except the seed and the contents of arrays.
 
-    options: tuple[Any, ...]  # in the order of PLAIN_OPTIONS
-    window: Any
-    backend: Any  # the option `backend`, by default the environment variable
-    longest: tuple[Any, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch
+    Options are as the caller passed them: one who ignores the types may have passed anything.
+    """
+
+    options: tuple[PlainOption, ...]  # in the order of PLAIN_OPTIONS
+    window: Window
+    backend: str | None  # the option `backend`, by default the environment variable
+    longest: tuple[int | None, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch
     bias_gradient: bool
     mods: str  # the text of the mods, or ""
     captured_gradient: tuple[bool, ...] | None
-    shard: tuple[Any, ...]  # the fields of Shard other than its array
+    shard: tuple[int, int, int | None, int, tuple[int, int] | None]  # the fields of Shard other than its array
     types: tuple[type, ...]  # the options' types, because 1 == True == 1.0 and not all of them are legal
     packed: bool
     backward: bool
     directed: bool  # a JVP, or together with `backward` a double backward
     aligned: bool
-    arrays: tuple[tuple[Any, ...], ...]  # (name, *ArrayFacts)
+    arrays: tuple[tuple[str, tuple[int, ...], np.dtype, str, str], ...]  # (name, *ArrayFacts)
 
 
 def _facts(
@@ -219,7 +233,7 @@ class Stated(NamedTuple):
     about_type: bool
 
 
-def cached_if_plain(function: Any, types: tuple[type, ...]) -> Any:
+def cached_if_plain(function: _lru_cache_wrapper[T], types: tuple[type, ...]) -> Callable[..., T]:
     """Return the cached function if every option has a plain type, otherwise the function without the cache."""
     return function if PLAIN.issuperset(types) else function.__wrapped__
 
@@ -228,8 +242,8 @@ def cached_if_plain(function: Any, types: tuple[type, ...]) -> Any:
 def _state(facts: Facts) -> Stated:
     """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
     requirements = Requirements("")
-    arrays = {name: ArrayFacts(*described) for name, *described in facts.arrays}
-    options = dict(zip(PLAIN_OPTIONS, facts.options, strict=True))
+    arrays = {name: ArrayFacts(shape, dtype, *place) for name, shape, dtype, *place in facts.arrays}
+    options: dict[str, Any] = dict(zip(PLAIN_OPTIONS, facts.options, strict=True))
     check_places(requirements, arrays)
     sizes = Sizes()
     if {"q", "k", "v"} <= arrays.keys():
@@ -295,11 +309,16 @@ def _state(facts: Facts) -> Stated:
 
 @lru_cache(maxsize=CACHED)
 def _check_options(
-    plain: tuple[Any, ...], window: Any, backend: Any, types: tuple[type, ...], packed: bool, accumulation: Any
+    plain: tuple[PlainOption, ...],
+    window: Window,
+    backend: str | None,
+    types: tuple[type, ...],
+    packed: bool,
+    accumulation: type[np.floating],
 ) -> tuple[Settings, tuple[str, ...], bool]:
     """Check the options that are not arrays: return them, their unmet requirements, and whether one is about a type."""
     requirements = Requirements("")
-    options = dict(zip(PLAIN_OPTIONS, plain, strict=True)) | {"window": window}
+    options: dict[str, object] = {**dict(zip(PLAIN_OPTIONS, plain, strict=True)), "window": window}
     settings = check_options(requirements, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,10 @@ from ..device import GPUS
 from .features import ARRAYS, CAP, DIFFERENTIATED, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
 from .mask import Mask
 from .records import BACKENDS, DTYPES, ENGINES, FP8, LAYOUTS, LONGEST, out_dtype
+
+if TYPE_CHECKING:
+    from ..arrays import AnyArray
+    from .argument_types import Window
 
 WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 
@@ -86,7 +91,7 @@ class Settings(NamedTuple):
     numbers: dict[str, float | None]
 
 
-def read(requirements: Requirements, given: dict[str, Any]) -> dict[str, Array]:
+def read(requirements: Requirements, given: Mapping[str, object]) -> dict[str, Array]:
     """Return the arrays by name; those that cannot be read are unmet requirements and omitted."""
     arrays = {}
     for name, value in given.items():
@@ -123,7 +128,7 @@ def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> N
     requirements.require(len(devices) <= 1, f"all arrays must be on one device, not {' and '.join(sorted(devices))}")
 
 
-def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: Any, packed: bool) -> Sizes:
+def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: object, packed: bool) -> Sizes:
     """Check q, k and v, and return the sizes on which they agree."""
     require = requirements.require
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
@@ -178,10 +183,10 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
 
 def check_options(
     requirements: Requirements,
-    options: dict[str, Any],
-    backend: Any,
+    options: Mapping[str, Any],
+    backend: str | None,
     packed: bool,
-    accumulation: type[np.floating[Any]],
+    accumulation: type[np.floating],
 ) -> Settings:
     """Check and return the options that are not arrays; a wrong one has a neutral value until the error is raised.
 
@@ -221,7 +226,7 @@ def check_options(
     return Settings(mask, numbers)
 
 
-def _check_window(requirements: Requirements, window: Any) -> tuple[int | None, int | None]:
+def _check_window(requirements: Requirements, window: Window) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     try:
@@ -239,7 +244,7 @@ def _check_window(requirements: Requirements, window: Any) -> tuple[int | None, 
     return None if left == -1 else left, None if right == -1 else right
 
 
-def is_one_of(value: Any, names: tuple[str, ...]) -> bool:
+def is_one_of(value: object, names: tuple[str, ...]) -> bool:
     """Return whether a value is one of these strings; `in` alone fails for arrays, whose == is no bool."""
     return isinstance(value, str) and value in names
 
@@ -258,7 +263,7 @@ def _number(requirements: Requirements, name: str, value: Any, default: float = 
         return default
 
 
-def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+def _finite(requirements: Requirements, name: str, given: float | None, limits: np.finfo[np.floating]) -> float | None:
     if given is None:
         return None
     value = _number(requirements, name, given)
@@ -268,7 +273,7 @@ def _finite(requirements: Requirements, name: str, given: Any, limits: Any) -> f
     return value
 
 
-def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> float | None:
+def _cap(requirements: Requirements, name: str, given: float | None, limits: np.finfo[np.floating]) -> float | None:
     """Return a positive number, or None if it is infinite in the accumulation dtype and so has no effect."""
     if given is None:
         return None
@@ -279,7 +284,7 @@ def _cap(requirements: Requirements, name: str, given: Any, limits: Any) -> floa
     return None if value > float(limits.max) else value
 
 
-def _probability(requirements: Requirements, name: str, given: Any, limits: Any) -> float:
+def _probability(requirements: Requirements, name: str, given: float, limits: np.finfo[np.floating]) -> float:
     value = _number(requirements, name, given)
     # p is rounded to a multiple of 1/65536; if that were 1, no element would be kept.
     in_range = 0 <= value < 1 and round(65536 * value) < 65536
@@ -428,7 +433,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def check_seed(
-    requirements: Requirements, arrays: dict[str, Array], seed: Any, dropout: bool, backward: bool
+    requirements: Requirements, arrays: dict[str, Array], seed: int | AnyArray | None, dropout: bool, backward: bool
 ) -> Array | int | None:
     """Return the seed as an int or an Array; None if there is none or it is wrong.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,10 +10,15 @@ from ..arrays import Array
 from .checks import ArrayFacts, Requirements, check_places, is_float, is_one_of, read
 from .records import DTYPES, LAYOUTS
 
+if TYPE_CHECKING:
+    from ..arrays import AnyArray
+
 PARTS = ("out_a", "lse_a", "out_b", "lse_b")
 
 
-def pose_merge(parts: tuple[Any, Any, Any, Any], layout: Any) -> tuple[str, tuple[Array, Array, Array, Array]]:
+def pose_merge(
+    parts: tuple[AnyArray, AnyArray, AnyArray, AnyArray], layout: str
+) -> tuple[str, tuple[Array, Array, Array, Array]]:
     """Return the layout ("thd" for packed results) and the arrays of a merge, or raise one error with all reasons."""
     requirements = Requirements("merge")
     require, require_type = requirements.require, requirements.require_type

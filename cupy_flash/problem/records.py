@@ -84,24 +84,7 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-_Record = TypeVar("_Record", bound="_Mappable")
-
-
-class _Mappable:
-    """The base of records of gradients."""
-
-    __slots__ = ()
-
-    def map(self: _Record, function: Callable[[Any], Any]) -> _Record:
-        """Return the record with a function applied to each of its arrays; None stays None.
-
-        Args:
-            function: returns the replacement of an array.
-        """
-        return type(self)(*_applied(function, self))
-
-
-def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
+def _applied(function: Callable[..., object], gradients: object) -> Any:
     """Apply the function to each array of a tuple whose elements are arrays, such tuples, or None."""
     if isinstance(gradients, tuple):
         return tuple(_applied(function, gradient) for gradient in gradients)
@@ -110,6 +93,7 @@ def _applied(function: Callable[[Any], Any], gradients: Any) -> Any:
 
 AnyGradient = AnyArray | Array  # a caller's array, or inside the package its Array
 GradientT = TypeVar("GradientT", bound=AnyGradient)
+ReplacedT = TypeVar("ReplacedT", bound=AnyGradient)
 
 
 class _Gradients(NamedTuple):
@@ -123,7 +107,7 @@ class _Gradients(NamedTuple):
     dcaptured: tuple[AnyGradient | None, ...] | None = None
 
 
-class Gradients(_Gradients, _Mappable, Generic[GradientT]):
+class Gradients(_Gradients, Generic[GradientT]):
     """The gradients of a call, each with its input's shape and dtype; None for an input not given or not requested.
 
     `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
@@ -137,6 +121,14 @@ class Gradients(_Gradients, _Mappable, Generic[GradientT]):
     dbias: GradientT | None
     dsink: GradientT | None
     dcaptured: tuple[GradientT | None, ...] | None
+
+    def map(self, function: Callable[[GradientT], ReplacedT]) -> "Gradients[ReplacedT]":
+        """Return the record with a function applied to each of its arrays; None stays None.
+
+        Args:
+            function: returns the replacement of an array.
+        """
+        return Gradients(*_applied(function, self))
 
 
 class _SecondGradients(NamedTuple):
@@ -152,7 +144,7 @@ class _SecondGradients(NamedTuple):
     ddlse: AnyGradient | None = None
 
 
-class SecondGradients(_SecondGradients, _Mappable, Generic[GradientT]):
+class SecondGradients(_SecondGradients, Generic[GradientT]):
     """The gradients of sum(tq * dq) + sum(tk * dk) + ... with respect to the inputs of attention, dout and dlse.
 
     Each has its input's shape and dtype, ddlse those of lse; None for an input not given or not requested.
@@ -168,6 +160,14 @@ class SecondGradients(_SecondGradients, _Mappable, Generic[GradientT]):
     dcaptured: tuple[GradientT | None, ...] | None
     ddout: GradientT | None
     ddlse: GradientT | None
+
+    def map(self, function: Callable[[GradientT], ReplacedT]) -> "SecondGradients[ReplacedT]":
+        """Return the record with a function applied to each of its arrays; None stays None.
+
+        Args:
+            function: returns the replacement of an array.
+        """
+        return SecondGradients(*_applied(function, self))
 
 
 class Problem(NamedTuple):

@@ -1,8 +1,8 @@
-// Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several units (see
+// Split-KV attention on a KV cache: a block computes a run of KV tiles, which may belong to several output tiles (see
 // split_kv.cuh). Rows are (query, head of the GQA group) pairs, so that each key is read once for all heads that share
 // it. Every warp computes 16 keys of each tile, for all rows and columns, and the results of the warps are merged at
 // the end of a part. The arithmetic of a row does not depend on the number of rows of its tile. parts.cuh divides the
-// work. grid (blocks), or (CLUSTER x units, sequences)
+// work. grid (blocks), or (CLUSTER x output tiles, sequences)
 #include "kv_stages.cuh"
 #if CLUSTER_MERGE
 #include "../merge_row.cuh"
@@ -89,8 +89,9 @@ struct ClusterRow {
   __device__ float operator[](int column) const { return ld_shared_cluster(address + 4 * column); }
 };
 
-// Merges the parts of a unit in the order of their keys. The rows are divided among all warps of the cluster, which
-// read the parts in the shared memory of each block. The second barrier keeps this block's part until all have read it.
+// Merges the parts of an output tile in the order of their keys. The rows are divided among all warps of the cluster,
+// which read the parts in the shared memory of each block. The second barrier keeps this block's part until all have
+// read it.
 __device__ void merge_parts(const Params& p, const Part& part, int parts, const float* O_smem) {
   cluster_sync();  // @wait-parts-stored
   // @rows-of-rank
@@ -141,8 +142,9 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
       *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) result[LSE_COLUMN] = ending.lse;
 #else
-      long long at = (long long)part.place * BLOCK_Q + row;
-      if (SPLIT_SIZE && part.place >= p.places) continue;  // the lengths exceed those that the plan was made for
+      long long at = (long long)part.partial_result * BLOCK_Q + row;
+      // The lengths may exceed those that the plan was made for.
+      if (SPLIT_SIZE && part.partial_result >= p.partial_results) continue;
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;  // @store-lse-of-part
 #endif

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bench.__main__
-from bench import memory, model, peers, run, timing
+from bench import implementations, memory, model, run, timing
 from bench.__main__ import main
 from bench.kernel_development.tables import regenerate
 from bench.model import Case, Ceilings
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     threads = torch.get_num_threads()
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "FLEX_SECONDS", 0)
+        patch.setattr(implementations, "FLEX_SECONDS", 0)
         assert main([*TINY, "--out", str(out)]) == 0
     torch.set_num_threads(threads)
     yield out
@@ -129,7 +129,7 @@ def test_every_sample_of_every_case_is_kept(result: Any, section: str, stages: s
 
 
 @pytest.mark.parametrize("section", ["forward", "backward"])
-def test_every_peer_computes_the_same_attention(result: Any, section: str) -> None:
+def test_every_implementation_computes_the_same_attention(result: Any, section: str) -> None:
     for record in result[section]["cases"]:
         assert record["errors"].keys() == ({"out"} if section == "forward" else {"dq", "dk", "dv"})
         for errors in record["errors"].values():
@@ -138,8 +138,8 @@ def test_every_peer_computes_the_same_attention(result: Any, section: str) -> No
 
 
 def test_flex_attention_is_stopped_when_its_time_is_over(result: Any) -> None:
-    assert result["forward"]["left_out"][peers.FLEX_ATTENTION] == "did not compile within 0 s"
-    assert result["backward"]["left_out"][peers.FLEX_ATTENTION] == "has no backward on a CPU"
+    assert result["forward"]["left_out"][implementations.FLEX_ATTENTION] == "did not compile within 0 s"
+    assert result["backward"]["left_out"][implementations.FLEX_ATTENTION] == "has no backward on a CPU"
 
 
 def test_every_section_has_its_plot(folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_growth_exponent() -> None:
     assert memory.growth_exponent(lengths, [5, 0, 70]) == 0  # 5, 0 and 70 bytes are noise
 
 
-def test_peers_that_store_the_scores_are_left_out_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_that_store_the_scores_are_left_out_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "TIME_LIMIT", 2 * model.scores_bytes(CASE))
     monkeypatch.setattr(run, "present", lambda cases, training: (["cupy_flash", "standard"], {}))
     cases = [replace(CASE, seqlen=32), CASE]
@@ -216,7 +216,7 @@ def test_forward_and_backward_on_a_gpu(
     assert main([*words, "--causal", "--out", str(tmp_path)]) == 0
     (regimes, measured_by, _, out, command) = calls[0]
     assert [regime.name for regime in regimes] == [f"backward bfloat16, D 128, causal, {s}" for s in (512, 1024)]
-    assert measured_by is bench.gpu.measure_peers
+    assert measured_by is bench.gpu.measure_others
     assert out == tmp_path / "gpu-backward.json" and command[:2] == ["python -m bench", "backward"]
 
 

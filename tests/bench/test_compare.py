@@ -12,8 +12,8 @@ from bench.results import ROOT
 
 FULL, CAUSAL = regime(), regime(causal=True)
 OLD = result(
-    case(FULL, {"wgmma 1": 700.0, "wgmma 2": 690.0}, peers={"SDPA cuDNN": 700.0}),
-    case(CAUSAL, {"mma 1": 300.0, "wgmma 1": None}, peers={"SDPA cuDNN": 600.0}),
+    case(FULL, {"wgmma 1": 700.0, "wgmma 2": 690.0}, others={"SDPA cuDNN": 700.0}),
+    case(CAUSAL, {"mma 1": 300.0, "wgmma 1": None}, others={"SDPA cuDNN": 600.0}),
 )
 
 
@@ -62,13 +62,13 @@ def test_planted_regressions(new, worse, run):
     assert f"{len(worse)} of ours slower by more than 5%" in output
 
 
-def test_other_clocks_and_slower_peers_are_no_regressions(run):
+def test_other_clocks_and_slower_others_are_no_regressions(run):
     cooler = [
-        case(FULL, {"wgmma 1": 350.0, "wgmma 2": 345.0}, peers={"SDPA cuDNN": 175.0}, matmul=400.0),
-        case(CAUSAL, {"mma 1": 150.0}, peers={"SDPA cuDNN": 300.0}, matmul=400.0),
+        case(FULL, {"wgmma 1": 350.0, "wgmma 2": 345.0}, others={"SDPA cuDNN": 175.0}, matmul=400.0),
+        case(CAUSAL, {"mma 1": 150.0}, others={"SDPA cuDNN": 300.0}, matmul=400.0),
     ]
     status, output = run(OLD, result(*cooler))
-    assert status == 0 and "0.50" in output  # the peer's speed
+    assert status == 0 and "0.50" in output  # the other's speed
     assert run(OLD, result(*cooler[:1]), "--slower", "0")[0] == 0
     faster = changed(full=({"wgmma 1": 707.0},))
     assert run(faster, OLD)[0] == 0 and run(faster, OLD, "--slower", "0.005")[0] == 1

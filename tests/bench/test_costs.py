@@ -58,7 +58,7 @@ def test_fit_recovers_the_constants_of_a_sweep(planted):
 
 def test_loss_by_choosing_the_predicted_tile():
     slow = {"wgmma 128x96 True": 600.0, "wgmma 128x128 False": 660.0, "wgmma 192x64 False": None, "mma 1": None}
-    stored = result(case(regime(), slow, peers={"SDPA cuDNN": 700.0}), case(regime(causal=True), {"mma 1": None}))
+    stored = result(case(regime(), slow, others={"SDPA cuDNN": 700.0}), case(regime(causal=True), {"mma 1": None}))
     choices, predictions, _ = costs.tables(result(stored["cases"][0]) | {"cases": [stored["cases"][0]]})
     assert choices.rows == [[regime().name, "wgmma", "wgmma 128x96 True", "wgmma 128x128 False", "2", "9%"]]
     milliseconds = regime().flops / 600e9

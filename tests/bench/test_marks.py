@@ -22,14 +22,14 @@ def reached(*cases):
 @pytest.mark.parametrize(
     "measured, ratios",
     [
-        ([case(FULL, {"wgmma 1": 736.0, "mma 1": 300.0}, peers={"SDPA cuDNN": 700.0})], dict(mm=0.92, best=736 / 700)),
+        ([case(FULL, {"wgmma 1": 736.0, "mma 1": 300.0}, others={"SDPA cuDNN": 700.0})], dict(mm=0.92, best=736 / 700)),
         ([case(FP8, {"wgmma 1": 1200.0})], dict(mm=1.5)),
-        ([case(FP32, {"simt 1": 28.7232}, peers={"SDPA math": 14.3616})], dict(mm=0.035904, best=2.0, fma=0.5)),
+        ([case(FP32, {"simt 1": 28.7232}, others={"SDPA math": 14.3616})], dict(mm=0.035904, best=2.0, fma=0.5)),
         ([case(IN_ORDER, {"mma 1": 270.0}, matmul=900.0), case(BACKWARD, {"mma 1": 300.0})], dict(mm=0.3, own=0.8)),
         ([case(IN_ORDER, {"mma 1": 270.0}, matmul=900.0)], dict(mm=0.3)),
-        ([case(FULL, {"wgmma 1": None}, peers={"SDPA cuDNN": 700.0})], {}),
+        ([case(FULL, {"wgmma 1": None}, others={"SDPA cuDNN": 700.0})], {}),
     ],
-    ids=["peers", "fp8", "fp32", "in-order", "in-order-alone", "none-of-ours"],
+    ids=["others", "fp8", "fp32", "in-order", "in-order-alone", "none-of-ours"],
 )
 def test_ratios_by_hand(measured, ratios):
     cases = {each["regime"]: each for each in measured}
@@ -39,9 +39,9 @@ def test_ratios_by_hand(measured, ratios):
 
 def test_table_says_which_mark_is_reached():
     rows = reached(
-        case(CAUSAL, {"wgmma 1": 640.0}, peers={"SDPA cuDNN": 700.0, "SDPA flash": 300.0}),
-        case(FULL, {"wgmma 1": 736.0}, peers={"SDPA cuDNN": 700.0}),
-        case(regime(seqlen=4096, causal=True), {"wgmma 1": 300.0}, peers={"SDPA cuDNN": 700.0}),
+        case(CAUSAL, {"wgmma 1": 640.0}, others={"SDPA cuDNN": 700.0, "SDPA flash": 300.0}),
+        case(FULL, {"wgmma 1": 736.0}, others={"SDPA cuDNN": 700.0}),
+        case(regime(seqlen=4096, causal=True), {"wgmma 1": 300.0}, others={"SDPA cuDNN": 700.0}),
         case(regime(96), {"wgmma 1": 300.0}),
     )
     # a regime without a mark has no row
@@ -64,8 +64,8 @@ def test_table_says_which_mark_is_reached():
 
 
 def test_plot_has_a_panel_per_kind_with_two_lengths(tmp_path):
-    peers = {"SDPA cuDNN": 700.0}
-    two = [case(regime(seqlen=seqlen), {"wgmma 1": 640.0}, peers=peers) for seqlen in (1024, 16384)]
+    others = {"SDPA cuDNN": 700.0}
+    two = [case(regime(seqlen=seqlen), {"wgmma 1": 640.0}, others=others) for seqlen in (1024, 16384)]
     assert sweep_plot.plot(result(*two, case(CAUSAL, {"wgmma 1": None})), tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert not sweep_plot.plot(result(two[0], case(CAUSAL, {"wgmma 1": 1.0})), tmp_path / "none.png")
@@ -74,7 +74,7 @@ def test_plot_has_a_panel_per_kind_with_two_lengths(tmp_path):
 
 def test_results_without_a_block_are_reported(tmp_path, capsys):
     readme = tmp_path / "README.md"
-    stored = result(case(FULL, {"wgmma 1": 736.0}, peers={"SDPA cuDNN": 700.0}))
+    stored = result(case(FULL, {"wgmma 1": 736.0}, others={"SDPA cuDNN": 700.0}))
     (tmp_path / "sweep-forward.json").write_text(json.dumps(stored))
     command = ["tables", "--page", str(readme), "--results", str(tmp_path)]
     readme.write_text("nothing\n")

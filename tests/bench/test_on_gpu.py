@@ -265,21 +265,21 @@ def test_a_kind_that_crashes_its_process_is_skipped(tmp_path, clock):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("dtype, peer", [("bfloat16", "SDPA flash"), ("float32", "SDPA math")])
-def test_peers_compute_the_same(dtype, peer, backward, monkeypatch):
-    """Peers compute the same attention on the same inputs in every call; here they run on a CPU."""
+@pytest.mark.parametrize("dtype, other", [("bfloat16", "SDPA flash"), ("float32", "SDPA math")])
+def test_others_compute_the_same(dtype, other, backward, monkeypatch):
+    """The others compute the same attention on the same inputs in every call; here they run on a CPU."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime(dtype, 64, 48, True, backward, tokens=96)
     given = gpu.inputs(regime)
-    peers, ours = gpu.peers(regime, given), gpu.ours(regime, given)
-    assert peer in peers and "FlexAttention" in peers
+    others, ours = gpu.others(regime, given), gpu.ours(regime, given)
+    assert other in others and "FlexAttention" in others
     for _ in range(2):
-        expected, actual = peers[peer](), ours["cupy_flash"]()
+        expected, actual = others[other](), ours["cupy_flash"]()
         pairs = zip(expected, actual, strict=True) if backward else [(expected, actual)]
         for a, b in pairs:
             torch.testing.assert_close(a, b, atol=0.03, rtol=0.03)
     for words in (dict(dtype="float8_e4m3fn"), dict(deterministic=True)):
-        assert gpu.peers(regime._replace(**words), given) == {}
+        assert gpu.others(regime._replace(**words), given) == {}
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -291,7 +291,7 @@ def test_flex_attention_computes_the_same(causal, monkeypatch):
     )
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime("float32", 64, 48, causal, tokens=96)
-    calls = gpu.peers(regime, gpu.inputs(regime))
+    calls = gpu.others(regime, gpu.inputs(regime))
     for _ in range(2):
         torch.testing.assert_close(calls["FlexAttention"](), calls["SDPA math"](), atol=1e-4, rtol=1e-4)
 

@@ -18,7 +18,7 @@ from cupy_flash.plan.plan import candidates, plan
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A sweep on a simulated H100 with two tiles per engine and one peer, which refuses.
+    """A sweep on a simulated H100 with two tiles per engine and one other implementation, which refuses.
 
     Yields the list of kernels that are compiled in advance.
     """
@@ -35,7 +35,7 @@ def simulated(monkeypatch):
 
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(sweep, "compilers", lambda: SimpleNamespace(submit=submit))
-    monkeypatch.setattr(sweep, "peers", lambda *of: {"a peer": refuse})
+    monkeypatch.setattr(sweep, "others", lambda *of: {"another": refuse})
     monkeypatch.setattr(sweep, "candidates", lambda *chosen: candidates(*chosen)[:2])
     monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator:sm_90a")
     monkeypatch.setattr(gpu, "WARM_UP", 1)
@@ -59,7 +59,7 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert [tile["engine"] for tile in case["tiles"]] == ["mma", "mma", "wgmma", "wgmma"]
     assert list(case["tflops"]) == [tile["name"] for tile in case["tiles"]]
     assert set(case["tflops"].values()) == {tiny(backward=False).flops / 2e9}
-    assert case["left_out"] == {"a peer": "RuntimeError: not for these heads"}
+    assert case["left_out"] == {"another": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
     # A record's tile can be found by its name.
@@ -96,7 +96,7 @@ def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_results_of_tiles_are_compared_with_those_of_a_peer(simulated, monkeypatch, backward):
+def test_results_of_tiles_are_compared_with_those_of_another(simulated, monkeypatch, backward):
     """If the first tile gives wrong results, it is the only tile left out."""
 
     def with_first_wrong(chosen, engine):
@@ -105,7 +105,7 @@ def test_results_of_tiles_are_compared_with_those_of_a_peer(simulated, monkeypat
 
     monkeypatch.setattr(sweep, "engines", lambda dtype: ("mma",))
     monkeypatch.setattr(sweep, "candidates", with_first_wrong)
-    monkeypatch.setattr(sweep, "peers", lambda *of: {"SDPA flash": gpu.peers(*of)["SDPA flash"]})
+    monkeypatch.setattr(sweep, "others", lambda *of: {"SDPA flash": gpu.others(*of)["SDPA flash"]})
     case = measured(tiny(backward))
     first, second = (tile["name"] for tile in case["tiles"])
     assert list(case["tflops"]) == ["SDPA flash", second]
@@ -121,8 +121,8 @@ def test_a_kind_that_is_lost_is_not_called(simulated):
     assert {case["left_out"][name] for name in wgmma} == {"hangs"}
 
 
-def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
-    monkeypatch.setattr(sweep, "peers", gpu.peers)
+def test_gradients_in_one_order_and_fp8_have_no_others(simulated, monkeypatch):
+    monkeypatch.setattr(sweep, "others", gpu.others)
     case = measured(tiny(backward=True, deterministic=True))
     assert case["regime"].endswith("deterministic") and case["deterministic"]
     assert not any("add_dq=True" in name for name in case["tflops"])  # atomic additions of dQ have no fixed order
@@ -134,7 +134,7 @@ def test_gradients_in_one_order_and_fp8_have_no_peers(simulated, monkeypatch):
 
 def test_regimes_without_a_mark_do_not_wait_for_a_compiler(simulated, monkeypatch):
     flex = {"FlexAttention": lambda: None}
-    monkeypatch.setattr(sweep, "peers", lambda *of: dict(flex))
+    monkeypatch.setattr(sweep, "others", lambda *of: dict(flex))
     assert "takes seconds to compile" in measured(tiny(backward=False))["left_out"]["FlexAttention"]
     monkeypatch.setattr(sweep, "MARKS", {tiny(backward=False): None})
     assert "FlexAttention" in measured(tiny(backward=False))["tflops"]

@@ -46,17 +46,20 @@ class CacheCall(NamedTuple):
         return CacheCall(*map(function, self[:3]), options)
 
     def in_wider_arrays(self) -> CacheCall:
-        """The same call with every array of several dimensions in a wider one, which gives it strides of its own."""
+        """The same call with every array in a wider one, which gives it strides of its own."""
         paddings = itertools.count(8, 8)
-        return self.map(lambda x: x if x.ndim < 2 else in_a_wider_array(x, next(paddings)))
+        return self.map(lambda x: in_a_wider_array(x, next(paddings)))
 
 
 def in_a_wider_array(x: np.ndarray, padding: int) -> np.ndarray:
     """A view with the contents of x of an array that is longer in each dimension and holds NaN elsewhere, or numbers
-    that are out of bounds as an index.
+    that are out of bounds as an index. A view of one dimension takes every second element.
     """
     filling = {"b": True, "i": 2**30}.get(x.dtype.kind, np.nan)
-    view = np.full([n + padding for n in x.shape], filling, x.dtype)[tuple(map(slice, x.shape))]
+    step = 2 if x.ndim == 1 else 1
+    view = np.full([step * n + padding for n in x.shape], filling, x.dtype)[
+        tuple(slice(0, step * n, step) for n in x.shape)
+    ]
     view[...] = x
     return view
 

@@ -72,6 +72,8 @@ MASK_MODS = {
     "sliding": lambda xp, a: lambda b, h, q, kv: (q - kv < 6) & (kv - q < 3),
     "borders": lambda xp, a: lambda b, h, q, kv: (q < 16) | (kv < 16) | ((q - kv < 6) & (kv - q < 3)),
     "document": lambda xp, a: lambda b, h, q, kv: a["ids"][b, q] == a["ids"][b, kv],
+    # Hides tiles of 64 keys or queries, and smaller ones, between tiles that it cuts.
+    "gaps": lambda xp, a: lambda b, h, q, kv: ((q % 128 < 40) & (kv % 128 < 50)) | ((q >= 140) & (kv >= 200)),
     "blocks": lambda xp, a: lambda b, h, q, kv: a["blocks"][b, q // 4, kv // 4],
     "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # some rows, and all rows of a head, see no key
     "nothing": lambda xp, a: lambda b, h, q, kv: q < 0,

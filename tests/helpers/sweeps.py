@@ -3,13 +3,13 @@
 from bench import gpu
 
 
-def case(regime, ours, *, peers=None, matmul=800.0, clock=1700.0):
-    """A record with the TFLOP/s of tiles, given as text such as "mma 64x64 True", and of peers."""
+def case(regime, ours, *, others=None, matmul=800.0, clock=1700.0):
+    """A record with the TFLOP/s of tiles, given as text such as "mma 64x64 True", and of others."""
     tiles = [
         dict(name=name, engine=name.partition(" ")[0], size=name.split()[1], predicted_ms=1.0 + place)
         for place, name in enumerate(ours)
     ]
-    tflops = {name: speed for name, speed in ((peers or {}) | ours).items() if speed is not None}
+    tflops = {name: speed for name, speed in ((others or {}) | ours).items() if speed is not None}
     return dict(
         regime=regime.name,
         **regime._asdict(),

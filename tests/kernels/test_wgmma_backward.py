@@ -181,6 +181,16 @@ def test_groups_of_heads_add_in_order(monkeypatch):
         assert_bitwise_equal(run(case, start=starts, **how), together, case)
 
 
+UNEQUAL = dict(batch=4, q_lengths=(31, 70, 0, 20), kv_lengths=(100, 150, 7, 0), packed=True)
+
+
+def test_packed_sequences_add_in_order():
+    """Sequences of unequal lengths, and of none, have turns of their own, whichever blocks start first."""
+    case = Case(**LONG | UNEQUAL | dict(heads=1, head_dim=16, head_dim_v=16))
+    starts = functools.partial(few_resident, blocks=1, order="random", seed=1)
+    check_gradients(case, run(case, TILES["keys"], deterministic=True, start=starts))
+
+
 def test_a_short_grid_adds_in_order():
     """Blocks of a grid with fewer blocks than tiles of keys take several consecutive tiles each."""
     how = dict(tile=TILES["keys"], deterministic=True)

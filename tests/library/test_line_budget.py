@@ -8,10 +8,10 @@ import pytest
 
 BUDGET = {
     "cupy_flash": [
-        (21290, "the package when the budget began"),
+        (21651, "the package when the budget began"),
     ],
     "bench": [
-        (4152, "the bench when the budget began"),
+        (4161, "the bench when the budget began"),
     ],
 }
 LARGEST = 500

@@ -96,6 +96,15 @@ def test_hidden_tiles_are_not_loaded(engine, watch):
         assert read["sliding"][kernel] <= 0.75 * read["causal"][kernel], kernel
 
 
+# Three tiles of queries and four of keys, in the planned tiles.
+GAPS = {name: Case(**LONG[name] | dict(q_len=150, kv_len=210, heads=1), mask_mod="gaps") for name in LONG}
+
+
+@pytest.mark.parametrize("engine", GAPS)
+def test_hidden_tiles_between_visible_ones(engine):
+    check(GAPS[engine], kernels_of(GAPS[engine], deterministic=True))
+
+
 PLANTS = {
     "cut tiles count as full": change("tile-is-masked", "(may_hide & 1)", "false"),
     "a visible tile is skipped": change("first-visible-tile", "__ffs(may_see) - 1", "31 - __clz(may_see)"),

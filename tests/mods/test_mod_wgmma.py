@@ -129,6 +129,11 @@ def test_gradients_with_every_option(options, tile):
     check(case, run(case, tile))
 
 
+def test_hidden_tiles_between_visible_ones():
+    case = long_case(dict(mask_mod="gaps", heads=1))
+    check(case, run(case, deterministic=True))
+
+
 SPARSE = Case(**LONG | dict(q_len=260, kv_len=260), mask_mod="sliding")
 
 

@@ -718,6 +718,20 @@ def test_singledispatch_of_the_score_and_a_later_registration(kept):
     assert str(traced(choose, None).program) == "score: score * 2"
 
 
+def test_a_wrapper_gives_what_its_function_takes():
+    """functools.wraps names the function inside, with other parameters than those of the wrapper."""
+
+    def scaled(score, b, h, q_idx, kv_idx, *, width):
+        return score * width
+
+    @functools.wraps(scaled)
+    def wrapper(*inputs):
+        return scaled(*inputs, width=5.5)
+
+    mod = traced(wrapper, None)
+    assert (str(mod.program), mod.numbers) == ("score: score * n0", (5.5,))
+
+
 def test_a_partial_keeps_its_attributes(kept):
     def scale(factor, s):
         return s * factor

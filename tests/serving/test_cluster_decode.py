@@ -170,7 +170,7 @@ BUGS = {
     "part-without-a-weight": (change("weight-of-part", "exp(lse - largest)", "1"), WRONG_BITS),
     "last-part-is-forgotten": (change("sum-parts", "c < count", "c < count - 1"), WRONG_BITS),
     "lse-in-a-column-of-O": (change("LSE_COLUMN", "Gemm::O_ROW - 1", "0"), WRONG_BITS),
-    "runs-by-the-capacity": (change("run-length", "places.each", "p.kv_len / PLACE_KEYS"), WRONG_BITS),
+    "runs-by-the-capacity": (change("run-length", "iterations.per_tile", "p.kv_len / ITERATION_KEYS"), WRONG_BITS),
 }
 
 

@@ -366,20 +366,35 @@ def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
     assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch)
 
 
+IN_PAGES = replace(EVERYTHING, lengths=(5, 19), page=8, capacity=24, heads=2, kv_heads=1)
+IN_ROWS = replace(
+    IN_PAGES, page=None, batch_idx=(2, 0), leftpad=(1, 7), appended=3, positions=True, mask=None, head_dim=20
+)
+DTYPE_OF = {"mma_decode": "float16", "mma": "float16", "simt": "float32", "cpu_decode": "float32"}
+# name: (the engine, or None for the planned one, and the case)
 IN_STRIDES = {
-    "lengths": replace(EVERYTHING, appended=3, positions=True, cache_dtype="float8_e4m3fn", descales=True),
-    "slots": replace(EVERYTHING, appended=1, slots=True),
-}
+    "lengths": (None, replace(EVERYTHING, appended=3, positions=True, cache_dtype="float8_e4m3fn", descales=True)),
+    "slots": (None, replace(EVERYTHING, appended=1, slots=True)),
+    "packed": (None, PACKED),
+    **{
+        f"{engine}-{name}": (engine, replace(case, dtype=dtype))
+        for engine, dtype in DTYPE_OF.items()
+        for name, case in (("pages", IN_PAGES), ("rows", IN_ROWS))
+        if name == "rows" or engine == "mma"
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", IN_STRIDES.values(), ids=IN_STRIDES)
-def test_arrays_of_any_strides(case):
+@pytest.mark.parametrize(("engine", "case"), IN_STRIDES.values(), ids=IN_STRIDES)
+def test_arrays_of_any_strides(engine, case):
     """Every array has strides of its own, and out is written in place."""
     call = case.call()
-    ours, out = call.in_wider_arrays(), in_a_wider_array(np.full_like(call.q, np.nan), 8)
+    ours = call.in_wider_arrays()
+    out = in_a_wider_array(np.full((*call.q.shape[:-1], case.head_dim_v), np.nan, call.q.dtype), 8)
     result, lse = cupy_flash.attention_with_kv_cache(
-        *ours[:3], **ours.options, out=out, return_lse=True, backend="simulator"
-    )
+        *ours[:3], **ours.options, out=out, return_lse=True, engine=engine,
+        backend="cpu" if engine == "cpu_decode" else "simulator",
+    )  # fmt: skip
     assert result is out
     check(case, (out, lse, ours.k_cache, ours.v_cache), call=call)
 
@@ -493,8 +508,8 @@ BUGS = {
         LONG,
         AssertionError,
     ),
-    "one-place-for-both-parts": (
-        change("place-of-part", "+ first_of_unit", ""),
+    "one-result-for-both-parts": (
+        change("result-of-part", "+ first_of_tile", ""),
         LONG,
         (AssertionError, SimulationError),
     ),
@@ -516,7 +531,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-place-for-both-parts", "no-barrier-before-a-part")))
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ("one-result-for-both-parts", "no-barrier-before-a-part")))
 def test_planted_bugs_are_found(bug, monkeypatch):
     bug, case, error = bug
     with planted(monkeypatch, bug), pytest.raises(error):

@@ -7,7 +7,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from cache_cases import CacheCase, check, posed, run_kernels
+from cache_cases import CacheCase, check, in_a_wider_array, posed, run_kernels
 from planting import change, never, planted, skip
 from test_decode_kernels import EVERYTHING, LONG, PACKED, WRONG, assert_other_sequences_keep_their_bits
 from test_invariance import assert_bits, at
@@ -54,6 +54,14 @@ def assert_same_bits(call, **options):
 @pytest.mark.parametrize("case", in_tiers(CASES, ("everything-fp8", "window-full", "leftpad")))
 def test_the_formula_and_the_bits_of_copies(case):
     check(case, assert_same_bits(case.call(), blocks=3))
+
+
+def test_caches_of_any_strides():
+    """A box per page or row of the cache lies in an array that is wider in each dimension."""
+    case = CASES["leftpad"]
+    call = case.call()
+    wider = [in_a_wider_array(cache, padding) for cache, padding in ((call.k_cache, 8), (call.v_cache, 16))]
+    check(case, on_hopper(call._replace(k_cache=wider[0], v_cache=wider[1]), tma=True), call=call)
 
 
 @pytest.mark.exhaustive

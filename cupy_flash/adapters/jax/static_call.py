@@ -80,7 +80,7 @@ class Call(NamedTuple):
         """The operands that a backward differentiates, in the order of its results."""
         captured: tuple[str, ...] = ()
         if self.static.score_mod is not None:
-            slots = floating_reads(decoded(self.static.score_mod, [None] * self._slots).program)
+            slots = floating_reads(decoded(self.static.score_mod, ()).program)
             captured = tuple(f"array{slot}" for slot in sorted(slots))
         return tuple(name for name in (*features.DIFFERENTIATED, *captured) if name in self.names)
 

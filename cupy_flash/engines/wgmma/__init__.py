@@ -6,8 +6,7 @@ fp16 and bf16 forward and backward, fp8 (e4m3) forward; one module each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 from ...arrays import dtype_name
 from ...device import Device
@@ -35,7 +34,26 @@ MICRO_KERNELS: tuple[str, ...] = ("wgmma",)
 KERNELS = "wgmma"
 
 
-def step(problem: Problem) -> ModuleType:
+Tile: TypeAlias = forward.Tile | backward.Tile | forward_fp8.Tile
+
+
+class Step(Protocol):
+    """The module of a step, whose tiles are of its own type."""
+
+    def tiles(self, problem: Problem, device: Device) -> Sequence[Tile]:
+        """Return every legal tile."""
+
+    def seconds(self, problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+        """Return the predicted seconds."""
+
+    def workspaces(self, problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+        """Return the workspaces of the kernels."""
+
+    def launches(self, problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+        """Return the kernel launches in order."""
+
+
+def step(problem: Problem) -> Step:
     """Return the module with the problem's tiles, cost model and launches."""
     if dtype_name(problem.dtype) == FP8:
         return forward_fp8
@@ -67,36 +85,36 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
-def tiles(problem: Problem, device: Device) -> Sequence[Any]:
+def tiles(problem: Problem, device: Device) -> Sequence[Tile]:
     """Return the tiles of the forward, the backward or the fp8 forward."""
     return step(problem).tiles(problem, device)
 
 
-def choices(problem: Problem, device: Device) -> Sequence[Any]:
+def choices(problem: Problem, device: Device) -> Sequence[Tile]:
     """Return `tiles`: a tune measures those that a prediction compares."""
     return tiles(problem, device)
 
 
-def seconds(problem: Problem, pairs: int, device: Device, tile: Any) -> float:
+def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Return the predicted seconds of the forward, the backward or the fp8 forward."""
     return step(problem).seconds(problem, pairs, device, tile)
 
 
-def alike(tile: Any) -> object:
+def alike(tile: Tile) -> object:
     """Return the tile without ping-pong and multicast, to which the cost model gives no benefit at any length."""
     return tile._replace(takes_turns=False, paired=False) if isinstance(tile, forward.Tile) else tile
 
 
-def threads(device: Device, tile: Any, cost: float) -> int:
+def threads(device: Device, tile: Tile, cost: float) -> int:
     """Return the threads per block, those of the producer warpgroup included."""
     return tile.threads
 
 
-def workspaces(problem: Problem, tile: Any, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
     """Return the workspaces of the forward, the backward or the fp8 forward."""
     return step(problem).workspaces(problem, tile, q_rows, kv_rows)
 
 
-def launches(problem: Problem, device: Device, tile: Any) -> tuple[Launch, ...]:
+def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launches of the forward, the backward or the fp8 forward."""
     return step(problem).launches(problem, device, tile)

@@ -108,7 +108,7 @@ class Task(NamedTuple):
         return str(self.trial) if self.kind == "call" else f"{self.kind}, {self.trial}"
 
 
-def work(task: Task, announce: Announce) -> Any:
+def work(task: Task, announce: Announce) -> Device | str | None:
     """Run one case in the worker process; return its error or None, and for "device" the device."""
     return KINDS[task.kind](task, announce)
 
@@ -154,7 +154,7 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
     new = {name: x[:, : trial.q_len].copy() for name, x in (("k", call.k), ("v", call.v))}
     options: Any = {name: x for name, x in call.options.items() if x is not None and name != "layout"}
     options |= dict(cache_seqlens=lengths, causal=True, **new)
-    formula: Any = reference.attention_with_kv_cache
+    formula: Callable[..., tuple[np.ndarray, ...]] = reference.attention_with_kv_cache
     for paged in (False, True):
         caches, table = _in_pages((call.k, call.v), rng) if paged else ((call.k, call.v), {})
         exact, low = (formula(call.q, *caches, **options, **table, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
@@ -175,7 +175,9 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
     return None
 
 
-def _in_pages(caches: tuple[Any, Any], rng: np.random.Generator) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def _in_pages(
+    caches: tuple[np.ndarray, np.ndarray], rng: np.random.Generator
+) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
     """Return caches (B, S, H, D) as shuffled pages (B S / PAGE, PAGE, H, D), cut to whole pages, and a block table."""
     batch, pages = len(caches[0]), caches[0].shape[1] // PAGE
     order = rng.permutation(batch * pages)
@@ -232,7 +234,7 @@ def run_in_graph(task: Task, announce: Announce) -> str | None:
     return _compare(on_host(results), exact, low)
 
 
-KINDS: dict[str, Callable[[Task, Announce], Any]] = {
+KINDS: dict[str, Callable[[Task, Announce], Device | str | None]] = {
     "device": find_device,
     "micro-kernel": run_micro_kernel,
     "call": run_call,
@@ -352,6 +354,7 @@ def _compare(results: Results, exact: Results, low: Results) -> str | None:
             if (actual is None) != (expected is None):
                 return f"{name} is {'missing' if actual is None else 'not expected'}"
             continue
+        assert rounded is not None  # `references` computes the same results in both precisions
         wrong = deviation(actual, expected, rounded, actual.dtype)
         if wrong is not None:
             return f"{name}: {wrong}"

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 # PTX type -> (register type, suffix of ld and st, NumPy dtype of the raw values)
-TYPES: dict[str, tuple[str, str, Any]] = {
+TYPES: dict[str, tuple[str, str, npt.DTypeLike]] = {
     "pred": ("b32", "b32", np.uint32),
     **{f"{k}{n}": (f"b{max(n, 16)}", f"b{n}", f"uint{n}") for k in "bu" for n in (8, 16, 32, 64)},
     **{f"s{n}": (f"b{max(n, 16)}", f"b{n}", f"int{n}") for n in (8, 16, 32, 64)},

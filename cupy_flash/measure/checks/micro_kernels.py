@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +20,7 @@ from . import hopper
 from .hopper.case import HopperCase
 from .instructions import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, Case, mma_body
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
 HEADER = """
 .version 8.4
@@ -213,7 +212,7 @@ def kernels() -> list[Kernel]:
     return list(every_kernel())
 
 
-def work(number: int | None, announce: Announce) -> Any:
+def work(number: int | None, announce: Announce) -> int | Array:
     """Return the output of the kernel with this number, or the compute capability for None; for the worker process."""
     import cupy
 

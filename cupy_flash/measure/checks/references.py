@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from ... import reference
 from ...device import blas_controller
 from ...problem.recorded_call import Call
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 Results = list[Array | None]  # out, lse, dq, dk, dv, dbias, dsink
 
 
-def references(call: Call, dtype: Any, gradients: bool = True, orders: int = 8) -> tuple[Results, Results]:
+def references(call: Call, dtype: npt.DTypeLike, gradients: bool = True, orders: int = 8) -> tuple[Results, Results]:
     """Return the formula in fp64 (longdouble for fp64), and in `dtype`, rounded wherever an engine may round.
 
     Each element of the low-precision results is the worst of several runs, which differ in the order of their sums: a
@@ -37,11 +38,13 @@ def furthest(exact: Array | None, a: Array | None, b: Array | None) -> Array | N
         return np.where(np.abs(b - exact) > np.abs(a - exact), b.astype(exact.dtype), a.astype(exact.dtype))
 
 
-def _run(call: Call, with_gradients: bool, dtype: Any, order: int = 0) -> Results:
+def _run(call: Call, with_gradients: bool, dtype: npt.DTypeLike | None, order: int = 0) -> Results:
     q, k, v, options, dout, dlse, packed = call
     options = options | dict(dtype=dtype, order=order)
-    forward: Any = reference.attention if packed is None else reference.attention_varlen
-    backward: Any = reference.attention_backward if packed is None else reference.attention_varlen_backward
+    forward: Callable[..., tuple[Array, Array]] = reference.attention if packed is None else reference.attention_varlen
+    backward: Callable[..., reference.Gradients] = (
+        reference.attention_backward if packed is None else reference.attention_varlen_backward
+    )
     bounds = () if packed is None else packed[:2]
     with np.errstate(invalid="ignore", over="ignore"):
         out, lse = forward(q, k, v, *bounds, **options)

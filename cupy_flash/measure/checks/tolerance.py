@@ -11,15 +11,16 @@ luck, so the factor depends on the number n of finite elements: 2 for many, 3 fo
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 
 
-def deviation(actual: Any, reference64: Any, low_precision: Any, dtype: Any) -> str | None:
+def deviation(
+    actual: npt.ArrayLike, reference64: npt.ArrayLike, low_precision: npt.ArrayLike, dtype: npt.DTypeLike
+) -> str | None:
     """Describe the error of `actual`, of `dtype`; return None if it agrees with the fp64 (or longdouble) reference.
 
     The arguments are anything that np.asarray accepts, all of one shape; the low-precision runs set the tolerance.

@@ -11,6 +11,7 @@ from ...device import Device
 from ...engines import MODULES
 from ...gpu import ahead
 from ...plan import measurements, plan
+from ...plan.measurements import Json
 from ...plan.refusals import engine_refusals
 from ..worker_process import Lost, Worker
 from . import calls, micro_kernels
@@ -32,7 +33,7 @@ class Row(NamedTuple):
     verdict: str
     reason: str
     seconds: float
-    trial: dict[str, Any] | None  # the record of its Trial, from which it can be repeated
+    trial: dict[str, Json] | None  # the record of its Trial, from which it can be repeated
 
 
 class Verdicts(NamedTuple):
@@ -142,7 +143,7 @@ def valid_backend(backend: str) -> str:
     """Return the backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
     from ...dispatch import SIMULATED
 
-    given: Any = backend
+    given: object = backend
     if not isinstance(given, str):
         raise TypeError(f'backend must be "cuda" or "simulator:ARCH", not {given!r}')
     if backend == "simulator":
@@ -152,7 +153,7 @@ def valid_backend(backend: str) -> str:
     return backend
 
 
-def device_of(worker: Worker, backend: str) -> Device:
+def device_of(worker: Worker[Any], backend: str) -> Device:
     """Return the device of a backend, as the worker process finds it; RuntimeError if it finds none."""
     try:
         found: Device = worker(Task("device", backend), until=math.inf)
@@ -190,7 +191,7 @@ def _micro_tasks(engine: str | None, on: Device, backend: str, seconds: float) -
     ]
 
 
-def _run(worker: Worker, tasks: list[Task], report: Report) -> Iterator[Row]:
+def _run(worker: Worker[str | None], tasks: list[Task], report: Report) -> Iterator[Row]:
     losses: dict[str, int] = {}
     for number, task in enumerate(tasks, 1):
         begin = time.monotonic()

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
+import numpy as np
 
 from ....gpu.tensor_map import TensorMap
 
-Array = npt.NDArray[Any]
+Array = np.ndarray
 SHARED_BYTES = 40960
 # Launch options of a cluster of two blocks.
 PAIR: dict[str, Any] = {"blocks": 2, "directives": ".explicitcluster .reqnctapercluster 2, 1, 1"}
@@ -35,7 +35,7 @@ class HopperCase:
     dynamic: int = 0  # bytes of dynamic shared memory at `dynamic`, in place of smem and bars
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, str]:
         """Keyword arguments for `micro_kernels.source`."""
         static = f".shared .align 1024 .b8 smem[{SHARED_BYTES}]; .shared .align 8 .b8 bars[64];"
         return {

@@ -1,4 +1,4 @@
-"""The peers of a decode on a GPU compute what ours computes: torch's own on a CPU, the others as stand-ins."""
+"""Other libraries compute the decode that ours computes on a GPU: torch's own on a CPU, the others as stand-ins."""
 
 import sys
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 import cupy_flash
-from bench import decode_peers
+from bench import decode_libraries
 from cupy_flash.adapters.torch import flash_attn_with_kvcache
 
 EQUAL, UNEQUAL = np.array([64, 64, 64], np.int32), np.array([64, 5, 33], np.int32)
@@ -24,7 +24,7 @@ class Wrapper:
 
     def plan(self, *arguments, q_data_type, kv_data_type, causal=True):
         *bounds, indptr, indices, last, heads, kv_heads, dim, page = arguments
-        assert (kv_heads, dim, page) == (2, 16, decode_peers.PAGE) and q_data_type == kv_data_type == torch.float32
+        assert (kv_heads, dim, page) == (2, 16, decode_libraries.PAGE) and q_data_type == kv_data_type == torch.float32
         assert all(x.dtype == torch.int32 for x in (*bounds, indptr, indices, last))
         self.rows = int(bounds[0][1]) if bounds else 1
         counts = indptr.diff()
@@ -50,8 +50,8 @@ MODULES = {
 
 
 @CASES
-@pytest.mark.parametrize("name", decode_peers.PEERS)
-def test_peers_compute_the_same(name, q_len, lengths, monkeypatch):
+@pytest.mark.parametrize("name", decode_libraries.LIBRARIES)
+def test_others_compute_the_same(name, q_len, lengths, monkeypatch):
     for module, stand_in in MODULES.items():
         monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
@@ -59,17 +59,17 @@ def test_peers_compute_the_same(name, q_len, lengths, monkeypatch):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, q_len, 4, 16), torch.randn(3, 64, 2, 16), torch.randn(3, 64, 2, 16)
     with torch.no_grad():
-        out = decode_peers.PEERS[name](q, k, v, lengths)()
+        out = decode_libraries.LIBRARIES[name](q, k, v, lengths)()
         expected = cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=torch.from_numpy(lengths))
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
 
 
 def test_without_cuda_all_are_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert decode_peers.working((), EQUAL, False) == ({}, {"torch": "RuntimeError: torch has no CUDA device"})
+    assert decode_libraries.working((), EQUAL, False) == ({}, {"torch": "RuntimeError: torch has no CUDA device"})
 
 
-def test_a_peer_that_fails_is_left_out(monkeypatch):
+def test_a_library_that_fails_is_left_out(monkeypatch):
     """Its reason is kept, and the others are called before they are timed."""
     calls = []
 
@@ -78,7 +78,7 @@ def test_a_peer_that_fails_is_left_out(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "as_tensor", lambda x, device: x)
-    monkeypatch.setattr(decode_peers, "PEERS", {"missing": missing, "here": lambda *_: lambda: calls.append(1)})
-    working, left_out = decode_peers.working((1, 2, 3), EQUAL, False)
-    assert list(working) == ["here"] and len(calls) == decode_peers.WARM_UP
+    monkeypatch.setattr(decode_libraries, "LIBRARIES", {"missing": missing, "here": lambda *_: lambda: calls.append(1)})
+    working, left_out = decode_libraries.working((1, 2, 3), EQUAL, False)
+    assert list(working) == ["here"] and len(calls) == decode_libraries.WARM_UP
     assert left_out == {"missing": "ModuleNotFoundError: No module named 'fast'"}

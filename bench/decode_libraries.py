@@ -15,7 +15,7 @@ import numpy as np
 
 from cupy_flash.measure.worker_process import one_line
 
-from .peers import FLEX_ATTENTION
+from .implementations import FLEX_ATTENTION
 
 Call = Callable[[], Any]
 PAGE = 16  # keys of a page for flashinfer, which takes only paged caches
@@ -26,7 +26,7 @@ WARM_UP = 3  # calls before a measurement
 def working(
     arrays: tuple[Any, Any, Any], lengths: np.ndarray[Any, Any], in_graph: bool
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return ({peer: call on CuPy arrays (q, k, v), as a CUDA graph if in_graph}, {peer: why it cannot run})."""
+    """Return ({library: call on CuPy arrays (q, k, v), as a CUDA graph if in_graph}, {library: why it cannot run})."""
     try:
         import torch
 
@@ -37,13 +37,13 @@ def working(
         return {}, {"torch": one_line(error)}
     calls: dict[str, Call] = {}
     left_out: dict[str, str] = {}
-    for name, prepare in PEERS.items():
+    for name, prepare in LIBRARIES.items():
         try:
             call = prepare(*tensors, lengths)
             for _ in range(WARM_UP):
                 call()
             calls[name] = _captured(call) if in_graph else call
-        except Exception as error:  # a peer that is not installed, or does not support the step, may raise anything
+        except Exception as error:  # a library that is not installed, or does not support the step, may raise anything
             left_out[name] = one_line(error)
     return calls, left_out
 
@@ -128,7 +128,7 @@ def _flashinfer(q: Any, k: Any, v: Any, lengths: np.ndarray[Any, Any]) -> Call:
     return lambda: wrapper.run(rows, pools).view(q.shape)
 
 
-PEERS: dict[str, Callable[..., Call]] = {
+LIBRARIES: dict[str, Callable[..., Call]] = {
     "SDPA": _sdpa,
     FLEX_ATTENTION: _flex_attention,
     "flash-attn": partial(_flash_attn, "flash_attn"),

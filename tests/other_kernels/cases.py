@@ -1,6 +1,7 @@
 """Launches of the kernels: small, one to four blocks each."""
 
 import itertools
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -16,10 +17,15 @@ CLUSTER = [[1, 0]]  # the two blocks of a cluster have halves of the rows
 BOTH = [[0, 0]]  # both have all rows
 
 
+def bits_of_sums(capability, dtype):
+    """Hopper's wgmma sums products of fp8 with 14 bits."""
+    return 14 if capability == 90 and np.dtype(dtype).itemsize == 1 else 24
+
+
 def matmul(capability, dtype, transposes="nn", result=np.float32):
-    """A product by pointers. transposes: "t" for an operand whose columns are contiguous."""
+    """A product by pointers; the last block of K is not full. transposes: "t" for an operand in columns."""
     rng = np.random.default_rng(0)
-    m, n, k = 128, 64, 96
+    m, n, k = 128, 64, 80
     a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
     a_stored, b_stored = (np.ascontiguousarray(x.T) if t == "t" else x for x, t in zip((a, b), transposes, strict=True))
     a_strides = (1, m) if transposes[0] == "t" else (k, 1)
@@ -32,12 +38,19 @@ def matmul(capability, dtype, transposes="nn", result=np.float32):
             a=a_stored, b=b_stored, K=k, N=n, a_row=a_strides[0], a_column=a_strides[1], b_row=b_strides[0],
             b_column=b_strides[1], BLOCK_M=64, BLOCK_N=64, BLOCK_K=32,
         ),
-        {"c": product(a, b, result)},
+        {"c": product(a, b, result, bits=bits_of_sums(capability, dtype))},
     )  # fmt: skip
 
 
 def matmul_tiles(
-    capability, dtype, transposes="nn", block=(64, 64, 64), shape=(128, 64, 192), result=None, specialised=False, **options
+    capability,
+    dtype,
+    transposes="nn",
+    block=(64, 64, 64),
+    shape=(128, 64, 192),
+    result=None,
+    specialised=False,
+    **options,
 ):
     """A product by tensor maps; a shape that is no multiple of the blocks reaches beyond the arrays."""
     rng = np.random.default_rng(0)
@@ -53,7 +66,7 @@ def matmul_tiles(
             a=a_stored, b=b_stored, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
             A_TRANSPOSED=transposes[0] == "t", B_TRANSPOSED=transposes[1] == "t", SPECIALISED=specialised,
         ),
-        {"c": product(a, b, result or dtype)},
+        {"c": product(a, b, result or dtype, bits=bits_of_sums(capability, dtype))},
         {
             "a": (block_k, block_m) if transposes[0] == "t" else (block_m, block_k),
             "b": (block_n, block_k) if transposes[1] == "t" else (block_k, block_n),
@@ -87,7 +100,7 @@ def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=F
             K=k, BLOCK_K=block_k, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, A_IN_REGISTERS=registers,
             M=m, N=n, LAYOUT=layout, A_LAYOUT=gl.DotOperandLayout(0, layout, 4 // np.dtype(dtype).itemsize),
         ),
-        {"c": product(a, b, np.float32)},
+        {"c": product(a, b, np.float32, bits=bits_of_sums(90, dtype))},
         {
             "a": ((block_k, m) if a_transposed else (m, block_k), shared(dtype, swizzles[0])),
             "b": ((n, block_k) if b_transposed else (block_k, n), shared(dtype, swizzles[1])),
@@ -128,8 +141,8 @@ def specialised():
 
 
 def box_moved(source, start, box, target, to):
-    """(the target with the box of `source` at `start` in the places from `to` on, which of its elements were written)."""
-    result, written = target.copy(), np.zeros(target.shape, bool)
+    """The target with the box of `source` at `start` in the places from `to` on: zeros from outside, none outside."""
+    result = target.copy()
     for offset in itertools.product(*map(range, box)):
         here, there = (tuple(x + o for x, o in zip(point, offset, strict=True)) for point in (start, to))
         inside, written_to = (
@@ -138,17 +151,16 @@ def box_moved(source, start, box, target, to):
         )
         if written_to:
             result[there] = source[here] if inside else 0
-            written[there] = True
-    return result, written
+    return result
 
 
 def move_box(dtype, shape, box, start, to, swizzle=0, add=False):
     rng = np.random.default_rng(0)
     source = rng.integers(-8, 8, shape).astype(dtype)
     target = rng.integers(-8, 8, shape).astype(dtype)
-    result, _ = box_moved(source, start, box, target, to)
+    result = box_moved(source, start, box, target, to)
     if add:
-        result = target + box_moved(source, start, box, np.zeros_like(target), to)[0]
+        result = target + box_moved(source, start, box, np.zeros_like(target), to)
     tile = (box, shared(dtype, swizzle, rank=len(box)))
     return Case(
         gluon_kernels.move_box,
@@ -176,7 +188,7 @@ def add_tiles(capability, dtype):
 
 def split_k(capability, dtype, order):
     rng = np.random.default_rng(0)
-    m, n, k = 32, 32, 128
+    m, n, k = 16, 16, 128
     a, b = matrix(rng, (m, k), np.float16), matrix(rng, (k, n), np.float16)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     runs = []
@@ -226,7 +238,9 @@ def softmax(capability):
     for shift in (x.max(1, keepdims=True), x.mean(1, keepdims=True), np.zeros((8, 1), np.float32)):
         weights = np.exp2((x - shift) * np.float32(np.log2(np.e)))
         runs += [weights / weights.sum(1, keepdims=True), weights / np.add.accumulate(weights, 1)[:, -1:]]
-    return on_rows(triton_kernels.softmax, capability, x, Expected(exact, farthest(exact, runs, np.float32), np.float32))
+    return on_rows(
+        triton_kernels.softmax, capability, x, Expected(exact, farthest(exact, runs, np.float32), np.float32)
+    )
 
 
 def integers(shape):
@@ -285,7 +299,9 @@ def encode(capability, dtype):
 
 def dependent():
     x = np.random.default_rng(0).integers(-8, 8, 128).astype(np.float32)
-    return Case(triton_kernels.dependent, 90, (1, 1, 1), dict(x=x, SIZE=128), {"out": exactly(x + 1)}, {}, {"launch_pdl": True})
+    return Case(
+        triton_kernels.dependent, 90, (1, 1, 1), dict(x=x, SIZE=128), {"out": exactly(x + 1)}, {}, {"launch_pdl": True}
+    )
 
 
 def attention(capability, dtype, causal=False):
@@ -351,103 +367,117 @@ def attention_backward(capability, dtype):
 def rank(n):
     """Boxes of n dimensions that begin before the array, and end behind the target."""
     shape, box = (3, 5, 6, 7, 32)[5 - n :], (2, 2, 4, 4, 16)[5 - n :]
-    return move_box(np.float16, shape, box, (*[-1] * (n - 1), -8), (*[s - b + 1 for s, b in zip(shape, box)][:-1], 24))
+    behind = [size - part + 1 for size, part in zip(shape, box, strict=True)]
+    return move_box(np.float16, shape, box, (*[-1] * (n - 1), -8), (*behind[:-1], 24))
 
 
 TRANSPOSES = ("nn", "nt", "tn", "tt")
-CASES = {
-    **{
-        f"matmul-sm_{capability}-{name}-{transposes}": lambda c=capability, d=dtype, t=transposes: matmul(c, d, t)
-        for capability in (80, 89, 90, 120)
-        for name, dtype in DTYPES.items()
-        for transposes in TRANSPOSES
-        if capability > 80 or name not in ("e4m3", "e5m2")
-    },
-    **{
-        f"tiles-sm_{capability}-{name}-{transposes}": lambda c=capability, d=dtype, t=transposes: matmul_tiles(c, d, t, result=np.float16)
-        for capability in (90, 120)
-        for name, dtype in DTYPES.items()
-        for transposes in TRANSPOSES
-        if name not in ("tf32",)
-    },
-    **{
-        f"tiles-sm_{capability}-swizzle-{2 * block_k}": lambda c=capability, k=block_k: matmul_tiles(c, BF16, "nt", (64, 64, k))
-        for capability in (90, 120)
-        for block_k in (16, 32, 64)
-    },
-    **{
-        f"tiles-sm_{capability}-outside": lambda c=capability: matmul_tiles(c, np.float16, "nn", shape=(100, 56, 88))
-        for capability in (90, 120)
-    },
-    "tiles-sm_90-specialised": lambda: matmul_tiles(90, np.float16, specialised=True),
-    "tiles-sm_90-cluster": lambda: matmul_tiles(90, np.float16, num_ctas=2, block=(128, 64, 64)),
-    **{
-        f"wgmma-{name}-kk-{swizzle}": lambda d=dtype, s=swizzle: wgmma(d, swizzles=(s, s), block_k=128 if d in (E4M3, E5M2) else 64)
-        for name, dtype in DTYPES.items()
-        for swizzle in (0, 32, 64, 128)
-    },
-    **{
-        f"wgmma-bf16-{majors}-{swizzle}": lambda m=majors, s=swizzle: wgmma(BF16, m, (s, s))
-        for majors in ("mk", "km", "mm")
-        for swizzle in (0, 32, 64, 128)
-    },
-    **{f"wgmma-f16-n{n}": lambda n=n: wgmma(np.float16, n=n) for n in (8, 16, 96, 128, 256)},
-    **{
-        f"wgmma-{name}-registers-{swizzle}": lambda d=dtype, s=swizzle: wgmma(d, swizzles=(s, 128), registers=True, block_k=128 if d in (E4M3, E5M2) else 64)
-        for name, dtype in DTYPES.items()
-        for swizzle in (0, 32, 64, 128)
-    },
-    "multicast": multicast,
-    "specialised": specialised,
-    **{f"box-{n}d": lambda n=n: rank(n) for n in range(1, 6)},
-    **{
-        f"box-swizzle-{swizzle}": lambda s=swizzle: move_box(np.float16, (40, 128), (16, 64), (-4, 72), (32, -8), s)
-        for swizzle in (32, 64, 128)
-    },
-    **{
-        f"box-add-{np.dtype(dtype).name}": lambda d=dtype: move_box(d, (40, 64), (16, 32), (-4, 40), (32, -8), 0, True)
-        for dtype in (np.float32, np.float16, BF16, np.int32)
-    },
-    **{f"add-tiles-{np.dtype(dtype).name}": lambda d=dtype: add_tiles(90, d) for dtype in (np.float32, np.float16, np.int32)},
-    **{
-        f"split-k-sm_{capability}-{np.dtype(dtype).name}-{order}": lambda c=capability, d=dtype, o=order: split_k(c, d, o)
-        for capability in (80, 90)
-        for dtype in (np.float32, np.float16)
-        for order in ("relaxed", "acq_rel")
-    },
-    **{
-        f"{function.__name__}-sm_{capability}": lambda f=function, c=capability: f(c)
-        for function in (last_block_sums, softmax, sort_rows, scan_rows, gather_rows, histogram)
-        for capability in (80, 90, 120)
-    },
-    **{
-        f"transpose-sm_{capability}": lambda c=capability: transpose(c, np.uint8)
-        for capability in (80, 90, 120)
-    },
-    **{
-        f"decode-sm_{capability}-{dtype.__name__}-{result.__name__}": lambda c=capability, d=dtype, r=result: decode(c, d, r)
-        for capability in (89, 90, 120)
-        for dtype in (E4M3, E5M2)
-        for result in (np.float16, np.float32)
-    },
-    **{
-        f"encode-sm_{capability}-{dtype.__name__}": lambda c=capability, d=dtype: encode(c, d)
-        for capability in (89, 90, 120)
-        for dtype in (E4M3, E5M2, np.float16, BF16)
-    },
-    "dependent": dependent,
-    **{
-        f"attention-sm_{capability}-{name}{'-causal' if causal else ''}": lambda c=capability, n=name, u=causal: attention(c, DTYPES[n], u)
-        for capability in (80, 89, 90, 120)
-        for name in ("f16", "bf16")
-        for causal in (False, True)
-    },
-    **{
-        f"attention-backward-sm_{capability}-{name}": lambda c=capability, n=name: attention_backward(c, DTYPES[n])
-        for capability in (80, 89, 90, 120)
-        for name in ("f16", "bf16")
-    },
-}
+SWIZZLES = (32, 64, 128)
+FP8 = ("e4m3", "e5m2")
+
+
+def cases():
+    """The (name, function, arguments) of every case."""
+    for (name, dtype), transposes in itertools.product(DTYPES.items(), TRANSPOSES):
+        for capability in (80, 89, 90, 120):
+            if capability > 80 or name not in FP8:
+                yield f"matmul-sm_{capability}-{name}-{transposes}", matmul, (capability, dtype, transposes)
+        for capability in (90, 120):
+            # The simulator has no ldmatrix.m16n16, with which Triton transposes bytes on sm_120.
+            if name != "tf32" and not (capability == 120 and name in FP8 and transposes[0] == "t"):
+                yield f"tiles-sm_{capability}-{name}-{transposes}", matmul_tiles, (capability, dtype, transposes)
+    for capability in (90, 120):
+        for swizzle in SWIZZLES:
+            blocks = (64, 64, swizzle // 2)
+            yield f"tiles-sm_{capability}-swizzle-{swizzle}", matmul_tiles, (capability, BF16, "nt", blocks)
+        outside = (64, 64, 64), (100, 56, 88)
+        yield f"tiles-sm_{capability}-outside", matmul_tiles, (capability, np.float16, "nn", *outside)
+    yield "tiles-sm_90-specialised", partial(matmul_tiles, specialised=True), (90, np.float16)
+    yield "tiles-sm_90-cluster", partial(matmul_tiles, num_ctas=2), (90, np.float16, "nn", (128, 64, 64))
+    # Triton refuses wgmma on shared memory without a swizzle.
+    for swizzle in SWIZZLES:
+        for name, dtype in DTYPES.items():
+            depth = 128 if name in FP8 else 64
+            yield f"wgmma-{name}-kk-{swizzle}", wgmma, (dtype, "kk", (swizzle, swizzle), 64, depth)
+            yield f"wgmma-{name}-registers-{swizzle}", wgmma, (dtype, "kk", (swizzle, 128), 64, depth, True)
+        for majors in ("mk", "km", "mm"):
+            yield f"wgmma-bf16-{majors}-{swizzle}", wgmma, (BF16, majors, (swizzle, swizzle))
+    for n in (8, 16, 128, 256):
+        yield f"wgmma-f16-n{n}", wgmma, (np.float16, "kk", (128, 128), n)
+    yield "multicast", multicast, ()
+    yield "specialised", specialised, ()
+    for n in range(1, 6):
+        yield f"box-{n}d", rank, (n,)
+    for swizzle in SWIZZLES:
+        yield f"box-swizzle-{swizzle}", move_box, (np.float16, (40, 128), (16, 64), (-4, 72), (32, -8), swizzle)
+    for dtype in (np.float32, np.float16, BF16, np.int32):
+        name = np.dtype(dtype).name
+        yield f"box-add-{name}", move_box, (dtype, (40, 64), (16, 32), (-4, 40), (32, -8), 0, True)
+        if dtype != BF16:
+            yield f"add-tiles-{name}", add_tiles, (90, dtype)
+    for capability, dtype, order in itertools.product((80, 90), (np.float32, np.float16), ("relaxed", "acq_rel")):
+        yield f"split-k-sm_{capability}-{np.dtype(dtype).name}-{order}", split_k, (capability, dtype, order)
+    for capability in (80, 90, 120):
+        for function in (last_block_sums, softmax, sort_rows, scan_rows, gather_rows, histogram):
+            yield f"{function.__name__.replace('_', '-')}-sm_{capability}", function, (capability,)
+        yield f"transpose-sm_{capability}", transpose, (capability, np.uint8)
+    for capability, name in itertools.product((89, 90, 120), DTYPES):
+        if name in FP8:
+            for result in (np.float16, np.float32):
+                made = capability, DTYPES[name], result
+                yield f"decode-sm_{capability}-{name}-{np.dtype(result).name}", decode, made
+        if name != "tf32":
+            yield f"encode-sm_{capability}-{name}", encode, (capability, DTYPES[name])
+    yield "dependent", dependent, ()
+    for capability, name in itertools.product((80, 89, 90, 120), ("f16", "bf16")):
+        for causal in (False, True):
+            end = "-causal" if causal else ""
+            yield f"attention-sm_{capability}-{name}{end}", attention, (capability, DTYPES[name], causal)
+        yield f"attention-backward-sm_{capability}-{name}", attention_backward, (capability, DTYPES[name])
+
+
+CASES = {name: partial(function, *arguments) for name, function, arguments in cases()}
+# Each row of the table in docs/simulator_evidence.md, once.
 DEFAULT = {
     "matmul-sm_80-f16-nn",
+    "matmul-sm_80-bf16-tt",
+    "matmul-sm_80-tf32-nn",
+    "matmul-sm_89-e4m3-nt",
+    "matmul-sm_120-e5m2-nn",
+    "tiles-sm_90-bf16-tn",
+    "tiles-sm_90-outside",
+    "tiles-sm_90-specialised",
+    "tiles-sm_90-cluster",
+    "tiles-sm_120-swizzle-64",
+    "wgmma-bf16-kk-64",
+    "wgmma-bf16-mm-128",
+    "wgmma-bf16-mm-32",
+    "wgmma-bf16-registers-128",
+    "wgmma-tf32-registers-64",
+    "wgmma-e4m3-kk-128",
+    "wgmma-f16-n8",
+    "multicast",
+    "specialised",
+    "box-1d",
+    "box-2d",
+    "box-3d",
+    "box-4d",
+    "box-5d",
+    "box-swizzle-32",
+    "box-add-float16",
+    "add-tiles-float32",
+    "split-k-sm_80-float16-relaxed",
+    "split-k-sm_90-float32-acq_rel",
+    "last-block-sums-sm_80",
+    "softmax-sm_80",
+    "sort-rows-sm_80",
+    "gather-rows-sm_90",
+    "histogram-sm_80",
+    "transpose-sm_80",
+    "decode-sm_89-e4m3-float16",
+    "decode-sm_90-e5m2-float32",
+    "encode-sm_89-e4m3",
+    "dependent",
+    "attention-sm_80-bf16-causal",
+    "attention-backward-sm_90-f16",
 }

@@ -84,9 +84,7 @@ def produce(a, b, left, right, full, empty, BLOCK_K: gl.constexpr, STEPS: gl.con
 
 
 @gluon.jit
-def specialised(
-    a, b, c, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr
-):
+def specialised(a, b, c, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
     """C = A B with a ring of tiles, which one warp loads and a warpgroup multiplies."""
     left = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)
     right = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)

@@ -16,11 +16,11 @@ def as_tf32(array):
     return (array.view(np.uint32) & TF32_BITS).view(np.float32) if array.dtype == np.float32 else array
 
 
-def product(a, b, dtype, *, initial=None, added=0):
-    """`a @ b` of matrices as tensor cores multiply them, plus `added`, rounded to `dtype`."""
+def product(a, b, dtype, *, bits=24):
+    """`a @ b` of matrices as tensor cores multiply them with accumulators of these bits, rounded to `dtype`."""
     a, b = as_tf32(a), as_tf32(b)
-    exact = a.astype(np.float64) @ b.astype(np.float64) + added
-    return Expected(exact, farthest(exact, [total + added for total in sums(a, b)], dtype), dtype, initial)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    return Expected(exact, farthest(exact, sums(a, b) if bits == 24 else truncated_sums(a, b, bits), dtype), dtype)
 
 
 def sums(a, b):
@@ -32,6 +32,18 @@ def sums(a, b):
         forwards, backwards = forwards + terms[k], backwards + terms[-1 - k]
     blocks = sum(a[:, k : k + 16] @ b[k : k + 16] for k in range(0, len(terms), 16))
     return forwards, backwards, blocks
+
+
+def truncated_sums(a, b, bits):
+    """a @ b in blocks of 32 terms, forwards and backwards, truncated to so many bits after each block."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    parts = [a[:, k : k + 32] @ b[k : k + 32] for k in range(0, a.shape[1], 32)]
+    for ordered in (parts, parts[::-1]):
+        total = np.zeros_like(parts[0])
+        for part in ordered:
+            fraction, exponent = np.frexp(total + part)
+            total = np.ldexp(np.trunc(np.ldexp(fraction, bits)), exponent - bits)
+        yield total
 
 
 def farthest(exact, runs, dtype):

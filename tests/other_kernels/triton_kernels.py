@@ -16,8 +16,9 @@ def matmul(
     depth = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
-        left = tl.load(a + rows[:, None] * a_row + (k + depth)[None, :] * a_column)
-        right = tl.load(b + (k + depth)[:, None] * b_row + columns[None, :] * b_column)
+        inside = k + depth < K
+        left = tl.load(a + rows[:, None] * a_row + (k + depth)[None, :] * a_column, inside[None, :], 0.0)
+        right = tl.load(b + (k + depth)[:, None] * b_row + columns[None, :] * b_column, inside[:, None], 0.0)
         total = tl.dot(left, right, total)
     tl.store(c + rows[:, None] * N + columns[None, :], total.to(c.dtype.element_ty))
 

@@ -5,12 +5,16 @@ import pytest
 from micro import run
 
 from cupy_flash.measure.checks.hopper import BY_NAME
-from cupy_flash.measure.checks.hopper.case import wait
+from cupy_flash.measure.checks.hopper.case import HopperCase, wait
 from cupy_flash.measure.checks.hopper.wgmma import Operand
 from cupy_flash.simulator import CHECKS, UNENFORCED, errors
 
 LOAD, STORE, WGMMA = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["wgmma.f16-minus"]
-TURNS, REGISTERS = BY_NAME["turns"], BY_NAME["setmaxnreg"]
+REGISTERS = BY_NAME["setmaxnreg"]
+SUMS = HopperCase(
+    "sums", "mad.wide.u32 %d0, %t, 4, %p1; red.global.add.f32 [%d0], 0f3F800000;", (np.zeros(1, np.uint32),),
+    np.zeros(32, np.float32), threads=32, blocks=4,
+)  # fmt: skip
 DECREASE = "setmaxnreg.dec.sync.aligned.u32 24;"
 FENCE = "@%q6 fence.mbarrier_init.release.cluster;"
 WORDS = "mov.u32 %r60, smem; mad.lo.u32 %r61, %t, 4, %r60; {} xor.b32 %r62, %r61, 128; ld.shared.b32 %r0, [%r62]; {}"
@@ -48,7 +52,8 @@ PLANTED = {
     "wgmma-fence": without(WGMMA, "wgmma.fence.sync.aligned;"),
     "wgmma-registers": without(WGMMA, "wgmma.wait_group.sync.aligned 0;"),
     "early-exit": (LOAD, LOAD.body[: LOAD.body.index(wait().strip())]),
-    "float-order": changed(TURNS, "ld.acquire", "ld.relaxed"),
+    # Blocks that synchronise are meant to fix the order of their sums.
+    "float-order": (SUMS, SUMS.body + "ld.acquire.gpu.global.b32 %r0, [%p0];"),
     "setmaxnreg-aligned": changed(
         REGISTERS, DECREASE, f"setp.lt.u32 %q1, %t, 32; @%q1 bra APART; {DECREASE} bra DONE; APART: {DECREASE}"
     ),

@@ -48,7 +48,7 @@ def matmul_tiles(
     transposes="nn",
     block=(64, 64, 64),
     shape=(128, 64, 192),
-    result=None,
+    c_transposed=False,
     specialised=False,
     **options,
 ):
@@ -64,13 +64,14 @@ def matmul_tiles(
         (-(-m // block_m), -(-n // block_n), 1),
         dict(
             a=a_stored, b=b_stored, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-            A_TRANSPOSED=transposes[0] == "t", B_TRANSPOSED=transposes[1] == "t", SPECIALISED=specialised,
+            A_TRANSPOSED=transposes[0] == "t", B_TRANSPOSED=transposes[1] == "t", C_TRANSPOSED=c_transposed,
+            SPECIALISED=specialised,
         ),
-        {"c": product(a, b, result or dtype, bits=bits_of_sums(capability, dtype))},
+        {"c": product(*((b.T, a.T) if c_transposed else (a, b)), dtype, bits=bits_of_sums(capability, dtype))},
         {
             "a": (block_k, block_m) if transposes[0] == "t" else (block_m, block_k),
             "b": (block_n, block_k) if transposes[1] == "t" else (block_k, block_n),
-            "c": (block_m, block_n),
+            "c": (block_n, block_m) if c_transposed else (block_m, block_n),
         },
         options,
     )  # fmt: skip
@@ -105,6 +106,25 @@ def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=F
             "a": ((block_k, m) if a_transposed else (m, block_k), shared(dtype, swizzles[0])),
             "b": ((n, block_k) if b_transposed else (block_k, n), shared(dtype, swizzles[1])),
         },
+    )  # fmt: skip
+
+
+def wgmma_no_swizzle():
+    """Operands in cores of 8 rows of 16 bytes, which lie one after the other along M or N, then along K."""
+    rng = np.random.default_rng(0)
+    m, n, k = 64, 64, 64
+    a, b = matrix(rng, (m, k), BF16), matrix(rng, (k, n), BF16)
+    inside = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    cores = gl.SharedLinearLayout([*inside, [8, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]])
+    return Case(
+        gluon_kernels.wgmma_no_swizzle,
+        90,
+        (1, 1, 1),
+        dict(
+            a=a, b=np.ascontiguousarray(b.T), M=m, N=n, K=k, LAYOUT=accumulator(n, BF16), CORES=cores,
+            LOADED=gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]),
+        ),
+        {"c": product(a, b, np.float32)},
     )  # fmt: skip
 
 
@@ -222,25 +242,30 @@ def last_block_sums(capability):
     )
 
 
-def on_rows(kernel, capability, x, result, **arguments):
+def take_tickets(capability):
+    results = {"count": exactly(np.array([4], np.int32), 0), "out": exactly(np.arange(10, 14, dtype=np.int32))}
+    return Case(triton_kernels.take_tickets, capability, (4, 1, 1), {}, results)
+
+
+def on_rows(kernel, capability, x, result, options=(), **arguments):
     """One block of a kernel that reads rows of x and writes `out`."""
     rows, columns = x.shape
     return Case(
-        kernel, capability, (1, 1, 1), dict(x=x, ROWS=rows, COLUMNS=columns, **arguments), {"out": result}
+        kernel, capability, (1, 1, 1), dict(x=x, ROWS=rows, COLUMNS=columns, **arguments), {"out": result}, {},
+        dict(options),
     )  # fmt: skip
 
 
-def softmax(capability):
-    x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32) * np.float32(4)
+def softmax(capability, rows=8, **options):
+    x = np.random.default_rng(0).standard_normal((rows, 256)).astype(np.float32) * np.float32(4)
     exact = np.exp(x.astype(np.float64))
     exact /= exact.sum(1, keepdims=True)
     runs = []
-    for shift in (x.max(1, keepdims=True), x.mean(1, keepdims=True), np.zeros((8, 1), np.float32)):
+    for shift in (x.max(1, keepdims=True), x.mean(1, keepdims=True), np.zeros((rows, 1), np.float32)):
         weights = np.exp2((x - shift) * np.float32(np.log2(np.e)))
         runs += [weights / weights.sum(1, keepdims=True), weights / np.add.accumulate(weights, 1)[:, -1:]]
-    return on_rows(
-        triton_kernels.softmax, capability, x, Expected(exact, farthest(exact, runs, np.float32), np.float32)
-    )
+    result = Expected(exact, farthest(exact, runs, np.float32), np.float32)
+    return on_rows(triton_kernels.softmax, capability, x, result, options)
 
 
 def integers(shape):
@@ -257,6 +282,11 @@ def scan_rows(capability):
     return on_rows(triton_kernels.scan_rows, capability, x, exactly(np.add.accumulate(x, 1, np.int32)))
 
 
+def largest_of_rows(capability):
+    x = integers((8, 128))
+    return on_rows(triton_kernels.largest_of_rows, capability, x, exactly(x.max(1)))
+
+
 def gather_rows(capability):
     x, index = integers((16, 32)), np.random.default_rng(1).integers(0, 32, (16, 32)).astype(np.int32)
     return on_rows(
@@ -264,9 +294,9 @@ def gather_rows(capability):
     )
 
 
-def transpose(capability, dtype):
+def transpose(capability, dtype, **options):
     x = np.arange(32 * 64, dtype=np.uint32).astype(np.uint8).reshape(32, 64).view(dtype)
-    return on_rows(triton_kernels.transpose, capability, x, exactly(np.ascontiguousarray(x.T)))
+    return on_rows(triton_kernels.transpose, capability, x, exactly(np.ascontiguousarray(x.T)), options)
 
 
 def histogram(capability):
@@ -404,6 +434,7 @@ def cases():
             yield f"wgmma-bf16-{majors}-{swizzle}", wgmma, (BF16, majors, (swizzle, swizzle))
     for n in (8, 16, 128, 256):
         yield f"wgmma-f16-n{n}", wgmma, (np.float16, "kk", (128, 128), n)
+    yield "wgmma-no-swizzle", wgmma_no_swizzle, ()
     yield "multicast", multicast, ()
     yield "specialised", specialised, ()
     for n in range(1, 6):
@@ -418,9 +449,22 @@ def cases():
     for capability, dtype, order in itertools.product((80, 90), (np.float32, np.float16), ("relaxed", "acq_rel")):
         yield f"split-k-sm_{capability}-{np.dtype(dtype).name}-{order}", split_k, (capability, dtype, order)
     for capability in (80, 90, 120):
-        for function in (last_block_sums, softmax, sort_rows, scan_rows, gather_rows, histogram):
+        for function in (
+            last_block_sums,
+            take_tickets,
+            softmax,
+            sort_rows,
+            scan_rows,
+            largest_of_rows,
+            gather_rows,
+            histogram,
+        ):
             yield f"{function.__name__.replace('_', '-')}-sm_{capability}", function, (capability,)
         yield f"transpose-sm_{capability}", transpose, (capability, np.uint8)
+    yield "softmax-cluster", partial(softmax, num_ctas=2), (90, 1)
+    yield "transpose-cluster", partial(transpose, num_ctas=2), (90, np.uint8)
+    yield "tiles-sm_90-c-transposed", partial(matmul_tiles, c_transposed=True), (90, np.float16)
+    yield "decode-sm_80-e5m2", decode, (80, E5M2, np.float16)
     for capability, name in itertools.product((89, 90, 120), DTYPES):
         if name in FP8:
             for result in (np.float16, np.float32):
@@ -445,6 +489,7 @@ DEFAULT = {
     "matmul-sm_89-e4m3-nt",
     "matmul-sm_120-e5m2-nn",
     "tiles-sm_90-bf16-tn",
+    "tiles-sm_90-c-transposed",
     "tiles-sm_90-outside",
     "tiles-sm_90-specialised",
     "tiles-sm_90-cluster",
@@ -452,10 +497,12 @@ DEFAULT = {
     "wgmma-bf16-kk-64",
     "wgmma-bf16-mm-128",
     "wgmma-bf16-mm-32",
+    "wgmma-bf16-registers-32",
     "wgmma-bf16-registers-128",
     "wgmma-tf32-registers-64",
     "wgmma-e4m3-kk-128",
     "wgmma-f16-n8",
+    "wgmma-no-swizzle",
     "multicast",
     "specialised",
     "box-1d",
@@ -469,8 +516,12 @@ DEFAULT = {
     "split-k-sm_80-float16-relaxed",
     "split-k-sm_90-float32-acq_rel",
     "last-block-sums-sm_80",
+    "take-tickets-sm_80",
     "softmax-sm_80",
+    "softmax-cluster",
     "sort-rows-sm_80",
+    "scan-rows-sm_80",
+    "largest-of-rows-sm_90",
     "gather-rows-sm_90",
     "histogram-sm_80",
     "transpose-sm_80",

@@ -43,6 +43,23 @@ def wgmma(
 
 
 @gluon.jit
+def wgmma_no_swizzle(
+    a, b, c, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr, CORES: gl.constexpr,
+    LOADED: gl.constexpr,
+):  # fmt: skip
+    """C = A B^T with operands that threads write to shared memory."""
+    rows = gl.arange(0, M, gl.SliceLayout(1, LOADED))
+    columns = gl.arange(0, K, gl.SliceLayout(0, LOADED))
+    at = rows[:, None] * K + columns[None, :]
+    left = gl.allocate_shared_memory(a.dtype.element_ty, [M, K], CORES, gl.load(a + at))
+    right = gl.allocate_shared_memory(b.dtype.element_ty, [N, K], CORES, gl.load(b + at))
+    hopper.fence_async_shared()
+    gl.barrier()
+    total = hopper.warpgroup_mma(left, right.permute((1, 0)), gl.zeros((M, N), gl.float32, LAYOUT))
+    store_rows(c, total, M, N, LAYOUT)
+
+
+@gluon.jit
 def multicast(a, b, c, M: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
     """C = A B by a cluster of two blocks: each has half of the rows of A, and one multicast loads B into both."""
     barrier = mbarrier.allocate_mbarrier()
@@ -69,7 +86,7 @@ def consume(left, right, full, empty, c, STEPS: gl.constexpr, STAGES: gl.constex
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         total = hopper.warpgroup_mma(left.index(stage), right.index(stage), total)
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(empty.index(stage), count=2)
     store_rows(c, total, M, N, LAYOUT)
 
 
@@ -92,7 +109,7 @@ def specialised(a, b, c, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
             (consume, (left, right, full, empty, c, STEPS, STAGES, LAYOUT)),

@@ -53,14 +53,9 @@ class Case:
 
 def run(case, **order):
     """Run a case under an order, with all checks that hardware enforces; raises AssertionError for a wrong result."""
-    arrays = {name: value for name, value in case.arguments.items() if isinstance(value, np.ndarray)}
-    outputs = {}
-    for name, result in case.results.items():
-        outputs[name] = np.empty(np.shape(result.reference), result.dtype)
-        if result.initial is not None:
-            outputs[name][...] = result.initial
-    arrays |= outputs
-    compiled = compiled_kernel(case, arrays)
+    outputs = _outputs(case)
+    arrays = _inputs(case) | outputs
+    compiled = compiled_kernel(case)
     memory = Memory()
     addresses = {
         name: memory.add(
@@ -94,8 +89,21 @@ def run(case, **order):
             assert_matches_reference(outputs[name], result.reference, result.low_precision, result.dtype, name)
 
 
-def compiled_kernel(case, arrays):
-    signature, constants = {}, {}
+def _inputs(case):
+    return {name: value for name, value in case.arguments.items() if isinstance(value, np.ndarray)}
+
+
+def _outputs(case):
+    outputs = {}
+    for name, result in case.results.items():
+        outputs[name] = np.empty(np.shape(result.reference), result.dtype)
+        if result.initial is not None:
+            outputs[name][...] = result.initial
+    return outputs
+
+
+def compiled_kernel(case):
+    arrays, signature, constants = _inputs(case) | _outputs(case), {}, {}
     for parameter in case.kernel.params:
         name = parameter.name
         if parameter.is_constexpr:

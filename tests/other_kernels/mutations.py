@@ -15,7 +15,7 @@ from cupy_flash.simulator.instructions import access, collectives, convert, floa
 from cupy_flash.simulator.memory import grid_order, store
 
 from .cases import CASES
-from .launching import ORDERS, run
+from .launching import ORDERS, compiled_kernel, run
 
 
 class Mutation(NamedTuple):
@@ -361,9 +361,6 @@ MUTATIONS = {
 }
 
 
-ORDER = "late"  # asynchronous instructions take effect as late as they may, when a missing wait shows
-
-
 @contextlib.contextmanager
 def broken(mutation):
     """Run with the changed code in the place of each function: every reference to the function sees it."""
@@ -406,30 +403,52 @@ def functions_called(case):
 
     sys.setprofile(record)
     try:
-        run(case, **ORDERS[ORDER])
+        run(case)
     finally:
         sys.setprofile(None)
     return called
 
 
 def notices(case, mutation):
-    """Whether a case, whose result is right otherwise, has a wrong one or an error."""
+    """Whether a case, whose result is right otherwise, has a wrong one or an error.
+
+    Asynchronous instructions take effect as late as they may, when a missing wait shows, and then at random.
+    """
     with broken(mutation):
-        try:
-            run(case, **ORDERS[ORDER])
-        except (AssertionError, SimulationError, IndexError, ValueError):
-            return True
+        for order in ("late", "random"):
+            try:
+                run(case, **ORDERS[order])
+            except (AssertionError, SimulationError, IndexError, ValueError):
+                return True
     return False
 
 
 def evidence(names):
-    """{belief: the names of the cases that notice its mutation}."""
-    noticed = {mutation.belief: [] for row in MUTATIONS.values() for mutation in row}
-    for name in names:
-        case = CASES[name]()
+    """{belief: the names of the cases that notice its mutation}, the shortest kernel first."""
+    noticed = {mutation.belief: [] for mutation in ALL}
+    for case, name in sorted(((CASES[name](), name) for name in names), key=lambda pair: (length(pair[0]), pair[1])):
         called = functions_called(case)
-        for mutation in (mutation for row in MUTATIONS.values() for mutation in row):
+        for mutation in ALL:
             concerned = {inspect.unwrap(function).__code__ for function, _, _ in mutation.changes} & called
             if concerned and notices(case, mutation):
                 noticed[mutation.belief].append(name)
     return noticed
+
+
+def length(case):
+    return len(compiled_kernel(case).ptx)
+
+
+def table(noticed):
+    """The tables of docs/simulator_evidence.md."""
+    lines = []
+    for row, mutations in MUTATIONS.items():
+        lines += [f"### {row}", "", "| belief | broken: | noticed by |", "|---|---|---|"]
+        for mutation in mutations:
+            names = [f"`{name}`" for name in noticed[mutation.belief]]
+            lines.append(f"| {mutation.belief} | {mutation.instead} | {', '.join(names) or '**nobody: unproven**'} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+ALL = [mutation for mutations in MUTATIONS.values() for mutation in mutations]

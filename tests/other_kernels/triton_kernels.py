@@ -26,7 +26,7 @@ def matmul(
 @triton.jit
 def matmul_tiles(
     a, b, c, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr, SPECIALISED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr, C_TRANSPOSED: tl.constexpr, SPECIALISED: tl.constexpr,
 ):  # fmt: skip
     """C = A B by tensor maps: tiles beyond the arrays are zero, and are not written."""
     m, n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
@@ -35,7 +35,10 @@ def matmul_tiles(
         left = a.load([k, m]).T if A_TRANSPOSED else a.load([m, k])
         right = b.load([n, k]).T if B_TRANSPOSED else b.load([k, n])
         total = tl.dot(left, right, total)
-    c.store([m, n], total.to(c.dtype))
+    if C_TRANSPOSED:
+        c.store([n, m], total.to(c.dtype).T)
+    else:
+        c.store([m, n], total.to(c.dtype))
 
 
 @triton.jit
@@ -68,6 +71,13 @@ def last_block_sums(x, parts, count, out, SIZE: tl.constexpr, BLOCKS: tl.constex
 
 
 @triton.jit
+def take_tickets(count, out):
+    """Each block writes at the place that the counter gives it."""
+    ticket = tl.atomic_add(count, 1, sem="relaxed")
+    tl.store(out + ticket, ticket + 10)
+
+
+@triton.jit
 def softmax(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     scores = tl.load(x + at)
@@ -85,6 +95,12 @@ def sort_rows(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def scan_rows(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(out + at, tl.cumsum(tl.load(x + at), 1))
+
+
+@triton.jit
+def largest_of_rows(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + tl.arange(0, ROWS), tl.max(tl.load(x + at), 1))
 
 
 @triton.jit

@@ -5,12 +5,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "helpers"), str(Path(__file__).resolve().parents[2])]
 
-from .cases import DEFAULT
-from .mutations import evidence, table
+def main():
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "helpers")]
+    from .cases import DEFAULT
+    from .mutations import evidence, table
 
-if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("CUPY_FLASH_CACHE_DIR", folder)
         print(table(evidence(DEFAULT)))
+
+
+main()

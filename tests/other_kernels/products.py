@@ -35,15 +35,16 @@ def sums(a, b):
 
 
 def truncated_sums(a, b, bits):
-    """a @ b in blocks of 32 terms, forwards and backwards, truncated to so many bits after each block."""
+    """a @ b in blocks of 32 products, forwards and backwards, each truncated to so many bits of its block's largest."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    parts = [a[:, k : k + 32] @ b[k : k + 32] for k in range(0, a.shape[1], 32)]
-    for ordered in (parts, parts[::-1]):
-        total = np.zeros_like(parts[0])
-        for part in ordered:
-            fraction, exponent = np.frexp(total + part)
-            total = np.ldexp(np.trunc(np.ldexp(fraction, bits)), exponent - bits)
-        yield total
+    blocks = [a[:, k : k + 32, None] * b[None, k : k + 32] for k in range(0, a.shape[1], 32)]
+    for ordered in (blocks, blocks[::-1]):
+        total = np.zeros((len(a), 1, b.shape[1]))
+        for block in ordered:
+            terms = np.concatenate([total, block], 1)
+            unit = np.ldexp(1.0, np.frexp(np.abs(terms).max(1, keepdims=True))[1] - bits)
+            total = (np.trunc(terms / unit) * unit).sum(1, keepdims=True)
+        yield total[:, 0]
 
 
 def farthest(exact, runs, dtype):

@@ -527,6 +527,8 @@ class Scheduler:
 
 def _key(instruction: Instruction) -> str:
     """Dispatch key into COMPILERS: the opcode, refined if one opcode has several unrelated forms."""
+    if instruction.opcode not in ("bar", "barrier", "ld", "cp"):
+        return instruction.opcode
     if is_warp_barrier(instruction):
         return "bar.warp"
     if is_cluster_barrier(instruction):

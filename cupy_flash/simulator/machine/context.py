@@ -81,6 +81,14 @@ class Group:
         group.mask, group.plain = mask, False
         return group
 
+    def active_rows(self) -> npt.NDArray[np.int64]:
+        """Return the row of each active lane."""
+        return self.rows.repeat(32 if self.mask is None else self.mask.sum(1))
+
+    def active_lanes(self) -> npt.NDArray[np.int64]:
+        """Return the index in its warp of each active lane."""
+        return np.tile(np.arange(32), len(self.rows)) if self.mask is None else np.nonzero(self.mask)[1]
+
     def active(self, values: Array) -> Array:
         """Return the values (rows, 32) of the active lanes, as a flat array."""
         return values.reshape(-1) if self.mask is None else values[self.mask]
@@ -161,6 +169,10 @@ class Context:
     def find(self, kind: type[U]) -> U | None:
         """Return the registered unit of this class, or None."""
         return self._units.get(kind)
+
+    def forget_units(self) -> None:
+        """End the life of the units, which refer to their context."""
+        self._units.clear()
 
     # ---- layout
 
@@ -250,9 +262,9 @@ class Context:
             case Immediate():
                 if type_ == "pred":
                     return np.bool_(operand.bits != 0)
-                return _scalar(constant_bits(operand, type_), DTYPES[type_])
+                return _scalar(constant_bits(operand, type_), type_)
             case Symbol():
-                return _scalar(self.address_of(operand, instruction), DTYPES[type_])
+                return _scalar(self.address_of(operand, instruction), type_)
             case Special(name):
                 if name not in self.specials:
                     raise Unsupported(f"special register %{name} is not simulated: {instruction.where}")
@@ -331,9 +343,9 @@ class Unit:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scalar(bits: int, dtype: type[np.generic]) -> Any:
-    size = np.dtype(dtype).itemsize
-    return np.frombuffer((bits % (1 << 8 * size)).to_bytes(size, "little"), dtype)[0]
+def _scalar(bits: int, type_: str) -> Any:
+    size = np.dtype(DTYPES[type_]).itemsize
+    return np.frombuffer((bits % (1 << 8 * size)).to_bytes(size, "little"), DTYPES[type_])[0]
 
 
 def operand_type(instruction: Instruction) -> str:

@@ -363,6 +363,11 @@ class Scheduler:
             self.bulk.finish()
             self.wgmma.finish()
 
+    def forget_instructions(self) -> None:
+        """End the life of the compiled instructions, which refer to their scheduler."""
+        self.blocks.clear()
+        self._after_barrier.clear()
+
     def _land(self, wanted: set[tuple[int, int]] | None) -> bool:
         self._passed_over.pop(_LOADS, None)
         return self.bulk.land(wanted)

@@ -420,13 +420,14 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     if facts.longest:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
-    numbers: dict[str, Any] = dict(settings.numbers)
+    numbers = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     problem = None
     if sizes.known and None not in longest:
+        others = {**mods, **numbers, "engine": options["engine"], "deterministic": bool(options.get("deterministic"))}
         layout = "thd" if packed else layout
-        problem = _problem(facts, arrays, options, sizes, layout, longest, settings.mask, cache, mods | numbers)
+        problem = _problem(facts, arrays, sizes, layout, longest, settings.mask, cache, others)
     return CheckedFacts(
         problem, sizes, bool(numbers["dropout"]), longest, readable,
         tuple(requirements.unmet), requirements.about_type, tuple(requirements.unsupported),
@@ -436,7 +437,6 @@ def _check_facts(facts: Facts) -> CheckedFacts:
 def _problem(
     facts: Facts,
     arrays: dict[str, ArrayFacts],
-    options: dict[str, Any],
     sizes: Sizes,
     layout: str,
     longest: tuple[int | None, int | None],
@@ -444,7 +444,7 @@ def _problem(
     cache: "Cache | None",
     others: dict[str, Any],
 ) -> Problem:
-    """Return the Problem; `others` are its fields for mods and numbers."""
+    """Return the Problem; `others` are its fields for mods, numbers and two other options."""
     like, (q_len, kv_len) = arrays["q" if "q" in arrays else "k"], longest
     assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
     step, first_head, heads, first_batch, _ = facts.shard
@@ -472,9 +472,7 @@ def _problem(
         first_head=first_head,
         whole_heads=sizes.heads if heads is None else heads,
         first_batch=first_batch,
-        deterministic=bool(options.get("deterministic")),
         backend=facts.backend,
-        engine=options["engine"],
         cache=cache,
         bias_gradient=facts.bias_gradient,
         **others,

@@ -364,6 +364,11 @@ class Scheduler:
             self.bulk.finish()
             self.wgmma.finish()
 
+    def forget_instructions(self) -> None:
+        """End the life of the compiled instructions, which refer to their scheduler."""
+        self.blocks.clear()
+        self._after_barrier.clear()
+
     def _land(self, wanted: set[tuple[int, int]] | None) -> bool:
         self._passed_over.pop(_LOADS, None)
         return self.bulk.land(wanted)
@@ -551,6 +556,8 @@ class Scheduler:
 
 def _key(instruction: Instruction) -> str:
     """Dispatch key into COMPILERS: the opcode, refined if one opcode has several unrelated forms."""
+    if instruction.opcode not in ("bar", "barrier", "ld", "cp"):
+        return instruction.opcode
     if is_warp_barrier(instruction):
         return "bar.warp"
     if is_cluster_barrier(instruction):

@@ -141,8 +141,8 @@ class GridOrder:
             self._tracked[id(store)] = _Tracked((len(store.data) + store.origin) // self.unit + 1)
         tracked = self._tracked[id(store)]
         chosen = slice(None) if selection is None else selection
-        rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))[chosen]
-        lanes = group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))[chosen]
+        rows = group.active_rows()[chosen]
+        lanes = group.active_lanes()[chosen]
         units = (index // self.unit)[:, None] + np.arange(max(width // self.unit, 1))
         where = f"byte {{}} of {name!r}"
         self._require_order(tracked.writers, form, rows, lanes, units, where, store, "race")

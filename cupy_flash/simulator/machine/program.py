@@ -75,8 +75,9 @@ def ends_block(instruction: Instruction) -> bool:
 def _synchronises(instruction: Instruction) -> bool:
     """Return whether blocks may synchronise through this instruction.
 
-    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. A plain (relaxed)
-    atomic alone orders nothing.
+    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. An atomic without a
+    memory order (CUDA's atomicAdd) orders nothing. A relaxed integer one does neither, but a kernel that reads it, such
+    as a counter of finished blocks, may rely on an order.
     """
     modifiers = set(instruction.modifiers)
     if instruction.opcode == "membar":
@@ -87,6 +88,8 @@ def _synchronises(instruction: Instruction) -> bool:
     ordered = {"acquire", "release", "acq_rel"}
     if instruction.opcode in ("ld", "st"):
         ordered |= {"relaxed", "volatile", "mmio"}
+    elif instruction.opcode == "atom" and instruction.modifiers[-1][0] in "bus":
+        ordered |= {"relaxed"}
     elif instruction.opcode not in ("atom", "red"):
         return False
     spaces = {modifier.split("::")[0] for modifier in modifiers}

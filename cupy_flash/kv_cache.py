@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch
 from .arrays import AnyArray, ArrayT
@@ -144,7 +144,7 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .problem.kv_cache import pose_with_cache
+    from .problem.build import pose_with_cache
     from .problem.kv_cache_records import CacheOptions
 
     options = CacheOptions(
@@ -178,7 +178,7 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
-    from .problem.kv_cache import pose_with_cache
+    from .problem.build import pose_with_cache
     from .problem.kv_cache_records import CacheOptions
 
     settings = CacheOptions.of("explain_with_kv_cache", options)
@@ -237,7 +237,7 @@ def append_to_kv_cache(
         ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
-    from .problem.kv_cache import pose_append
+    from .problem.build import pose_append
     from .problem.kv_cache_records import CacheOptions
 
     options = CacheOptions(
@@ -253,6 +253,6 @@ def append_to_kv_cache(
     dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
 
 
-def _is_torch(x: Any) -> bool:
+def _is_torch(x: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)

@@ -7,7 +7,7 @@ through ml_dtypes).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field, make_dataclass, replace
+from dataclasses import make_dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,9 +37,8 @@ class Gradients(NamedTuple):
     dsink: Array | None
 
 
-_names = [(feature.name, object, field(default=feature.default)) for feature in FEATURES if feature.definition]
-_precision_names = [("dtype", object, field(default=None)), ("order", object, field(default=0))]
-_Options: Any = make_dataclass("Options", [*_names, *_precision_names], frozen=True)
+_names = [(feature.name, object, feature.default) for feature in FEATURES if feature.definition]
+_Options: Any = make_dataclass("Options", [*_names, ("dtype", object, None), ("order", object, 0)], frozen=True)
 
 
 class Options(_Options):
@@ -429,10 +428,11 @@ def attention_with_kv_cache(
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
     storage, compute = _precision(q, dtype)
     width = caches[0].shape[1]
-    bounds = np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist()
-    batch = len(q) if cu_seqlens_q is None else len(bounds) - 1
+    # "Sequence" `batch` is the rows of a packed batch past the last one.
+    bounds = [*np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist(), len(q)]
+    batch = len(q) if cu_seqlens_q is None else len(bounds) - 2
     capacity = width if block_table is None else width * np.asarray(block_table).shape[1]
-    lengths = np.broadcast_to(capacity if cache_seqlens is None else cache_seqlens, batch).tolist()
+    lengths = [*np.broadcast_to(capacity if cache_seqlens is None else cache_seqlens, batch).tolist(), 0]
 
     def rows_of(x: Any, b: int) -> Any:
         return None if x is None else x[b] if cu_seqlens_q is None else x[bounds[b] : bounds[b + 1]]
@@ -452,30 +452,29 @@ def attention_with_kv_cache(
         x, y = np.arange(half), np.arange(half) + half
         if rotary_interleaved:
             x, y = 2 * np.arange(half), 2 * np.arange(half) + 1
-        at = np.maximum(first + np.arange(len(rows)), 0)
-        if positions is not None:
+        at = np.maximum(first + np.arange(len(rows)), 0) * (b < batch)  # rows past the last sequence have position 0
+        if positions is not None and b < batch:
             at = np.asarray(rows_of(np.asarray(positions), b))
         turned = (rows[..., x] + 1j * rows[..., y]) * (cos[at] + 1j * sin[at])[:, None]
         rows[..., x], rows[..., y] = turned.real, turned.imag
         return rows
 
     slot = 0
-    for b in range(batch if k is not None else 0):
+    for b in range(0 if k is None else batch + (cu_seqlens_q is not None and slots is not None)):
         new = (rotate(rows_of(k, b), lengths[b] - (len(rows_of(k, b)) if slots is not None else 0), b), rows_of(v, b))
         for i in range(len(new[0])):
             where = place(b, lengths[b] + i) if slots is None else divmod(int(np.asarray(slots).ravel()[slot]), width)
             slot += 1
             for cache, rows, name in zip(caches, new, ("k_descale", "v_descale"), strict=True):
                 if where[0] >= 0:
-                    descale = np.asarray(options[name])[b, :, None] if options.get(name) is not None else 1
+                    descale = 1 if b == batch or options.get(name) is None else np.asarray(options[name])[b, :, None]
                     row = np.asarray(rows[i]).astype(compute) / descale
                     cache[where] = (np.clip(row, -448, 448) if cache.dtype.name == FP8 else row).astype(cache.dtype)
         lengths[b] += len(new[0]) if slots is None else 0
 
     out = np.zeros((*q.shape[:-1], caches[1].shape[-1]), storage)
-    lse = np.full(
-        (q.shape[1], len(q)) if cu_seqlens_q is not None else (batch, q.shape[2], q.shape[1]), -np.inf, compute
-    )
+    shape = (q.shape[1], len(q)) if cu_seqlens_q is not None else (batch, q.shape[2], q.shape[1])
+    lse = np.full(shape, -np.inf, compute)
     for b in range(batch):
         rows, length = rows_of(q, b), lengths[b]
         keys = [place(b, j) for j in range(length)]
@@ -812,9 +811,8 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         if function is not np.where:
             raise TypeError(f"the reference does not differentiate {function.__name__}")
         condition, x, y = args[0], _Dual.of(args[1]), _Dual.of(args[2])
-        return _Dual(
-            *(np.where(condition, a, b) for a, b in ((x.value, y.value), (x.slope, y.slope), (x.curve, y.curve)))
-        )
+        pairs = ((x.value, y.value), (x.slope, y.slope), (x.curve, y.curve))
+        return _Dual(*(np.where(condition, a, b) for a, b in pairs))
 
 
 def _times(factor: Array | float, partial: Array | float) -> Array:

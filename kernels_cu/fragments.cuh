@@ -19,6 +19,9 @@
 __device__ constexpr int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
+__device__ constexpr int maximum(int a, int b) {
+  return a > b ? a : b;
+}
 
 // Reductions over the four lanes that share a row.
 __device__ inline float row_max(float x) {

@@ -7,12 +7,17 @@ constexpr int WARPGROUP = 128;  // threads
 // the producer warpgroup, and each consumer warpgroup computes 64 rows.
 constexpr int CONSUMERS = TMA_KV ? THREADS : THREADS - WARPGROUP;
 
+// Bytes of the full and the empty mbarriers of a ring.
+__device__ constexpr int mbarrier_bytes(int slots) {
+  return 2 * 8 * slots;
+}
+
 // Ring of SLOTS shared-memory slots, each with a full and an empty mbarrier; producer and consumers each keep their own
 // index, from which the parity follows. A full phase completes after PRODUCERS arrivals, an empty phase after one
 // arrival per consumer warp of all blocks of the cluster. All slots start empty.
 template <int SLOTS, int SLOT_BYTES, int PRODUCERS, int CLUSTER_SIZE = 1>
 struct SlotRing {
-  static constexpr int BYTES = SLOTS * SLOT_BYTES, MBARRIER_BYTES = 2 * 8 * SLOTS;
+  static constexpr int BYTES = SLOTS * SLOT_BYTES, MBARRIER_BYTES = mbarrier_bytes(SLOTS);
 
   unsigned int start;
   unsigned int mbarriers;

@@ -6,10 +6,13 @@ For a JVP, `tangent` is `apply` together with the tangent tS of the scores; for 
 turns the gradients (dS, dtS) of the modified (S, tS) into those of the unmodified ones. The order is:
 
     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
+
+The engine of KV caches applies them to tiles of several heads (decode/), with coordinates of its own.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +21,7 @@ from ..mods.numpy_code import Direction, Function, direction_of, mask_function, 
 
 if TYPE_CHECKING:
     from ..mods.numpy_code import Read, SecondRead
+    from ..mods.tiles import TileClasses
     from ..problem.records import Operands, Problem
 
 Gradient: TypeAlias = np.ndarray | tuple[np.ndarray | None, ...]  # of an option; a tuple for captured arrays
@@ -47,6 +51,29 @@ class Cut(NamedTuple):
     stop: int
 
 
+class Coordinates(Protocol):
+    """What `apply` reads of a tile of scores, whose last two axes are queries and keys."""
+
+    @property
+    def batch(self) -> int:
+        """The sequence index."""
+
+    @property
+    def head(self) -> int | np.ndarray:
+        """The query head, or those of all scores, an array that broadcasts to them."""
+
+    @property
+    def distances(self) -> np.ndarray:
+        """The distances in positions between queries and keys."""
+
+    @property
+    def indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """The q_idx (queries, 1) and kv_idx (1, keys) of mods, int32."""
+
+    def cut(self, dense: np.ndarray) -> np.ndarray:
+        """Return this tile of an array with an element for each score."""
+
+
 class ScoreTile(NamedTuple):
     """Coordinates of a tile of scores: sequence index, query head, half-open ranges of queries and keys."""
 
@@ -74,6 +101,23 @@ class ScoreTile(NamedTuple):
         """The numbers of queries and keys."""
         return self.q_stop - self.q_start, self.kv_stop - self.kv_start
 
+    @property
+    def distances(self) -> np.ndarray:
+        """The distances in positions between queries and keys, int64 (queries, keys)."""
+        i = np.arange(self.q_start, self.q_stop)[:, None]
+        j = np.arange(self.kv_start, self.kv_stop)[None, :]
+        return np.abs((i - j) * self.positions.step + self.positions.offset)
+
+    @property
+    def indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """The positions of queries (queries, 1) and keys (1, keys) in the whole sequence, int32."""
+        q_first, kv_first, _, step = self.positions
+        q, kv = (
+            np.arange(first + step * start, first + step * stop, step, dtype=np.int32)
+            for first, (start, stop) in ((q_first, self.queries), (kv_first, self.keys))
+        )
+        return q[:, None], kv[None, :]
+
     def cut(self, dense: np.ndarray) -> np.ndarray:
         """Return this tile of an array (B or 1, Hq or 1, Sq or 1, Sk or 1); dimensions of size 1 stay 1."""
         batch, head, rows, columns = dense.shape
@@ -85,13 +129,13 @@ class ScoreTile(NamedTuple):
 
 
 class ScoreStep(Protocol):
-    """One score modification and its gradient; S and dS are (queries, keys) of the tile."""
+    """One score modification and its gradient; S and dS are (queries, keys) of the tile, of `apply` also of several."""
 
     bounded: bool  # |score| never exceeds |product|
     by_sequence: bool  # different sequences add to different elements of its gradients
     by_head: bool  # different query heads add to different elements of its gradients
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> Any:
+    def apply(self, S: np.ndarray, tile: Coordinates, save: bool) -> Any:
         """Modify S in place; with `save`, return the values that the gradient needs."""
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
@@ -136,7 +180,7 @@ class Softcap:
     def __init__(self, cap: float) -> None:
         self.cap = cap
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> np.ndarray | None:
+    def apply(self, S: np.ndarray, tile: Coordinates, save: bool) -> np.ndarray | None:
         """Set S to c tanh(S / c); the gradient needs 1 - tanh(S / c)^2."""
         S /= self.cap
         np.tanh(S, out=S)
@@ -181,12 +225,10 @@ class Alibi:
     def __init__(self, slopes: np.ndarray) -> None:
         self.slopes = slopes  # (B or 1, Hq)
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
+    def apply(self, S: np.ndarray, tile: Coordinates, save: bool) -> None:
         """Subtract slope * distance from S; the gradient needs no saved values."""
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
-        i = np.arange(tile.q_start, tile.q_stop)[:, None]
-        j = np.arange(tile.kv_start, tile.kv_stop)[None, :]
-        S -= slope * np.abs((i - j) * tile.positions.step + tile.positions.offset)
+        S -= slope * tile.distances
 
     def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
         """Leave dS as it is, because apply adds a constant to each score."""
@@ -217,7 +259,7 @@ class Bias:
         self.by_sequence = dbias is None or dbias.shape[0] > 1
         self.by_head = dbias is None or dbias.shape[1] > 1
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> None:
+    def apply(self, S: np.ndarray, tile: Coordinates, save: bool) -> None:
         """Add bias to S; the gradient needs no saved values."""
         bias = tile.cut(self.bias).astype(S.dtype, copy=False)
         S += bias
@@ -255,16 +297,10 @@ class ModInputs:
         self.numbers, self.real = operands.numbers, problem.accumulation.type
         self.first_head, self.first_batch = problem.first_head, problem.first_batch
 
-    def of(self, tile: ScoreTile) -> tuple[object, ...]:
-        """Return (b, h, q, kv, arrays, numbers, real) with global positions q (rows, 1) and kv (1, columns)."""
-        q_first, kv_first, _, step = tile.positions
-        q, kv = (
-            np.arange(first + step * start, first + step * stop, step, dtype=np.int32)
-            for first, (start, stop) in ((q_first, tile.queries), (kv_first, tile.keys))
-        )
-        head = np.int32(self.first_head + tile.head)
-        batch = np.int32(self.first_batch + tile.batch)
-        return batch, head, q[:, None], kv[None, :], self.arrays, self.numbers, self.real
+    def of(self, tile: Coordinates) -> tuple[object, ...]:
+        """Return (b, h, q, kv, arrays, numbers, real) with global indices of sequence and head."""
+        batch, head = np.int32(self.first_batch + tile.batch), np.int32(self.first_head + tile.head)
+        return batch, head, *tile.indices, self.arrays, self.numbers, self.real
 
 
 class Modified:
@@ -290,7 +326,7 @@ class Modified:
         self.by_sequence = self.slope is None or self.slope.indexed_by("b")
         self.by_head = self.slope is None or self.slope.indexed_by("h")
 
-    def apply(self, S: np.ndarray, tile: ScoreTile, save: bool) -> tuple[np.ndarray, list[Read]] | None:
+    def apply(self, S: np.ndarray, tile: Coordinates, save: bool) -> tuple[np.ndarray, list[Read]] | None:
         """Replace S by the modified scores; with `save`, return the derivative and the reads of captured arrays."""
         inputs = self.inputs.of(tile)
         if self.slope is None or not save:
@@ -342,15 +378,20 @@ class MaskMod:
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.inputs = ModInputs(problem, operands)
         self.function = mask_function(problem.mods)
+        self.text = problem.mods
+
+    @cached_property
+    def classes(self) -> TileClasses:
+        """The classes of tiles, which are empty, full or cut."""
         from ..mods.ir import parse  # imported by the first call that has a mod
         from ..mods.tiles import TileClasses
 
-        mask = parse(problem.mods).mask
+        mask = parse(self.text).mask
         assert mask is not None
-        self.classes = TileClasses(mask, self.inputs.arrays, self.inputs.numbers)
+        return TileClasses(mask, self.inputs.arrays, self.inputs.numbers)
 
-    def visible(self, tile: ScoreTile) -> np.ndarray:
-        """Return the mask, True = attend, which broadcasts to (queries, keys) of the tile."""
+    def visible(self, tile: Coordinates) -> np.ndarray:
+        """Return the mask, True = attend, which broadcasts to the scores of the tile."""
         (visible,) = self.function(None, *self.inputs.of(tile))
         return np.asarray(visible)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from types import MappingProxyType
+
 import numpy as np
 
 from ..problem.features import FEATURES
@@ -29,10 +32,11 @@ def keeps_scores(problem: Problem) -> bool:
     return any(is_given(problem, feature) for feature in KEEPS_SCORE)
 
 
-def fragment_constants(problem: Problem) -> dict[str, Constant]:
+@lru_cache(maxsize=64)
+def fragment_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     """Return `shared_constants` and the constants that only tensor-core kernels have."""
     low, high = SCALES
-    return shared_constants(problem) | {
+    constants = shared_constants(problem) | {
         "LARGEST_LOG2": 0,
         "KEY_BYTES": 0,
         # P <= 1 in a JVP, which in fp16 multiplies it by up to 2^15 (factor_scale.cuh).
@@ -40,6 +44,7 @@ def fragment_constants(problem: Problem) -> dict[str, Constant]:
         "FAST_MATH": problem.score_mod,
         "MODIFIED": is_modified(problem) or problem.derivative != "" or not low <= problem.scale <= high,
     }
+    return MappingProxyType(constants)
 
 
 def fragment_refusals(problem: Problem) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..problem.records import Problem
 from .launch import Constant, Launch, Workspace
 from .shared import ELEMENTS, known_constants, rows_of_heads, sequences
@@ -19,14 +21,14 @@ def static_bytes(problem: Problem, keys: int) -> int:
     return 0 if problem.cache is None else 2 * 4 * keys
 
 
-def append_launches(problem: Problem, constants: dict[str, Constant]) -> list[Launch]:
+def append_launches(problem: Problem, constants: Mapping[str, Constant]) -> list[Launch]:
     """Return the launch of rotary_append.cu, if rows are appended or rotated, with the attention kernel's constants."""
     cache = problem.cache
     if cache is None or (cache.appended is None and cache.rotary is None):
         return []
     rows = max(problem.q_len, 0 if problem.q_len and problem.layout == "thd" else cache.appended or 0)
     heads = problem.kv_heads
-    constants = constants | {"THREADS": ROW_THREADS}
+    constants = {**constants, "THREADS": ROW_THREADS}
     if cache.rotary is not None and cache.rotary_dtypes is not None:
         (dims, interleaved), (cos, sin) = cache.rotary, cache.rotary_dtypes
         heads = problem.heads

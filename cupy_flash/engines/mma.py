@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
+from ..jit.shared_memory import shared_bytes
 from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
     ATTENTION_OPTIONS,
+    ELEMENTS,
     KV_CACHE_OPTIONS,
     captured_reads,
     grid_refusals,
@@ -112,6 +115,8 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -218,12 +223,12 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if kv_tile is None:
         assert q_tile is not None
         steps = append_launches(problem, fragment_constants(problem))
-        steps.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        steps.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
         return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch(f"mma/{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
+    backward = [_launch(f"{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
     if q_tile is not None:
-        backward.append(_launch(f"mma/{_row_kernel(problem)}", problem, q_tile, q_grid(q_tile)))
+        backward.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
     return fragment_backward(problem, backward, add_dq=kv_tile.add_dq)
 
@@ -234,7 +239,7 @@ def array_launches(problem: Problem, device: Device, tile: Tile | None) -> list[
     if not _needs_bias_tile(problem):
         return launches
     assert tile is not None
-    shape, kernel = (tile.rows, tile.step), f"mma/{_backward(problem)}_bias"
+    shape, kernel = (tile.rows, tile.step), f"{_backward(problem)}_bias"
     return launches + owned_launches(problem, shape, lambda grid: _launch(kernel, problem, tile, grid))
 
 
@@ -244,13 +249,18 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
     assert tile is not None
     batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
     blocks = -(-rows // tile.rows) * -(-columns // tile.step)
-    return [_launch(f"mma/{_backward(problem)}_bias", problem, tile, (blocks, heads, batch))]
+    return [_launch(f"{_backward(problem)}_bias", problem, tile, (blocks, heads, batch))]
 
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:
+    constants = known_constants(f"mma/{kernel}", _constants(kernel, problem, tile))
+    return Launch(f"mma/{kernel}", constants, grid, tile.threads, _shared_bytes(kernel, problem, tile))
+
+
+def _constants(kernel: str, problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of a kernel."""
     by_key = kernel.endswith("_kv")
-    constants: dict[str, Constant] = fragment_constants(problem)
-    constants |= {
+    return fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,
         "BLOCK_KV": tile.rows if by_key else tile.step,
@@ -260,9 +270,6 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
         "LSE2": True,
         "ADD_DQ": tile.add_dq,
     }
-    name = kernel.removeprefix("mma/")
-    shared = _shared_bytes(name, problem, tile) if name in LIVE else 0
-    return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared)
 
 
 def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool = False) -> list[Tile]:
@@ -357,30 +364,10 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     return int(copies * _scores(tile)) + m * columns // (2 * tile.column_warps) + q
 
 
+@lru_cache(maxsize=1024)
 def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
-    """Return the bytes of dynamic shared memory, which must match the arrays that the kernel declares."""
-    k, v = _padded(problem, tile.column_warps)
-    stage = 2 * tile.step * (k + v)
-    if kernel == "forward":
-        q = 2 * tile.rows * k
-        return max(tile.stages * stage + (0 if tile.q_in_registers else q), q, 2 * tile.rows * v)
-    tq, tk, tv = (1 + (name in problem.tangents) for name in ("q", "k", "v"))
-    if kernel == "jvp":
-        return max(2 * tile.stages * tile.step * (tk * k + tv * v) + 2 * tile.rows * tq * k, 2 * tile.rows * v)
-    if problem.derivative:
-        query, key = 2 * (tq * k + v) + 16, 2 * (tk * k + tv * v)
-        if kernel == "second_kv":
-            return tile.rows * key + tile.stages * tile.step * query
-        operands = tile.rows * query + tile.stages * tile.step * key
-        return max(operands, 4 * tile.rows * (tile.step + 8)) if kernel == "second_bias" else operands
-    operands = 2 * tile.rows * (k + v)
-    if kernel == "backward_kv":
-        dS = 2 * tile.rows * -(-tile.step // (16 * tile.column_warps)) * 16 * tile.column_warps
-        return operands + tile.stages * (stage + 8 * tile.step) + (dS if tile.add_dq else 0)
-    operands += 8 * tile.rows
-    if kernel == "backward_bias":
-        return max(operands + stage, 4 * tile.rows * (tile.step + 8))
-    return operands + tile.stages * stage
+    """Return the bytes of dynamic shared memory of a kernel."""
+    return shared_bytes(f"mma/{kernel}", _constants(kernel, problem, tile))
 
 
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:

@@ -9,15 +9,17 @@ key tiles of one output tile, and merge its parts through distributed shared mem
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..device import Device
+from ..jit.shared_memory import shared_bytes
 from ..problem.records import FP8, Problem, UnsupportedError
 from .fragments import fragment_constants, is_modified
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
-from .launch import Box, Launch, Workspace
+from .launch import Box, Constant, Launch, Workspace
 from .mma import (
     CLOCK,
     INSTRUCTIONS,
@@ -30,7 +32,7 @@ from .mma import (
     SHARED_BYTES,
     multiply_refusals,
 )
-from .shared import KV_CACHE_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import ELEMENTS, KV_CACHE_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
 
 ROWS = 16, 32, 64  # rows of a tile
 
@@ -97,6 +99,8 @@ class Tile(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + multiply_refusals(problem, device)
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -243,19 +247,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     assert cache is not None
     if _overflows(problem, tile):
         raise UnsupportedError(f"{tile}: {TOO_MANY_ITERATIONS}")
-    constants = fragment_constants(problem)
-    constants |= {
-        "THREADS": tile.threads,
-        "BLOCK_Q": tile.rows,
-        "BLOCK_KV": tile.block_kv,
-        "COLUMN_WARPS": 1,
-        "STAGES": tile.stages,
-        "Q_IN_REGISTERS": tile.q_in_registers,
-        "SPLIT_SIZE": cache.split_size or 0,
-        "TMA_KV": tile.tma,
-        "CLUSTER_MERGE": tile.cluster > 0,
-        "CLUSTER": tile.cluster or 1,
-    }
+    constants = _constants(problem, tile)
     of_rows = constants | {"THREADS": ROW_THREADS}
     steps = append_launches(problem, of_rows)
     grid, output_tiles = _grid(problem, tile), _output_tiles(problem, tile)
@@ -274,6 +266,23 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if merges and not tile.cluster:
         steps.append(Launch("merge", known_constants("merge", of_rows), (output_tiles, problem.batch, 1), ROW_THREADS))
     return nonempty(with_mods(problem, steps))
+
+
+def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the decode kernel."""
+    assert problem.cache is not None
+    return fragment_constants(problem) | {
+        "THREADS": tile.threads,
+        "BLOCK_Q": tile.rows,
+        "BLOCK_KV": tile.block_kv,
+        "COLUMN_WARPS": 1,
+        "STAGES": tile.stages,
+        "Q_IN_REGISTERS": tile.q_in_registers,
+        "SPLIT_SIZE": problem.cache.split_size or 0,
+        "TMA_KV": tile.tma,
+        "CLUSTER_MERGE": tile.cluster > 0,
+        "CLUSTER": tile.cluster or 1,
+    }
 
 
 def _boxes(problem: Problem, tile: Tile) -> tuple[Box, ...]:
@@ -359,18 +368,10 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
+@lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of dynamic shared memory: Q and the stages, then O, row max and row sum of each warp.
-
-    O, row max and row sum reuse the memory of Q and the stages, unless a producer warp fills the stages; then they have
-    memory of their own, and mbarriers follow.
-    """
-    k, _ = _padded(problem)
-    warps = tile.threads // 32
-    o_row = _columns(problem) + (8 if _is_16_bit(problem) else 16)
-    stages = tile.stages * tile.block_kv * sum(_row_bytes(problem))
-    q_and_stages, o = 2 * tile.rows * k + stages, 4 * warps * tile.rows * (o_row + 2)
-    return q_and_stages + o + 16 * tile.stages if tile.tma else max(q_and_stages, o)
+    """Return the bytes of dynamic shared memory."""
+    return shared_bytes("mma/decode", _constants(problem, tile))
 
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:

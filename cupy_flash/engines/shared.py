@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import dtype_name
@@ -30,7 +32,8 @@ Grid = tuple[int, int, int]
 T = TypeVar("T")
 
 
-def shared_constants(problem: Problem) -> dict[str, Constant]:
+@lru_cache(maxsize=64)
+def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     """Return the constants of every tile kernel; an engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
     constants: dict[str, Constant] = {
         "element": ELEMENTS[dtype_name(problem.out_dtype)],
@@ -57,7 +60,7 @@ def shared_constants(problem: Problem) -> dict[str, Constant]:
             constants[feature.constant] = is_given(problem, feature)
         if feature.element:
             constants[feature.element] = ELEMENTS[getattr(problem, f"{feature.field}_dtype")]
-    return constants
+    return MappingProxyType(constants)
 
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
@@ -84,7 +87,7 @@ ROW_CONSTANTS = {
 }
 
 
-def known_constants(kernel: str, constants: dict[str, Constant]) -> tuple[tuple[str, Constant], ...]:
+def known_constants(kernel: str, constants: Mapping[str, Constant]) -> tuple[tuple[str, Constant], ...]:
     """Return those of a plan's constants that a kernel reads."""
     known = ROW_CONSTANTS.get(kernel)
     # Only delta.cu reads the gradient of lse, so tile kernels with and without it share one cubin.

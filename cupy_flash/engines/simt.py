@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
+from ..jit.shared_memory import shared_bytes
 from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
     ATTENTION_OPTIONS,
+    ELEMENTS,
     KV_CACHE_OPTIONS,
     added_launches,
     captured_reads,
@@ -62,6 +65,8 @@ class Tile(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
     reasons = dtype_refusals(problem) + grid_refusals(problem)
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -133,15 +138,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     """Return the launch of the forward or JVP, or those of a backward: delta, dK/dV, dQ, dbias and dsink."""
     q_tiles = max(-(-problem.q_len // tile.block_q), 1)
     kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    constants: dict[str, Constant] = shared_constants(problem)
-    constants |= {
-        "THREADS": tile.threads,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "LSE2": False,
-        "ADD_DQ": False,
-        "DQ_IN_ORDER": False,
-    }
+    constants = _constants(problem, tile)
     shared = _shared_bytes(problem, tile)
 
     def launch(kernel: str, grid: tuple[int, int, int]) -> Launch:
@@ -168,6 +165,18 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     return nonempty(with_mods(problem, backward))
 
 
+def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernels."""
+    return shared_constants(problem) | {
+        "THREADS": tile.threads,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "LSE2": False,
+        "ADD_DQ": False,
+        "DQ_IN_ORDER": False,
+    }
+
+
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
     """Return the launch, for all engines, that adds to the gradients of captured arrays which no block owns."""
     if all(read.is_owned for read in captured_reads(problem)):
@@ -176,32 +185,16 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
     return [x for x in launches(problem, device, largest) if x.kernel.endswith("_captured")]
 
 
+@lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
-    """Return the bytes of dynamic shared memory per kernel, which must match its arrays, padded as in simt/tile.cuh."""
-    block_q, block_kv, _ = tile
-    size = problem.accumulation.itemsize
-    chunk = 16 // size
-
-    def row(dim: int) -> int:
-        return (-(-dim // (LANES * chunk)) * LANES | 1) * chunk
-
-    k, v = row(problem.head_dim), row(problem.head_dim_v)
-    tq, tk, tv = (name in problem.tangents for name in ("q", "k", "v"))
-    by_query, by_key = block_q * (block_kv + 8), block_kv * (block_q + 8)  # P
-    if not problem.backward:
-        forward = block_q * k * (1 + tq) + block_kv * max(k, v)
-        if not problem.derivative:
-            return {"simt/forward": size * (forward + by_query)}
-        return {"simt/jvp": size * (forward + by_query * (1 + problem.moves_probabilities))}
-    if problem.derivative:
-        step, rows = "simt/second", 4
+    """Return the bytes of dynamic shared memory of each tile kernel."""
+    if problem.backward:
+        step = "simt/second" if problem.derivative else "simt/backward"
+        kernels = [f"{step}_{name}" for name in ("kv", "q", "bias", "captured")]
     else:
-        step, rows = "simt/backward", 2
-    operands = block_q * (k * (1 + tq) + v + rows) + block_kv * (k * (1 + tk) + v * (1 + tv))
-    return {
-        f"{step}_kv": size * (operands + by_key),
-        **dict.fromkeys((f"{step}_q", f"{step}_bias", f"{step}_captured"), size * (operands + by_query)),
-    }
+        kernels = ["simt/jvp" if problem.derivative else "simt/forward"]
+    constants = _constants(problem, tile)
+    return {kernel: shared_bytes(kernel, constants) for kernel in kernels}
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:

@@ -17,8 +17,7 @@ from ..engines.launch import Launch
 from ..plan.plan import launches_at_any_length
 from ..problem.build import pose
 from ..problem.features import ARRAYS, Feature, Options
-from ..problem.kv_cache import SPLIT_UNIT
-from ..problem.kv_cache_records import Cache
+from ..problem.kv_cache_records import SPLIT_UNIT, Cache
 from ..problem.mask import Mask
 from ..problem.records import DTYPES, FP8, Packed, Problem
 

@@ -20,10 +20,13 @@ from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Workspace
 from ..jit.source import chosen_lines, kernel_folder
 from ..problem.features import ARRAYS, NUMBERS
+from ..problem.kv_cache_records import CACHE_FEATURES, Cache
 from ..problem.records import FP8, Operands, Problem
 from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from .captured import Captured
 
 SCALARS = {
@@ -52,7 +55,7 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype[Any]]:
+def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype]:
     """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     Args:
@@ -64,9 +67,9 @@ def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> 
     switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
     lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
-    structs: dict[str, np.dtype[Any]] = {}
+    structs: dict[str, np.dtype] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
-        members: list[tuple[str, Any]] = []
+        members: list[tuple[str, npt.DTypeLike]] = []
         for declaration in filter(None, map(str.strip, body.split(";"))):
             kind, member = declaration.rsplit(maxsplit=1)
             if kind.endswith("*"):
@@ -84,15 +87,15 @@ def pack(
     workspaces: Iterable[Workspace],
     address: Address,
     captured: Captured | None = None,
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
 
-    All members but addresses, the seed, a cache and captured arrays are equal in calls with the same shapes and
+    All members but addresses, the seed, a common length and captured arrays are equal in calls with the same shapes and
     strides, and are cached.
     """
-    arrays = operands.arrays()
-    if problem.cache is not None:
-        del arrays["k"], arrays["v"]
+    arrays, cache = operands.arrays(), operands.cache
+    if problem.cache is not None and problem.cache.rotary is not None and operands.q.shape[-1]:
+        arrays["q_unrotated"] = operands.q  # `q` is a workspace
     arrays |= {
         name: array
         for name, array in results.items()
@@ -103,23 +106,34 @@ def pack(
         (name, start % ALIGNMENT, array.shape, array.strides, array.dtype)
         for (name, array), start in zip(arrays.items(), addresses, strict=True)
     ]
-    packed_rows = (operands.q.shape[0], operands.k.shape[0]) if problem.layout == "thd" else ()
     layout, constant, places = _constant(
-        problem, packed_rows, tuple(described), tuple(workspaces), captured.text if captured else ""
-    )
+        problem, _rows_of_arrays(problem, operands), tuple(described), tuple(workspaces),
+        captured.text if captured else "",
+    )  # fmt: skip
     numbers = constant.copy()
     for place, start in zip(places, addresses, strict=True):
         numbers[place] = start
     changing: dict[str, tuple[float, ...]] = {}
     if not isinstance(operands.seed, Array):
         changing["seed"] = (operands.seed or 0,)
-    if problem.cache is not None:
-        changing |= cache_members(problem, operands, workspaces, address, _tensor)
+    if cache is not None and isinstance(cache.cache_seqlens, int):
+        changing["cache_length"] = (cache.cache_seqlens,)
     if captured is not None:
         changing["captured"] = captured.members(address)
     for member, values in changing.items():
         numbers[layout.places[member]] = values
     return layout.packed(numbers)
+
+
+def _rows_of_arrays(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """Return the rows of queries and keys: of one sequence, or of a whole packed batch."""
+    if problem.layout != "thd":
+        return problem.q_len, problem.kv_len
+    if operands.cache is None:
+        return operands.q.shape[0], operands.k.shape[0]
+    new = operands.cache.k_new
+    rows = operands.q if new is None or operands.q.shape[-1] else new  # an append has no queries
+    return rows.shape[0], problem.kv_len
 
 
 ALIGNMENT = 64  # the largest alignment, in bytes, that the kernels distinguish: eight elements of fp64
@@ -131,38 +145,41 @@ class Described(NamedTuple):
     pointer: int  # address modulo ALIGNMENT
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
 
 
 @lru_cache(maxsize=1024)
 def _constant(
     problem: Problem,
-    packed_rows: tuple[int, ...],
-    arrays: tuple[tuple[Any, ...], ...],
+    rows: tuple[int, int],
+    arrays: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], np.dtype], ...],
     workspaces: tuple[Workspace, ...],
     captured: str,
 ) -> tuple[_Struct, list[float], tuple[int, ...]]:
     """Return the struct of a call, its cached numbers, and for each array the index of its address among them.
 
-    `packed_rows` are the rows of q and of k in a packed batch; `arrays` are tuples (name, *Described).
+    `rows` are those of queries and keys in the arrays; `arrays` are tuples (name, *Described).
     """
-    by_name: dict[str, Any] = {name: Described(*facts) for name, *facts in arrays}
+    by_name: dict[str, Any] = {
+        name: Described(start, shape, strides, dtype) for name, start, shape, strides, dtype in arrays
+    }
     forms, layout = _forms(), problem.layout
     members: dict[str, tuple[float, ...]] = {}
     strides = {workspace.name: workspace.strides for workspace in workspaces}
     start = operator.attrgetter("pointer")
+    of_keys = layout if problem.cache is None else problem.cache.layout
     for name, array in by_name.items():
-        members[name] = (0, *strides[name]) if name in strides else forms[name](array, layout, start)
-    for feature in BATCH_STRIDED:
+        own_layout = of_keys if name in ("k", "v") else layout
+        members[name] = (0, *strides[name]) if name in strides else forms[name](array, own_layout, start)
+    for feature in (*ARRAYS, *CACHE_FEATURES):
         array = by_name.get(feature.name)
-        if array is not None and len(array.shape) == max(map(len, feature.axes)):
-            members[feature.batch_stride] = (array.strides[0],)
+        if feature.leading_stride and array is not None and len(array.shape) == max(map(len, feature.axes)):
+            members[feature.leading_stride] = (array.strides[0],)
     if "seed" in members:
         members["seed_array"] = members.pop("seed")
     for feature in SCALARS_OF_FEATURES:
         members[feature.member] = (getattr(problem, feature.field) or 0,)
     left, right = problem.mask.left, problem.mask.right
-    q_rows, kv_rows = packed_rows or (problem.q_len, problem.kv_len)
     members |= {
         "keep_scale": (dropout.keep_scale(problem.dropout),),
         "drop_below": (dropout.threshold(problem.dropout),),
@@ -172,17 +189,34 @@ def _constant(
         "batch": (problem.batch,),
         "heads": (problem.heads,),
         "group": (problem.group,),
-        "q_len": (q_rows,),
-        "kv_len": (kv_rows,),
+        "q_len": (rows[0],),
+        "kv_len": (rows[1],),
         "window_left": (-1 if left is None else min(left, 2**31 - 1),),
         "window_right": (-1 if right is None else min(right, 2**31 - 1),),
     }
+    if problem.cache is not None:
+        members |= _members_of_cache(problem, problem.cache, by_name)
     struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "")
     places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
     return struct, struct.numbers(members), places
 
 
-BATCH_STRIDED = tuple(feature for feature in ARRAYS if feature.batch_stride)
+def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Described]) -> dict[str, tuple[float, ...]]:
+    """Return the sizes of a KV cache; `arrays` are those of the call and its workspaces."""
+    sizes = {
+        "partial_results": arrays["part_lse"].shape[0] if "part_lse" in arrays else 0,
+        "cache_length": problem.kv_len,
+        "cache_capacity": problem.kv_len,
+        "cache_blocks": cache.blocks,
+        "cache_rows": arrays["k"].shape[2 if cache.layout == "bhsd" else 1],
+        "page_log2": 0 if cache.page is None else cache.page.bit_length() - 1,
+        "appended": 0 if problem.layout == "thd" else cache.appended or 0,
+        "rotary_rows": arrays["rotary_cos"].shape[0] if "rotary_cos" in arrays else 0,
+        "mask_keys": 0 if problem.dense_mask is None else problem.dense_mask[-1],
+    }
+    return {name: (size,) for name, size in sizes.items()}
+
+
 SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
 
 
@@ -195,9 +229,11 @@ def has_strides(name: str) -> bool:
 def _forms() -> dict[str, Form]:
     """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
-    forms |= dict.fromkeys(("tq", "tk", "tv", "tout"), _tensor)
+    forms |= dict.fromkeys(("tq", "tk", "tv", "tout", "k_new", "v_new", "q_unrotated"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
+    for feature in CACHE_FEATURES:
+        forms.setdefault(feature.name, _pointer)
     for feature in ARRAYS:
         form = _pointer
         if has_strides(feature.name):
@@ -206,68 +242,7 @@ def _forms() -> dict[str, Form]:
     return forms
 
 
-NAMES = {"k": "k_new", "v": "v_new"}  # the members of CacheOperands with another name in Params
-
-
-ROWS = {"block_table": "table_row", "rotary_cos": "cos_row", "rotary_sin": "sin_row", "positions": "positions_row"}
-
-
-def cache_arrays(operands: Operands) -> dict[str, Array]:
-    """Return the arrays of a call besides those of Operands, by member of Params."""
-    given = operands.cache
-    if given is None:
-        return {}
-    named = {NAMES.get(name, name): array for name, array in zip(given._fields, given, strict=True) if name != "out"}
-    return {name: array for name, array in named.items() if isinstance(array, Array)}
-
-
-def with_arrays(operands: Operands, arrays: dict[str, Array]) -> Operands:
-    """Return the operands with some arrays replaced; `arrays` has them by member of Params."""
-    given = operands.cache
-    if given is not None:
-        nested = {name: arrays[NAMES.get(name, name)] for name in given._fields if NAMES.get(name, name) in arrays}
-        operands = operands._replace(cache=given._replace(**{x: y for x, y in nested.items() if x != "out"}))
-    members: dict[str, Any] = {name: array for name, array in arrays.items() if name in Operands._fields}
-    return operands._replace(**members)
-
-
-def cache_members(
-    problem: Problem, operands: Operands, workspaces: Iterable[Workspace], address: Address, tensor: Form
-) -> dict[str, tuple[float, ...]]:
-    """Return the members by name; `tensor` returns the Operand of an array (see params.py)."""
-    cache, given = problem.cache, operands.cache
-    assert cache is not None and given is not None
-    packed = problem.layout == "thd"
-    layout = "thd" if packed else cache.layout
-    members: dict[str, tuple[float, ...]] = {
-        "k": tensor(operands.k, cache.layout, address),
-        "v": tensor(operands.v, cache.layout, address),
-    }
-    for name, array in cache_arrays(operands).items():
-        members[name] = tensor(array, layout, address) if name in ("k_new", "v_new") else (address(array),)
-        if name in ROWS and len(array.shape) == 2:
-            members[ROWS[name]] = (array.strides[0],)
-    if cache.rotary is not None and operands.q.shape[-1]:
-        members["q_unrotated"] = tensor(operands.q, layout, address)
-    rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
-    tokens = operands.q.shape[0] if given.k is None or operands.q.shape[-1] else given.k.shape[0]
-    numbers: dict[str, Any] = {
-        "q_len": tokens if packed else problem.q_len,
-        "kv_len": problem.kv_len,
-        "partial_results": next((x.shape[0] for x in workspaces if x.name == "part_lse"), 0),
-        "cache_length": given.cache_seqlens if isinstance(given.cache_seqlens, int) else problem.kv_len,
-        "cache_capacity": problem.kv_len,
-        "cache_blocks": cache.blocks,
-        "cache_rows": rows,
-        "page_log2": 0 if cache.page is None else cache.page.bit_length() - 1,
-        "appended": 0 if packed else cache.appended or 0,
-        "rotary_rows": 0 if given.rotary_cos is None else given.rotary_cos.shape[0],
-        "mask_keys": 0 if problem.dense_mask is None else problem.dense_mask[-1],
-    }
-    return members | {name: (number,) for name, number in numbers.items()}
-
-
-def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray[Any, Any]:
+def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray:
     """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
     batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
@@ -285,7 +260,7 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np
 
 def pack_maps(
     boxes: tuple[Box, ...], arrays: dict[str, Array], layout: str, address: Address, encode: Encode
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Return the tensor maps of these boxes, in order, as a read-only array without dimensions."""
     boxed = [arrays[box.operand] for box in boxes]
     return _maps(boxes, tuple([(address(x), x.shape, x.strides, x.dtype) for x in boxed]), layout, encode)
@@ -294,10 +269,10 @@ def pack_maps(
 @lru_cache(maxsize=1024)
 def _maps(
     boxes: tuple[Box, ...],
-    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...],
+    arrays: tuple[tuple[int, tuple[int, ...], tuple[int, ...], np.dtype], ...],
     layout: str,
     encode: Encode,
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
     start = operator.attrgetter("pointer")
     encoded = b""
@@ -345,7 +320,7 @@ def _encoded(
 class _Struct(NamedTuple):
     """The layout of a struct: the format of its numbers, and the index of each member's first number."""
 
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     packer: struct.Struct
     zeros: list[float]  # one for each number of the struct
     places: dict[str, slice]
@@ -357,7 +332,7 @@ class _Struct(NamedTuple):
             numbers[self.places[member]] = values
         return numbers
 
-    def packed(self, numbers: list[float]) -> np.ndarray[Any, Any]:
+    def packed(self, numbers: list[float]) -> np.ndarray:
         """Return a struct with these numbers, packed by one call because NumPy's assignments to fields are slow."""
         return np.ndarray((), self.dtype, bytearray(self.packer.pack(*numbers)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -164,14 +164,14 @@ def _work(plan: Plan, operands: Operands, results: Results, *, without_workspace
     """
     by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
-    inputs = given(operands)
+    inputs = operands.arrays()
     rows = {
         name: contiguous(array)
         for name, array in inputs.items()
         if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
     if rows:
-        operands, inputs = _replaced(operands, rows), inputs | rows
+        operands, inputs = operands.with_arrays(rows), inputs | rows
     problem = plan.problem
     tokens = (operands.q.shape[0], operands.k.shape[0])
     lengths = tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)
@@ -184,27 +184,8 @@ def _work(plan: Plan, operands: Operands, results: Results, *, without_workspace
         captured = Captured(problem, operands, fixed_slots(problem))
         inputs, results = inputs | captured.arrays, results | captured.workspaces
     params = partial(pack, problem, operands, results, workspaces, captured=captured)
-    written = () if operands.cache is None or operands.cache.k is None else ("k", "v")
+    written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written)
-
-
-def given(operands: Operands) -> dict[str, Array]:
-    """Return the arrays among the operands, by name."""
-    arrays = operands.arrays()
-    if operands.cache is None:
-        return arrays
-    from .params import cache_arrays
-
-    return arrays | cache_arrays(operands)
-
-
-def _replaced(operands: Operands, arrays: dict[str, Any]) -> Operands:
-    """Return the operands with these arrays, by the names of `given`."""
-    if operands.cache is None:
-        return operands._replace(**arrays)
-    from .params import with_arrays
-
-    return with_arrays(operands, arrays)
 
 
 def _has_contiguous_row(array: Array) -> bool:

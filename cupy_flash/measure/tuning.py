@@ -25,11 +25,10 @@ from ..plan import measurements, plan
 from ..plan.measurements import Json, Measured, Tune
 from ..plan.plan import Plan, amount_text, candidates
 from ..plan.refusals import is_on_request, refusals
-from ..problem.build import pose
+from ..problem.build import pose, pose_with_cache
 from ..problem.features import Options
-from ..problem.kv_cache import pose_with_cache
 from ..problem.kv_cache_records import CacheOptions
-from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial, cache_call
+from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial
 from ..problem.records import Operands, Problem, Saved
 from . import other_libraries
 from .checks import calls
@@ -482,11 +481,11 @@ def _posed(backend: str, trial: Trial, saved: tuple[Owner, Owner] | None) -> tup
 
 def _stated(backend: str, trial: Trial, saved: tuple[Owner, Owner] | None) -> tuple[Problem, Operands]:
     """Return a call's problem and operands; for a backward, out and lse may be any arrays of their shapes."""
-    if trial.cache is not None:
-        q, k_cache, v_cache, given = calls.move(backend, tuple(cache_call(trial, trial.cache)))
-        return pose_with_cache(q, k_cache, v_cache, CacheOptions(**given, backend=backend))
     call = calls.on_backend(backend, trial.call())
-    options = Options(**call.options, backend=backend, deterministic=trial.deterministic)
+    if trial.cache is not None:
+        return pose_with_cache(call.q, call.k, call.v, CacheOptions.of("tune", call.options | {"backend": backend}))
+    how = {"backend": backend, "deterministic": trial.deterministic}
+    options = Options.of("tune", call.options | how)
     out, lse = (call.dout, call.dlse) if saved is None else saved
     posed = Saved(call.dout, out, lse, None) if trial.backward else None
     return pose("tune", (call.q, call.k, call.v), options, call.packed, posed)

@@ -1,10 +1,10 @@
-"""Poses a call: checks it, and makes its Problem and Operands.
+"""Builds the Problem and Operands of a call, with or without a KV cache, after checking it.
 
-Facts (shapes, dtypes, options) are checked once and cached; the contents of arrays are checked at every call.
+Facts (shapes, dtypes, options) are checked once and cached; the contents of arrays are checked at every call. The
+modules for KV caches are imported by the first call on one.
 """
 
-from __future__ import annotations
-
+# Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
 import math
 import operator
 from functools import lru_cache
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import environment
-from ..arrays import CACHED, Array, dtype_name, has_boxes
+from ..arrays import CACHED, Array, dtype_name, empty, has_boxes
 from .checks import (
     ArrayFacts,
     Requirements,
@@ -29,10 +29,26 @@ from .checks import (
     check_shapes,
     check_tangents,
     check_values,
+    is_one_of,
     read,
 )
-from .features import ARRAY, ARRAYS, FEATURES, MOD, SEED, WINDOW, Options
-from .records import DOUBLE_BACKWARD, JVP, WHOLE, Operands, Packed, Problem, Saved, Shard, Tangents, out_dtype
+from .features import ARRAY, ARRAYS, FEATURES, LENGTHS, MOD, SEED, WINDOW, Feature, Options
+from .mask import Mask
+from .records import (
+    CACHES,
+    DOUBLE_BACKWARD,
+    JVP,
+    LAYOUTS,
+    LONGEST,
+    WHOLE,
+    Operands,
+    Packed,
+    Problem,
+    Saved,
+    Shard,
+    Tangents,
+    out_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,16 +58,21 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
-    from .kv_cache_records import CacheOptions
+    from .kv_cache_records import Cache, CacheOptions
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
-    PlainOption: TypeAlias = bool | float | str | None
+
+# (name, *ArrayFacts)
+NamedFacts = (
+    tuple[str, tuple[int, ...], np.dtype, str, str]
+    | tuple[str, tuple[int, ...], np.dtype, str, str, bool, str, bool, bool]
+)
 
 
 def pose(
     function: str,
-    arrays: tuple[Given, Given, Given],
+    arrays: "tuple[Given, Given, Given]",
     options: Options,
     packed: Packed | None = None,
     saved: Saved | None = None,
@@ -64,40 +85,130 @@ def pose(
     """
     requirements = Requirements(function)
     mod = traced_mod(requirements, options)
-    given = _given(arrays, options, packed, saved, shard, mod)
+    given = _given(("q", "k", "v"), arrays, options, TABLE)
+    if packed is not None:
+        given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
+    if saved is not None:
+        given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
+        if saved.dlse is not None:
+            given["dlse"] = saved.dlse
+    if shard.starts is not None:
+        given["starts"] = shard.starts
+    if mod is not None:
+        given |= zip(captured_names(mod), mod.arrays, strict=True)
     if tangents is not None:
         given |= _direction(requirements, tangents, mod)
     call = read(requirements, given)
-    facts = _facts(call, options, packed, saved, shard, mod, tangents is not None)
-    stated = cached_if_plain(_state, facts.types)(facts)
-    if stated.unmet:
-        requirements.unmet += stated.unmet
-        requirements.about_type |= stated.about_type
+    facts = _facts(
+        options, mod,
+        tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]),
+        _are_aligned(call, ("q", "k", "v")), () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k),
+        saved, shard, tangents is not None,
+    )  # fmt: skip
+    checked = _checked(requirements, facts)
     # Array contents and the seed are not cached facts: check them on every call.
-    seed = check_seed(requirements, call, options.seed, stated.dropout, saved is not None)
+    seed = check_seed(requirements, call, options.seed, checked.dropout, saved is not None)
     if packed is not None:
-        check_boundaries(requirements, call, stated.longest)
-    check_values(requirements, call, stated.sizes)
+        check_boundaries(requirements, call, checked.longest)
+    check_values(requirements, call, checked.sizes)
     requirements.raise_if_unmet(call)
-    assert stated.problem is not None  # holds because every requirement is met
-    if not stated.dropout:
+    assert checked.problem is not None  # holds because every requirement is met
+    if not checked.dropout:
         seed = None
     elif seed is None:
         # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
-    names = captured_names(mod)
-    captured, tcaptured = tuple(call[name] for name in names), tuple(call.get(f"t{name}") for name in names)
-    numbers = mod.numbers if mod else ()
-    return stated.problem, Operands(**named, seed=seed, captured=captured, numbers=numbers, tcaptured=tcaptured)
+    if mod is not None:
+        names = captured_names(mod)
+        named |= {"captured": tuple([call[name] for name in names]), "numbers": mod.numbers}
+        named["tcaptured"] = tuple([call.get(f"t{name}") for name in names])
+    return checked.problem, Operands(**named, seed=seed)
+
+
+def pose_with_cache(
+    q: "Given", k_cache: "Given", v_cache: "Given", options: "CacheOptions", reasons: tuple[str, ...] = ()
+) -> tuple[Problem, Operands]:
+    """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
+    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
+    return _pose_on_cache("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
+
+
+def pose_append(
+    k: "Given",
+    v: "Given",
+    k_cache: "Given",
+    v_cache: "Given",
+    cu_seqlens: "Given | None",
+    options: "CacheOptions",
+    reasons: tuple[str, ...] = (),
+) -> tuple[Problem, Operands]:
+    """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
+    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, _of_cache())
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = cu_seqlens
+    return _pose_on_cache("append_to_kv_cache", given, options, "cu_seqlens", reasons)
+
+
+def _pose_on_cache(
+    function: str, given: dict[str, object], options: "CacheOptions", bounds: str, reasons: tuple[str, ...]
+) -> tuple[Problem, Operands]:
+    requirements, of_cache = Requirements(function), _of_cache()
+    requirements.unmet += reasons
+    length = _whole_length(requirements, options.cache_seqlens)
+    if length is None and options.cache_seqlens is not None:
+        given["cache_seqlens"] = options.cache_seqlens
+    mod = traced_mod(requirements, options)
+    if mod is not None:
+        given |= zip(captured_names(mod), mod.arrays, strict=True)
+    attends = "q" in given
+    call = read(requirements, given)
+    facts = _facts(
+        options, mod,
+        tuple([
+            (name, x.shape, x.dtype, x.device, x.framework, x.readonly, x.immutable, *_strides(x.shape, x.strides))
+            for name, x in call.items()
+        ]),
+        _are_aligned(call, CACHES), on_cache=(attends, length is not None),
+    )  # fmt: skip
+    checked = _checked(requirements, facts)
+    fields = of_cache.fields
+    nested: dict[str, Any] = {fields[name]: x for name, x in call.items() if name in fields}
+    if length is not None:
+        nested["cache_seqlens"] = length
+    rows = call.get("q")
+    if rows is None and "k" in call:
+        rows = empty((0,) * len(call["k"].shape), call["k"].dtype, call["k"])
+    named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache")}
+    named |= {name: x for name, x in call.items() if name in of_cache.others}
+    named["cu_seqlens_q"] = call.get(bounds)
+    if mod is not None:
+        named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
+    operands = Operands(**named, cache=of_cache.operands(**nested))
+    of_cache.check_overlap(requirements, call)
+    if checked.readable:
+        assert checked.problem is not None  # holds because the sizes are known
+        check_values(requirements, call, checked.sizes)
+        of_cache.check_contents(requirements, checked.problem, operands, bounds)
+    requirements.raise_if_unmet(call)
+    assert checked.problem is not None
+    return checked.problem, operands
+
+
+def _whole_length(requirements: Requirements, given: object) -> int | None:
+    """Return cache_seqlens if it is one number for all sequences, else None; 0 for one that is no int32."""
+    if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
+        return None
+    if not isinstance(given, (int, np.integer)) or isinstance(given, (bool, np.timedelta64)):
+        return None
+    length = int(given)
+    return length if requirements.require(abs(length) <= LONGEST, f"cache_seqlens must be int32, not {length}") else 0
 
 
 OPERANDS = frozenset(Operands._fields)
-ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
-_arrays_of = operator.attrgetter(*ARRAY_NAMES)
 
 
-def traced_mod(requirements: Requirements, options: Options | CacheOptions) -> Mod | None:
+def traced_mod(requirements: Requirements, options: "Options | CacheOptions") -> "Mod | None":
     """Return the traced score_mod and mask_mod; None without them, or, as an unmet requirement, if tracing fails."""
     if options.score_mod is None and options.mask_mod is None:
         return None
@@ -112,12 +223,12 @@ def traced_mod(requirements: Requirements, options: Options | CacheOptions) -> M
         return None
 
 
-def captured_names(mod: Mod | None) -> list[str]:
+def captured_names(mod: "Mod | None") -> list[str]:
     """Return the names of a mod's captured arrays among the arrays of a call, by slot."""
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
 
 
-def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) -> dict[str, object]:
+def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None") -> dict[str, object]:
     """Return the tangents by name; those of captured arrays are tarray0, tarray1, ..."""
     given = zip(Tangents._fields[:-1], tangents, strict=False)
     direction: dict[str, object] = {name: x for name, x in given if x is not None}
@@ -134,36 +245,53 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: Mod | None) 
     return direction
 
 
+# The options that are part of the cache key as they are. A window is part of it as two sides and a mod as its text; a
+# seed and lengths are not, because no fact depends on them.
+NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD)
+
+
+class _Table:
+    """The options of a class by kind."""
+
+    def __init__(self, features: tuple[Feature, ...]) -> None:
+        self.features = features
+        self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
+        self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
+        self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
+
+
+TABLE = _Table(FEATURES)
+ARRAY_NAMES = TABLE.arrays
+
+
+class _OfCache(_Table):
+    """The options of a call on a KV cache, and what it needs of modules that other calls do not import."""
+
+    def __init__(self) -> None:
+        from .kv_cache_contents import check_contents, check_overlap
+        from .kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
+
+        super().__init__(CACHE_FEATURES)
+        self.fields, self.operands = FIELDS, CacheOperands
+        self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
+        self.check_contents, self.check_overlap = check_contents, check_overlap
+
+
+# Made once: an import in a function takes microseconds even if the module has been imported.
+_of_cache = lru_cache(maxsize=1)(_OfCache)
+
+
 def _given(
-    arrays: tuple[Given, Given, Given],
-    options: Options,
-    packed: Packed | None,
-    saved: Saved | None,
-    shard: Shard,
-    mod: Mod | None,
+    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: "Options | CacheOptions", table: _Table
 ) -> dict[str, object]:
     """Return the arrays of a call by name, as the caller passed them; only a required one may be None."""
-    given: dict[str, object] = dict(zip(("q", "k", "v"), arrays, strict=True))
-    for name, value in zip(ARRAY_NAMES, _arrays_of(options), strict=True):
+    given: dict[str, object] = dict(zip(names, arrays, strict=True))
+    for name, value in zip(table.arrays, table.arrays_of(options), strict=True):
         if value is not None:
             given[name] = value
-    if packed is not None:
-        given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
-    if saved is not None:
-        given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
-        if saved.dlse is not None:
-            given["dlse"] = saved.dlse
-    if shard.starts is not None:
-        given["starts"] = shard.starts
-    if mod is not None:
-        given |= zip(captured_names(mod), mod.arrays, strict=True)
     return given
 
 
-# The options that are part of the cache key as they are. A window is part of it as two sides and a mod as its text; a
-# seed is not, because no fact depends on it.
-PLAIN_OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind not in (ARRAY, WINDOW, SEED, MOD))
-_plain_of = operator.attrgetter(*PLAIN_OPTIONS)
 # Calls with options of other types are not cached: such a value may be mutable, unhashable, or equal to one with
 # another meaning.
 PLAIN = frozenset((bool, int, float, str, type(None), np.bool_, np.int64, np.float32, np.float64))
@@ -175,151 +303,197 @@ class Facts(NamedTuple):
     Options are as the caller passed them: one who ignores the types may have passed anything.
     """
 
-    options: tuple[PlainOption, ...]  # in the order of PLAIN_OPTIONS
-    window: Window
+    options: tuple[bool | float | str | None, ...]  # the plain ones
+    window: tuple[int | None, int | None] | None
     backend: str | None  # the option `backend`, by default the environment variable
-    longest: tuple[int | None, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch
-    bias_gradient: bool
     mods: str  # the text of the mods, or ""
+    arrays: tuple[NamedFacts, ...]
+    aligned: bool
+    longest: tuple[int | None, ...]  # (max_seqlen_q, max_seqlen_k) of a packed batch without a cache
+    backward: bool
+    bias_gradient: bool
     captured_gradient: tuple[bool, ...] | None
     shard: tuple[int, int, int | None, int, tuple[int, int] | None]  # the fields of Shard other than its array
-    types: tuple[type, ...]  # the options' types, because 1 == True == 1.0 and not all of them are legal
-    packed: bool
-    backward: bool
     directed: bool  # a JVP, or together with `backward` a double backward
-    aligned: bool
-    arrays: tuple[tuple[str, tuple[int, ...], np.dtype, str, str], ...]  # (name, *ArrayFacts)
+    types: tuple[type, ...]  # the options' types, because 1 == True == 1.0 and not all of them are legal
+    on_cache: tuple[bool, bool] | None  # whether it attends, and whether all sequences have one length; None: no cache
 
 
 def _facts(
-    call: dict[str, Array],
-    options: Options,
-    packed: Packed | None,
-    saved: Saved | None,
-    shard: Shard,
-    mod: Mod | None,
-    directed: bool,
+    options: "Options | CacheOptions",
+    mod: "Mod | None",
+    arrays: tuple[NamedFacts, ...],
+    aligned: bool,
+    longest: tuple[int | None, ...] = (),
+    saved: Saved | None = None,
+    shard: Shard = WHOLE,
+    directed: bool = False,
+    on_cache: tuple[bool, bool] | None = None,
 ) -> Facts:
-    plain = _plain_of(options)
+    plain = (TABLE if on_cache is None else _of_cache()).plain_of(options)
     window, backend = options.window, options.backend
     if backend is None:
         backend = environment.backend()
-    longest = () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
     bias_gradient = saved is not None and saved.bias_gradient
-    text = "" if mod is None else mod.text
     captured_gradient = None if saved is None else saved.captured_gradient
     sides = window if type(window) is tuple else (window,)
     types = tuple(map(type, (*plain, backend, bias_gradient, *longest, *shard[1:], *sides)))
-    arrays = tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()])
     return Facts(
-        plain, window, backend, longest, bias_gradient, text, captured_gradient, shard[1:], types,
-        packed is not None, saved is not None, directed, _are_aligned(call), arrays,
+        plain, window, backend, "" if mod is None else mod.text, arrays, aligned, longest,
+        saved is not None, bias_gradient, captured_gradient, shard[1:], directed, types, on_cache,
     )  # fmt: skip
 
 
-def _are_aligned(call: dict[str, Array]) -> bool:
-    """Return whether TMA can load q, k and v; an array that could not be read is ignored."""
-    return all(has_boxes(call[name]) for name in ("q", "k", "v") if name in call)
+def _are_aligned(call: dict[str, Array], names: tuple[str, ...]) -> bool:
+    """Return whether TMA can load these arrays; one that could not be read is ignored."""
+    return all(has_boxes(call[name]) for name in names if name in call)
 
 
-class Stated(NamedTuple):
+@lru_cache(maxsize=CACHED)
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, bool]:
+    """Return `has_rows` and `repeats` of an array's facts."""
+    has_rows = 0 in shape or shape[-1:] == (1,) or strides[-1:] == (1,)
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True))
+    return has_rows, overlaps and 0 not in shape
+
+
+class CheckedFacts(NamedTuple):
     """The result of all checks of facts."""
 
-    problem: Problem | None  # None if a requirement is not met
+    problem: Problem | None  # None if the arrays do not agree on the sizes
     sizes: Sizes
     dropout: bool
     longest: tuple[int | None, int | None]
+    readable: bool  # the arrays of indices of a KV cache have the right shapes and dtypes
     unmet: tuple[str, ...]
     about_type: bool
+    unsupported: tuple[str, ...]
 
 
-def cached_if_plain(function: _lru_cache_wrapper[T], types: tuple[type, ...]) -> Callable[..., T]:
+def _checked(requirements: Requirements, facts: Facts) -> CheckedFacts:
+    """Return the checked facts, and record what is not met."""
+    checked = cached_if_plain(_check_facts, facts.types)(facts)
+    if checked.unmet:
+        requirements.unmet += checked.unmet
+        requirements.about_type |= checked.about_type
+    requirements.unsupported += checked.unsupported
+    return checked
+
+
+def cached_if_plain(function: "_lru_cache_wrapper[T]", types: tuple[type, ...]) -> "Callable[..., T]":
     """Return the cached function if every option has a plain type, otherwise the function without the cache."""
     return function if PLAIN.issuperset(types) else function.__wrapped__
 
 
 @lru_cache(maxsize=CACHED)
-def _state(facts: Facts) -> Stated:
+def _check_facts(facts: Facts) -> CheckedFacts:
     """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
-    requirements = Requirements("")
-    arrays = {name: ArrayFacts(shape, dtype, *place) for name, shape, dtype, *place in facts.arrays}
-    options: dict[str, Any] = dict(zip(PLAIN_OPTIONS, facts.options, strict=True))
+    requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
+    arrays = {described[0]: ArrayFacts(*described[1:]) for described in facts.arrays}
+    options: dict[str, Any] = dict(zip(table.plain, facts.options, strict=True))
+    packed, layout, sizes, cache, readable = facts.longest != (), options["layout"], Sizes(), None, False
     check_places(requirements, arrays)
-    sizes = Sizes()
-    if {"q", "k", "v"} <= arrays.keys():
-        sizes = check_shapes(requirements, arrays, options["layout"], facts.packed)
+    if facts.on_cache is not None:
+        from . import kv_cache
+
+        layout = layout if is_one_of(layout, LAYOUTS) else "bshd"
+        sizes = kv_cache.check_sizes(requirements, arrays, options, layout, facts.on_cache)
+        packed, readable = sizes.packed, sizes.known and not requirements.unmet
+    elif {"q", "k", "v"} <= arrays.keys():
+        sizes = check_shapes(requirements, arrays, layout, packed)
+    like = arrays.get("q", arrays.get("k"))
     settings, unmet_options, about_type = cached_if_plain(_check_options, facts.types)(
-        facts.options, facts.window, facts.backend, facts.types, facts.packed,
-        np.float64 if "q" in arrays and arrays["q"].dtype == np.float64 else np.float32,
+        facts.on_cache is not None, facts.options, facts.window, facts.backend, facts.types, facts.longest != (),
+        np.float64 if like is not None and like.dtype == np.float64 else np.float32,
     )  # fmt: skip
     requirements.unmet += unmet_options
     requirements.about_type |= about_type
-    if sizes.known:
-        check_features(requirements, arrays, sizes)
+    longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
+    if sizes.known and facts.on_cache is not None:
+        on_cpu = facts.backend in (None, "cpu") and arrays["k_cache"].device == "cpu"
+        readable &= kv_cache.check_arrays(requirements, arrays, layout, sizes, on_cpu)
+        cache = kv_cache.facts_of_cache(arrays, settings, layout, sizes)
+    elif sizes.known:
+        check_features(requirements, FEATURES, arrays, sizes.lengths)
         check_saved(requirements, arrays, sizes)
         check_tangents(requirements, arrays)
-    longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
-    if facts.packed:
+    if facts.longest:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
-    numbers: dict[str, Any] = dict(settings.numbers)
+    numbers = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
-    unmet = tuple(requirements.unmet)
     problem = None
-    if sizes.known and not unmet:
-        q_len, kv_len = longest
-        assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
-        step, first_head, heads, first_batch, _ = facts.shard
-        problem = Problem(
-            backward=facts.backward,
-            derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
-            tangents=_moved(arrays),
-            dtype=arrays["q"].dtype,
-            device=arrays["q"].device,
-            framework=arrays["q"].framework,
-            layout="thd" if facts.packed else options["layout"],
-            batch=sizes.batch,
-            q_len=q_len,
-            kv_len=kv_len,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            head_dim_v=sizes.head_dim_v,
-            mask=settings.mask,
-            dlse="dlse" in arrays,
-            aligned=facts.aligned,
-            empty=any(0 in arrays[name].shape for name in ("q", "k", "v")),
-            shard="starts" in arrays,
-            step=step,
-            first_head=first_head,
-            whole_heads=sizes.heads if heads is None else heads,
-            first_batch=first_batch,
-            deterministic=bool(options["deterministic"]),
-            backend=facts.backend,
-            engine=options["engine"],
-            cache=None,
-            bias_gradient=facts.bias_gradient,
-            **mods,
-            **numbers,
-            **array_facts(arrays),
-        )
-    return Stated(problem, sizes, bool(numbers["dropout"]), longest, unmet, requirements.about_type)
+    if sizes.known and None not in longest:
+        others = {**mods, **numbers, "engine": options["engine"], "deterministic": bool(options.get("deterministic"))}
+        layout = "thd" if packed else layout
+        problem = _problem(facts, arrays, sizes, layout, longest, settings.mask, cache, others)
+    return CheckedFacts(
+        problem, sizes, bool(numbers["dropout"]), longest, readable,
+        tuple(requirements.unmet), requirements.about_type, tuple(requirements.unsupported),
+    )  # fmt: skip
+
+
+def _problem(
+    facts: Facts,
+    arrays: dict[str, ArrayFacts],
+    sizes: Sizes,
+    layout: str,
+    longest: tuple[int | None, int | None],
+    mask: Mask,
+    cache: "Cache | None",
+    others: dict[str, Any],
+) -> Problem:
+    """Return the Problem; `others` are its fields for mods, numbers and two other options."""
+    like, (q_len, kv_len) = arrays["q" if "q" in arrays else "k"], longest
+    assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
+    step, first_head, heads, first_batch, _ = facts.shard
+    return Problem(
+        backward=facts.backward,
+        derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
+        tangents=_moved(arrays),
+        dtype=like.dtype,
+        device=like.device,
+        framework=like.framework,
+        layout=layout,
+        batch=sizes.batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        head_dim_v=sizes.head_dim_v,
+        mask=mask,
+        dlse="dlse" in arrays,
+        aligned=facts.aligned,
+        empty=any(0 in arrays[name].shape for name in ("q", "k", "v") if name in arrays),
+        shard="starts" in arrays,
+        step=step,
+        first_head=first_head,
+        whole_heads=sizes.heads if heads is None else heads,
+        first_batch=first_batch,
+        backend=facts.backend,
+        cache=cache,
+        bias_gradient=facts.bias_gradient,
+        **others,
+        **array_facts(arrays, like.dtype),
+    )
 
 
 @lru_cache(maxsize=CACHED)
 def _check_options(
-    plain: tuple[PlainOption, ...],
-    window: Window,
+    of_cache: bool,
+    plain: tuple[bool | float | str | None, ...],
+    window: "Window",
     backend: str | None,
     types: tuple[type, ...],
     packed: bool,
     accumulation: type[np.floating],
 ) -> tuple[Settings, tuple[str, ...], bool]:
     """Check the options that are not arrays: return them, their unmet requirements, and whether one is about a type."""
-    requirements = Requirements("")
-    options: dict[str, object] = {**dict(zip(PLAIN_OPTIONS, plain, strict=True)), "window": window}
-    settings = check_options(requirements, options, backend, packed, accumulation)
+    requirements, table = Requirements(""), _of_cache() if of_cache else TABLE
+    options: dict[str, object] = {**dict(zip(table.plain, plain, strict=True)), "window": window}
+    settings = check_options(requirements, table.features, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type
 
 
@@ -340,6 +514,8 @@ def _check_mods(
     program = parse(facts.mods)
     _, _, heads, first_batch, lengths = facts.shard
     q_len, kv_len = lengths or longest
+    if facts.on_cache is not None:  # q_idx may be any position below the capacity
+        q_len = kv_len
     if sizes.known and q_len is not None and kv_len is not None:
         check_captured(requirements, arrays, program, (first_batch + sizes.batch, heads or sizes.heads, q_len, kv_len))
     slots = range(len(program.arrays))
@@ -358,8 +534,8 @@ def _moved(arrays: dict[str, ArrayFacts]) -> tuple[str, ...]:
     return tuple(name for name in arrays if f"t{name}" in arrays)
 
 
-def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
-    """Return the fields of a Problem for the arrays among the options."""
+def array_facts(arrays: dict[str, ArrayFacts], dtype: np.dtype) -> dict[str, Any]:
+    """Return the fields of a Problem for the arrays among the options; `dtype` is that of q."""
     facts: dict[str, Any] = {}
     for feature in ARRAYS:
         array = arrays.get(feature.name)
@@ -367,6 +543,5 @@ def array_facts(arrays: dict[str, ArrayFacts]) -> dict[str, Any]:
         if feature.broadcast:
             facts[feature.field] = None if array is None else array.shape
         if feature.element:
-            dtype = out_dtype(arrays["q"].dtype) if array is None else array.dtype
-            facts[f"{feature.field}_dtype"] = dtype_name(dtype)
+            facts[f"{feature.field}_dtype"] = dtype_name(out_dtype(dtype) if array is None else array.dtype)
     return facts

@@ -4,20 +4,34 @@ Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain o
 `build.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
 """
 
-from __future__ import annotations
-
+# Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, as_array, dtype_name
 from ..device import GPUS
-from .features import ARRAYS, CAP, DIFFERENTIATED, FINITE, FLAGS, NUMBERS, PROBABILITY, SIZES, Feature
+from .features import (
+    ARRAYS,
+    CAP,
+    CAUSAL,
+    DIFFERENTIATED,
+    FINITE,
+    FLAG,
+    NUMBER,
+    NUMBERS,
+    PROBABILITY,
+    SIZES,
+    WHOLE,
+    WINDOW,
+    Feature,
+    in_layout,
+)
 from .mask import Mask
-from .records import BACKENDS, DTYPES, ENGINES, FP8, LAYOUTS, LONGEST, out_dtype
+from .records import BACKENDS, DTYPES, ENGINES, FP8, LAYOUTS, LONGEST, UnsupportedError, out_dtype
 
 if TYPE_CHECKING:
     from ..arrays import AnyArray
@@ -27,12 +41,13 @@ WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.
 
 
 class Requirements:
-    """Collects the requirements that a call of `function` does not meet."""
+    """Collects the requirements that a call of `function` does not meet, and what it asks for that is not supported."""
 
     def __init__(self, function: str) -> None:
         self.function = function
         self.unmet: list[str] = []
         self.about_type = False
+        self.unsupported: list[str] = []
 
     def require(self, met: bool, reason: str) -> bool:
         """Record `reason` unless the requirement is met; return whether it is met."""
@@ -46,8 +61,14 @@ class Requirements:
         return self.require(met, reason)
 
     def raise_if_unmet(self, arrays: dict[str, Array]) -> None:
-        """Raise TypeError if any reason is about a type, else ValueError, with all reasons and the arrays read."""
+        """Raise TypeError if any reason is about a type, else ValueError, with all reasons and the arrays read.
+
+        If all requirements are met, raise UnsupportedError for what is not supported.
+        """
         if not self.unmet:
+            if self.unsupported:
+                reasons = [f"  - {reason}" for reason in dict.fromkeys(self.unsupported)]
+                raise UnsupportedError("\n".join([f"{self.function}: not supported", *reasons]))
             return
         count = "a requirement is" if len(self.unmet) == 1 else f"{len(self.unmet)} requirements are"
         lines = [f"{self.function}: {count} not met"]
@@ -68,6 +89,15 @@ class ArrayFacts(NamedTuple):
     device: str
     framework: str
 
+    # Only of a call on a KV cache, which writes to arrays and does not copy caches.
+    readonly: bool = False
+    immutable: str = ""  # as in Array
+    has_rows: bool = True  # the last dimension is contiguous
+    repeats: bool = False  # a stride is 0, so several elements share an address
+
+
+Length = int | Container[int]  # the legal sizes of an axis
+
 
 class Sizes(NamedTuple):
     """The sizes of a call; `known` is False if its arrays do not agree on them."""
@@ -83,12 +113,25 @@ class Sizes(NamedTuple):
     out: tuple[int, ...] = ()
     lse: tuple[int, ...] = ()
 
+    # Of a KV cache, whose capacity is kv_len
+    packed: bool = False
+    blocks: int = 0  # number of pages, or of rows of a contiguous cache
+    rows: int = 0  # keys per block
+    tokens: int = 0  # rows of k, v and slots
+    appended: int | None = None  # rows of k per sequence, tokens of a packed batch
+
+    @property
+    def lengths(self) -> dict[str, Length]:
+        """The sizes of the axes, by letter."""
+        return dict(b=self.batch, h=self.heads, g=self.kv_heads, i=self.q_len, j=self.kv_len)
+
 
 class Settings(NamedTuple):
     """The options that are not arrays, checked and normalised."""
 
     mask: Mask
     numbers: dict[str, float | None]
+    others: dict[str, int | None]  # flags and whole numbers
 
 
 def read(requirements: Requirements, given: Mapping[str, object]) -> dict[str, Array]:
@@ -183,6 +226,7 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
 
 def check_options(
     requirements: Requirements,
+    table: tuple[Feature, ...],
     options: Mapping[str, Any],
     backend: str | None,
     packed: bool,
@@ -192,25 +236,15 @@ def check_options(
 
     `backend` is the option or the environment variable; numbers must be finite in the dtype `accumulation`.
     """
-    require = requirements.require
-    causal = options["causal"]
-    is_causal = require(
-        isinstance(causal, (bool, np.bool_)) or is_one_of(causal, ("bottom_right", "top_left")),
-        f'causal must be False, True or "bottom_right" (which are the same) or "top_left", not {causal!r}',
-    ) and bool(causal)
-    left, right = _check_window(requirements, options["window"])
-    mask = Mask(left, 0 if is_causal else right, top_left=isinstance(causal, str) and causal == "top_left")
-
-    limits = np.finfo(accumulation)
-    numbers = {
-        feature.name: RANGES[feature.range](requirements, feature.name, options[feature.name], limits)
-        for feature in NUMBERS
+    require, limits = requirements.require, np.finfo(accumulation)
+    values = {
+        feature.name: KINDS[feature.kind](requirements, feature, options[feature.name], limits)
+        for feature in table
+        if feature.kind in KINDS
     }
-
-    for feature in FLAGS:
-        given = options[feature.name]
-        is_flag = isinstance(given, (bool, np.bool_))
-        requirements.require_type(is_flag, f"{feature.name} must be True or False, not {given!r}")
+    causal, (left, right) = values.pop("causal"), values.pop("window")
+    mask = Mask(left, 0 if causal else right, top_left=causal == "top_left")
+    numbers = {feature.name: values.pop(feature.name, feature.default) for feature in NUMBERS}
     layout = options["layout"]
     require(is_one_of(layout, LAYOUTS), f'layout must be "bshd" or "bhsd", not {layout!r}')
     is_bhsd = isinstance(layout, str) and layout == "bhsd"
@@ -223,10 +257,28 @@ def check_options(
     )
     engine = options["engine"]
     require(engine is None or is_one_of(engine, ENGINES), f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    return Settings(mask, numbers)
+    return Settings(mask, numbers, values)
 
 
-def _check_window(requirements: Requirements, window: Window) -> tuple[int | None, int | None]:
+def _causal(
+    requirements: Requirements, feature: Feature, given: bool | str, limits: np.finfo[np.floating]
+) -> bool | str:
+    legal = requirements.require(
+        isinstance(given, (bool, np.bool_)) or is_one_of(given, ("bottom_right", "top_left")),
+        f'causal must be False, True or "bottom_right" (which are the same) or "top_left", not {given!r}',
+    )
+    return "top_left" if is_one_of(given, ("top_left",)) else legal and bool(given)
+
+
+def _flag(requirements: Requirements, feature: Feature, given: bool, limits: np.finfo[np.floating]) -> bool:
+    is_flag = isinstance(given, (bool, np.bool_))
+    requirements.require_type(is_flag, f"{feature.name} must be True or False, not {given!r}")
+    return bool(given if is_flag else feature.default)
+
+
+def _window(
+    requirements: Requirements, feature: Feature, window: "Window", limits: np.finfo[np.floating]
+) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     try:
@@ -242,6 +294,24 @@ def _check_window(requirements: Requirements, window: Window) -> tuple[int | Non
         )
         requirements.require(side is None or side < 2**63, f"a side of window must be less than 2**63, not {side}")
     return None if left == -1 else left, None if right == -1 else right
+
+
+def _whole(
+    requirements: Requirements, feature: Feature, given: int | None, limits: np.finfo[np.floating]
+) -> int | None:
+    """Return a whole number that is a multiple of `feature.multiple`; None if it is wrong, or checked elsewhere."""
+    name, unit = feature.name, feature.multiple
+    if given is None or not unit:
+        return None
+    try:
+        number = operator.index(given)
+    except Exception:  # a foreign object may raise anything
+        requirements.require_type(False, f"{name} must be None or a whole number, not {given!r}")
+        return None
+    legal = number > 0 and number % unit == 0 and not isinstance(given, bool)
+    requirements.require(legal, f"{name} must be a positive multiple of {unit}, not {given!r}")
+    requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
+    return number
 
 
 def is_one_of(value: object, names: tuple[str, ...]) -> bool:
@@ -295,6 +365,17 @@ def _probability(requirements: Requirements, name: str, given: float, limits: np
 RANGES = {FINITE: _finite, CAP: _cap, PROBABILITY: _probability}
 
 
+def _in_range(
+    requirements: Requirements, feature: Feature, given: Any, limits: "np.finfo[np.floating]"
+) -> float | None:
+    return RANGES[feature.range](requirements, feature.name, given, limits)
+
+
+KINDS: "dict[str, Callable[[Requirements, Feature, Any, np.finfo[np.floating]], Any]]" = {
+    CAUSAL: _causal, WINDOW: _window, NUMBER: _in_range, FLAG: _flag, WHOLE: _whole,
+}  # fmt: skip
+
+
 def check_packed(
     requirements: Requirements, arrays: dict[str, ArrayFacts], longest: tuple[Any, Any]
 ) -> tuple[int | None, int | None]:
@@ -334,43 +415,76 @@ def require_int32(requirements: Requirements, name: str, array: ArrayFacts) -> b
     )
 
 
-def check_features(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
-    """Check the arrays among the options against the sizes of the call."""
-    for feature in ARRAYS:
+def check_features(
+    requirements: Requirements,
+    table: Iterable[Feature],
+    arrays: dict[str, ArrayFacts],
+    lengths: dict[str, Length],
+    layout: str = "",
+) -> set[str]:
+    """Check the arrays among the options against the sizes of the call, and return the names of the wrong ones."""
+    wrong = set()
+    for feature in table:
         if feature.name not in arrays:
             continue
         name, array = feature.name, arrays[feature.name]
         if feature.fp8:
             q = dtype_name(arrays["q"].dtype)
             requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
-        _check_dtype(requirements, feature, array)
-        shapes = _shapes(feature, sizes)
-        legal = array.shape in shapes or (feature.broadcast and _broadcasts(array.shape, shapes[-1]))
-        axes_text = f"{' or '.join(map(_axes_text, feature.axes))} = {shapes[-1]}"
-        reason = f"{name} must be {axes_text}, not {array.shape}"
-        if feature.broadcast:
-            reason = f"{name} {array.shape} must broadcast to {axes_text}"
-        requirements.require(legal, reason)
+        right = check_dtype(requirements, feature, array, arrays)
+        if not check_shape(requirements, feature, array, lengths, layout) or not right:
+            wrong.add(name)
+    return wrong
 
 
-def _shapes(feature: Feature, sizes: Sizes) -> list[tuple[int, ...]]:
+def check_shape(
+    requirements: Requirements, feature: Feature, array: ArrayFacts, lengths: dict[str, Length], layout: str = ""
+) -> bool:
+    """Check the shape of an array among the options, and return whether it is legal.
+
+    `lengths` has the sizes of the axes; with packed queries on a KV cache that of padded ones is absent. `layout` is
+    that of rows.
+    """
+    legal_axes = [in_layout(axes, layout) for axes in feature.axes] if feature.rows else feature.axes
+    shapes = _shapes(legal_axes, lengths)
+    if not shapes:
+        return requirements.require(False, f"{feature.name} is for padded queries, and these are packed")
+    legal = any(_fits(array.shape, shape) for shape in shapes)
+    legal |= feature.broadcast and _broadcasts(array.shape, shapes[-1])
+    text = {"axes": " or ".join(map(_axes_text, legal_axes)), "shape": shapes[-1], "given": array.shape}
+    return requirements.require(legal, f"{feature.name} {feature.shape_text.format(**lengths, **text)}")
+
+
+def _shapes(legal_axes: Iterable[str], lengths: dict[str, Length]) -> list[tuple[Length, ...]]:
     """Return the legal shapes of an array among the options, or those to which it must broadcast."""
-    lengths = dict(zip("bhgij", (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len), strict=True))
-    return [tuple(lengths[axis] for axis in axes) for axes in feature.axes]
+    return [tuple(lengths[axis] for axis in axes) for axes in legal_axes if lengths.keys() >= set(axes)]
+
+
+def _fits(shape: tuple[int, ...], lengths: tuple[Length, ...]) -> bool:
+    return shape == lengths or (
+        len(shape) == len(lengths)
+        and all(x == n if isinstance(n, int) else x in n for x, n in zip(shape, lengths, strict=True))
+    )
 
 
 def _axes_text(axes: str) -> str:
-    return f"({', '.join(SIZES[axis] for axis in axes)}{',' * (len(axes) == 1)})"
+    return f"({', '.join(SIZES.get(axis, axis) for axis in axes)}{',' * (len(axes) == 1)})"
 
 
-def _check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts) -> None:
+def check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts, arrays: dict[str, ArrayFacts]) -> bool:
+    """Check the dtype of an array among the options, and return whether it is legal; rows have that of q, or of k."""
     if feature.dtypes == ("int32",):
-        require_int32(requirements, feature.name, array)
-        return
+        return require_int32(requirements, feature.name, array)
     dtype = dtype_name(array.dtype)
+    if feature.rows:
+        like = "q" if "q" in arrays else "k"
+        expected = arrays[like].dtype
+        return requirements.require_type(
+            array.dtype == expected, f"{feature.name} must have the dtype of {like}, {expected.name}, not {dtype}"
+        )
     legal, (wrong, text) = feature.dtype_text or feature.dtypes[0], feature.hint
     hint = text if dtype in wrong else ""
-    requirements.require_type(dtype in feature.dtypes, f"{feature.name} must be {legal}, not {dtype}{hint}")
+    return requirements.require_type(dtype in feature.dtypes, f"{feature.name} must be {legal}, not {dtype}{hint}")
 
 
 def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes: Sizes) -> None:
@@ -423,7 +537,7 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype_name(dtype) in DTYPES
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def _broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
     if len(shape) > len(to):
         return False
     return all(size in (1, full) for size, full in zip(shape[::-1], to[::-1], strict=False))
@@ -433,7 +547,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def check_seed(
-    requirements: Requirements, arrays: dict[str, Array], seed: int | AnyArray | None, dropout: bool, backward: bool
+    requirements: Requirements, arrays: dict[str, Array], seed: "int | AnyArray | None", dropout: bool, backward: bool
 ) -> Array | int | None:
     """Return the seed as an int or an Array; None if there is none or it is wrong.
 
@@ -499,7 +613,7 @@ def check_values(requirements: Requirements, arrays: dict[str, Array], sizes: Si
         array = arrays.get(feature.name)
         if array is None or array.device != "cpu" or dtype_name(array.dtype) not in feature.dtypes:
             continue
-        if array.shape not in _shapes(feature, sizes):
+        if array.shape not in _shapes(feature.axes, sizes.lengths):
             continue
         values = array.numpy()
         if feature.not_negative:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ..arrays import AnyArray
     from .argument_types import Causal, Layout, MaskMod, ScoreMod, Window
+    from .kv_cache_records import Conflict
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
@@ -37,7 +38,9 @@ FINITE = "finite"
 CAP = "cap"  # positive; a value that is infinite in the accumulation dtype counts as None
 PROBABILITY = "probability"  # [0, 1) in steps of 1/65536
 
-SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk"}  # {axis letter: its name in messages}
+# {axis letter: its name in messages}; "n" is the rows of k that are appended, "t" the tokens of a packed batch, "d" and
+# "e" are the head dimensions.
+SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk", "n": "S", "t": "T", "d": "D", "e": "D"}
 
 
 class Feature(NamedTuple):
@@ -45,13 +48,15 @@ class Feature(NamedTuple):
 
     name: str  # the keyword, and for an array the member of Params
     kind: str
-    default: Any = None
+    default: object = None
     definition: bool = True  # changes the function; False: only how it is computed, or which results it returns
     result: bool = False  # only selects results, so that a Problem does not have it
 
     # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES
     broadcast: bool = False  # every shape that broadcasts to the axes is legal
+    rows: bool = False  # the axes are (sequence, row, head, dimension), and the layout permutes them
+    shape_text: str = "must be {axes} = {shape}, not {given}"  # the error about a shape, after the name
     dtypes: tuple[str, ...] = ()
     dtype_text: str = ""  # replaces the dtype in the error "must be <dtype>"
     hint: tuple[tuple[str, ...], str] = ((), "")  # (wrong dtypes, advice that the error adds for them)
@@ -63,18 +68,24 @@ class Feature(NamedTuple):
     optional_gradient: bool = False  # the gradient is computed only on request, by a kernel of its own
     ranks: bool = False  # supported over several ranks; each passes the whole array, or the part for its heads
     once: bool = False  # is applied once per row, even if the row's keys are in several shards
+    addresses: str = ""  # says which blocks of a KV cache a call accesses: "keys", or only to append "rows"
+
+    # Columns of a KV cache
+    appends: bool = False  # an option of append_to_kv_cache too
+    conflicts: tuple[Conflict, ...] = ()
 
     # Columns of numbers
     range: str = ""
     example: float = 0.0  # the value that the command compile uses: kernels serve all values
+    multiple: int = 0  # of a whole number: it must be a positive multiple
 
     # In a Problem and in the kernels
     # The field of Problem or Cache (default: the name): a number, a shape (broadcast), or whether it is given.
     fact: str = ""
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
-    member: str = ""  # the member of Params that holds the number
-    batch_stride: str = ""  # the member for the stride of a leading batch axis
+    member: str = ""  # the member of Params that holds the number, or the array if it has another name there
+    leading_stride: str = ""  # the member for the stride of an array's first axis, if it has all axes
     changes_score: bool = False  # is applied between q.k and the softmax
     keeps_score: bool = False  # its gradient needs a second value per score
 
@@ -109,7 +120,7 @@ class Options:
         ranks=True,
         fact="alibi",
         constant="ALIBI",
-        batch_stride="alibi_batch",
+        leading_stride="alibi_batch",
         changes_score=True,
     )
     bias: AnyArray | None = option(
@@ -118,6 +129,7 @@ class Options:
         broadcast=True,
         dtypes=FLOATING,
         dtype_text="floating",
+        shape_text="{given} must broadcast to {axes} = {shape}",
         hint=(("bool",), "; a boolean mask is given as mask="),
         padded=True,
         gradient=True,
@@ -132,6 +144,7 @@ class Options:
         broadcast=True,
         dtypes=("bool",),
         dtype_text="bool, True = attend",
+        shape_text="{given} must broadcast to {axes} = {shape}",
         hint=(FLOATING, "; an additive mask is given as bias="),
         padded=True,
         fact="dense_mask",
@@ -187,6 +200,12 @@ def known(function: str, options: Mapping[str, Any], table: tuple[Feature, ...])
 def table_of(options: type) -> tuple[Feature, ...]:
     """Return the table of a class of options, read from its fields."""
     return tuple(Feature(row.name, default=row.default, **row.metadata) for row in fields(options))
+
+
+def in_layout(axes: str, layout: str) -> str:
+    """Return the axes (sequence, row, head, dimension) in the order of a layout; those of a packed batch are "thd"."""
+    orders = {"bshd": axes, "bhsd": axes[0] + axes[2] + axes[1] + axes[3], "thd": "t" + axes[2:]}
+    return orders[layout]
 
 
 FEATURES = table_of(Options)

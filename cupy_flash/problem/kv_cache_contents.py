@@ -1,28 +1,141 @@
-"""Checks of a KV cache that read memory: overlaps of arrays, and the contents of lengths, tables and positions."""
+"""The contents of arrays of a call on a KV cache in host memory: rows, keys and positions of its sequences, and checks.
+
+Sequence b has n_b keys before the call, appends s_b rows and then sees L_b = n_b + s_b keys. Query i of Sq has position
+L_b - Sq + i, appended key i position n_b + i. With slots the rows may be stored anywhere: cache_seqlens then counts all
+keys, s_b is 0, and the rows of k are the last keys of their sequence.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..arrays import CACHED, Array
-from .checks import Requirements
-from .kv_lengths import appended_places, positions_of_keys, positions_of_queries, read_spans
-from .records import Operands, Problem
+from .records import CACHES, Operands, Problem
 
-CACHES = ("k_cache", "v_cache")
+if TYPE_CHECKING:
+    from typing import TypeAlias
 
+    import numpy.typing as npt  # its import takes milliseconds
+
+    from .checks import Requirements
+
+    Integers: TypeAlias = npt.NDArray[np.int64]
 
 ROWS = ("q", "k", "v")
-
-
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
-
-
 SHOWN = 8  # maximum entries of an array that an error lists
+
+
+class Spans(NamedTuple):
+    """The lengths of each sequence, int64 (B,)."""
+
+    q_rows: Integers
+    k_rows: Integers  # rows of k
+    before: Integers  # n_b: keys in the cache before the call
+    appended: Integers  # s_b: keys that the call appends; 0 with slots
+
+    @property
+    def kv_lengths(self) -> Integers:
+        """L_b, the number of keys of each sequence after the append."""
+        return self.before + self.appended
+
+    @property
+    def q_starts(self) -> Integers:
+        """The index of each sequence's first row among all queries."""
+        return np.cumsum(self.q_rows) - self.q_rows
+
+
+def read_spans(problem: Problem, operands: Operands) -> Spans:
+    """Return the lengths of the sequences of a call."""
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    none = _equal(problem.batch, 0)
+    if operands.cu_seqlens_q is not None:
+        bounds = operands.cu_seqlens_q.numpy().astype(np.int64)
+        q_rows = k_rows = bounds[1:] - bounds[:-1]
+    else:
+        q_rows, k_rows = _equal(problem.batch, problem.q_len), _equal(problem.batch, cache.appended or 0)
+    if operands.q.shape[-1] == 0:  # an append has no queries
+        q_rows = none
+    if given.k_new is None:
+        k_rows = none
+    lengths = given.cache_seqlens
+    if isinstance(lengths, Array):
+        before = lengths.numpy().astype(np.int64)
+    else:
+        before = _equal(problem.batch, problem.kv_len if lengths is None else lengths)
+    return Spans(q_rows, k_rows, before, none if cache.slots else k_rows)
+
+
+@lru_cache(maxsize=16)
+def _equal(batch: int, length: int) -> Integers:
+    """Return the lengths of a batch whose sequences have one length, int64 (B,), read-only because it is shared."""
+    lengths = np.full(batch, length, np.int64)
+    lengths.flags.writeable = False
+    return lengths
+
+
+def positions_of_queries(problem: Problem, operands: Operands, spans: Spans) -> Integers:
+    """Return the position by which each query is rotated, int64, for all sequences concatenated.
+
+    A query before the first key of its sequence has position 0; if causal, it sees no key.
+    """
+    assert operands.cache is not None
+    if operands.cache.positions is not None:
+        return operands.cache.positions.numpy().ravel()[: spans.q_rows.sum()].astype(np.int64)
+    return np.maximum(_ranges(spans.kv_lengths - spans.q_rows, spans.q_rows), 0)
+
+
+def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> Integers:
+    """Return the position by which each appended key is rotated, int64, for all sequences concatenated."""
+    assert operands.cache is not None
+    if operands.cache.positions is not None:
+        return operands.cache.positions.numpy().ravel()[: spans.k_rows.sum()].astype(np.int64)
+    return np.maximum(_ranges(spans.before + spans.appended - spans.k_rows, spans.k_rows), 0)
+
+
+def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple[Integers, Integers]:
+    """Return (block, row in the block) of each appended row, int64, sequences concatenated; block -1 drops a row.
+
+    A block is a page, or the cache of one sequence.
+    """
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    if given.slots is not None:
+        slots = given.slots.numpy()
+        rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
+        return np.where(slots < 0, -1, slots // rows), slots % rows
+    sequences = np.repeat(np.arange(problem.batch), spans.k_rows)
+    keys = _ranges(spans.before, spans.k_rows)
+    if given.block_table is not None and cache.page is not None:
+        return given.block_table.numpy()[sequences, keys // cache.page].astype(np.int64), keys % cache.page
+    if given.cache_batch_idx is not None:
+        sequences = given.cache_batch_idx.numpy().astype(np.int64)[sequences]
+    return sequences, keys
+
+
+def places_of_sequences(problem: Problem, operands: Operands) -> list[np.ndarray | tuple[int, int]]:
+    """Return the place of each sequence's first key, (block, row), or the blocks of its pages, an array."""
+    given = operands.cache
+    assert given is not None
+    if given.block_table is not None:
+        return list(given.block_table.numpy())
+    blocks = range(problem.batch) if given.cache_batch_idx is None else given.cache_batch_idx.numpy().tolist()
+    return [(block, 0) for block in blocks]
+
+
+def _ranges(starts: Integers, lengths: Integers) -> Integers:
+    """Return the concatenated ranges start, start + 1, ... of these lengths."""
+    before = np.cumsum(lengths) - lengths
+    ranges: Integers = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return ranges
+
+
+# Checks
 
 
 def check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
@@ -105,13 +218,7 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
     if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
         return
     require = requirements.require
-    for name in ("k_descale", "v_descale"):
-        descale = getattr(operands, name)
-        if descale is not None and descale.device == "cpu" and descale.dtype == np.float32:
-            values = descale.numpy()
-            legal = bool((np.isfinite(values) & (values >= 0)).all())
-            require(legal, f"{name} must be finite and not negative")
-    tokens = operands.q.shape[0] if given.k is None else given.k.shape[0]
+    tokens = operands.q.shape[0] if given.k_new is None else given.k_new.shape[0]
     if operands.cu_seqlens_q is not None and not _check_bounds(requirements, operands.cu_seqlens_q, bounds, tokens):
         return
     spans = read_spans(problem, operands)
@@ -143,7 +250,7 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
         _check_positions(requirements, problem, operands, spans)
     elif given.positions is not None and problem.mods:
         _check_range(requirements, "positions", given.positions.numpy(), 0, problem.kv_len - 1)
-    if given.k is not None and not requirements.unmet:
+    if given.k_new is not None and not requirements.unmet:
         block, row = appended_places(problem, operands, spans)
         rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
         flat = (block * rows + row)[block >= 0]
@@ -168,7 +275,7 @@ def _check_range(requirements: Requirements, name: str, values: np.ndarray, low:
         requirements.require(False, f"{name}[{b}] is {values.ravel()[b]} and must be {interval}")
 
 
-def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Any) -> None:
+def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Spans) -> None:
     """Check that every position that is rotated has a row in the rotary tables."""
     given = operands.cache
     assert given is not None and given.rotary_cos is not None
@@ -178,7 +285,7 @@ def _check_positions(requirements: Requirements, problem: Problem, operands: Ope
         _check_range(requirements, "positions", given.positions.numpy(), 0, last)
         return
     positions = [positions_of_queries(problem, operands, spans)]
-    if given.k is not None:
+    if given.k_new is not None:
         positions.append(positions_of_keys(problem, operands, spans))
     last = max((int(x.max()) for x in positions if x.size), default=-1)
     requirements.require(last < table, f"rotary_cos has {table} rows, and position {last} is rotated")

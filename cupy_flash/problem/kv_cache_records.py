@@ -45,11 +45,12 @@ class Cache(NamedTuple):
 class CacheOperands(NamedTuple):
     """The arrays of a call on a KV cache other than the caches, which are k and v of Operands; None if absent.
 
-    cache_seqlens may be an int, the length of all sequences; the result is written to `out`.
+    They have the names of their members of Params. cache_seqlens may be an int, the length of all sequences; the result
+    is written to `out`.
     """
 
-    k: Array | None = None
-    v: Array | None = None
+    k_new: Array | None = None
+    v_new: Array | None = None
     cache_seqlens: Array | int | None = None
     cache_batch_idx: Array | None = None
     cache_leftpad: Array | None = None
@@ -60,50 +61,108 @@ class CacheOperands(NamedTuple):
     rotary_sin: Array | None = None
     out: Array | None = None
 
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that a call reads, by name."""
+        return {name: x for name, x in zip(self._fields[:-1], self, strict=False) if type(x) is Array}
 
-def _shared(name: str) -> Any:
-    """Return the field of an option of `attention` for another class of options."""
+
+class Conflict(NamedTuple):
+    """Another option beside which an option is refused, and the reason."""
+
+    other: str
+    reason: str
+    supported: bool = True  # False: legal, but not supported by this version
+    append: bool = False  # only in append_to_kv_cache
+
+
+def _shared(name: str, **changes: Any) -> Any:
+    """Return the field of an option of `attention` for another class of options, with some columns changed."""
     row = next(row for row in fields(Options) if row.name == name)
-    return field(default=row.default, metadata=row.metadata)
+    return field(default=row.default, metadata={**row.metadata, **changes})
+
+
+SPLIT_UNIT = 64  # split_size must be a multiple
+INT32, INT64 = ("int32",), ("int64",)
+OF_SEQUENCES = "must be {shape}, not {given}"
+ROTARY_TABLE: dict[str, Any] = dict(
+    axes=("rf",),
+    dtypes=FLOATING,
+    dtype_text="floating",
+    shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
+    appends=True,
+)
 
 
 @dataclass(slots=True)
 class CacheOptions:
     """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes.
 
-    Further axes of its arrays are "p", the columns of a block table; "n", the rows of k; "t", the tokens of a packed
-    batch; "r" and "e", the sizes of a rotary table.
+    Further axes of its arrays are "m", all rows of k; "c", B + 1; "p", the columns of a block table; "r" and "f", the
+    sizes of a rotary table; "s", the keys of a mask. Axes "B" and "H" are "b" and "h", or 1.
     """
 
-    k: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING, fact="appended")
-    v: AnyArray | None = option(ARRAY, axes=("bngd",), dtypes=FLOATING)
-    cache_seqlens: int | AnyArray | None = option(LENGTHS, axes=("b",), dtypes=("int32",))
-    cache_batch_idx: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
-    cache_leftpad: AnyArray | None = option(ARRAY, axes=("b",), dtypes=("int32",))
-    block_table: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=("int32",), fact="page")
-    slots: AnyArray | None = option(ARRAY, axes=("n",), dtypes=("int64",))
-    positions: AnyArray | None = option(ARRAY, axes=("bi", "t"), dtypes=("int32",))
-    cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=("int32",))
+    k: AnyArray | None = option(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
+    v: AnyArray | None = option(ARRAY, axes=("bnge",), rows=True, dtypes=FLOATING, member="v_new")
+    cache_seqlens: int | AnyArray | None = option(
+        LENGTHS, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, appends=True
+    )
+    cache_batch_idx: AnyArray | None = option(
+        ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, addresses="keys", appends=True
+    )
+    cache_leftpad: AnyArray | None = option(ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES)
+    block_table: AnyArray | None = option(
+        ARRAY,
+        axes=("bp",),
+        dtypes=INT32,
+        shape_text="must be ({b}, pages), not {given}",
+        fact="page",
+        leading_stride="table_row",
+        addresses="keys",
+        appends=True,
+        conflicts=(
+            Conflict("slots", "slots say where the rows go: block_table says nothing beside them", append=True),
+            Conflict("cache_batch_idx", "cache_batch_idx is for contiguous caches, without block_table"),
+            Conflict("cache_leftpad", "cache_leftpad with block_table; FlashAttention 3 serves it", supported=False),
+        ),
+    )
+    slots: AnyArray | None = option(
+        ARRAY,
+        axes=("m",),
+        dtypes=INT64,
+        shape_text=OF_SEQUENCES,
+        addresses="rows",
+        appends=True,
+        conflicts=(Conflict("cache_batch_idx", "slots and cache_batch_idx do not go together"),),
+    )
+    positions: AnyArray | None = option(
+        ARRAY, axes=("bi", "t"), dtypes=INT32, shape_text=OF_SEQUENCES, leading_stride="positions_row", appends=True
+    )
+    cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=INT32, shape_text="must be (B + 1,), not {given}")
     max_seqlen_q: int | None = option(WHOLE)
-    rotary_cos: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating", fact="rotary")
-    rotary_sin: AnyArray | None = option(ARRAY, axes=("re",), dtypes=FLOATING, dtype_text="floating")
-    rotary_interleaved: bool = option(FLAG, True)
+    rotary_cos: AnyArray | None = option(ARRAY, fact="rotary", leading_stride="cos_row", **ROTARY_TABLE)
+    rotary_sin: AnyArray | None = option(ARRAY, leading_stride="sin_row", **ROTARY_TABLE)
+    rotary_interleaved: bool = option(FLAG, True, appends=True)
     causal: bool = option(FLAG, True)
     window: Window = _shared("window")
     scale: float | None = _shared("scale")
     softcap: float | None = _shared("softcap")
     alibi_slopes: AnyArray | None = _shared("alibi_slopes")
     sink: AnyArray | None = _shared("sink")
-    mask: AnyArray | None = option(
-        ARRAY, axes=("bhis",), broadcast=True, dtypes=("bool",), dtype_text="bool, True = attend"
+    mask: AnyArray | None = _shared(
+        "mask",
+        axes=("BHis",),
+        broadcast=False,
+        shape_text="must be (B or 1, Hq or 1, Sq, s), B, Hq, Sq = ({b}, {h}, {i}), s up to the capacity {j}, "
+        "not {given}",
+        hint=((), ""),
     )
     score_mod: ScoreMod = _shared("score_mod")
     mask_mod: MaskMod = _shared("mask_mod")
-    k_descale: AnyArray | None = _shared("k_descale")
-    v_descale: AnyArray | None = _shared("v_descale")
-    split_size: int | None = option(WHOLE)
-    layout: Layout = _shared("layout")
-    out: AnyArray | None = option(ARRAY, axes=("bihd",), dtypes=FLOATING)
+    k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
+    v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
+    split_size: int | None = option(WHOLE, multiple=SPLIT_UNIT)
+    layout: Layout = _shared("layout", appends=True)
+    out: AnyArray | None = option(ARRAY, axes=("bihe",), rows=True, dtypes=FLOATING, shape_text=OF_SEQUENCES)
     return_lse: bool = _shared("return_lse")
     backend: str | None = _shared("backend")
     engine: str | None = _shared("engine")
@@ -115,3 +174,5 @@ class CacheOptions:
 
 
 CACHE_FEATURES = table_of(CacheOptions)
+# {array among the options: field of CacheOperands}
+FIELDS = {x.name: x.member or x.name for x in CACHE_FEATURES if (x.member or x.name) in CacheOperands._fields}

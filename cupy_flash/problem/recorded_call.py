@@ -8,18 +8,22 @@ recorded as a description and that reason (`recorded_line`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import named_dtype
-from .build import PLAIN_OPTIONS
+from .build import TABLE
 from .checks import Requirements, check_options
 from .features import ARRAY, FEATURES, NUMBER, Options
 from .kv_cache_records import Cache
 from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
+
+if TYPE_CHECKING:
+    from ..mods.trace import Mod
+    from ..plan.measurements import Json
 
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
@@ -28,11 +32,11 @@ NUMBERS = {"softcap": 15.0, "dropout": 0.25}
 NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
 
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 SEED = 20
 
 
-def check_fields(name: str, kind: Any, record: Any) -> None:
+def check_fields(name: str, kind: type[CacheTrial | Trial], record: object) -> None:
     """Check that a JSON record is a mapping whose keys are fields of a dataclass; `name` is the record's in errors."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{name} must be a mapping of names to values, not {record!r}")
@@ -94,14 +98,17 @@ class CacheTrial:
 
 
 class Call(NamedTuple):
-    """The arrays of a call in its layout, the options of the public functions, and the gradients dout and dlse."""
+    """The arrays of a call in its layout, the options of the public functions, and the gradients dout and dlse.
 
-    q: Any
-    k: Any
-    v: Any
-    options: dict[str, Any]
-    dout: Any
-    dlse: Any
+    On a KV cache, k and v are the caches, and the boundaries of packed queries are options.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, object]
+    dout: Array
+    dlse: Array
     packed: Packed | None = None
 
 
@@ -139,7 +146,7 @@ class Trial:
                 wrong.append(f"{name} must be a whole number of at least 1 and less than 2**31, not {size!r}")
         if not wrong and self.heads % self.kv_heads:
             wrong.append(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        names: Any = self.options
+        names: object = self.options
         if isinstance(names, tuple):
             unknown = [name for name in names if name not in OPTIONS]
             if unknown:
@@ -150,9 +157,9 @@ class Trial:
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be True or False, not {getattr(self, name)!r}")
         requirements, plain = Requirements("a call"), Options()
-        options = {name: getattr(self if name in STATED else plain, name) for name in PLAIN_OPTIONS}
+        options = {name: getattr(self if name in STATED else plain, name) for name in TABLE.plain}
         options["window"] = self.window
-        check_options(requirements, options, None, self.packed is True, np.float32)
+        check_options(requirements, FEATURES, options, None, self.packed is True, np.float32)
         wrong += requirements.unmet
         wrong += self._wrong_mods() + self._wrong_cache()
         if wrong:
@@ -217,7 +224,7 @@ class Trial:
         )  # fmt: skip
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Json]:
         """The fields that differ from their defaults, as JSON."""
         default = asdict(Trial())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
@@ -243,37 +250,89 @@ class Trial:
         out_dtype = named_dtype("bfloat16") if self.dtype == FP8 else dtype
         real = np.float64 if self.dtype == "float64" else np.float32
 
-        def normal(*shape: int) -> np.ndarray[Any, Any]:
+        def normal(*shape: int) -> Array:
             return rng.standard_normal(shape, real)
 
         dim_v = self.head_dim_v or self.head_dim
+        blocks, rows = self._blocks
         q = normal(self.batch, self.q_len, self.heads, self.head_dim)
-        k = normal(self.batch, self.kv_len, self.kv_heads, self.head_dim)
-        v = normal(self.batch, self.kv_len, self.kv_heads, dim_v)
+        k, v = (normal(blocks, rows, self.kv_heads, dim) for dim in (self.head_dim, dim_v))
         dout, dlse = normal(self.batch, self.q_len, self.heads, dim_v), normal(self.batch, self.q_len, self.heads)
-        options = {name: self.option(name, rng, out_dtype) for name in self.options}
+        # With a cache, a mask covers the last keys (drafted tokens).
+        sized = self if self.cache is None else replace(self, kv_len=min(self.q_len, self.kv_len))
+        options: dict[str, object] = {name: sized.option(name, rng, out_dtype) for name in self.options}
         options |= {"causal": self.causal, "window": self.window}
         if self.mods:
             options["score_mod"] = self._mod(rng)
         if "dropout" in self.options:
             options["seed"] = SEED
+        q_rows = falling(self.q_len, self.batch) if self.packed else np.full(self.batch, self.q_len)
+        packed = None
+        if self.cache is not None:
+            options |= self._on_cache(self.cache, rng, normal, q_rows)
         if self.packed:  # sequences of decreasing lengths
-            q_rows, kv_rows = falling(self.q_len, self.batch), falling(self.kv_len, self.batch)
             q, dout, dlse = (pack(x, q_rows) for x in (q, dout, dlse))
-            k, v = pack(k, kv_rows), pack(v, kv_rows)
-            q_bounds, kv_bounds = (np.cumsum([0, *rows], dtype=np.int32) for rows in (q_rows, kv_rows))
-            packed = Packed(q_bounds, kv_bounds, self.q_len, self.kv_len)
             dlse = np.ascontiguousarray(dlse.T)
+            bounds = np.cumsum([0, *q_rows], dtype=np.int32)
+            if self.cache is None:
+                kv_rows = falling(self.kv_len, self.batch)
+                k, v = pack(k, kv_rows), pack(v, kv_rows)
+                packed = Packed(bounds, np.cumsum([0, *kv_rows], dtype=np.int32), self.q_len, self.kv_len)
+            else:
+                options |= {"cu_seqlens_q": bounds, "max_seqlen_q": self.q_len}
         else:
-            packed = None
             dlse = np.ascontiguousarray(dlse.swapaxes(1, 2))
+            q, dout = (self._in_layout(x) for x in (q, dout))
+        if self.cache is not None or not self.packed:
             options["layout"] = self.layout
-            if self.layout == "bhsd":
-                q, k, v, dout = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, dout))
-        q, k, v = (x.astype(dtype) for x in (q, k, v))
-        return Call(q, k, v, options, dout.astype(out_dtype), dlse, packed)
+            k, v = self._in_layout(k), self._in_layout(v)
+        kv_dtype = named_dtype(FP8) if self.cache is not None and self.cache.fp8 else dtype
+        return Call(
+            q.astype(dtype), k.astype(kv_dtype), v.astype(kv_dtype), options, dout.astype(out_dtype), dlse, packed
+        )
 
-    def option(self, name: str, rng: np.random.Generator, dtype: np.dtype[Any]) -> Any:
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """The number of blocks of keys, and keys per block: sequences, or pages."""
+        if self.cache is None or self.cache.page is None:
+            return self.batch, self.kv_len
+        return self.cache.blocks or self.batch * -(-self.kv_len // self.cache.page), self.cache.page
+
+    def _in_layout(self, x: Array) -> Array:
+        """Return an array (B, S, H, D) in the layout."""
+        return np.ascontiguousarray(x.swapaxes(1, 2)) if self.layout == "bhsd" else x
+
+    def _on_cache(
+        self, cache: CacheTrial, rng: np.random.Generator, normal: Callable[..., Array], q_rows: Array
+    ) -> dict[str, object]:
+        """Return the options of a call on a KV cache that is as full as possible."""
+        blocks, page = self._blocks
+        columns = -(-self.kv_len // page)
+        lengths = np.full(self.batch, min(columns * page, blocks * page // self.batch))
+        # The order of pages does not matter; with a small pool, sequences share pages.
+        table = rng.permutation(blocks)[np.arange(self.batch * columns) % blocks].reshape(self.batch, columns)
+        options: dict[str, object] = {"causal": bool(self.causal)}
+        if cache.page is not None:
+            options["block_table"] = table.astype(np.int32)
+        if cache.appended is not None:
+            appended = q_rows if self.packed else np.full(self.batch, cache.appended)
+            for name, dim in (("k", self.head_dim), ("v", self.head_dim_v or self.head_dim)):
+                x = normal(self.batch, int(appended.max()), self.kv_heads, dim).astype(named_dtype(self.dtype))
+                options[name] = pack(x, appended) if self.packed else self._in_layout(x)
+            if cache.slots:
+                places = [np.arange(end - count, end) for end, count in zip(lengths, appended, strict=True)]
+                slots = [table[b, j // page] * page + j % page for b, j in enumerate(places)]
+                options["slots"] = np.concatenate(slots).astype(np.int64)
+            else:
+                lengths = lengths - appended
+        options["cache_seqlens"] = lengths.astype(np.int32)
+        if cache.rotary:
+            angles = np.arange(columns * page)[:, None] * np.logspace(0, -4, cache.rotary // 2, dtype=np.float32)
+            options |= dict(rotary_cos=np.cos(angles).astype(np.float32), rotary_sin=np.sin(angles).astype(np.float32))
+            options["rotary_interleaved"] = cache.rotary_interleaved
+        return options
+
+    def option(self, name: str, rng: np.random.Generator, dtype: np.dtype) -> Array | float:
         """Return a value for a member of OPTIONS; `dtype` is used for floating arrays that may have any dtype."""
         if name in NUMBERS:
             return NUMBERS[name]
@@ -289,7 +348,7 @@ class Trial:
             return rng.standard_normal(shape, np.float32).astype(dtype)
         return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
 
-    def _mod(self, rng: np.random.Generator) -> Any:
+    def _mod(self, rng: np.random.Generator) -> Mod:
         """Return the Mod of the call; floating arrays are normal, integer arrays (indices or flags) small."""
         from ..mods.ir import parse
         from ..mods.trace import decoded
@@ -301,67 +360,6 @@ class Trial:
             for element, shape in zip(parse(self.mods.rpartition("\n")[0]).arrays, self.captured, strict=True)
         ]
         return decoded(self.mods, arrays)
-
-
-class CacheCall(NamedTuple):
-    """The arrays of a call on a KV cache and the options of `attention_with_kv_cache`."""
-
-    q: Any
-    k_cache: Any
-    v_cache: Any
-    options: dict[str, Any]
-
-
-def cache_call(trial: Trial, cache: CacheTrial) -> CacheCall:
-    """Return the call with random normal NumPy arrays, on caches that are as full as possible."""
-    rng = np.random.default_rng(SEED)
-    dtype = named_dtype(trial.dtype)
-    dims = trial.head_dim, trial.head_dim_v or trial.head_dim
-
-    def normal(*shape: int) -> Array:
-        return rng.standard_normal(shape, np.float32).astype(dtype)
-
-    page = cache.page or trial.kv_len
-    columns = -(-trial.kv_len // page)
-    blocks = cache.blocks or trial.batch * columns
-    k_cache, v_cache = (normal(blocks, page, trial.kv_heads, dim) for dim in dims)
-    if cache.fp8:
-        k_cache, v_cache = (x.astype(named_dtype(FP8)) for x in (k_cache, v_cache))
-    rows = falling(trial.q_len, trial.batch) if trial.packed else np.full(trial.batch, trial.q_len)
-    lengths = np.full(trial.batch, min(columns * page, blocks * page // trial.batch))
-    heads = replace(trial, kv_len=min(trial.q_len, trial.kv_len))  # a mask covers the last keys (drafted tokens)
-    options: dict[str, Any] = {name: heads.option(name, rng, dtype) for name in trial.options}
-    options |= dict(causal=bool(trial.causal), window=trial.window)
-    # The order of pages does not matter; with a small pool, sequences share pages.
-    table = rng.permutation(blocks)[np.arange(trial.batch * columns) % blocks].reshape(trial.batch, columns)
-    if cache.page is not None:
-        options["block_table"] = table.astype(np.int32)
-    q = normal(trial.batch, trial.q_len, trial.heads, dims[0])
-    if cache.appended is not None:
-        appended = rows if trial.packed else np.full(trial.batch, cache.appended)
-        new = [normal(trial.batch, int(appended.max()), trial.kv_heads, dim) for dim in dims]
-        options |= {name: pack(x, appended) if trial.packed else x for name, x in zip("kv", new, strict=True)}
-        if cache.slots:
-            places = [np.arange(end - count, end) for end, count in zip(lengths, appended, strict=True)]
-            slots = [table[b, j // page] * page + j % page for b, j in enumerate(places)]
-            options["slots"] = np.concatenate(slots).astype(np.int64)
-        else:
-            lengths = lengths - appended
-    options["cache_seqlens"] = lengths.astype(np.int32)
-    if cache.rotary:
-        angles = np.arange(columns * page)[:, None] * np.logspace(0, -4, cache.rotary // 2, dtype=np.float32)
-        options |= dict(rotary_cos=np.cos(angles).astype(np.float32), rotary_sin=np.sin(angles).astype(np.float32))
-        options["rotary_interleaved"] = cache.rotary_interleaved
-    if trial.packed:
-        q = pack(q, rows)
-        options |= dict(cu_seqlens_q=np.cumsum([0, *rows], dtype=np.int32), max_seqlen_q=trial.q_len)
-    options["layout"] = trial.layout
-    if trial.layout == "bhsd":
-        k_cache, v_cache = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k_cache, v_cache))
-        for name in () if trial.packed or cache.appended is None else ("k", "v"):
-            options[name] = np.ascontiguousarray(options[name].swapaxes(1, 2))
-        q = q if trial.packed else np.ascontiguousarray(q.swapaxes(1, 2))
-    return CacheCall(q, k_cache, v_cache, options)
 
 
 def falling(length: int, batch: int) -> Array:
@@ -399,7 +397,7 @@ def obstacle(problem: Problem) -> str:
     return ""
 
 
-def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
+def recorded_line(problem: Problem, operands: Operands) -> dict[str, Json]:
     """Return the JSON of a call: the record of its Trial, or its description and the reason why it has none."""
     reason = obstacle(problem)
     if not reason:
@@ -411,7 +409,7 @@ def recorded_line(problem: Problem, operands: Operands) -> dict[str, Any]:
     return {NOT_REPLAYED: reason, DESCRIPTION: str(problem)}
 
 
-def append_line(record: Mapping[str, Any], file: str) -> None:
+def append_line(record: Mapping[str, Json], file: str) -> None:
     """Append a line of JSON in one write: processes that record to one file do not mix lines."""
     import json
 

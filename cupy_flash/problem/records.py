@@ -24,6 +24,7 @@ LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 ENGINES = ("cpu", "cpu_decode", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
+CACHES = ("k_cache", "v_cache")
 LONGEST = 2**31 - 1  # positions are int32
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -326,8 +327,17 @@ class Operands(NamedTuple):
     cache: "CacheOperands | None" = None
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that are operands of their own, by name; those of a cache and of mods are in records."""
-        return {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
+        """Return the arrays by their members of Params, but not those of mods, nor the `out` of a cache."""
+        arrays = {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
+        return arrays if self.cache is None else arrays | self.cache.arrays()
+
+    def with_arrays(self, arrays: dict[str, Any]) -> "Operands":
+        """Return the operands with some arrays replaced, by the names of `arrays`."""
+        if self.cache is None:
+            return self._replace(**arrays)
+        of_cache = {name: array for name, array in arrays.items() if name in self.cache._fields}
+        others = {name: array for name, array in arrays.items() if name not in of_cache}
+        return self._replace(cache=self.cache._replace(**of_cache), **others)
 
 
 @lru_cache(maxsize=16)

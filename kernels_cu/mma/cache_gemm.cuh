@@ -24,12 +24,17 @@ __device__ inline void sync_consumers() {
 #endif
 }
 
+// O in shared memory, of 16-bit caches and of e4m3: columns of a row, whose padding prevents bank conflicts of
+// store_row.
+__device__ constexpr int columns_of_O(int size) {
+  return size == 1 ? round_up(HEAD_DIM_V, 32) + 16 : round_up(HEAD_DIM_V, 16) + 8;
+}
+
 template <typename T>
 struct CacheGemm {
   using K = KvTile<HEAD_DIM, T>;
   using V = KvTile<HEAD_DIM_V, T>;
   static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of O for 16 rows, by columns
-  static constexpr int O_ROW = 8 * FRAGMENTS + 8;  // floats; the padding prevents bank conflicts of store_row
 
   // Permutes the columns of Q in shared memory to the order in which ldmatrix returns those of K, which 16-bit caches
   // do not need. The caller has waited for Q at a barrier.
@@ -68,7 +73,6 @@ struct CacheGemm<e4m3> {
   using K = KvTile<HEAD_DIM, e4m3>;
   using V = KvTile<HEAD_DIM_V, e4m3>;
   static constexpr int FRAGMENTS = round_up(HEAD_DIM_V, 32) / 8;
-  static constexpr int O_ROW = 8 * FRAGMENTS + 16;  // floats; the padding prevents bank conflicts of store_row
 
   // Columns 4t and 4t + 1 of each 16 move to 2t and 2t + 1, and 4t + 2 and 4t + 3 to 2t + 8 and 2t + 9.
   __device__ static void arrange_Q(unsigned int Q_smem) {

@@ -8,7 +8,6 @@
 #include "../merge_row.cuh"
 #endif
 
-constexpr int WARPS = THREADS / WARP;
 constexpr int M = BLOCK_Q / 16;
 constexpr int N = BLOCK_KV / WARPS / 8;
 static_assert(N == 2, "16 keys of a warp are one fragment of P");
@@ -80,7 +79,7 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 }
 
 #if CLUSTER_MERGE
-constexpr int LSE_COLUMN = Gemm::O_ROW - 1;  // @LSE_COLUMN: in the padding of a row of O_smem: lse of the part
+constexpr int LSE_COLUMN = O_ROW - 1;  // @LSE_COLUMN: in the padding of a row of O_smem: lse of the part
 
 // A row of the result of a part, in the shared memory of any block of the cluster.
 struct ClusterRow {
@@ -97,7 +96,7 @@ __device__ void merge_parts(const Params& p, const Part& part, int parts, const 
   // @rows-of-rank
   for (int row = threadIdx.x / WARP * CLUSTER + cluster_ctarank(); row < BLOCK_Q; row += WARPS * CLUSTER) {
     if (part.query(p, row) >= part.sequence.q_len) break;
-    unsigned int row_smem = smem_address(O_smem + row * Gemm::O_ROW);
+    unsigned int row_smem = smem_address(O_smem + row * O_ROW);
     merge_row(
         p, part.sequence, part.kv_head, part.first_row + row, parts,
         [&](int c) { return ClusterRow{mapa(row_smem, c)}[LSE_COLUMN]; },
@@ -129,7 +128,7 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
       other.update(softmax_smem[warp][row][0], scale_log2);
       float weight = other.m == -infinity() ? 0 : ex2_approx(other.reference - softmax.reference);
       softmax.l += weight * softmax_smem[warp][row][1];
-      float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW + column);
+      float4 o = *(const float4*)(O_smem + (warp * BLOCK_Q + row) * O_ROW + column);
       O[0] += weight * o.x, O[1] += weight * o.y, O[2] += weight * o.z, O[3] += weight * o.w;  // @sum-O-of-warps
     }
     Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);  // @scale-of-lse
@@ -138,7 +137,7 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     if (!part.whole) {
 #if CLUSTER_MERGE
       // In place of warp 0's O: only this thread reads these columns.
-      float* result = O_smem + row * Gemm::O_ROW;
+      float* result = O_smem + row * O_ROW;
       *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) result[LSE_COLUMN] = ending.lse;
 #else
@@ -171,12 +170,12 @@ __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Sof
       int row = row_of(m, 2 * half);
       float l = row_sum(softmax[m][half].l);
       if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
-      Gemm::store_row(smem_address(O_smem + (warp * BLOCK_Q + row) * Gemm::O_ROW), O[m], half);
+      Gemm::store_row(smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW), O[m], half);
     }
 }
 
 __device__ void attend(const Params& p, const Part& part, unsigned char* smem, KvStages::Shared& shared) {
-  unsigned int Q_smem = smem_address(smem + KvStages::Q_START);
+  unsigned int Q_smem = smem_address(smem + SharedMemory::Q);
   int warp = threadIdx.x / WARP;
   float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(0);
@@ -185,6 +184,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   PartTiles tiles(p, part);
   KvStages stages(p, part, tiles, smem_address(smem), shared);
 
+  // Prologue.
   stages.reuse_memory();
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
@@ -200,10 +200,12 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
   float O_rmem[M][Gemm::FRAGMENTS][4] = {};
+
+  // Mainloop.
   for (; tiles.valid(); tiles.next()) {
-    unsigned int tile = stages.next(tiles.start);
-    unsigned int K_smem = tile + 16 * warp * Gemm::K::ROW;
-    unsigned int V_smem = tile + K_BYTES + 16 * warp * Gemm::V::ROW;
+    unsigned int slot = stages.next(tiles.start);
+    unsigned int K_smem = slot + KeySlot::K + 16 * warp * Gemm::K::ROW;
+    unsigned int V_smem = slot + KeySlot::V + 16 * warp * Gemm::V::ROW;
     float S_rmem[M][N][4];
     if constexpr (Q_IN_REGISTERS)
       Gemm::scores(S_rmem, Q_rmem, K_smem, K_lane);
@@ -221,9 +223,10 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
     stages.release();
   }
 
+  // Epilogue.
   stages.end();
-  float* O_smem = (float*)(smem + KvStages::O_START);
-  auto softmax_smem = (float (*)[BLOCK_Q][2])(O_smem + WARPS * BLOCK_Q * Gemm::O_ROW);
+  float* O_smem = (float*)(smem + SharedMemory::O);
+  auto softmax_smem = (float (*)[BLOCK_Q][2])(smem + SharedMemory::ROWS);
   store_warp(O_smem, softmax_smem, softmax, O_rmem);
   sync_consumers();
   store_part(p, part, O_smem, softmax_smem);
@@ -233,8 +236,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1)
     decode(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  constexpr int MBARRIERS = KvStages::O_START + 4 * WARPS * BLOCK_Q * (Gemm::O_ROW + 2);
-  KvRing ring(smem_address(smem), smem_address(smem + MBARRIERS));
+  KvRing ring(smem_address(smem + SharedMemory::SLOTS), smem_address(smem + SharedMemory::MBARRIERS));
   if (threadIdx.x == 0) {
     ring.init();
     fence_mbarrier_init();
@@ -253,9 +255,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         decode(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
-  auto attend_part = [&](const Part& part) { attend(p, part, (unsigned char*)shared, pages_smem); };
+  unsigned char* smem = (unsigned char*)shared;
+  auto attend_part = [&](const Part& part) { attend(p, part, smem, pages_smem); };
 #if CLUSTER_MERGE
-  for_each_part(p, attend_part, [&](const Part& part, int parts) { merge_parts(p, part, parts, (float*)shared); });
+  for_each_part(p, attend_part, [&](const Part& part, int parts) {
+    merge_parts(p, part, parts, (const float*)(smem + SharedMemory::O));
+  });
 #else
   for_each_part(p, attend_part);
 #endif

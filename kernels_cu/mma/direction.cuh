@@ -4,20 +4,16 @@
 #include "factor_scale.cuh"
 #include "load.cuh"
 
-constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
-constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
-
-// Addresses in shared memory of the operands of a tile of keys: K, tK [BLOCK_KV][HEAD_DIM], V, tV
-// [BLOCK_KV][HEAD_DIM_V].
+// Addresses in shared memory of the operands of a tile of keys.
 struct KeyTile {
-  static constexpr int BYTES = (1 + TK) * K_BYTES + (1 + TV) * V_BYTES;
+  static constexpr int BYTES = KeySlot::BYTES;
   unsigned int K;
   unsigned int tK;
   unsigned int V;
   unsigned int tV;
 
-  __device__ KeyTile(unsigned int smem) : K(smem), tK(K + K_BYTES), V(tK + TK * K_BYTES), tV(V + V_BYTES) {}
+  __device__ KeyTile(unsigned int slot)
+      : K(slot + KeySlot::K), tK(slot + KeySlot::tK), V(slot + KeySlot::V), tV(slot + KeySlot::tV) {}
 };
 
 // Loads the operands of tiles of keys, one after the other. For aligned rows and whole tiles each thread has an address

@@ -4,9 +4,15 @@
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
-constexpr int K_BYTES = BLOCK_KV * Tile<HEAD_DIM>::ROW;
-constexpr int V_BYTES = BLOCK_KV * Tile<HEAD_DIM_V>::ROW;
-constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
+
+// Offsets in bytes. Q_IN_REGISTERS: Q is loaded through the space of the first slots. The epilogue stages O in the same
+// memory.
+struct SharedMemory {
+  static constexpr int Q = 0, Q_END = BLOCK_Q * row_bytes(HEAD_DIM);    // [BLOCK_Q][HEAD_DIM]
+  static constexpr int KV = Q_IN_REGISTERS ? 0 : Q_END;                 // STAGES x KeySlot
+  static constexpr int O = 0, O_END = BLOCK_Q * row_bytes(HEAD_DIM_V);  // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int BYTES = maximum(KV + STAGES * KeySlot::BYTES, maximum(Q_END, O_END));
+};
 
 // Turns S into the probabilities of a tile, and rescales O if the reference of the exponents changes.
 __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
@@ -22,13 +28,36 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
 }
 
+// Loads Q; Q_IN_REGISTERS: and its fragments.
+__device__ void load_Q(unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4], unsigned int Q_smem, const Params& p,
+                       const Sequence& sequence, int head, int q_start, int row) {
+  __syncthreads();
+  load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), Range{0, sequence.q_len});
+  if constexpr (Q_IN_REGISTERS) {
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    __syncthreads();
+    load_fragments<M, HEAD_DIM>(Q, Q_smem, row);
+    __syncthreads();  // @barrier-after-Q-fragments
+  }
+}
+
+// Stores O times `factors` through shared memory.
+__device__ void store_O(const float (&O)[M][fragments_of(HEAD_DIM_V)][4], const float (&factors)[M][2],
+                        unsigned char* O_smem, const Params& p, const Sequence& sequence, int head, int q_start,
+                        int row) {
+  cp_async_wait_group<0>();  // @wait-Q-loaded: Q may be in flight if no key was visited
+  __syncthreads();           // @barrier-before-O
+  store_fragments<M, HEAD_DIM_V>(O_smem, O, row, [&](int m, int half) { return factors[m][half]; });
+  __syncthreads();
+  store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(p.out, head), p.out, O_smem, q_start, sequence.q_rows);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
-  unsigned char* smem = (unsigned char*)shared;
-  // Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]).
-  // Q_IN_REGISTERS: Q is loaded through the space of the first stages. The epilogue stages O in the same memory.
-  unsigned int Q_smem = smem_address(smem), KV_smem = Q_smem + (Q_IN_REGISTERS ? 0 : Q_BYTES);
+  unsigned char* O_smem = (unsigned char*)shared + SharedMemory::O;
+  unsigned int smem = smem_address(shared), Q_smem = smem + SharedMemory::Q;
 
   int head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
@@ -49,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     kv_tiles.first = keep(kv_tiles.first);
     kv_tiles.unmasked = {keep(kv_tiles.unmasked.begin), keep(kv_tiles.unmasked.end)};
     auto loaded = kv_tiles;  // the tile to load next
-    Pipeline<STAGES, K_BYTES + V_BYTES> stages(KV_smem);
+    Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KV);
 
     auto load = [&] {
       if (loaded.valid()) loads.load(stages.next(), loaded.start, loaded.visible);
@@ -58,17 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       loads.pages.look_up(loaded.start, loaded.visible);
     };
 
-    __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start),
-                                 Range{0, sequence.q_len});
+    // Prologue.
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
-    if constexpr (Q_IN_REGISTERS) {
-      cp_async_commit_group();
-      cp_async_wait_group<0>();
-      __syncthreads();
-      load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
-      __syncthreads();  // @barrier-after-Q-fragments
-    }
+    load_Q(Q_rmem, Q_smem, p, sequence, head, q_start, row);
     loads.pages.look_up(loaded.start, loaded.visible);
     for (int stage = 0; stage < STAGES - 1; ++stage) {
       loads.pages.store();
@@ -82,12 +103,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
+    // Mainloop.
     for (; kv_tiles.valid(); kv_tiles.next()) {
       if constexpr (STAGES == 1) {
         __syncthreads();  // @forward.barrier-before-load
         load();
       }
-      unsigned int K_smem = stages.wait(), V_smem = K_smem + K_BYTES;
+      unsigned int slot = stages.wait(), K_smem = slot + KeySlot::K, V_smem = slot + KeySlot::V;
 
       float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)
@@ -103,12 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       loads.pages.store();
     }
 
+    // Epilogue.
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
-    cp_async_wait_group<0>();  // @wait-Q-loaded: Q may be in flight if no key was visited
-    __syncthreads();           // @barrier-before-O
-    store_fragments<M, HEAD_DIM_V>(smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });
-    __syncthreads();
-    store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(p.out, head), p.out, smem, q_start, sequence.q_rows);
+    store_O(O_rmem, factors, O_smem, p, sequence, head, q_start, row);
   }
 }

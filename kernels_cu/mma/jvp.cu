@@ -2,10 +2,20 @@
 // head. grid (query tiles, heads, sequences)
 #include "../mean.cuh"
 #include "direction.cuh"
+#include "tile_stream.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
 constexpr int SUMS = fragments_of(HEAD_DIM_V);
+
+// Offsets in bytes. The epilogue stages O, and then tO, in the same memory.
+struct SharedMemory {
+  static constexpr int Q = 0;                                           // [BLOCK_Q][HEAD_DIM]
+  static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);          // TQ: [BLOCK_Q][HEAD_DIM]
+  static constexpr int KEYS = tQ + TQ * BLOCK_Q * row_bytes(HEAD_DIM);  // STAGES x KeySlot
+  static constexpr int O = 0, O_END = BLOCK_Q * row_bytes(HEAD_DIM_V);  // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int BYTES = maximum(KEYS + STAGES * KeySlot::BYTES, O_END);
+};
 
 // Turns q.k and its tangent into scores and their tangents; keys that a query does not see get -inf.
 template <bool MASKED>
@@ -151,10 +161,8 @@ __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const flo
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
-  unsigned char* smem = (unsigned char*)shared;
-  // Shared memory: Q, tQ [BLOCK_Q][HEAD_DIM], then STAGES x one tile of keys. The epilogue stages O and then tO in the
-  // same memory.
-  unsigned int Q_smem = smem_address(smem), tQ_smem = Q_smem + Q_BYTES, KV_smem = tQ_smem + TQ * Q_BYTES;
+  unsigned char* O_smem = (unsigned char*)shared + SharedMemory::O;
+  unsigned int smem = smem_address(shared), Q_smem = smem + SharedMemory::Q, tQ_smem = smem + SharedMemory::tQ;
 
   int head = blockIdx.y, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);
@@ -167,21 +175,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 
   int tiles = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q;
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
+    // Prologue.
     int q_start = tile * BLOCK_Q;
     KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start);
-    auto loaded = kv_tiles;  // the tile to load next
-    auto key_loads = KeyLoads(p, sequence, kv_head, loaded.start).kept();
-    Pipeline<STAGES, KeyTile::BYTES> stages(KV_smem);
-    auto load = [&] {
-      if (loaded.valid()) key_loads.load_next(KeyTile(stages.next()), loaded);
-      stages.commit();
-    };
-
+    auto key_loads = KeyLoads(p, sequence, kv_head, kv_tiles.start).kept();
+    TileStream<KeyTile, KvTiles<Order::LAST_TO_FIRST>, KeyLoads> stream(kv_tiles, key_loads, smem + SharedMemory::KEYS);
     __syncthreads();
     auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, rows(p.q), Range{0, sequence.q_len});
     if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, rows(p.tq), Range{0, sequence.q_len});
-    for (int stage = 0; stage < STAGES - 1; ++stage) load();
+    stream.fill();
     Softmax2 softmax[M][2];
     LazyMean mean[M][2] = {};
 #pragma unroll
@@ -189,15 +192,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
     float O_rmem[M][SUMS][4] = {}, T_rmem[M][SUMS][4] = {};
     FactorScale scale;
 
+    // Mainloop.
     for (; kv_tiles.valid(); kv_tiles.next()) {
-      if constexpr (STAGES == 1) {
-        __syncthreads();
-        load();
-      }
-      KeyTile keys(stages.wait());
+      KeyTile keys(stream.wait());
       float S_rmem[M][N][4] = {}, tS_rmem[M][N][4] = {};
       scores_moved<M, N, HEAD_DIM, TQ, TK>(S_rmem, tS_rmem, Q_smem, tQ_smem, Q_lane, keys.K, keys.tK, K_lane);
-      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
+      stream.load_ahead();
       attend(S_rmem, tS_rmem, O_rmem, T_rmem, scale, softmax, mean, kv_tiles.masked(), score, band, dropout,
              q_start + row, kv_tiles.start);
       unsigned int P_rmem[M][N / 2][4];
@@ -208,15 +208,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
                                                               keys.tV, V_lane);
     }
 
+    // Epilogue.
     multiply(T_rmem, scale.inverse());  // @scale-T-back
     float factors[M][2];
     finish(factors, T_rmem, O_rmem, softmax, mean, p, sequence, dropout, head, q_start + row);
     cp_async_wait_group<0>();  // Q may be in flight if no key was visited
     auto store = [&](const float (&C)[M][SUMS][4], const Operand& x) {
       __syncthreads();
-      store_fragments<M, HEAD_DIM_V>(smem, C, row, [&](int m, int half) { return factors[m][half]; });
+      store_fragments<M, HEAD_DIM_V>(O_smem, C, row, [&](int m, int half) { return factors[m][half]; });
       __syncthreads();
-      store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(x, head), x, smem, q_start, sequence.q_rows);
+      store_tile<BLOCK_Q, HEAD_DIM_V>(sequence.queries<element>(x, head), x, O_smem, q_start, sequence.q_rows);
     };
     store(O_rmem, p.out);
     store(T_rmem, p.tout);

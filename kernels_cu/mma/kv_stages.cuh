@@ -10,10 +10,20 @@
 #include "parts.cuh"
 
 using Gemm = CacheGemm<kv_element>;
-constexpr int Q_BYTES = BLOCK_Q * Tile<HEAD_DIM>::ROW;
-constexpr int K_BYTES = BLOCK_KV * TileOf<HEAD_DIM, kv_element>::ROW;
-constexpr int V_BYTES = BLOCK_KV * TileOf<HEAD_DIM_V, kv_element>::ROW;
-constexpr int SLOT_BYTES = K_BYTES + V_BYTES;
+constexpr int WARPS = THREADS / WARP;
+constexpr int O_ROW = columns_of_O(sizeof(kv_element));
+
+// Offsets in bytes. O, and the row max and row sum of each warp, reuse the memory of Q and of the slots at the end of a
+// part; but not that of slots which a producer warp fills for the next part meanwhile.
+struct SharedMemory {
+  static constexpr int Q_BYTES = BLOCK_Q * row_bytes(HEAD_DIM), SLOTS_BYTES = STAGES * KeySlot::BYTES;
+  static constexpr int SLOTS = TMA_KV ? 0 : Q_BYTES;                // STAGES x KeySlot
+  static constexpr int Q = TMA_KV ? SLOTS_BYTES : 0;                // [BLOCK_Q][HEAD_DIM]
+  static constexpr int O = TMA_KV ? Q + Q_BYTES : 0;                // floats [WARPS][BLOCK_Q][O_ROW]
+  static constexpr int ROWS = O + 4 * WARPS * BLOCK_Q * O_ROW;      // floats [WARPS][BLOCK_Q][2]: row max, row sum
+  static constexpr int MBARRIERS = ROWS + 4 * WARPS * BLOCK_Q * 2;  // TMA_KV: of the slots
+  static constexpr int BYTES = TMA_KV ? MBARRIERS + 16 * STAGES : maximum(Q_BYTES + SLOTS_BYTES, MBARRIERS);
+};
 
 #if TMA_KV
 // Tensor maps; a box has the columns of one panel, and those keys of a tile that are on one page.
@@ -22,15 +32,13 @@ struct Maps {
   TensorMap v;
 };
 
-using KvRing = SlotRing<STAGES, SLOT_BYTES, 1>;
+using KvRing = SlotRing<STAGES, KeySlot::BYTES, 1>;
 
-// Shared memory: STAGES x (K, V); Q [BLOCK_Q][HEAD_DIM]; O [WARPS][BLOCK_Q][O_ROW], row max and row sum
-// [WARPS][BLOCK_Q]; mbarriers. O does not reuse the slots, because the producer fills them during the epilogue.
 struct KvStages {
   using Shared = KvRing;
-  static_assert(Gemm::K::PANELS * Gemm::K::ROW == K_BYTES / BLOCK_KV, "panels hold whole rows");
-  static_assert(Gemm::V::PANELS * Gemm::V::ROW == V_BYTES / BLOCK_KV, "panels hold whole rows");
-  static constexpr int Q_START = KvRing::BYTES, O_START = Q_START + Q_BYTES;
+  static_assert(Gemm::K::PANELS * Gemm::K::ROW * BLOCK_KV == KeySlot::K_BYTES, "panels hold whole rows");
+  static_assert(Gemm::V::PANELS * Gemm::V::ROW * BLOCK_KV == KeySlot::V_BYTES, "panels hold whole rows");
+  static_assert(KvRing::MBARRIER_BYTES == SharedMemory::BYTES - SharedMemory::MBARRIERS, "of all slots");
 
   KvRing& ring;
   Range keys;
@@ -53,7 +61,7 @@ struct KvStages {
       for (int n = lane_id(); n < 16 * CHUNKS; n += WARP) {
         int row = first + n / CHUNKS;
         for (int panel = 0; panel < Gemm::V::PANELS && !keys(start + row); ++panel)
-          st_shared_v4(ring.slot() + K_BYTES + (panel * BLOCK_KV + row) * Gemm::V::ROW + 16 * (n % CHUNKS), zeros);
+          st_shared_v4(ring.slot() + KeySlot::V + (panel * BLOCK_KV + row) * Gemm::V::ROW + 16 * (n % CHUNKS), zeros);
       }
       fence_proxy_async();  // @fence-zeros: TMA writes to the slot next
       __syncwarp();
@@ -97,31 +105,31 @@ __device__ inline void load_tiles(const Params& p, const Part& part, const Maps&
     tiles.next();
     block = look_up(tiles.start);
     ring.acquire();  // @acquire-KV-slot
-    if (lane_id() == 0) mbarrier_arrive_expect_tx(ring.full(), SLOT_BYTES);
+    if (lane_id() == 0) mbarrier_arrive_expect_tx(ring.full(), KeySlot::BYTES);
     __syncwarp();
     if (row < BLOCK_KV) {
       int row_in_block = blocks.row_in_block(start + row);  // @row-in-page-of-box
-      load_boxes<Gemm::K>(ring.slot(), maps.k, ring.full(), row, row_in_block, part.kv_head, current);
+      load_boxes<Gemm::K>(ring.slot() + KeySlot::K, maps.k, ring.full(), row, row_in_block, part.kv_head, current);
       // @load-V-page
-      load_boxes<Gemm::V>(ring.slot() + K_BYTES, maps.v, ring.full(), row, row_in_block, part.kv_head, current);
+      load_boxes<Gemm::V>(ring.slot() + KeySlot::V, maps.v, ring.full(), row, row_in_block, part.kv_head, current);
     }
     ++ring.index;
   }
 }
 #else
-// Shared memory: Q [BLOCK_Q][HEAD_DIM], then STAGES x (K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V]); at the end O
-// [WARPS][BLOCK_Q][O_ROW] in their place, then row max and row sum [WARPS][BLOCK_Q].
 struct KvStages {
   using Shared = int[2][BLOCK_KV];  // page numbers
-  static constexpr int Q_START = 0, O_START = 0;
 
   const Part& part;
   KvLoads loads;
-  Pipeline<STAGES, SLOT_BYTES> slots;
+  Pipeline<STAGES, KeySlot::BYTES> slots;
   PartTiles loaded;  // the tile to load next
 
   __device__ KvStages(const Params& p, const Part& part, const PartTiles& tiles, unsigned int smem, Shared& pages_smem)
-      : part(part), loads(p, part.sequence, part.kv_head, pages_smem), slots(smem + Q_BYTES), loaded(tiles) {}
+      : part(part),
+        loads(p, part.sequence, part.kv_head, pages_smem),
+        slots(smem + SharedMemory::SLOTS),
+        loaded(tiles) {}
   __device__ void load() {
     if (loaded.valid()) loads.load(slots.next(), loaded.start, part.keys);
     loaded.next();  // @next-load-of-part

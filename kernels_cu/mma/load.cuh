@@ -160,7 +160,18 @@ __device__ void load_numbers(unsigned int to, const Number* numbers, int first, 
   cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
-// Loads tiles of K and V of one head into the slots of a pipeline: K [BLOCK_KV][HEAD_DIM], V [BLOCK_KV][HEAD_DIM_V].
+// Offsets in bytes of the operands of a tile of keys, with the tangents of those that move.
+struct KeySlot {
+  static constexpr int K_BYTES = BLOCK_KV * row_bytes(HEAD_DIM, sizeof(kv_element));
+  static constexpr int V_BYTES = BLOCK_KV * row_bytes(HEAD_DIM_V, sizeof(kv_element));
+  static constexpr int K = 0;                  // [BLOCK_KV][HEAD_DIM]
+  static constexpr int tK = K + K_BYTES;       // TK: [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = tK + TK * K_BYTES;  // [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int tV = V + V_BYTES;       // TV: [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int BYTES = tV + TV * V_BYTES;
+};
+
+// Loads tiles of K and V of one head into the slots of a pipeline.
 struct KvLoads {
   const Sequence& sequence;
   KeyRows<kv_element> K;
@@ -185,7 +196,7 @@ struct KvLoads {
   // Loads the `keys` of the tile at `start`. The last pages.store() must have stored the page numbers of this tile.
   __device__ void load(unsigned int slot, int start, Range keys) const {
     Range readable = sequence.readable(keys);
-    K_loader.load(slot, K.tile(start, pages.stored()), readable);
-    V_loader.load(slot + BLOCK_KV * TileOf<HEAD_DIM, kv_element>::ROW, V.tile(start, pages.stored()), readable);
+    K_loader.load(slot + KeySlot::K, K.tile(start, pages.stored()), readable);
+    V_loader.load(slot + KeySlot::V, V.tile(start, pages.stored()), readable);
   }
 };

@@ -1,21 +1,27 @@
-// Operands and steps that the double backward kernels of the mma engine share.
+// What a double backward loads, and computes from a tile of queries and one of keys, for the loops of mainloop.cuh.
 #pragma once
 #include "../second_gradients.cuh"
 #include "direction.cuh"
 #include "steps.cuh"
 
-constexpr int dO_BYTES = BLOCK_Q * Tile<HEAD_DIM_V>::ROW;
-
-// Addresses in shared memory of the operands of a tile of queries: Q, tQ [BLOCK_Q][HEAD_DIM], dO [BLOCK_Q][HEAD_DIM_V],
-// RowNumbers [BLOCK_Q].
+// Addresses in shared memory of the operands of a tile of queries.
 struct QueryTile {
-  static constexpr int BYTES = (1 + TQ) * Q_BYTES + dO_BYTES + BLOCK_Q * sizeof(RowNumbers);
+  static constexpr int BYTES = QuerySlot::BYTES;
+  static_assert(BYTES == QuerySlot::NUMBERS + BLOCK_Q * sizeof(RowNumbers), "the numbers of its rows are the last");
   unsigned int Q;
   unsigned int tQ;
   unsigned int dO;
   unsigned int numbers;
 
-  __device__ QueryTile(unsigned int smem) : Q(smem), tQ(Q + Q_BYTES), dO(tQ + TQ * Q_BYTES), numbers(dO + dO_BYTES) {}
+  __device__ QueryTile(unsigned int slot)
+      : Q(slot + QuerySlot::Q),
+        tQ(slot + QuerySlot::tQ),
+        dO(slot + QuerySlot::dO),
+        numbers(slot + QuerySlot::NUMBERS) {}
+  // The numbers of the rows from `row`; `smem` is the start of shared memory.
+  __device__ const RowNumbers* numbers_of(const unsigned char* smem, int row) const {
+    return (const RowNumbers*)(smem + (numbers - smem_address(smem))) + row;
+  }
 };
 
 // Loads the operands of a tile of queries.
@@ -46,27 +52,26 @@ struct QueryLoads : QdOLoads {
     if constexpr (TQ) tQ_loader.load(to.tQ, tQ, queries);
     load_numbers<BLOCK_Q>(to.numbers, numbers, q_start, queries);
   }
+  __device__ void load_next(const QueryTile& to, QTiles& tiles) {
+    load(to, tiles.head, tiles.start, tiles.visible);
+    tiles.next();
+  }
 };
 
-// This lane's addresses for the products of a tile, of which this warp has the rows from `row`. They stay in registers:
-// the compiler would compute them anew for every tile.
-struct ProductLanes {
-  typename Tile<HEAD_DIM>::Lane A;
-  typename Tile<HEAD_DIM>::Lane B;
-  typename Tile<HEAD_DIM_V>::Lane A_v;
-  typename Tile<HEAD_DIM_V>::Lane B_v;
-
-  __device__ ProductLanes(int row)
-      : A(Tile<HEAD_DIM>::lane_of_A(row).kept()),
-        B(Tile<HEAD_DIM>::lane_of_B().kept()),
-        A_v(Tile<HEAD_DIM_V>::lane_of_A(row).kept()),
-        B_v(Tile<HEAD_DIM_V>::lane_of_B().kept()) {}
+// The power of two of factors and sums, and of exact gradients none.
+struct Scale : FactorScale {
+  __device__ Scale(const Params&) {}
+  __device__ static Scale of_exact(const Params& p) {
+    Scale scale(p);
+    scale.log2 = 0;
+    return scale;
+  }
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
 // QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
 template <int M, int N, bool TRANSPOSED, bool QK_GRADIENT>
-struct SecondGradients {
+struct Gradients {
   float dS[M][N][4] = {};   // Q K^T before
   float dtS[M][N][4] = {};  // its tangent before
   float W[M][N][4] = {};    // dO V^T before
@@ -74,7 +79,7 @@ struct SecondGradients {
 
   // `load()` runs behind the first products, so that addresses are computed while the tensor cores run.
   template <typename Load>
-  __device__ SecondGradients(const QueryTile& queries, const KeyTile& keys, const ProductLanes& lanes, Load load) {
+  __device__ Gradients(const QueryTile& queries, const KeyTile& keys, const ProductLanes& lanes, Load load) {
     if constexpr (TRANSPOSED) {
       scores_moved<M, N, HEAD_DIM, TK, TQ, true>(dS, dtS, keys.K, keys.tK, lanes.A, queries.Q, queries.tQ, lanes.B);
       load();
@@ -117,11 +122,34 @@ struct SecondGradients {
     }
   }
 
-  __device__ void differentiate(bool masked, float log2_scale, const Score& score, const Band& band,
-                                const Dropout& dropout, const RowNumbers* queries, int i0, int j0) {
+  __device__ void differentiate(bool masked, const Scale& scale, const Score& score, const Band& band,
+                                const Dropout& dropout, const RowNumbers* numbers, int i0, int j0) {
     if (masked)
-      differentiate<true>(log2_scale, score, band, dropout, queries, i0, j0);
+      differentiate<true>(scale.log2, score, band, dropout, numbers, i0, j0);
     else
-      differentiate<false>(log2_scale, score, band, dropout, queries, i0, j0);
+      differentiate<false>(scale.log2, score, band, dropout, numbers, i0, j0);
+  }
+
+  // Add the tile's part of dQ, and those of dK and dV, at this lane's addresses of the right operands.
+  template <typename Lane>
+  __device__ void add_to(float (&dQ)[M][fragments_of(HEAD_DIM)][4], Scale& scale, const KeyTile& keys,
+                         const Lane& KT_lane) {
+    auto dS_factor = factor(dS);
+    auto dtS_factor = factor<TK>(dtS);
+    scale.round([&](float by) { multiply(dQ, by); }, dS_factor, dtS_factor);
+    accumulate<M, N / 2, HEAD_DIM>(dQ, dS_factor.rounded, keys.K, KT_lane);
+    if constexpr (TK) accumulate<M, N / 2, HEAD_DIM>(dQ, dtS_factor.rounded, keys.tK, KT_lane);  // @dtP-of-tK
+  }
+  template <typename Lane, typename LaneV, typename Share>
+  __device__ void add_to(float (&dK)[M][fragments_of(HEAD_DIM)][4], float (&dV)[M][fragments_of(HEAD_DIM_V)][4],
+                         Scale& scale, const QueryTile& queries, const Lane& QT_lane, const LaneV& dOT_lane, Share) {
+    auto W_factor = factor<SCORES_MOVE>(W);
+    auto dS_factor = factor(dS);
+    auto dtS_factor = factor<TQ>(dtS);
+    scale.round([&](float by) { multiply(dK, by), multiply(dV, by); }, W_factor, dS_factor,
+                dtS_factor);  // @lower-dK-dV
+    if constexpr (SCORES_MOVE) accumulate<M, N / 2, HEAD_DIM_V>(dV, W_factor.rounded, queries.dO, dOT_lane);
+    accumulate<M, N / 2, HEAD_DIM>(dK, dS_factor.rounded, queries.Q, QT_lane);
+    if constexpr (TQ) accumulate<M, N / 2, HEAD_DIM>(dK, dtS_factor.rounded, queries.tQ, QT_lane);  // @dtP-of-tQ
   }
 };

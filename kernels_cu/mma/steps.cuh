@@ -1,8 +1,19 @@
-// Steps that the backward kernels of the mma engine share: loading Q and dO, and storing the dS of a bias.
+// Steps that the kernels of a backward and of a double backward share: loading Q and dO, the addresses of products, and
+// storing the dS of a bias.
 #pragma once
 #include "../gradients.cuh"
 #include "gemm.cuh"
 #include "load.cuh"
+
+// Offsets in bytes of the operands of a tile of queries, with the tangent of Q if it moves, and of the numbers of its
+// rows.
+struct QuerySlot {
+  static constexpr int Q = 0;                                             // [BLOCK_Q][HEAD_DIM]
+  static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);            // TQ: [BLOCK_Q][HEAD_DIM]
+  static constexpr int dO = tQ + TQ * BLOCK_Q * row_bytes(HEAD_DIM);      // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int NUMBERS = dO + BLOCK_Q * row_bytes(HEAD_DIM_V);    // lse2 [BLOCK_Q], delta [BLOCK_Q]
+  static constexpr int BYTES = NUMBERS + (DIRECTION ? 16 : 8) * BLOCK_Q;  // DIRECTION: RowNumbers [BLOCK_Q]
+};
 
 // Loads the rows of dO whose queries are in `queries`, and zeros for others. A row that sees no key must not
 // contribute, whatever its dO is. `queries` excludes rows that see no key by position; rows whose keys are all hidden
@@ -51,6 +62,29 @@ struct QdOLoads {
     Q_loader.load(Q_smem, Q, queries);
     load_dO(dO_smem, dO_loader, dO, p, sequence, head, queries);
   }
+};
+
+// DIRECTION: an address that stays in registers; the compiler would compute it anew for every tile.
+template <typename Lane>
+__device__ Lane held(const Lane& lane) {
+  if constexpr (DIRECTION)
+    return lane.kept();
+  else
+    return lane;
+}
+
+// This lane's addresses for the products of a tile, of which this warp has the rows from `row`.
+struct ProductLanes {
+  typename Tile<HEAD_DIM>::Lane A;
+  typename Tile<HEAD_DIM>::Lane B;
+  typename Tile<HEAD_DIM_V>::Lane A_v;
+  typename Tile<HEAD_DIM_V>::Lane B_v;
+
+  __device__ ProductLanes(int row)
+      : A(held(Tile<HEAD_DIM>::lane_of_A(row))),
+        B(held(Tile<HEAD_DIM>::lane_of_B())),
+        A_v(held(Tile<HEAD_DIM_V>::lane_of_A(row))),
+        B_v(held(Tile<HEAD_DIM_V>::lane_of_B())) {}
 };
 
 constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks

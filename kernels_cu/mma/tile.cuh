@@ -11,6 +11,14 @@ constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps with differen
 __device__ constexpr int padded(int dim) {
   return round_up(dim, 16 * COLUMN_WARPS);
 }
+// Columns of a row of `dim` numbers of `size` bytes, as 16-bit numbers: bytes are rounded up to pairs of chunks.
+__device__ constexpr int columns_of_16_bits(int dim, int size) {
+  return size == 1 ? round_up(dim, 32) / 2 : dim;
+}
+// Bytes of a row of a tile.
+__device__ constexpr int row_bytes(int dim, int size = 2) {
+  return 2 * padded(columns_of_16_bits(dim, size));
+}
 
 // Index of this warp among those with different rows, and among those with different columns.
 __device__ inline int row_warp() {
@@ -30,8 +38,7 @@ __device__ T keep(T x) {
 // Swizzled layout of a row of DIM numbers.
 template <int DIM>
 struct Tile {
-  static constexpr int CHUNKS = padded(DIM) / 8;
-  static constexpr int ROW = 16 * CHUNKS;  // bytes
+  static constexpr int ROW = row_bytes(DIM), CHUNKS = ROW / 16;
   // Chunks are permuted within groups of 8, or of the largest power of two that divides their number. In the latter
   // case a row is no multiple of 128 bytes, so neighbouring rows start at different banks and need less swizzling.
   static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
@@ -93,10 +100,9 @@ struct PanelTile {
   __device__ static Lane lane_of_X() { return {Panel::lane_of_X()}; }
 };
 
-// Type of a tile with rows of DIM elements. An e4m3 row has as many bytes as DIM / 2 16-bit elements, rounded up to
-// pairs of chunks.
+// Type of a tile with rows of DIM elements.
 template <int DIM, typename Number>
-using TileOf = Tile<sizeof(Number) == 1 ? round_up(DIM, 32) / 2 : DIM>;
+using TileOf = Tile<columns_of_16_bits(DIM, sizeof(Number))>;
 
 // Fragments of DIM columns that one warp accumulates: 16-column blocks are dealt round-robin to the column warps.
 __device__ constexpr int fragments_of(int dim) {

@@ -42,12 +42,19 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
   store_p(P_smem, S);
 }
 
+// Offsets in numbers.
+struct SharedMemory {
+  static constexpr int Q = 0;                                   // [BLOCK_Q][HEAD_DIM]
+  static constexpr int X = Q + BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][HEAD_DIM or HEAD_DIM_V]: K, then V
+  static constexpr int P = X + BLOCK_KV * row_stride(MAX_DIM);  // [BLOCK_Q][BLOCK_KV]
+  static constexpr int BYTES = sizeof(real) * (P + BLOCK_Q * p_stride(BLOCK_KV));
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params p) {
-  extern __shared__ Chunk smem[];
+  extern __shared__ Chunk shared[];
   __shared__ int pages_smem[2][BLOCK_KV];
-  real* Q_smem = (real*)smem;                              // [BLOCK_Q][HEAD_DIM]
-  real* X_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][HEAD_DIM or HEAD_DIM_V]: K, then V
-  real* P_smem = X_smem + BLOCK_KV * row_stride(MAX_DIM);  // [BLOCK_Q][BLOCK_KV]
+  real* smem = (real*)shared;
+  real *Q_smem = smem + SharedMemory::Q, *X_smem = smem + SharedMemory::X, *P_smem = smem + SharedMemory::P;
 
   int head = blockIdx.y, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);
@@ -59,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   real sink = SINK ? to_real(((const sink_element*)p.sink)[head]) : -infinity();
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
+    // Prologue.
     __syncthreads();
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start),
                                  Range{0, sequence.q_len});
@@ -67,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);  // @init-softmax
 
+    // Mainloop.
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
       Range readable = sequence.readable(kv_tiles.visible);
@@ -88,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
     }
 
+    // Epilogue.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int i = q_start + row_y() + r * ROW_THREADS;

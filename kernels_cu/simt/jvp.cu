@@ -12,6 +12,16 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 constexpr int SUMS = columns_of(HEAD_DIM_V);
 
+// Offsets in numbers.
+struct SharedMemory {
+  static constexpr int Q = 0;                                         // [BLOCK_Q][HEAD_DIM]
+  static constexpr int tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);       // [BLOCK_Q][HEAD_DIM]
+  static constexpr int X = tQ + TQ * BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][]: K, tK, V, then tV
+  static constexpr int P = X + BLOCK_KV * row_stride(MAX_DIM);        // [BLOCK_Q][BLOCK_KV]
+  static constexpr int tP = P + BLOCK_Q * p_stride(BLOCK_KV);         // SCORES_MOVE: [BLOCK_Q][BLOCK_KV], P (tS - mu)
+  static constexpr int BYTES = sizeof(real) * (tP + SCORES_MOVE * BLOCK_Q * p_stride(BLOCK_KV));
+};
+
 // Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
 template <bool MASKED>
 __device__ void modify(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], const Score& score, const Band& band, int q_start,
@@ -65,12 +75,10 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_constant__ Params p) {
-  extern __shared__ Chunk smem[];
-  real* Q_smem = (real*)smem;                                    // [BLOCK_Q][HEAD_DIM]
-  real* tQ_smem = Q_smem + BLOCK_Q * row_stride(HEAD_DIM);       // [BLOCK_Q][HEAD_DIM]
-  real* X_smem = tQ_smem + TQ * BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][]: K, tK, V, then tV
-  real* P_smem = X_smem + BLOCK_KV * row_stride(MAX_DIM);        // [BLOCK_Q][BLOCK_KV]
-  real* tP_smem = P_smem + BLOCK_Q * p_stride(BLOCK_KV);         // [BLOCK_Q][BLOCK_KV]: P (tS - mu)
+  extern __shared__ Chunk shared[];
+  real* smem = (real*)shared;
+  real *Q_smem = smem + SharedMemory::Q, *tQ_smem = smem + SharedMemory::tQ, *X_smem = smem + SharedMemory::X;
+  real *P_smem = smem + SharedMemory::P, *tP_smem = smem + SharedMemory::tP;
 
   int head = blockIdx.y, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);
@@ -81,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
   real tsink = TSINK ? to_real(((const sink_element*)p.tsink)[head]) : 0;
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
+    // Prologue.
     Range existing = {0, sequence.q_len};
     __syncthreads();
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), existing);
@@ -92,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink), mean[r] = {tsink * softmax[r].l, 0, tsink * softmax[r].l};
 
+    // Mainloop.
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
       auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
@@ -127,18 +137,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
       }
     }
 
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      int i = q_start + row_y() + r * ROW_THREADS;
-      if (i >= sequence.q_rows) continue;
+    // Epilogue.
+    for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
       real factor = softmax[r].inverse_sum();
       store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, head) + i * p.out.row, O_rmem[r], factor);
       store_row<HEAD_DIM_V>(sequence.queries<element>(p.tout, head) + i * p.tout.row, T_rmem[r], factor);
-      if (lane_x() == 0) {
-        bool exists = i < sequence.q_len;
-        sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
-        sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].mu : 0;
-      }
-    }
+      if (lane_x() > 0) return;
+      bool exists = i < sequence.q_len;
+      sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
+      sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].mu : 0;
+    });
   }
 }

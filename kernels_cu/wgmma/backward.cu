@@ -17,7 +17,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
   const Consumer consumer;
   const Share share(consumer);
   int dQ_fragments = 4 * (consumer.dQ_rows / 64 * N_Q + share.Q) + consumer.warp * N_Q;  // before this warp's
-  unsigned char* dQ_smem = smem + (rings.dQ - rings.K.start) + 512 * dQ_fragments;
+  unsigned char* dQ_smem = smem + SharedMemory::dQ + 512 * dQ_fragments;
   unsigned int dS_index = 0;
 
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
@@ -34,11 +34,11 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       Score score(p, sequence, q_tiles.head);
       Dropout dropout(p, sequence.batch, q_tiles.head);
       unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
-      unsigned int dS_smem = rings.dS + dS_index % 2 * (Rings::dS_BYTES + Rings::P_BYTES);  // @dS-buffer
-      unsigned int P_smem = dS_smem + Rings::dS_BYTES;
+      unsigned int dS_smem = rings.dS + dS_index % 2 * (SharedMemory::dS_BYTES + SharedMemory::P_BYTES);  // @dS-buffer
+      unsigned int P_smem = dS_smem + SharedMemory::dS_BYTES;
       ++dS_index;
       rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-rows-Q-dO
-      const float* lse2 = (const float*)(smem + (rings.rows.slot() - rings.K.start));
+      const float* lse2 = rings.row_numbers(smem);
       clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
 
       float S_rmem[1][N][4], dP_rmem[1][N][4], dQ_rmem[1][N_Q][4];
@@ -70,7 +70,8 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
 
     // Epilogue: dK and dV go through the shared memory of K and V, once all consumers' wgmmas have read them.
     named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-before-dK
-    store_dK_dV(dK_rmem, dV_rmem, p, sequence, smem, smem + rings.K.BYTES, kv_head, kv_start, consumer, share);
+    store_dK_dV(dK_rmem, dV_rmem, p, sequence, smem + SharedMemory::K, smem + SharedMemory::V, kv_head, kv_start,
+                consumer, share);
     rings.K.release(), rings.V.release();
   }
   if constexpr (DQ_IN_BULK)
@@ -84,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     rings.init();
     fence_mbarrier_init();  // @fence-mbarriers
-    if constexpr (DQ_IN_ORDER) *(int*)(smem + Rings::DRAWN) = atomicAdd(p.drawn, 1);
+    if constexpr (DQ_IN_ORDER) *(int*)(smem + SharedMemory::DRAWN) = atomicAdd(p.drawn, 1);
   }
   __syncthreads();  // @barrier-after-mbarriers
 
-  BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + Rings::DRAWN) : 0);
+  BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + SharedMemory::DRAWN) : 0);
   Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (threadIdx.x < WARPGROUP) {

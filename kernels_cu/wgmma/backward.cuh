@@ -2,7 +2,7 @@
 //
 //   BlockIndex        the keys of a block, and the order in which blocks add to dQ
 //   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
-//   Rings             shared memory
+//   SharedMemory      the layout of shared memory; Rings: its slots
 //   load_tiles        producer of K, V, Q and dO
 //   load_lse_delta    producer of lse2 and delta, and of the records of tiles of queries
 //   PublishedQTiles   the tiles of queries as consumers read them under a mask_mod
@@ -21,8 +21,7 @@
 // Panels of a tile whose columns `shares` consumers split: at least one for each of them. Consumers with keys of their
 // own have equal shares of dQ, because two mainloops would exceed their registers.
 __device__ constexpr int panels_of_shares(int dim, int shares) {
-  int panels = panels_of(dim);
-  return SHARES == 1 ? round_up(panels, shares) : panels > shares ? panels : shares;
+  return SHARES == 1 ? round_up(panels_of(dim), shares) : maximum(panels_of(dim), shares);
 }
 // Fragments, by columns, of such a share: whole panels, one more for the larger share of an odd number.
 __device__ constexpr int fragments_of_share(int dim, int shares, bool larger) {
@@ -194,42 +193,54 @@ struct Maps {
 };
 
 // lse2 and delta of a tile of queries; under a mask_mod also its record: the head, and the start plus CUT.
-constexpr int RECORD = 2 * 4 * BLOCK_Q, RECORD_BYTES = MASK_MOD ? 16 : 0;
-using RowRing = SlotRing<2, RECORD + RECORD_BYTES, WARP>;
+constexpr int RECORD = 2 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16 : 0);
+using RowRing = SlotRing<2, ROW_SLOT_BYTES, WARP>;
 
-// Shared memory: K and V (reused to stage dK and dV); STAGES x Q; STAGES x dO; two buffers of dS^T and, if consumers
-// share keys, P^T; DQ_IN_BULK: dQ; lse2 and delta; mbarriers.
-struct Rings {
-  static constexpr int dS_BYTES = 2 * BLOCK_KV * BLOCK_Q, P_BYTES = LeftOperand::IN_SMEM ? dS_BYTES : 0;
+// Offsets in bytes. dK and dV are staged in the memory of K and V.
+struct SharedMemory {
+  static constexpr int K = 0;                                       // [BLOCK_KV][DIM]
+  static constexpr int V = K + tile_bytes(BLOCK_KV, DIM);           // [BLOCK_KV][DIM_V]
+  static constexpr int Q = V + tile_bytes(BLOCK_KV, DIM_V);         // STAGES x [BLOCK_Q][DIM]
+  static constexpr int dO = Q + STAGES * tile_bytes(BLOCK_Q, DIM);  // STAGES x [BLOCK_Q][DIM_V]
+  // Two buffers of dS^T [BLOCK_KV][BLOCK_Q] and, if consumers share keys, of P^T.
+  static constexpr int dS = dO + STAGES * tile_bytes(BLOCK_Q, DIM_V);
+  static constexpr int dS_BYTES = tile_bytes(BLOCK_KV, BLOCK_Q), P_BYTES = SHARES > 1 ? dS_BYTES : 0;
+  static constexpr int dQ = dS + 2 * (dS_BYTES + P_BYTES);  // DQ_IN_BULK: [BLOCK_Q][dQ_COLUMNS], fp32
   static constexpr int dQ_COLUMNS = DQ_SHARES == 1 ? 8 * fragments_of(HEAD_DIM) : DIM;
-  static constexpr int dQ_BYTES = DQ_IN_BULK ? 4 * BLOCK_Q * dQ_COLUMNS : 0;
+  static constexpr int ROWS = dQ + (DQ_IN_BULK ? 4 * BLOCK_Q * dQ_COLUMNS : 0);  // RowRing
+  static constexpr int K_MBARRIERS = ROWS + 2 * ROW_SLOT_BYTES;
+  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(1);
+  static constexpr int Q_MBARRIERS = V_MBARRIERS + mbarrier_bytes(1);
+  static constexpr int dO_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int ROW_MBARRIERS = dO_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int TURN_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
+  static constexpr int DRAWN = TURN_MBARRIERS + mbarrier_bytes(1);  // DQ_IN_ORDER: the number that the block has drawn
+  static constexpr int BYTES = DQ_IN_ORDER ? DRAWN + 16 : TURN_MBARRIERS;
+};
+static_assert(LeftOperand::IN_SMEM == (SharedMemory::P_BYTES > 0), "P goes through shared memory");
 
+struct Rings {
   TileRing<1, BLOCK_KV, DIM> K;
   TileRing<1, BLOCK_KV, DIM_V> V;
   TileRing<STAGES, BLOCK_Q, DIM> Q;
   TileRing<STAGES, BLOCK_Q, DIM_V> dO;
-  unsigned int dS;
-  unsigned int dQ;
   RowRing rows;
   SlotRing<1, 0, 1> turn;  // DQ_IN_ORDER: full while it is this block's turn to add to a tile of dQ
+  unsigned int dS;
 
   __device__ Rings(unsigned int smem)
-      : K(smem, smem + MBARRIERS),
-        V(K.start + K.BYTES, K.mbarriers + K.MBARRIER_BYTES),
-        Q(V.start + V.BYTES, V.mbarriers + V.MBARRIER_BYTES),
-        dO(Q.start + Q.BYTES, Q.mbarriers + Q.MBARRIER_BYTES),
-        dS(dO.start + dO.BYTES),
-        dQ(dS + 2 * (dS_BYTES + P_BYTES)),
-        rows(dQ + dQ_BYTES, dO.mbarriers + dO.MBARRIER_BYTES),
-        turn(0, rows.mbarriers + rows.MBARRIER_BYTES) {}
-  static constexpr int MBARRIERS = decltype(K)::BYTES + decltype(V)::BYTES + decltype(Q)::BYTES + decltype(dO)::BYTES +
-                                   2 * (dS_BYTES + P_BYTES) + dQ_BYTES + RowRing::BYTES;
+      : K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS),
+        Q(smem + SharedMemory::Q, smem + SharedMemory::Q_MBARRIERS),
+        dO(smem + SharedMemory::dO, smem + SharedMemory::dO_MBARRIERS),
+        rows(smem + SharedMemory::ROWS, smem + SharedMemory::ROW_MBARRIERS),
+        turn(0, smem + SharedMemory::TURN_MBARRIERS),
+        dS(smem + SharedMemory::dS) {}
 
-  // DQ_IN_ORDER: where a block keeps the number that it has drawn.
-  static constexpr int DRAWN = MBARRIERS + decltype(K)::MBARRIER_BYTES + decltype(V)::MBARRIER_BYTES +
-                               decltype(Q)::MBARRIER_BYTES + decltype(dO)::MBARRIER_BYTES + RowRing::MBARRIER_BYTES +
-                               decltype(turn)::MBARRIER_BYTES;
-
+  // lse2 of the current tile of queries, then delta.
+  __device__ float* row_numbers(unsigned char* smem) const {
+    return (float*)(smem + SharedMemory::ROWS + (rows.slot() - rows.start));
+  }
   __device__ void init() const {
     K.init(), V.init(), Q.init(), dO.init(), rows.init();
     if constexpr (DQ_IN_ORDER) turn.init();
@@ -266,7 +277,7 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
       rings.rows.acquire();  // @acquire-rows
       // @record-of-queries
       if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
-      float* to = (float*)(smem + (rings.rows.slot() - rings.K.start));
+      float* to = rings.row_numbers(smem);
       // One array after the other, because this warp has few registers.
       auto load = [&](const Operand& x, float* to, float otherwise) {
         const float* numbers = sequence.queries<float>(x, q_tiles.head);  // @load-rows

@@ -26,18 +26,25 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1 + KV_MULTICAST>;
 using V_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM_V, 1 + KV_MULTICAST>;
 
-// Shared memory: Q (reused to stage O for the TMA store, unless O_BUFFER), STAGES x K, STAGES x V, O_BUFFER: O,
-// mbarriers, the records of key tiles, the values that mods compute per key, and the tile record.
-struct Rings {
-  static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * Q_Ring::PANEL_BYTES;
-  static constexpr int Q_BYTES = O_BUFFER || Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
-  static constexpr int O = O_BUFFER ? Q_BYTES + K_Ring::BYTES + V_Ring::BYTES : 0;
-  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + V_Ring::BYTES + (O_BUFFER ? O_BYTES : 0);
-  static constexpr int KV_RECORDS =
-      MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + V_Ring::MBARRIER_BYTES;
-  static constexpr int KEY_VALUES = KV_RECORDS + RECORD_BYTES;
-  static constexpr int TILE_RECORD = KEY_VALUES + KEY_VALUES_BYTES;
+// Offsets in bytes. O is staged in the memory of Q, unless O_BUFFER.
+struct SharedMemory {
+  static constexpr int Q_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM), O_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM_V);
+  static constexpr int Q = 0;                                               // [BLOCK_Q][HEAD_DIM]
+  static constexpr int K = O_BUFFER ? Q_BYTES : maximum(Q_BYTES, O_BYTES);  // STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM);     // STAGES x [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int V_END = V + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM_V);
+  static constexpr int O = O_BUFFER ? V_END : Q;  // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int Q_MBARRIERS = O_BUFFER ? O + O_BYTES : V_END;
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(1);
+  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KV_RECORDS = V_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KEY_VALUES = KV_RECORDS + RECORDS_BYTES;      // KeyValues [KEY_SLOTS][BLOCK_KV]
+  static constexpr int TILE_RECORD = KEY_VALUES + KEY_VALUES_BYTES;  // TileScheduler
+  static constexpr int BYTES = TILE_RECORD + 48;
+};
+static_assert(sizeof(TileScheduler) <= SharedMemory::BYTES - SharedMemory::TILE_RECORD, "the tile record fits");
 
+struct Rings {
   Q_Ring Q;
   K_Ring K;
   V_Ring V;
@@ -45,11 +52,11 @@ struct Rings {
   Mod::KeyValues* staged_keys;
 
   __device__ Rings(unsigned char* generic, unsigned int smem)
-      : Q(smem, smem + MBARRIERS),
-        K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
-        V(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
-        kv_records(smem + KV_RECORDS),
-        staged_keys((Mod::KeyValues*)(generic + KEY_VALUES)) {}
+      : Q(smem + SharedMemory::Q, smem + SharedMemory::Q_MBARRIERS),
+        K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS),
+        kv_records(smem + SharedMemory::KV_RECORDS),
+        staged_keys((Mod::KeyValues*)(generic + SharedMemory::KEY_VALUES)) {}
 };
 
 // Producer. The first K and V of a tile are loaded before its Q, whose slot is occupied until the previous O has been
@@ -116,6 +123,16 @@ __device__ void wait_PV(float (&O)[1][N_V][4], unsigned int (&P)[1][N / 2][4], V
   V.release();
 }
 
+// Zeroes rows of V past the end of the sequence, which may hold another sequence's data.
+__device__ void clear_V(const V_Ring& V, const Sequence& sequence, int kv_start) {
+  if constexpr (PACKED || KV_LENGTHS)
+    if (kv_start + BLOCK_KV > sequence.kv_len) {  // @clear-rows-past-keys
+      V.wait();
+      clear_rows<BLOCK_KV, HEAD_DIM_V>(V.tile(), [&](int row) { return kv_start + row < sequence.kv_len; });
+      sync_cleared_rows();
+    }
+}
+
 // Consumer: one warpgroup, 64 queries of each tile.
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem,
                         const TileScheduler& tile_smem) {
@@ -129,8 +146,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     if (tile_smem.tile < 0) break;
     const Sequence sequence = RELOAD_SEQUENCE ? Sequence(p, tile_smem.sequence.batch) : tile_smem.sequence;
     int head = tile_smem.head, q_start = tile_smem.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
-    // @read-tile
-    if constexpr (O_BUFFER) __syncwarp();  // all lanes have read the record, not only the one that releases Q
+    if constexpr (O_BUFFER) __syncwarp();  // @read-tile: all lanes have read it, not only the one that releases Q
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
@@ -163,13 +179,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       update();
       attend();
       round_fragments(P_rmem, S_rmem);
-      if constexpr (PACKED || KV_LENGTHS)
-        if (kv_tiles.start + BLOCK_KV > sequence.kv_len) {  // @clear-rows-past-keys
-          rings.V.wait();
-          clear_rows<BLOCK_KV, HEAD_DIM_V>(rings.V.tile(),
-                                           [&](int row) { return kv_tiles.start + row < sequence.kv_len; });
-          sync_cleared_rows();
-        }
+      clear_V(rings.V, sequence, kv_tiles.start);
 
       // Mainloop: S of this tile and PV of the previous one are in flight together.
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
@@ -183,7 +193,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);  // @issue-late-PV
         attend();
-        // Side effect that ptxas cannot move: it keeps the exponentials above the wait, under the products of PV.
+        // Never triggered: ptxas moves no wait above it, so the exponentials of the sums run under the products of PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);
@@ -199,7 +209,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     // Epilogue.
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
-    store_O(O_rmem, factors, p, maps, smem + Rings::O, sequence, head, row, q_start + row);  // @store-O
+    store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);  // @store-O
     if constexpr (!O_BUFFER) rings.Q.release();
   } while (PERSISTENT);
   if constexpr (O_BUFFER) wait_for_stored_O();  // @wait-last-O
@@ -222,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();  // @barrier-after-mbarriers
 #endif
 
-  TileScheduler& tile_smem = *(TileScheduler*)(smem + Rings::TILE_RECORD);
+  TileScheduler& tile_smem = *(TileScheduler*)(smem + SharedMemory::TILE_RECORD);
   if (threadIdx.x < WARPGROUP) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < WARP && (PRODUCER_WARP || elect_one())) load_tiles(p, maps, rings, tile_smem);

@@ -22,7 +22,7 @@ constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MO
 using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
 
 // Under a mask_mod each stage of K has a record of its tile: the start, plus CUT if the mask_mod cuts the tile.
-constexpr int RECORD_BYTES = MASK_MOD ? round_up(4 * STAGES, 16) : 0;
+constexpr int RECORDS_BYTES = MASK_MOD ? round_up(4 * STAGES, 16) : 0;
 
 template <typename K_Ring>
 __device__ unsigned int record_of(const K_Ring& K, unsigned int records) {

@@ -20,16 +20,21 @@ using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM, 1, QK_PANEL>;
 using K_Ring = TileRing<STAGES, BLOCK_KV, HEAD_DIM, 1, QK_PANEL>;
 using VT_Ring = TileRing<STAGES, 8 * N_V, BLOCK_KV, 1, VT_PANEL, VT_PANEL>;
 
-// Shared memory: Q (reused to stage O for the TMA store), STAGES x K, STAGES x V^T, mbarriers, the records of key
-// tiles, and the values that mods compute per key.
-struct Rings {
-  static constexpr int O_BYTES = panels_of(HEAD_DIM_V) * BLOCK_Q * PANEL_ROW;
-  static constexpr int Q_BYTES = Q_Ring::BYTES > O_BYTES ? Q_Ring::BYTES : O_BYTES;
-  static constexpr int MBARRIERS = Q_BYTES + K_Ring::BYTES + VT_Ring::BYTES;
-  static constexpr int KV_RECORDS =
-      MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES + VT_Ring::MBARRIER_BYTES;
-  static constexpr int KEY_VALUES = KV_RECORDS + RECORD_BYTES;
+// Offsets in bytes. O, in bf16, is staged in the memory of Q.
+struct SharedMemory {
+  static constexpr int Q = 0, Q_END = tile_bytes(BLOCK_Q, HEAD_DIM, QK_PANEL);      // [BLOCK_Q][HEAD_DIM]
+  static constexpr int O = 0, O_END = tile_bytes(BLOCK_Q, HEAD_DIM_V);              // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int K = maximum(Q_END, O_END);                                   // STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int VT = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM, QK_PANEL);  // STAGES x [8 N_V][BLOCK_KV]
+  static constexpr int Q_MBARRIERS = VT + STAGES * tile_bytes(8 * N_V, BLOCK_KV, VT_PANEL, VT_PANEL);
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(1);
+  static constexpr int VT_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KV_RECORDS = VT_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int KEY_VALUES = KV_RECORDS + RECORDS_BYTES;  // KeyValues [KEY_SLOTS][BLOCK_KV]
+  static constexpr int BYTES = KEY_VALUES + KEY_VALUES_BYTES;
+};
 
+struct Rings {
   Q_Ring Q;
   K_Ring K;
   VT_Ring VT;
@@ -37,11 +42,11 @@ struct Rings {
   Mod::KeyValues* staged_keys;
 
   __device__ Rings(unsigned char* generic, unsigned int smem)
-      : Q(smem, smem + MBARRIERS),
-        K(smem + Q_BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES),
-        VT(smem + Q_BYTES + K_Ring::BYTES, smem + MBARRIERS + Q_Ring::MBARRIER_BYTES + K_Ring::MBARRIER_BYTES),
-        kv_records(smem + KV_RECORDS),
-        staged_keys((Mod::KeyValues*)(generic + KEY_VALUES)) {}
+      : Q(smem + SharedMemory::Q, smem + SharedMemory::Q_MBARRIERS),
+        K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        VT(smem + SharedMemory::VT, smem + SharedMemory::VT_MBARRIERS),
+        kv_records(smem + SharedMemory::KV_RECORDS),
+        staged_keys((Mod::KeyValues*)(generic + SharedMemory::KEY_VALUES)) {}
 };
 
 __device__ void load_tiles(const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band, int head,
@@ -74,6 +79,21 @@ __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
   wgmma_wait_group<PENDING>();  // @wait-S-group
   fence_operand(S);
   K.release();
+}
+
+// O += P V, in parts: issues the first one; finish_PV adds the last one.
+__device__ void issue_PV(PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], const VT_Ring& VT) {
+  VT.wait();  // @wait-VT
+  PV.issue(P, VT.tile());
+}
+__device__ void finish_PV(float (&O)[1][N_V][4], PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], VT_Ring& VT) {
+  PV.add(O, P);
+  VT.release();
+}
+__device__ void compute_PV(float (&O)[1][N_V][4], PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], VT_Ring& VT) {
+  issue_PV(PV, P, VT);
+  PV.issue_others(O, P, VT.tile());
+  finish_PV(O, PV, P, VT);
 }
 
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
@@ -111,19 +131,6 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
     };
-    auto issue_PV = [&] {
-      rings.VT.wait();  // @wait-VT
-      PV.issue(P_rmem, rings.VT.tile());
-    };
-    auto finish_PV = [&] {
-      PV.add(O_rmem, P_rmem);
-      rings.VT.release();
-    };
-    auto compute_PV = [&] {
-      issue_PV();
-      PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
-      finish_PV();
-    };
 
     if constexpr (SCORE_MODIFIED) {
       // Modified scores: the pass over them needs the registers of PV, so PV does not overlap with it.
@@ -133,7 +140,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         if (update()) rescale(O_rmem, O_scale);
         attend();
         round_to_fp8(P_rmem, S_rmem);
-        compute_PV();
+        compute_PV(O_rmem, PV, P_rmem, rings.VT);
       }
     } else if (kv_tiles.valid()) {
       // Prologue: P of the last tile of keys.
@@ -147,22 +154,22 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       // run under the exponentials.
       for (kv_tiles.next(); kv_tiles.valid(); kv_tiles.next()) {
         issue_QK(S_rmem, Q_smem, rings.K);
-        issue_PV();
+        issue_PV(PV, P_rmem, rings.VT);
         wait_QK<1>(S_rmem, rings.K);  // @wait-S
         bool rescales = update();
         PV.issue_others(O_rmem, P_rmem, rings.VT.tile());
         attend();
-        finish_PV();
+        finish_PV(O_rmem, PV, P_rmem, rings.VT);
         if (rescales) rescale(O_rmem, O_scale);
         round_to_fp8(P_rmem, S_rmem);
       }
-      compute_PV();
+      compute_PV(O_rmem, PV, P_rmem, rings.VT);
     }
 
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
-    factors[0][0] *= descales.v, factors[0][1] *= descales.v;                     // @descale-O
-    store_O(O_rmem, factors, p, maps, smem, sequence, head, row, q_start + row);  // @store-O
+    factors[0][0] *= descales.v, factors[0][1] *= descales.v;                                       // @descale-O
+    store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);  // @store-O
     rings.Q.release();
   }
 }

@@ -28,6 +28,10 @@ __device__ inline bool issues_loads() {
 __device__ constexpr int panels_of(int dim) {
   return (dim + PANEL - 1) / PANEL;
 }
+// Bytes of a tile of `rows` rows of `dim` columns, in panels of `columns` with rows of `row` bytes.
+__device__ constexpr int tile_bytes(int rows, int dim, int columns = PANEL, int row = PANEL_ROW) {
+  return (dim + columns - 1) / columns * rows * row;
+}
 // Fragments of DIM columns: the smallest supported wgmma width that holds them. Columns past DIM are zeros.
 __device__ constexpr int fragments_of(int dim) {
   return (dim <= 64 ? 64 : dim <= 96 ? 96 : dim <= 128 ? 128 : dim <= 192 ? 192 : 256) / 8;
@@ -36,9 +40,9 @@ __device__ constexpr int fragments_of(int dim) {
 // A SlotRing of ROWS x DIM tiles, in panels of COLUMNS with rows of ROW bytes. With CLUSTER_SIZE 2 each block loads
 // half of the rows and multicasts them to both.
 template <int SLOTS, int ROWS, int DIM, int CLUSTER_SIZE = 1, int COLUMNS = PANEL, int ROW = PANEL_ROW>
-struct TileRing : SlotRing<SLOTS, (DIM + COLUMNS - 1) / COLUMNS * ROWS * ROW, 1, CLUSTER_SIZE> {
-  static constexpr int PANELS = (DIM + COLUMNS - 1) / COLUMNS, PANEL_BYTES = ROWS * ROW;
-  static constexpr int TILE_BYTES = PANELS * PANEL_BYTES;
+struct TileRing : SlotRing<SLOTS, tile_bytes(ROWS, DIM, COLUMNS, ROW), 1, CLUSTER_SIZE> {
+  static constexpr int TILE_BYTES = tile_bytes(ROWS, DIM, COLUMNS, ROW);
+  static constexpr int PANEL_BYTES = ROWS * ROW, PANELS = TILE_BYTES / PANEL_BYTES;
   using SlotRing<SLOTS, TILE_BYTES, 1, CLUSTER_SIZE>::SlotRing;
 
   __device__ unsigned int tile() const { return this->slot(); }

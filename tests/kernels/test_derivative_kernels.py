@@ -387,7 +387,7 @@ BUGS_OF_FP16 = {
     "T-keeps-the-power": (UNIT, skip("scale-T-back")),
     "P-of-tV-without-power": (UNIT, change("scale-P-of-tV", "scale.times(P[e / 4][k][e % 4])", "P[e / 4][k][e % 4]")),
     "change-of-mu-without-power": (UNIT, skip("scale-change-of-mu")),
-    "dV-is-not-lowered": (RISING, change("lower-dK-dV", ", multiply(dV_rmem, by)", "")),
+    "dV-is-not-lowered": (RISING, change("lower-dK-dV", ", multiply(dV, by)", "")),
     "dV-keeps-the-power": (UNIT, change("scale-dV-back", "scale.inverse()", "1.0f")),
 }
 

@@ -444,7 +444,7 @@ def test_map_of_a_packed_batch():
     """All sequences form one batch entry; the stride of a single head may be any legal value."""
     _, operands = posed(Case(**LONG | dict(batch=2, q_lengths=(9, 8), kv_lengths=(7, 7), packed=True)))
     boxes = (Box("q", 128, 64), Box("k", 64, 64))
-    maps = pack_maps(boxes, run_plan.given(operands), "thd", lambda _: 256, encode_for_simulator).tobytes()
+    maps = pack_maps(boxes, operands.arrays(), "thd", lambda _: 256, encode_for_simulator).tobytes()
     q, k = decode(maps[:128]), decode(maps[128:])
     assert (q.shape, q.strides) == ((64, 20, 2, 1), (2 * 2 * 64, 2 * 64, 128))
     assert (k.shape, k.strides) == ((64, 17, 1, 1), (2 * 64, 128, 128))

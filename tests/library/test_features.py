@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from cupy_flash import api, attention, attention_with_kv_cache
+from cupy_flash import api, append_to_kv_cache, attention, attention_with_kv_cache
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
 from cupy_flash.problem.features import ARRAYS, DIFFERENTIATED, FEATURES, MODS, NAMES, NUMBERS, SIZES
+from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
 from cupy_flash.problem.records import Gradients, Operands, Problem, SecondGradients, Tangents
 
 OPTIONS = {
@@ -128,7 +129,7 @@ def test_kernels_define_the_constants_and_members_of_a_feature(feature):
     if feature in ARRAYS:
         assert feature.name in members and feature.name in Operands._fields and feature.field in Problem._fields
         assert (f"d{feature.name}" in members) == feature.gradient
-    for member in filter(None, (feature.member, feature.batch_stride)):
+    for member in filter(None, (feature.member, feature.leading_stride)):
         assert member in members
 
 
@@ -151,3 +152,27 @@ def test_the_records_have_the_fields_of_the_table():
     assert SecondGradients._fields == (*Gradients._fields, "ddout", "ddlse")
     assert Tangents._fields == (*(f"t{name}" for name in DIFFERENTIATED), "tcaptured")
     assert set(Operands._fields) >= set(Tangents._fields)
+
+
+@pytest.mark.parametrize("feature", CACHE_FEATURES, ids=lambda feature: feature.name)
+def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
+    members, names = dtypes(cache=True)["Params"].names, [other.name for other in CACHE_FEATURES]
+    if feature.kind == features.ARRAY and feature.name != "out":
+        member = "cu_seqlens_q" if feature.name == "cu_seqlens_q" else FIELDS.get(feature.name, feature.name)
+        assert member in members and member in (*CacheOperands._fields, *Operands._fields)
+    assert {conflict.other for conflict in feature.conflicts} <= set(names)
+    if feature.rows:
+        assert [len(axes) for axes in feature.axes] == [4]
+
+
+def test_every_stride_of_params_belongs_to_an_array_with_that_many_axes():
+    strides = [name for name in dtypes(cache=True)["Params"].names if name.endswith(("_row", "_batch"))]
+    rows = {feature.leading_stride: feature for feature in (*ARRAYS, *CACHE_FEATURES) if feature.leading_stride}
+    assert sorted(rows) == sorted(strides)
+    assert all(max(map(len, feature.axes)) == 2 for feature in rows.values())
+
+
+def test_the_options_of_an_append_are_those_of_the_table():
+    signature = inspect.signature(append_to_kv_cache).parameters.values()
+    names = {x.name for x in signature if x.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert names - {"cu_seqlens"} == {feature.name for feature in CACHE_FEATURES if feature.appends}

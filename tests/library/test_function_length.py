@@ -7,12 +7,10 @@ import pytest
 
 from cupy_flash.jit.source import kernel_folder
 
-LONGEST = 90  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
+LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
 LONGEST_IN_PYTHON = 60  # lines of code, with those of functions inside it
 # Python functions that are longer. A number may only fall; a function that fits is no exception.
 LONGER = {
-    "cupy_flash/problem/build.py: _state": 65,
-    "cupy_flash/problem/kv_cache.py: _with_problem": 72,
     "cupy_flash/reference.py: attention_with_kv_cache": 100,
 }
 # Text whose braces open no block: comments, strings, preprocessor lines with their continuations, and initialisers on

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cache_cases import CacheCase
+from cache_cases import posed as on_cache
 from cases import OPTIONS, Case, posed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,3 +188,17 @@ def test_alignment_of_rows(dtype, elements, strides, aligned):
     expected = 8 if strides == (63, 32, 8) or strides[0] == -68 else aligned  # a packed batch has no batch stride
     assert params._tensor(array, "thd", lambda _: 4096 + elements * item.itemsize)[-1] == expected
     assert params._tensor(array, "thd", lambda _: 4097)[-1] == 1
+
+
+def test_a_common_length_of_a_cache_is_not_part_of_the_cached_numbers():
+    call = CacheCase(dtype="float16", page=8, appended=1, rotary=(8, True), lengths=(5, 5), one_length=True).call()
+    packed, misses = [], []
+    for length in (5, 6, 7):
+        options = call.options | {"cache_seqlens": length}
+        problem, operands = on_cache(call._replace(options=options), backend="simulator")
+        packed.append(pack(problem, operands, {}, (), lambda array: 0))
+        misses.append(params._constant.cache_info().misses)
+    assert len(set(misses)) == 1 and [int(one["cache_length"]) for one in packed] == [5, 6, 7]
+    for one in packed:
+        one["cache_length"] = 0
+    assert len({one.tobytes() for one in packed}) == 1

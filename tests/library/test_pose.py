@@ -116,7 +116,7 @@ def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
 
 
 def forget():
-    module._state.cache_clear()
+    module._check_facts.cache_clear()
     module._check_options.cache_clear()
 
 
@@ -165,7 +165,7 @@ def test_options_are_checked_once_for_all_lengths():
     for length in (5, 6, 7):
         longer, _ = pose("case", (Q, zeros(2, length, 2, 8), zeros(2, length, 2, 6)), options)
         assert (longer.kv_len, longer.softcap) == (length, 2.0)
-    assert (module._state.cache_info().misses, module._check_options.cache_info().misses) == (3, 1)
+    assert (module._check_facts.cache_info().misses, module._check_options.cache_info().misses) == (3, 1)
     for softcap, error in ((-2.0, ValueError), (True, TypeError)):  # 1 == True, but True is not a number here
         pose("case", (Q, K, V), Options(softcap=1))
         with pytest.raises(error, match="softcap must be"):
@@ -223,14 +223,14 @@ def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
     text.
     """
     arrays = {"seed", *(feature.name for feature in (*ARRAYS, *MODS))}
-    others = set(module.PLAIN_OPTIONS) | {"window"}
+    others = set(module.TABLE.plain) | {"window"}
     assert others | arrays == set(NAMES) and not others & arrays
 
 
 def test_caches_are_bounded_and_keep_no_array_alive():
-    assert module._state.cache_info().maxsize == module.CACHED < 10_000
+    assert module._check_facts.cache_info().maxsize == module.CACHED < 10_000
     q = zeros(2, 7, 4, 8)
     alive = weakref.ref(q)
     pose("case", (q, K, V), Options(bias=zeros(7, 5)))
     del q
-    assert module._state.cache_info().currsize == 1 and alive() is None
+    assert module._check_facts.cache_info().currsize == 1 and alive() is None

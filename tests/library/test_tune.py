@@ -24,11 +24,10 @@ from cupy_flash.measure.worker_process import Lost
 from cupy_flash.plan import measurements
 from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
 from cupy_flash.plan.plan import plan, predicted, tune_key
-from cupy_flash.problem.build import pose
+from cupy_flash.problem.build import pose, pose_with_cache
 from cupy_flash.problem.features import Options
-from cupy_flash.problem.kv_cache import pose_with_cache
 from cupy_flash.problem.kv_cache_records import CacheOptions
-from cupy_flash.problem.recorded_call import CacheTrial, Trial, cache_call, recorded_line
+from cupy_flash.problem.recorded_call import CacheTrial, Trial, recorded_line
 
 AMPERE = named("sm_80")
 WORK = tuning.work
@@ -526,7 +525,7 @@ def test_replayed_pages_fill_the_pool():
     pool.
     """
     problem, operands = REPLAYED["small-pool"]()
-    made = cache_call(Trial.of_call(problem, operands), CacheTrial(page=16, blocks=5))
+    made = replace(Trial.of_call(problem, operands), cache=CacheTrial(page=16, blocks=5)).call()
     assert made.options["cache_seqlens"].tolist() == [26] * 3 and made.options["block_table"].max() == 4
 
 

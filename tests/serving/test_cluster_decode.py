@@ -169,7 +169,7 @@ BUGS = {
     "rows-of-one-rank": (change("rows-of-rank", "+ cluster_ctarank()", ""), WRONG_BITS),
     "part-without-a-weight": (change("weight-of-part", "exp(lse - largest)", "1"), WRONG_BITS),
     "last-part-is-forgotten": (change("sum-parts", "c < count", "c < count - 1"), WRONG_BITS),
-    "lse-in-a-column-of-O": (change("LSE_COLUMN", "Gemm::O_ROW - 1", "0"), WRONG_BITS),
+    "lse-in-a-column-of-O": (change("LSE_COLUMN", "O_ROW - 1", "0"), WRONG_BITS),
     "runs-by-the-capacity": (change("run-length", "iterations.per_tile", "p.kv_len / ITERATION_KEYS"), WRONG_BITS),
 }
 

@@ -29,6 +29,8 @@ from cupy_flash.engines import mma_decode
 from cupy_flash.gpu import ahead
 from cupy_flash.jit.source import assemble, kernel_folder
 from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose_with_cache
+from cupy_flash.problem.kv_cache_records import CacheOptions
 from cupy_flash.simulator.errors import SimulationError
 from cupy_flash.simulator.run import start
 
@@ -310,11 +312,11 @@ def test_offsets_of_64_bits(options, engine, monkeypatch):
     call = case.call()
     arrays = {name: far.spread_rows(call.options[name]) for name in ("k", "v")}
     arrays["mask"] = far.spread(call.options["mask"], range(4))
-    options = cupy_flash.problem.kv_cache.CacheOptions(**call.options | arrays, backend="simulator", engine=engine)
+    options = CacheOptions(**call.options | arrays, backend="simulator", engine=engine)
     problem, operands = posed(call, backend="simulator", engine=engine)
     expected = [x.numpy() for x in dispatch.forward(problem, operands)]
     far.spread_results(monkeypatch)
-    problem, far_operands = cupy_flash.problem.kv_cache.pose_with_cache(*map(far.spread_rows, call[:3]), options)
+    problem, far_operands = pose_with_cache(*map(far.spread_rows, call[:3]), options)
     actual = [x.numpy() for x in dispatch.forward(problem, far_operands)]
     for a, b in zip(actual, expected, strict=True):
         assert a.tobytes() == b.tobytes()

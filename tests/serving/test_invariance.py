@@ -9,7 +9,7 @@ import cupy_flash
 from cupy_flash import dispatch
 from cupy_flash.cpu.decode.keys import Keys
 from cupy_flash.cpu.decode.sequences import Sequence, row_tiles
-from cupy_flash.problem.kv_cache import pose_with_cache
+from cupy_flash.problem.build import pose_with_cache
 from cupy_flash.problem.kv_cache_records import CacheOptions
 
 OPTIONS = {

@@ -96,6 +96,16 @@ def test_split_size(case):
     check(replace(case, split_size=64))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "simulator"])
+@pytest.mark.parametrize("sizes", [{}, dict(positions=True), dict(cache_dtype="float8_e4m3fn", descales=True)])
+def test_packed_rows_past_the_last_sequence_are_appended_by_their_slots(sizes, backend):
+    """They are rotated by position 0, and have no descale."""
+    case = CacheCase(packed=(3, 1), appended=0, slots=True, rotary=(8, True), dtype="float16", **sizes)
+    call = case.call()
+    call.options["slots"][-2:] = case.capacity - 1, 2 * case.capacity - 2
+    check(case, call=call, backend=backend)
+
+
 @pytest.mark.parametrize("page", [1, 2, 8, 16, 64, 256])
 @pytest.mark.parametrize("split_size", [None, 128])
 def test_every_page_size(page, split_size):

@@ -17,9 +17,10 @@ import numpy as np
 from ... import dispatch
 from ...arrays import Array, as_array
 from ...problem import features
-from ...problem.kv_cache import ARRAY_NAMES, pose_append, pose_with_cache
+from ...problem.build import pose_append, pose_with_cache
+from ...problem.features import in_layout
 from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
-from ...problem.records import UnsupportedError
+from ...problem.records import CACHES, UnsupportedError
 from . import primitive, static_call
 from .ffi_execute import bind
 from .op import JaxArray
@@ -30,18 +31,12 @@ if TYPE_CHECKING:
 
     from ...problem.argument_types import CacheArgumentsWithoutLse
 
-CACHES = ("k_cache", "v_cache")
+ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == features.ARRAY)
 WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
-OF_APPEND = (
-    "cache_seqlens", "slots", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", "rotary_interleaved",
-    "positions", "k_descale", "v_descale", "layout",
-)  # fmt: skip
-
-# The axes of the operands that have a batch or head axis; CacheCall.axes has those of q, k, v and the caches.
-AXES = {
-    "cache_seqlens": "b", "cache_batch_idx": "b", "cache_leftpad": "b", "block_table": "b.", "positions": "b.",
-    "alibi_slopes": "bh", "sink": "h", "mask": "bh..", "k_descale": "bg", "v_descale": "bg",
-}  # fmt: skip
+OF_APPEND = tuple(feature.name for feature in CACHE_FEATURES if feature.appends)
+BY_NAME = {feature.name: feature for feature in CACHE_FEATURES if feature.axes}
+ADDRESSES = tuple(feature.name for feature in CACHE_FEATURES if feature.addresses)
+SHARDED = "bhg"  # the axes along which a call is sharded or folded
 
 _Static: Any = features.record(
     *(x.name for x in CACHE_FEATURES if x.name not in ARRAY_NAMES and x.kind != features.MOD), "function"
@@ -87,22 +82,24 @@ class CacheCall(NamedTuple):
     def _has_pool(self) -> bool:
         """Whether the first axis of a cache counts pages, slots or cache rows, not the call's sequences."""
         packed = "cu_seqlens" in self.names or "cu_seqlens_q" in self.names
-        return packed or any(name in self.names for name in ("block_table", "cache_batch_idx", "slots"))
+        return packed or any(name in self.names for name in ADDRESSES)
 
     def axes(self, name: str, rank: int) -> str:
         """Return the axes of an operand or a result as letters of axes.py; "." is an axis that is never sharded."""
-        head_axis_first = self.static.layout == "bhsd"
-        if name in CACHES:
-            axes = "bg.." if head_axis_first else "b.g."
-            return "." + axes[1:] if self._has_pool else axes
-        if name in ("q", "out", "k", "v"):
-            head = "g" if name in "kv" else "h"
-            axes = f".{head}." if rank == 3 else f"b{head}.." if head_axis_first else f"b.{head}."
-            return axes.replace("b", ".") if self.step == APPEND and self._has_pool else axes
-        if name == "lse":
-            return "h." if rank == 2 else "bh."
-        axes = AXES.get(name, "." * rank)[-rank:]
-        return axes.replace("b", ".") if self.step == APPEND and self._has_pool else axes
+        layout = "thd" if rank == 3 else self.static.layout
+        if name == "q" or name in CACHES:
+            axes = in_layout("bihd" if name == "q" else "bjgd", layout)
+        elif name == "lse":
+            axes = "bhi" if rank == 3 else "ht"
+        elif name not in BY_NAME:
+            axes = "." * rank
+        elif BY_NAME[name].rows:
+            axes = in_layout(BY_NAME[name].axes[0], layout)
+        else:
+            axes = next((axes for axes in BY_NAME[name].axes if len(axes) == rank), "." * rank).lower()
+        if self._has_pool and (name in CACHES or self.step == APPEND):
+            axes = axes.replace("b", ".")
+        return "".join(axis if axis in SHARDED else "." for axis in axes)
 
     def sizes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
         """Return the size of each axis by its letter."""
@@ -112,7 +109,8 @@ class CacheCall(NamedTuple):
 
     def fold_axis(self, mapped: set[str]) -> str | None:
         """Return "b" if each of the operands that vmap maps has a batch axis, else None."""
-        batched = all("b" in self.axes(name, len(AXES.get(name, "...."))) for name in mapped)
+        ranks = {name: max(map(len, BY_NAME[name].axes)) if name in BY_NAME else 4 for name in mapped}
+        batched = all("b" in self.axes(name, rank) for name, rank in ranks.items())
         return "b" if batched and not {"cu_seqlens", "cu_seqlens_q"} & {*self.names} else None
 
     def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -188,7 +186,7 @@ def append_to_kv_cache(
     Args:
         k: (B, S, Hk, D), or packed (T, Hk, D).
         v: (B, S, Hk, Dv) or (T, Hk, Dv).
-        k_cache: (Bc, Sc, Hk, D), or pages with block_table.
+        k_cache: as in `cupy_flash.append_to_kv_cache`.
         v_cache: likewise.
         cu_seqlens: as in `cupy_flash.append_to_kv_cache`.
         **options: those of `cupy_flash.append_to_kv_cache`. cache_seqlens may be one traced number, slots int32.

@@ -15,8 +15,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ... import dispatch
+from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import ARRAY, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
-from ...problem.kv_cache import pose_append, pose_with_cache
 from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
 from ...problem.records import UnsupportedError
 from .autograd_kernel import are_plain
@@ -27,10 +27,6 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind i
 TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
-# Options of append_then_attend that its append has too.
-OF_APPEND = (
-    "cache_batch_idx", "block_table", "k_descale", "v_descale", "rotary_cos", "rotary_sin", "rotary_interleaved",
-)  # fmt: skip
 WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}
 REQUIRED = ("q", "k_cache", "v_cache")
 
@@ -223,7 +219,7 @@ def _append_then_attend(*arguments: Any) -> tuple[Any, Any]:
     with on_device_of(q):
         pose_with_cache(*arrays, options)  # the checks that need q beside k and v
         k, v, before = given["k"], given["v"], options.cache_seqlens
-        appended = CacheOptions(cache_seqlens=before, **{name: given[name] for name in OF_APPEND})
+        appended = CacheOptions(**{x.name: getattr(options, x.name) for x in CACHE_FEATURES if x.appends})
         rows = pose_append(k, v, k_cache, v_cache, None, appended)
         positions = _positions(q, before, advance)
         attended = replace(options, k=None, v=None, cache_seqlens=before + k.shape[1], positions=positions)

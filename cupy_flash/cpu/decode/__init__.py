@@ -23,14 +23,14 @@ import numpy as np
 
 from ...arrays import Array, empty
 from ...plan.plan import Plan
-from ...problem.kv_lengths import read_spans
+from ...problem.kv_cache_contents import read_spans
 from ...problem.records import Operands, Problem
 from ..blas import product, square_sum
 from ..partials import merge_weights
+from ..score import MaskMod, steps
 from ..thread_pool import Stop, run_tasks
 from . import append as appending
-from .mods import Mods
-from .sequences import RowTile, row_tiles, sequences_of_batch, sequences_of_cache
+from .sequences import RowScores, RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
 # Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
 TASKS = 32
@@ -117,13 +117,10 @@ class _Call:
         scale, one = dtype.type(problem.scale), dtype.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.lowest = np.finfo(dtype).min
-        self.modifies = self.product_scale != 1 or problem.softcap is not None or problem.alibi
-        self.modifies |= problem.dense_mask is not None or problem.mods != ""
-        self.mods = Mods(problem, operands) if problem.mods else None
-        by_head = (-1, problem.kv_heads, problem.group)
-        slopes, sink = operands.alibi_slopes, operands.sink
-        self.slopes = None if slopes is None else np.atleast_2d(slopes.numpy()).astype(dtype).reshape(by_head)
-        self.sink = None if sink is None else sink.numpy().astype(dtype).reshape(by_head)[0]
+        self.steps, self.mask_mod = steps(problem, operands), MaskMod(problem, operands) if problem.mask_mod else None
+        self.modifies = self.product_scale != 1 or self.steps or self.mask_mod or problem.dense_mask is not None
+        sink = operands.sink
+        self.sink = None if sink is None else sink.numpy().astype(dtype).reshape(problem.kv_heads, problem.group)
         self.k_descale, self.v_descale = (
             None if x is None else x.numpy().astype(dtype) for x in (operands.k_descale, operands.v_descale)
         )
@@ -158,6 +155,7 @@ class _Call:
         self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
     ) -> Part:
         shape, dtype, width, m = Q.shape[:2], Q.dtype, 0, None
+        scores = RowScores(self.problem, tile)
         O, l = np.zeros((*shape, self.problem.head_dim_v), dtype), np.zeros((*shape, 1), dtype)
         for start, stop in chunks:
             self.stop.poll()
@@ -166,8 +164,9 @@ class _Call:
                 width = stop - start
                 S = np.empty((*shape, width), dtype)
             np.matmul(Q, K.swapaxes(1, 2), out=S)
-            if self.modifies or tile.is_partly_hidden(self.problem.mask, start, stop):
-                self.modify(S, tile, start)
+            is_hidden = tile.is_partly_hidden(self.problem.mask, start, stop)
+            if self.modifies or is_hidden:
+                self.modify(S, scores.at(start, stop), is_hidden)
             # m is at least the lowest finite number, not -inf, so that a hidden score minus m is -inf, not NaN.
             top = np.maximum.reduce(S, axis=2, keepdims=True, initial=self.lowest)
             if m is None:
@@ -186,37 +185,28 @@ class _Call:
         assert m is not None  # a piece has at least one chunk
         return Part(O, (m + np.log(l))[..., 0])
 
-    def modify(self, S: np.ndarray, tile: RowTile, start: int) -> None:
-        """Turn the products with the keys [start, start + S.shape[2]) into scores, in place; hidden ones are -inf."""
-        problem, keys, stop = self.problem, tile.sequence.keys, start + S.shape[2]
+    def modify(self, S: np.ndarray, scores: RowScores, is_hidden: bool) -> None:
+        """Turn products into scores, in place; hidden ones are -inf."""
+        tile, start, stop = scores.tile, scores.start, scores.stop
+        sequence, keys = tile.sequence, tile.sequence.keys
         if self.product_scale != 1:
             S *= self.product_scale
-        if problem.softcap is not None:
-            S /= problem.softcap
-            np.tanh(S, out=S)
-            S *= problem.softcap
-        left, right = problem.mask.left, problem.mask.right
-        is_hidden = tile.is_partly_hidden(problem.mask, start, stop)
-        if self.slopes is not None or is_hidden:
-            distance = tile.row_positions(problem)[:, None] - np.arange(start, stop)  # (rows, keys)
-        if self.slopes is not None:
-            slopes = self.slopes[tile.sequence.batch if len(self.slopes) > 1 else 0]  # (Hk, G)
-            group = np.arange(S.shape[1]) % problem.group
-            S -= slopes[:, group, None] * np.abs(distance).astype(S.dtype)
-        if self.mods is not None:
-            self.mods.apply(S, tile, start)
+        for step in self.steps:
+            step.apply(S, scores, save=False)
+        if self.mask_mod is not None:
+            np.copyto(S, -np.inf, where=~self.mask_mod.visible(scores))
         if is_hidden:
-            if left is not None:
-                np.copyto(S, -np.inf, where=distance > left)
-            if right is not None:
-                np.copyto(S, -np.inf, where=distance < -right)
+            offsets, mask = scores.offsets, self.problem.mask
+            if mask.left is not None:
+                np.copyto(S, -np.inf, where=offsets > mask.left)
+            if mask.right is not None:
+                np.copyto(S, -np.inf, where=offsets < -mask.right)
             S[..., : max(keys.start - start, 0)] = -np.inf
             S[..., max(keys.stop - start, 0) :] = -np.inf
-        sequence = tile.sequence
         if sequence.mask is not None and stop > sequence.mask_start:
-            masked, end = max(start, sequence.mask_start), min(stop, keys.stop)
-            mask = tile.cut_mask(problem, masked, end)
-            np.copyto(S[..., masked - start : end - start], -np.inf, where=~mask)
+            first, end = max(start, sequence.mask_start), min(stop, keys.stop)
+            visible = scores.at(first, end).cut(sequence.mask)
+            np.copyto(S[..., first - start : end - start], -np.inf, where=~visible)
 
     def finish(self, tile: RowTile, parts: list[Part | None]) -> Part:
         """Return the result of the tile, its parts and the sink merged in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...arrays import Array
-from ...problem.kv_lengths import Spans, appended_places, positions_of_keys
+from ...problem.kv_cache_contents import Spans, appended_places, positions_of_keys
 from ...problem.records import FP8, Operands, Problem
 
 LARGEST_FP8 = 448.0  # largest float8_e4m3fn, to which larger numbers saturate
@@ -15,11 +15,11 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
     """Write the rows of k and v of a call to its caches. Rows of negative slots are dropped."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
-    if given.k is None or given.v is None or not spans.k_rows.sum():
+    if given.k_new is None or given.v_new is None or not spans.k_rows.sum():
         return
     blocks, rows = appended_places(problem, operands, spans)
     count = len(blocks)
-    K, V = (_rows_of(array, problem)[:count] for array in (given.k, given.v))
+    K, V = (_rows_of(array, problem)[:count] for array in (given.k_new, given.v_new))
     if cache.rotary is not None:
         # Packed rows after the last sequence may have slots, but have no position.
         positions = np.zeros(count, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ...arrays import Array
 from ...engines.cpu_decode import FIXED_ROWS
 from ...plan.plan import Plan
-from ...problem.kv_lengths import Spans, positions_of_queries
+from ...problem.kv_cache_contents import Spans, places_of_sequences, positions_of_queries
 from ...problem.mask import Mask
 from ...problem.records import Operands, Problem
 from ..score import four_dimensional
@@ -50,17 +51,17 @@ class RowTile(NamedTuple):
         """Return Q (Hk, rows, D) in the accumulation dtype, with 0 in rows without a query."""
         Q = np.zeros((problem.kv_heads, self.rows, problem.head_dim), problem.accumulation)
         rows = self.sequence.q[self.queries]
-        self._of_queries(Q, problem)[...] = rows.reshape(-1, problem.kv_heads, problem.group, problem.head_dim)
+        self.of_queries(Q, problem)[...] = rows.reshape(-1, problem.kv_heads, problem.group, problem.head_dim)
         return Q
 
     def store(self, O: np.ndarray, lse: np.ndarray, problem: Problem) -> None:
         """Write O (Hk, rows, Dv) and lse (Hk, rows) to the rows of the sequence."""
-        of_queries = self._of_queries(O, problem)  # (Sq, Hk, G, Dv)
+        of_queries = self.of_queries(O, problem)  # (Sq, Hk, G, Dv)
         self.sequence.out[self.queries] = of_queries.reshape(len(of_queries), problem.heads, O.shape[-1])
-        of_queries = self._of_queries(lse[..., None], problem)[..., 0]
+        of_queries = self.of_queries(lse[..., None], problem)[..., 0]
         self.sequence.lse[:, self.queries] = of_queries.reshape(len(of_queries), problem.heads).T
 
-    def _of_queries(self, X: np.ndarray, problem: Problem) -> np.ndarray:
+    def of_queries(self, X: np.ndarray, problem: Problem) -> np.ndarray:
         """View the rows (Hk, rows, ...) that are queries as (Sq, Hk, G, ...)."""
         first = self.sequence.position + self.queries.start - self.position
         stop = first + self.queries.stop - self.queries.start
@@ -76,26 +77,72 @@ class RowTile(NamedTuple):
         )
         return by_position or start < keys.start or stop > keys.stop
 
-    def row_positions(self, problem: Problem) -> np.ndarray:
-        """Return the position of each row, (rows,)."""
-        return self.position + np.arange(self.rows) // problem.group
 
-    def row_indices(self, problem: Problem) -> np.ndarray:
-        """Return the q_idx of each row, int32 (rows, 1); 0 for rows without a query."""
-        indices = np.zeros((1, self.rows, 1), np.int32)
-        assert self.sequence.q_idx is not None
-        self._of_queries(indices, problem)[...] = self.sequence.q_idx[self.queries, None, None, None]
-        return indices[0]
+class RowScores:
+    """The coordinates (score.Coordinates) of the scores (Hk, rows, keys) of a row tile with a chunk of keys."""
 
-    def cut_mask(self, problem: Problem, start: int, stop: int) -> np.ndarray:
-        """Return the mask of the keys [start, stop), bool, broadcastable to (Hk, rows, stop - start)."""
-        sequence = self.sequence
-        assert sequence.mask is not None
-        cut = sequence.mask[:, self.queries, start - sequence.mask_start : stop - sequence.mask_start]
-        cut = cut.reshape(problem.kv_heads, problem.group, *cut.shape[1:]).transpose(0, 2, 1, 3)
-        mask = np.ones((problem.kv_heads, self.rows, stop - start), np.bool_)
-        self._of_queries(mask, problem)[...] = cut.swapaxes(0, 1)
-        return mask
+    def __init__(self, problem: Problem, tile: RowTile) -> None:
+        self.problem, self.tile, self.batch = problem, tile, tile.sequence.batch
+        self.start = self.stop = 0
+
+    def at(self, start: int, stop: int) -> RowScores:
+        """Move to the keys [start, stop)."""
+        self.start, self.stop = start, stop
+        return self
+
+    @property
+    def head(self) -> np.ndarray:
+        """The query head of each row, int32 (Hk, rows, 1)."""
+        return _heads(self.problem.kv_heads, self.problem.group, self.tile.rows)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The positions of rows minus those of keys, int64 (rows, keys)."""
+        return self.tile.position + _queries(self.tile.rows, self.problem.group) - np.arange(self.start, self.stop)
+
+    @property
+    def distances(self) -> np.ndarray:
+        """The distances in positions between queries and keys, in the accumulation dtype, (rows, keys)."""
+        return np.abs(self.offsets).astype(self.problem.accumulation)
+
+    @property
+    def indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """The q_idx of each row, int32 (rows, 1), 0 for rows without a query, and the kv_idx of each key, (1, keys).
+
+        A chunk may reach past the capacity, where captured arrays have nothing: these keys count as the last one, and
+        are hidden by their position.
+        """
+        sequence, q = self.tile.sequence, np.zeros((1, self.tile.rows, 1), np.int32)
+        assert sequence.q_idx is not None
+        self.tile.of_queries(q, self.problem)[...] = sequence.q_idx[self.tile.queries, None, None, None]
+        kv = np.minimum(np.arange(self.start, self.stop, dtype=np.int32), self.problem.kv_len - 1)
+        return q[0], kv[None]
+
+    def cut(self, dense: np.ndarray) -> np.ndarray:
+        """Return this tile of a mask (Hq, Sq, s) whose first key is `mask_start`; rows without a query see all keys."""
+        sequence, group = self.tile.sequence, self.problem.group
+        cut = dense[:, self.tile.queries, self.start - sequence.mask_start : self.stop - sequence.mask_start]
+        cut = cut.reshape(self.problem.kv_heads, group, *cut.shape[1:]).transpose(2, 0, 1, 3)
+        of_rows = np.ones((self.problem.kv_heads, self.tile.rows, self.stop - self.start), dense.dtype)
+        self.tile.of_queries(of_rows, self.problem)[...] = cut
+        return of_rows
+
+
+@lru_cache(maxsize=16)
+def _heads(kv_heads: int, group: int, rows: int) -> np.ndarray:
+    """Return the query head of each row, int32 (Hk, rows, 1), read-only because it is shared."""
+    first = np.arange(kv_heads, dtype=np.int32)[:, None, None] * np.int32(group)
+    heads: np.ndarray = first + (np.arange(rows, dtype=np.int32) % group)[:, None]
+    heads.flags.writeable = False
+    return heads
+
+
+@lru_cache(maxsize=16)
+def _queries(rows: int, group: int) -> np.ndarray:
+    """Return the index of each row's query in its tile, int64 (rows, 1), read-only because it is shared."""
+    queries = (np.arange(rows) // group)[:, None]
+    queries.flags.writeable = False
+    return queries
 
 
 def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
@@ -131,16 +178,15 @@ def sequences_of_cache(
     k, v = (x.numpy() if cache.layout == "bshd" else x.numpy().transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
     mask = None if operands.mask is None else operands.mask.numpy()
     q_idx = positions_of_queries(problem, operands, spans) if problem.mods else None
-    blocks, table, pads = (
-        None if x is None else x.numpy() for x in (given.cache_batch_idx, given.block_table, given.cache_leftpad)
-    )
+    pads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.numpy().tolist()
     sequences = []
-    for b, (start, rows, length) in enumerate(
-        zip(spans.q_starts.tolist(), spans.q_rows.tolist(), spans.kv_lengths.tolist(), strict=True)
-    ):
+    for b, (start, rows, length, place, pad) in enumerate(
+        zip(
+            spans.q_starts.tolist(), spans.q_rows.tolist(), spans.kv_lengths.tolist(),
+            places_of_sequences(problem, operands), pads, strict=True,
+        )
+    ):  # fmt: skip
         here = (slice(start, start + rows),) if packed else (b,)
-        place = (b if blocks is None else int(blocks[b]), 0) if table is None else table[b]
-        pad = 0 if pads is None else int(pads[b])
         keys = Keys(k, v, place, pad, length, problem.accumulation)
         seen, first = None, 0
         if mask is not None:

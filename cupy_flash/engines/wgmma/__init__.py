@@ -13,7 +13,7 @@ from ...device import Device
 from ...problem.records import FP8, Problem
 from ..fragments import fragment_refusals
 from ..launch import Launch, Workspace
-from ..shared import ATTENTION_OPTIONS, grid_refusals
+from ..shared import ATTENTION_OPTIONS, ELEMENTS, grid_refusals
 from ..shared import advantage as advantage
 from ..shared import forms as forms
 from . import backward, forward, forward_fp8
@@ -77,6 +77,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         )
     if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
+    if problem.dtype.name not in ELEMENTS:
+        return reasons  # no kernel has such a type, and thus tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ...device import Device
+from ...jit.shared_memory import shared_bytes
 from ...problem.records import Problem
 from .. import mma
 from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
@@ -17,7 +19,6 @@ from .hopper import (
     EXPONENTIALS,
     MULTIPLY_ADDS,
     PANEL,
-    RECORD_BYTES,
     SHARED_BYTES,
     STEP,
     WARPGROUP_ROWS,
@@ -110,17 +111,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launches: row kernels, the backward, and the kernels of mma and simt for bias and captured arrays."""
-    constants: dict[str, Constant] = fragment_constants(problem) | {
-        "THREADS": tile.threads,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "STAGES": tile.stages,
-        "SHARES": tile.shares,
-        "DQ_IN_ORDER": problem.deterministic,
-        "DQ_IN_BULK": tile.dq_in_bulk,
-        "PINGPONG": False,
-    }
-    kernel = "wgmma/backward"
+    kernel, constants = "wgmma/backward", _constants(problem, tile)
     of_q, of_kv = (tile.block_q, PANEL), (tile.block_kv, PANEL)
     boxes = (Box("q", *of_q), Box("k", *of_kv), Box("v", *of_kv), Box("dout", *of_q))
     grid = max(-(-problem.kv_len // tile.block_kv), 1), problem.kv_heads, sequences(problem)
@@ -158,16 +149,21 @@ def _live(problem: Problem, tile: Tile) -> int:
     return sum(sums) // 2 + 2 * scores + option_registers
 
 
-def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of shared memory.
+def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernel."""
+    return fragment_constants(problem) | {
+        "THREADS": tile.threads,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "STAGES": tile.stages,
+        "SHARES": tile.shares,
+        "DQ_IN_ORDER": problem.deterministic,
+        "DQ_IN_BULK": tile.dq_in_bulk,
+        "PINGPONG": False,
+    }
 
-    It holds K + V, stages x (Q + dO), two buffers of dS (and of P if warpgroups share keys), dQ, two buffers of lse and
-    delta (with a mask_mod also of a tile's record), and a full/empty mbarrier pair per slot. A deterministic backward
-    has another pair, and the number that the block has drawn.
-    """
-    k, v = _padded(problem, tile)
-    operands = 2 * (tile.block_kv + tile.stages * tile.block_q) * (k + v)
-    scores = 2 * 2 * tile.block_q * tile.block_kv * (1 if tile.shares == 1 else 2)
-    dq = 4 * tile.block_q * (columns(problem.head_dim) if tile.dq_shares == 1 else k) if tile.dq_in_bulk else 0
-    rows = 2 * (2 * 4 * tile.block_q + (RECORD_BYTES if problem.mask_mod else 0))
-    return operands + scores + dq + rows + 16 * (2 + 2 * tile.stages + 2 + 2 * problem.deterministic)
+
+@lru_cache(maxsize=1024)
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of dynamic shared memory."""
+    return shared_bytes("wgmma/backward", _constants(problem, tile))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from ...device import Device
+from ...jit.shared_memory import shared_bytes
 from ...problem.records import Problem
 from ..fragments import fragment_constants
 from ..launch import Box, Constant, Launch, Workspace
@@ -20,7 +22,6 @@ from .hopper import (
     EXPONENTIALS,
     MULTIPLY_ADDS,
     PANEL,
-    RECORD_BYTES,
     SHARED_BYTES,
     WARP_ROWS,
     WARPGROUP_ROWS,
@@ -56,7 +57,6 @@ TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's
 # Further clocks: the start of a block, and in a persistent grid the load of Q, which waits for the store of O unless O
 # has a buffer.
 BLOCK, LOAD_Q = 2000, 1000
-WORK_BYTES = 48  # the tile record of the tile scheduler (tile_scheduler.cuh), rounded up to 16
 
 
 class Tile(NamedTuple):
@@ -145,27 +145,17 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launch of the forward, after one that clears the counter of a dynamic tile scheduler."""
-    # All lengths of a bucket share a tile, but some may have an odd number of query tiles, without a pair.
-    multicasts = tile.paired and _visit_alike(problem, tile.block_q)
-    constants: dict[str, Constant] = fragment_constants(problem) | {
-        "THREADS": tile.threads,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "STAGES": tile.stages,
-        "KEY_BYTES": key_bytes(problem),
-        "PERSISTENT": tile.persistent,
+    kernel, constants = "wgmma/forward", _tile_constants(problem, tile)
+    constants |= {
         "DRAWS_TILES": _draws_tiles(problem, tile),
-        "PINGPONG": tile.takes_turns,
-        "O_BUFFER": tile.o_buffer,
         "RELOAD_SEQUENCE": _reloads_sequence(problem, tile),
         "EXPONENTIALS_FIRST": EXPONENTIALS_FIRST
         and not needs_registers(problem)
         and (columns(problem.head_dim_v) > 64 or tile.block_kv > 96),
-        "KV_MULTICAST": multicasts,
+        "KV_MULTICAST": _multicasts(problem, tile),
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
-    kernel = "wgmma/forward"
-    keys = tile.block_kv // (1 + multicasts)
+    keys = tile.block_kv // (1 + _multicasts(problem, tile))
     boxes = [Box("q", tile.block_q, PANEL), Box("k", keys, PANEL), Box("v", keys, PANEL)]
     if _is_stored_in_boxes(problem):
         boxes.append(Box("out", WARP_ROWS, PANEL))
@@ -199,6 +189,14 @@ def _visit_alike(problem: Problem, block_q: int) -> bool:
     return not _is_positional(problem) and -(-problem.q_len // block_q) % 2 == 0
 
 
+def _multicasts(problem: Problem, tile: Tile) -> bool:
+    """Return whether pairs of blocks multicast K and V.
+
+    All lengths of a bucket share a tile, but some may have an odd number of query tiles, without a pair.
+    """
+    return tile.paired and _visit_alike(problem, tile.block_q)
+
+
 def _live(problem: Problem, block_kv: int) -> int:
     """Return the registers per thread for S, P and O."""
     return block_kv * 3 // 4 + columns(problem.head_dim_v) // 2
@@ -218,15 +216,21 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
-def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of shared memory.
+def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernel but those that follow from the problem and the tile together."""
+    return fragment_constants(problem) | {
+        "THREADS": tile.threads,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
+        "PERSISTENT": tile.persistent,
+        "PINGPONG": tile.takes_turns,
+        "O_BUFFER": tile.o_buffer,
+    }
 
-    It holds Q (reused to stage O for the TMA store unless O has a buffer), stages x (K + V), the buffer of O, a
-    full/empty mbarrier pair for Q and for each K and V, the records of key tiles with a mask_mod, the staged values of
-    the keys of stages + 1 tiles, and the tile record.
-    """
-    k, v = (-(-dim // PANEL) * PANEL for dim in (problem.head_dim, problem.head_dim_v))
-    records = RECORD_BYTES if problem.mask_mod else 0
-    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
-    q_and_o = 2 * tile.block_q * (k + v if tile.o_buffer else max(k, v))
-    return q_and_o + tile.stages * 2 * tile.block_kv * (k + v) + 16 * (1 + 2 * tile.stages) + records + WORK_BYTES
+
+@lru_cache(maxsize=1024)
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of dynamic shared memory."""
+    return shared_bytes("wgmma/forward", _tile_constants(problem, tile))

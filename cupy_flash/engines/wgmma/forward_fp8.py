@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ...device import Device
+from ...jit.shared_memory import shared_bytes
 from ...problem.records import Problem
 from ..fragments import fragment_constants, is_modified
 from ..launch import Box, Constant, Launch, Workspace
@@ -18,7 +20,6 @@ from .hopper import (
     EXPONENTIALS,
     MULTIPLY_ADDS,
     PANEL,
-    RECORD_BYTES,
     SHARED_BYTES,
     STEP,
     WARP_ROWS,
@@ -124,19 +125,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launches of the transpose of V and of the forward."""
-    constants: dict[str, Constant] = fragment_constants(problem) | {
-        "THREADS": tile.threads,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "STAGES": tile.stages,
-        "KEY_BYTES": key_bytes(problem),
-        "PINGPONG": False,
-        "O_BUFFER": False,
-        "SUM_COLUMNS": tile.sum_columns,
-        "LARGEST_LOG2": LARGEST_LOG2,
-        "RESCALE_ABOVE": RESCALE_ABOVE,
-        "TMA_STORE_O": problem.layout != "thd",  # in a packed batch a box would overwrite the next sequence
-    }
+    constants = _constants(problem, tile)
     vt, kernel = "wgmma/vt", "wgmma/forward_fp8"
     key_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
     transpose = Launch(
@@ -159,15 +148,24 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     return nonempty(with_mods(problem, [transpose, forward]))
 
 
-def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Return the bytes of shared memory.
+def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernel."""
+    return fragment_constants(problem) | {
+        "THREADS": tile.threads,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "STAGES": tile.stages,
+        "KEY_BYTES": key_bytes(problem),
+        "PINGPONG": False,
+        "O_BUFFER": False,
+        "SUM_COLUMNS": tile.sum_columns,
+        "LARGEST_LOG2": LARGEST_LOG2,
+        "RESCALE_ABOVE": RESCALE_ABOVE,
+        "TMA_STORE_O": problem.layout != "thd",  # in a packed batch a box would overwrite the next sequence
+    }
 
-    It holds Q (reused to stage the bf16 O for the TMA store), stages x (K + V^T), a full/empty mbarrier pair for Q and
-    for each K and V^T, the records of key tiles with a mask_mod, and the staged values of the keys of stages + 1 tiles.
-    """
-    qk = -(-problem.head_dim // WIDE_PANEL) * WIDE_PANEL
-    out = 2 * -(-problem.head_dim_v // PANEL) * PANEL
-    keys = tile.block_kv * (qk + columns(problem.head_dim_v))
-    records = RECORD_BYTES if problem.mask_mod else 0
-    records += (tile.stages + 1) * tile.block_kv * key_bytes(problem)
-    return tile.block_q * max(qk, out) + tile.stages * keys + 16 * (1 + 2 * tile.stages) + records
+
+@lru_cache(maxsize=1024)
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of dynamic shared memory."""
+    return shared_bytes("wgmma/forward_fp8", _constants(problem, tile))

@@ -7,7 +7,6 @@ from ..shared import loads_by_score
 ARCH = "sm_90a"
 LARGEST = 256  # maximum head dimension
 WARPGROUP_ROWS = 64  # M of a warpgroup's wgmma
-RECORD_BYTES = 16  # with a mask_mod: records of all stages in the forward, or of a tile in the backward
 WARP_ROWS = 16  # rows of a warpgroup's wgmma in one warp's registers
 PANEL = 64  # columns of a TMA box of 16-bit elements: 128 bytes, one swizzle row
 COLUMNS = (64, 96, 128, 192, 256)  # accumulator widths: the N of wgmma in hopper.cuh; fragments_of in wgmma/tile.cuh

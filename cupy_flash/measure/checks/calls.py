@@ -18,11 +18,10 @@ from ...gpu.run_plan import compile_launch
 from ...mods.trace import Mod
 from ...plan.plan import Plan, forms
 from ...plan.refusals import engine_refusals
-from ...problem.build import pose
+from ...problem.build import pose, pose_with_cache
 from ...problem.features import FEATURES, NUMBER, Options
-from ...problem.kv_cache import pose_with_cache
 from ...problem.kv_cache_records import CacheOptions
-from ...problem.recorded_call import Call, Trial
+from ...problem.recorded_call import CacheTrial, Call, Trial
 from ...problem.records import FP8, Packed, Saved
 from ..worker_process import Announce
 from . import micro_kernels, simulated
@@ -147,21 +146,20 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
     """Compare a decode on a KV cache, contiguous and then in shuffled pages, in every form with the formula."""
     trial = _trial(task)
     announce(f"{task.name}: the formula", REFERENCE_SECONDS)
-    call = trial.call()
     rng = np.random.default_rng(0)
     capacity = trial.kv_len // PAGE * PAGE
     lengths = rng.integers(capacity // 2, capacity - trial.q_len, trial.batch, dtype=np.int32)
-    new = {name: x[:, : trial.q_len].copy() for name, x in (("k", call.k), ("v", call.v))}
-    options: Any = {name: x for name, x in call.options.items() if x is not None and name != "layout"}
-    options |= dict(cache_seqlens=lengths, causal=True, **new)
     formula: Callable[..., tuple[np.ndarray, ...]] = reference.attention_with_kv_cache
-    for paged in (False, True):
-        caches, table = _in_pages((call.k, call.v), rng) if paged else ((call.k, call.v), {})
-        exact, low = (formula(call.q, *caches, **options, **table, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
-        arrays = [call.q, *(each.copy() for each in caches)]
-        given: Any = options | table | dict(backend=task.backend, engine=task.engine, return_lse=True)
+    for page in (None, PAGE):
+        call = replace(trial, cache=CacheTrial(page=page, appended=trial.q_len)).call()
+        options: Any = {name: x for name, x in call.options.items() if x is not None}
+        options |= dict(cache_seqlens=lengths, causal=True)
+        form_of_cache = "contiguous" if page is None else "paged"
+        exact, low = (formula(*call[:3], **options, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
+        arrays = [call.q, call.k.copy(), call.v.copy()]
+        given = options | dict(backend=task.backend, engine=task.engine, return_lse=True)
         # The call also compiles the append and merge kernels, so the limit of a compilation is added.
-        announce(f"{task.name}: {'pages' if paged else 'contiguous'}", COMPILE_SECONDS + task.seconds)
+        announce(f"{task.name}: {form_of_cache}", COMPILE_SECONDS + task.seconds)
         arrays, given = move(task.backend, (arrays, given))
         results = {"": on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))}
         problem, operands = pose_with_cache(arrays[0], arrays[1], arrays[2], CacheOptions(**given))
@@ -171,23 +169,8 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
         for form, result in results.items():
             wrong = _compare(result, list(exact[:2]), list(low[:2]))
             if wrong is not None:
-                return f"{'paged' if paged else 'contiguous'} cache, {form}{', ' * bool(form)}{wrong}"
+                return f"{form_of_cache} cache, {form}{', ' * bool(form)}{wrong}"
     return None
-
-
-def _in_pages(
-    caches: tuple[np.ndarray, np.ndarray], rng: np.random.Generator
-) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
-    """Return caches (B, S, H, D) as shuffled pages (B S / PAGE, PAGE, H, D), cut to whole pages, and a block table."""
-    batch, pages = len(caches[0]), caches[0].shape[1] // PAGE
-    order = rng.permutation(batch * pages)
-    shuffled = []
-    for whole in caches:
-        paged = whole[:, : pages * PAGE].reshape(-1, PAGE, *whole.shape[2:])
-        pool = np.empty_like(paged)
-        pool[order] = paged
-        shuffled.append(pool)
-    return (shuffled[0], shuffled[1]), {"block_table": order.reshape(batch, pages).astype(np.int32)}
 
 
 def run_on_streams(task: Task, announce: Announce) -> str | None:
@@ -270,7 +253,7 @@ def _compile(task: Task, call: Call, announce: Announce) -> None:
 
 def chosen_plans(task: Task, call: Call) -> list[Plan]:
     """Return the plans of a call and of its backward; UnsupportedError if the engine does not serve one."""
-    options = Options(**call.options, **_how(task))
+    options = Options.of("check", call.options | _how(task))
     saved = Saved(call.dout, call.dout, call.dlse, call.dlse)  # any arrays of these shapes
     return [
         plan_for(pose("check", (call.q, call.k, call.v), options, call.packed, each)[0])

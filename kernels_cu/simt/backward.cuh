@@ -1,0 +1,48 @@
+// What a backward computes from a tile of queries and one of keys, for the loops of mainloop.cuh.
+#pragma once
+#include "operands.cuh"
+
+// The products of a tile and, after `differentiate`, its probabilities and gradients. TRANSPOSED: rows are keys,
+// columns are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the score.
+template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
+struct Gradients {
+  real P[ROWS][COLS] = {};   // Q K^T, then P after dropout
+  real dS[ROWS][COLS] = {};  // dO V^T, then dS
+
+  __device__ Gradients(const QueryTile& queries, const KeyTile& keys) {
+    scores<ROWS, COLS, HEAD_DIM>(P, TRANSPOSED ? keys.K : queries.Q, TRANSPOSED ? queries.Q : keys.K);
+    scores<ROWS, COLS, HEAD_DIM_V>(dS, TRANSPOSED ? keys.V : queries.dO, TRANSPOSED ? queries.dO : keys.V);
+  }
+
+  template <bool MASKED>
+  __device__ void differentiate(const Score& score, const Band& band, const Dropout& dropout, const QueryTile& queries,
+                                int2 start) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      Kept kept;
+#pragma unroll
+      for (int c = 0; c < COLS; ++c) {
+        int row = row_y() + r * ROW_THREADS, column = lane_x() + c * LANES;
+        int query = TRANSPOSED ? column : row, i = start.x + query, j = start.y + (TRANSPOSED ? row : column);
+        real derivative = 0;
+        real s = sees<MASKED>(score, band, i, j) ? score.apply<!QK_GRADIENT>(P[r][c], i, j, derivative) : -infinity();
+        real probability = exp(s - queries.lse[query]);
+        real factor = DROPOUT ? kept.factor(dropout, c, i, j) : 1;
+        real ds = probability * (dS[r][c] * factor - queries.delta[query]);
+        P[r][c] = probability * factor;
+        dS[r][c] = QK_GRADIENT || SCORE_MOD ? score.gradient(ds, derivative) : ds;
+      }
+    }
+  }
+
+  // Add the tile's part of dQ, and those of dK and dV.
+  __device__ void add_to(real (&dQ)[ROWS][columns_of(HEAD_DIM)], const KeyTile& keys, real* P_smem) const {
+    add_product<HEAD_DIM>(dQ, dS, P_smem, keys.K);
+  }
+  __device__ void add_to(real (&dK)[ROWS][columns_of(HEAD_DIM)], real (&dV)[ROWS][columns_of(HEAD_DIM_V)],
+                         const QueryTile& queries, real* P_smem) const {
+    add_product<HEAD_DIM_V>(dV, P, P_smem, queries.dO);
+    __syncthreads();
+    add_product<HEAD_DIM>(dK, dS, P_smem, queries.Q);
+  }
+};

@@ -1,0 +1,104 @@
+// Tiles of queries and of keys in shared memory: the operands of a backward and, DIRECTION, of a double backward, which
+// also has the tangents of those inputs that move.
+#pragma once
+#include "steps.cuh"
+
+// Offsets in numbers of a tile of queries and of a tile of keys.
+struct QuerySlot {
+  static constexpr int Q = 0;
+  static constexpr int tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);
+  static constexpr int dO = tQ + TQ * BLOCK_Q * row_stride(HEAD_DIM);
+  static constexpr int LSE = dO + BLOCK_Q * row_stride(HEAD_DIM_V);
+  static constexpr int DELTA = LSE + BLOCK_Q, MU = DELTA + BLOCK_Q, EPS = MU + BLOCK_Q;
+  static constexpr int END = DIRECTION ? EPS + BLOCK_Q : MU;
+};
+struct KeySlot {
+  static constexpr int K = 0;
+  static constexpr int tK = K + BLOCK_KV * row_stride(HEAD_DIM);
+  static constexpr int V = tK + TK * BLOCK_KV * row_stride(HEAD_DIM);
+  static constexpr int tV = V + BLOCK_KV * row_stride(HEAD_DIM_V);
+  static constexpr int END = tV + TV * BLOCK_KV * row_stride(HEAD_DIM_V);
+};
+
+// Q, tQ and dO of a tile of queries, and the numbers of its rows.
+struct QueryTile {
+  real* Q;      // [BLOCK_Q][HEAD_DIM]
+  real* tQ;     // [BLOCK_Q][HEAD_DIM]
+  real* dO;     // [BLOCK_Q][HEAD_DIM_V]
+  real* lse;    // [BLOCK_Q]; +inf for a row that sees no key, so that its P is 0
+  real* delta;  // [BLOCK_Q]; 0 for such a row, as mu and eps
+  real* mu;
+  real* eps;
+
+  __device__ QueryTile(real* smem)
+      : Q(smem + QuerySlot::Q),
+        tQ(smem + QuerySlot::tQ),
+        dO(smem + QuerySlot::dO),
+        lse(smem + QuerySlot::LSE),
+        delta(smem + QuerySlot::DELTA),
+        mu(smem + QuerySlot::MU),
+        eps(smem + QuerySlot::EPS) {}
+
+  __device__ void load(const Params& p, const Sequence& sequence, int head, int q_start, Range queries) {
+    auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
+    load_tile<BLOCK_Q, HEAD_DIM>(Q, rows(p.q), queries);
+#if DIRECTION
+    if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ, rows(p.tq), queries);
+#endif
+    // A row that sees no key must not contribute, whatever its dO is.
+    const real* lse_rows = sequence.queries<real>(p.lse, head);
+    auto sees = [&](int i) { return queries(i) && lse_rows[i * p.lse.row] != -infinity(); };
+    load_tile<BLOCK_Q, HEAD_DIM_V>(dO, rows(p.dout), sees);
+    load_numbers(p, sequence, head, q_start);
+  }
+  __device__ void load_numbers(const Params& p, const Sequence& sequence, int head, int q_start) {
+    auto number = [&](const Operand& x, int i) { return sequence.queries<real>(x, head)[i * x.row]; };
+    for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
+      int i = q_start + row;
+      real x = i < sequence.q_len ? number(p.lse, i) : -infinity();
+      lse[row] = x == -infinity() ? infinity() : x;  // @lse-of-no-key
+      delta[row] = x == -infinity() ? 0 : number(p.delta, i);
+    }
+#if DIRECTION
+    // A loop of its own, because a longer one would take more registers.
+    for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
+      int i = q_start + row;
+      bool sees = i < sequence.q_len && number(p.lse, i) != -infinity();
+      mu[row] = sees ? number(p.tlse, i) : 0;
+      eps[row] = sees ? number(p.eps, i) : 0;
+    }
+#endif
+  }
+};
+
+// K, V and their tangents of a tile of keys.
+struct KeyTile {
+  real* K;   // [BLOCK_KV][HEAD_DIM]
+  real* tK;  // [BLOCK_KV][HEAD_DIM]
+  real* V;   // [BLOCK_KV][HEAD_DIM_V]
+  real* tV;  // [BLOCK_KV][HEAD_DIM_V]
+
+  __device__ KeyTile(real* smem)
+      : K(smem + KeySlot::K), tK(smem + KeySlot::tK), V(smem + KeySlot::V), tV(smem + KeySlot::tV) {}
+
+  __device__ void load(const Params& p, const Sequence& sequence, int kv_head, int kv_start, Range keys) {
+    auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
+    load_tile<BLOCK_KV, HEAD_DIM>(K, rows(p.k), keys);
+#if DIRECTION
+    if constexpr (TK) load_tile<BLOCK_KV, HEAD_DIM>(tK, rows(p.tk), keys);
+#endif
+    load_tile<BLOCK_KV, HEAD_DIM_V>(V, rows(p.v), keys);
+#if DIRECTION
+    if constexpr (TV) load_tile<BLOCK_KV, HEAD_DIM_V>(tV, rows(p.tv), keys);
+#endif
+  }
+};
+
+// O += P X. P goes from the registers of all threads through P_smem, which no thread reads any more.
+template <int DIM, int ROWS, int COLS>
+__device__ void add_product(real (&O)[ROWS][columns_of(DIM)], const real (&P)[ROWS][COLS], real* P_smem,
+                            const real* X_smem) {
+  store_p(P_smem, P);
+  __syncthreads();
+  accumulate<ROWS, COLS * LANES, DIM>(O, P_smem, X_smem);
+}

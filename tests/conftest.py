@@ -116,6 +116,9 @@ def faster(flags):
 def flags_of_users(monkeypatch):
     """Compile PTX with the flags of a user's call, which the fixture kernel_cache has replaced."""
     monkeypatch.setattr(nvrtc, "flags", getattr(nvrtc.flags, "__wrapped__", nvrtc.flags))
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
 
 
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])

@@ -146,6 +146,7 @@ FLOW = (
     "simulator.counters",
     "simulator.machine.calls",
     "simulator.machine.parser",
+    "simulator.machine.parameters",
     "simulator.machine.program",
     "simulator.memory",
     "simulator.memory.store",

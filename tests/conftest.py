@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 
 import hypothesis
+import needs_triton
 import numpy as np
 import on_gpu
 import pytest
@@ -56,6 +57,12 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("exhaustive" if config.option.exhaustive else "default")
     # A run under nohup or in the background of a script inherits SIGINT as ignored, and so would its subprocesses.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header():
+    """Name the tests that are left out because an optional library is missing."""
+    reason = needs_triton.reason_to_leave_out()
+    return f"left out: tests/other_kernels ({reason})" if reason else None
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options

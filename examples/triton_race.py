@@ -33,7 +33,8 @@ def run(order: str, seed: int = 0) -> np.float32:
     signature = {"x": "*fp32", "parts": "*fp32", "count": "*i32", "out": "*fp32"} | dict.fromkeys(
         constants, "constexpr"
     )
-    kernel = triton.compile(ASTSource(total, signature, constants), target=GPUTarget("cuda", 80, 32))
+    source, target = ASTSource(total, signature, constants), GPUTarget("cuda", 80, 32)
+    kernel = triton.compile(source, target=target, options={"enable_fp_fusion": True})
     ptx, name, threads = kernel.asm["ptx"], kernel.metadata.name, 32 * kernel.metadata.num_warps
     x = np.arange(BLOCKS * SIZE, dtype=np.float32)
     parts, count, out = np.empty(BLOCKS, np.float32), np.zeros(1, np.int32), np.empty(1, np.float32)

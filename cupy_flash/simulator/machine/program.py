@@ -88,7 +88,7 @@ def _synchronises(instruction: Instruction) -> bool:
     ordered = {"acquire", "release", "acq_rel"}
     if instruction.opcode in ("ld", "st"):
         ordered |= {"relaxed", "volatile", "mmio"}
-    elif instruction.opcode == "atom" and instruction.modifiers[-1][0] in "bus":
+    elif instruction.opcode == "atom" and instruction.modifiers[-1] in ("b32", "b64", "u32", "u64", "s32", "s64"):
         ordered |= {"relaxed"}
     elif instruction.opcode not in ("atom", "red"):
         return False

@@ -236,7 +236,7 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     if sequence is None:
         return plan
     place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
-    classes = MaskMod(problem, operands).classes
+    classes = MaskMod(problem, operands).classes()
     if classes.extremes:
         tile, cost = _best_tile(problem, plan.device, classes, place)
     else:
@@ -283,7 +283,7 @@ def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
 
     The arrays that the mask reads and the lengths must be in host memory.
     """
-    problem, classes = plan.problem, MaskMod(plan.problem, operands).classes
+    problem, classes = plan.problem, MaskMod(plan.problem, operands).classes()
     sequences = _sequences(problem, operands)
     read = classes.mask.inputs
     tiles = sum(-(-each.q_len // plan.block_q) * -(-each.kv_len // plan.block_kv) for each in sequences)
@@ -399,7 +399,7 @@ class Call:
         self.mask_mod, self.visits = None, None
         if problem.mask_mod:
             self.mask_mod = MaskMod(problem, operands)
-            self.visits = Visits(self.mask_mod.classes, plan.block_q, plan.block_kv)
+            self.visits = Visits(self.mask_mod.classes(), plan.block_q, plan.block_kv)
 
     def scale(self, product: np.ndarray) -> None:
         """Apply the part of the scale that is not in Q."""

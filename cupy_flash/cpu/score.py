@@ -12,7 +12,6 @@ The engine of KV caches applies them to tiles of several heads (decode/), with c
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -380,9 +379,8 @@ class MaskMod:
         self.function = mask_function(problem.mods)
         self.text = problem.mods
 
-    @cached_property
     def classes(self) -> TileClasses:
-        """The classes of tiles, which are empty, full or cut."""
+        """Return the classes of tiles, which are empty, full or cut."""
         from ..mods.ir import parse  # imported by the first call that has a mod
         from ..mods.tiles import TileClasses
 

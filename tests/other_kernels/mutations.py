@@ -308,10 +308,10 @@ MUTATIONS = {
         one("match", "the other lanes", collectives._match, "(equal * _WEIGHTS)", "(~equal * _WEIGHTS)"),
         one(
             "redux",
-            "an item less",
+            "the first lane alone",
             collectives._reduce,
             "function.reduce(values, axis=1",
-            "function.reduce(values[:, 1:], axis=1",
+            "function.reduce(values[:, :1], axis=1",
         ),
         one(
             "prmt",
@@ -424,13 +424,13 @@ def notices(case, mutation):
 
 
 def evidence(names):
-    """{belief: the names of the cases that notice its mutation}, the shortest kernel first."""
+    """{belief: the names of the cases that notice its mutation}: up to three, the shortest kernels."""
     noticed = {mutation.belief: [] for mutation in ALL}
     for case, name in sorted(((CASES[name](), name) for name in names), key=lambda pair: (length(pair[0]), pair[1])):
         called = functions_called(case)
         for mutation in ALL:
             concerned = {inspect.unwrap(function).__code__ for function, _, _ in mutation.changes} & called
-            if concerned and notices(case, mutation):
+            if concerned and len(noticed[mutation.belief]) < 3 and notices(case, mutation):
                 noticed[mutation.belief].append(name)
     return noticed
 

@@ -124,6 +124,15 @@ def faster(flags):
     return with_fewer_passes
 
 
+@pytest.fixture
+def flags_of_users(monkeypatch):
+    """Compile PTX with the flags of a user's call, which the fixture kernel_cache has replaced."""
+    monkeypatch.setattr(nvrtc, "flags", getattr(nvrtc.flags, "__wrapped__", nvrtc.flags))
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])
 def backend(request):
     """The name of a backend, for behaviour tests; tests with a table of rows per backend use cases.by_backend

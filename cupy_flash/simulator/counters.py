@@ -58,9 +58,9 @@ class GlobalAccess:
 
 @dataclass(slots=True)
 class Counters:
-    """The counts of one launch, in warp instructions unless named otherwise."""
+    """The counts of one launch, in warp instructions unless named otherwise; `print` shows their sums."""
 
-    function: Function
+    function: Function = field(repr=False)
     warp_instructions: npt.NDArray[np.int64] = field(init=False)
     thread_instructions: npt.NDArray[np.int64] = field(init=False)
     shared: dict[int, SharedAccess] = field(default_factory=lambda: defaultdict(SharedAccess))
@@ -71,6 +71,18 @@ class Counters:
     def __post_init__(self) -> None:
         self.warp_instructions = np.zeros(len(self.function.instructions), np.int64)
         self.thread_instructions = np.zeros(len(self.function.instructions), np.int64)
+
+    def __str__(self) -> str:
+        classes = ", ".join(f"{count} {name}" for name, count in self.by_class().items())
+        requests = sum(access.requests for access in self.global_.values())
+        sectors = sum(access.sectors for access in self.global_.values())
+        wavefronts = sum(access.wavefronts for access in self.shared.values())
+        return (
+            f"{self.function.name}: {self.warp_instructions.sum()} warp instructions ({classes})\n"
+            f"global memory: {self.global_bytes_read} bytes read, {self.global_bytes_written} written, "
+            f"{requests} requests of {sectors} sectors\n"
+            f"shared memory: {wavefronts} wavefronts, {self.bank_conflicts} of them for bank conflicts"
+        )
 
     def by_class(self) -> dict[str, int]:
         """Return the warp instructions per class."""

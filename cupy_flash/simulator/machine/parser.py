@@ -40,6 +40,11 @@ def parse(text: str) -> Module:
     Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion and indirect
     calls.
     """
+    if ".version" not in text:
+        raise PtxError(
+            "the text is not PTX, which begins with .version; "
+            'cupy_flash.jit.nvrtc.compile(text, name, "compute_80").ptx is that of a CUDA text'
+        )
     return _Parser(text).module()
 
 

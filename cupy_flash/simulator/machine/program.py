@@ -76,8 +76,9 @@ def ends_block(instruction: Instruction) -> bool:
 def _synchronises(instruction: Instruction) -> bool:
     """Return whether blocks may synchronise through this instruction.
 
-    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. A plain (relaxed)
-    atomic alone orders nothing.
+    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. An atomic without a
+    memory order (CUDA's atomicAdd) orders nothing. A relaxed integer one does neither, but a kernel that reads it, such
+    as a counter of finished blocks, may rely on an order.
     """
     if instruction.opcode not in ("membar", "fence", "ld", "st", "atom", "red"):
         return False
@@ -90,6 +91,8 @@ def _synchronises(instruction: Instruction) -> bool:
     ordered = {"acquire", "release", "acq_rel"}
     if instruction.opcode in ("ld", "st"):
         ordered |= {"relaxed", "volatile", "mmio"}
+    elif instruction.opcode == "atom" and instruction.modifiers[-1] in ("b32", "b64", "u32", "u64", "s32", "s64"):
+        ordered |= {"relaxed"}
     spaces = {modifier.split("::")[0] for modifier in modifiers}
     return bool(modifiers & ordered) and not spaces & {"shared", "local", "param", "const"}
 

@@ -92,9 +92,9 @@ struct BlockIndex {
   // Under a causal mask or a window, of two blocks the one of higher keys starts at a higher query, and has added to it
   // before the other one reaches it. The heads of a group alternate, so that few blocks wait for each other at the same
   // time. The groups follow each other, so that Q, dO and dQ of the heads that are computed stay in the L2 cache.
-  __device__ BlockIndex(int counted) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
+  __device__ BlockIndex(int tile_counter) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
     if constexpr (DQ_IN_ORDER) {  // @draw-number
-      int number = __shfl_sync(0xFFFFFFFF, counted, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
+      int number = __shfl_sync(0xFFFFFFFF, tile_counter, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
       int group = max(GROUP_BLOCKS / tiles, 1);
       int first = number / (group * tiles) * group, size = min(group, heads - first);
       number -= first * tiles;

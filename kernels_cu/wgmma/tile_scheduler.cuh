@@ -44,9 +44,9 @@ struct TileScheduler {
     } else if constexpr (!PRODUCER_WARP) {
       number = gridDim.x + atomicAdd(p.tile_counter, 1);
     } else {
-      int counted = 0;
-      if (threadIdx.x % 32 == 0) counted = atomicAdd(p.tile_counter, 1);  // @draw-tile
-      number = gridDim.x + __shfl_sync(0xFFFFFFFF, counted, 0);
+      int tile_counter = 0;
+      if (threadIdx.x % 32 == 0) tile_counter = atomicAdd(p.tile_counter, 1);  // @draw-tile
+      number = gridDim.x + __shfl_sync(0xFFFFFFFF, tile_counter, 0);
     }
   }
 

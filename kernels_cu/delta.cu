@@ -26,18 +26,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     DqSums sums(p, sequence, head);
     for (int i = first; i < (sequence.q_len + 15) / 16 * 16; i += step) sums.clear(i);  // @clear-sums
     if constexpr (DQ_IN_ORDER) {
-      DqTurns turns(p, sequence, head);
+      DqSemaphore semaphore(p, sequence, head);
       for (int i = first; i < sequence.q_len; i += step)
-        if (i % 16 == 0 && lane == 0) *turns.of(i) = 0;
-      if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.drawn = 0;
+        if (i % 16 == 0 && lane == 0) *semaphore.counter_of(i) = 0;
+      if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x == 0) *p.tile_counter = 0;
     }
   }
   for (int i = first; i < sequence.q_len; i += step) {
     real sum = row_product(dO + i * p.dout.row, O + i * p.out.row, lane);
 #if DIRECTION
-    // @eps-of-row
-    real eps = row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
-    if (lane == 0) sequence.queries<real>(p.eps, head)[i * p.eps.row] = eps;
+    // @delta-tangent-of-row
+    real delta_tangent =
+        row_product(dO + i * p.dout.row, sequence.queries<element>(p.tout, head) + i * p.tout.row, lane);
+    if (lane == 0) sequence.queries<real>(p.delta_tangent, head)[i * p.delta_tangent.row] = delta_tangent;
 #endif
     if constexpr (DLSE) sum -= sequence.queries<real>(p.dlse, head)[i * p.dlse.row];
     if constexpr (LSE2) {
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
 #if DIRECTION
       RowNumbers numbers = {lse2, 0, 0, 0};
       // @numbers-of-row
-      if (lse != -infinity()) numbers = {lse2, sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum, eps};
+      if (lse != -infinity())
+        numbers = {lse2, sequence.queries<real>(p.tlse, head)[i * p.tlse.row], sum, delta_tangent};
       if (lane == 0) sequence.queries<RowNumbers>(p.row_numbers, head)[i * p.row_numbers.row] = numbers;
 #else
       if (lane == 0) sequence.queries<real>(p.lse2, head)[i * p.lse2.row] = lse2;

@@ -56,20 +56,20 @@ struct DqSums {
 
 // Semaphores for deterministic dQ: the counter of a tile of queries is the number of blocks that have added to it. One
 // thread of a block calls both functions.
-struct DqTurns {
+struct DqSemaphore {
   unsigned int* data;
 
-  __device__ DqTurns(const Params& p, const Sequence& sequence, int head) {
-    data = (unsigned int*)p.dq_turns.data + (PACKED ? 0 : sequence.batch * p.dq_turns.batch) + head * p.dq_turns.head +
-           first_block(sequence);
+  __device__ DqSemaphore(const Params& p, const Sequence& sequence, int head) {
+    data = (unsigned int*)p.dq_semaphore.data + (PACKED ? 0 : sequence.batch * p.dq_semaphore.batch) +
+           head * p.dq_semaphore.head + first_block(sequence);
   }
   // The counter of the tile that starts at query `row`, a multiple of 16.
-  __device__ unsigned int* of(int row) const { return data + row / 16; }
+  __device__ unsigned int* counter_of(int row) const { return data + row / 16; }
 
   // Waits until `before` blocks have added.
   __device__ void wait(int row, unsigned int before) const {
-    while (ld_acquire(of(row)) != before) {}
+    while (ld_acquire(counter_of(row)) != before) {}
   }
   // Signals that this block has added. The release covers the additions that this thread has observed.
-  __device__ void pass(int row, unsigned int before) const { st_release(of(row), before + 1); }
+  __device__ void signal(int row, unsigned int before) const { st_release(counter_of(row), before + 1); }
 };

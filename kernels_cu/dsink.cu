@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dsink(const __grid_cons
       if (x == -infinity()) continue;
       real change = delta[i * p.delta.row];
 #if DIRECTION
-      real c = tsink - sequence.queries<real>(p.tlse, head)[i * p.tlse.row];  // @mu-of-dsink
-      change = sequence.queries<real>(p.eps, head)[i * p.eps.row] + change * c;
+      real c = tsink - sequence.queries<real>(p.tlse, head)[i * p.tlse.row];  // @lse-tangent-of-dsink
+      change = sequence.queries<real>(p.delta_tangent, head)[i * p.delta_tangent.row] + change * c;
 #endif
       sum += exp(sink - x) * change;
     }

@@ -7,17 +7,17 @@ constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // the di
 // The mean of tS over the keys so far, of which a sink is the first. The double backward subtracts it from each tS,
 // which magnifies its rounding error where one key dominates: the sum has twice the precision, and mu is rounded once.
 struct Mean {
-  real sum;   // of P tS, where P is relative to the current row max
-  real rest;  // its rounding errors
-  real mu;
+  real sum;          // of P tS, where P is relative to the current row max
+  real rest;         // its rounding errors
+  real lse_tangent;  // mu
 
   // Adds the sum of a tile, and returns the change of mu.
   __device__ real update(real rescale, real tile_sum, real l) {
-    real before = mu, scaled = sum * rescale, total = scaled + tile_sum, added = total - scaled;
+    real before = lse_tangent, scaled = sum * rescale, total = scaled + tile_sum, added = total - scaled;
     rest = rest * rescale + fma(sum, rescale, -scaled) + (scaled - (total - added)) + (tile_sum - added);
     sum = total;
     real quotient = sum / l;
-    mu = l == 0 ? 0 : quotient + (fma(-quotient, l, sum) + rest) / l;
-    return mu - before;
+    lse_tangent = l == 0 ? 0 : quotient + (fma(-quotient, l, sum) + rest) / l;
+    return lse_tangent - before;
   }
 };

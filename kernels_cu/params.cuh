@@ -36,12 +36,12 @@ struct Params {
   Operand delta;
   Operand lse2;     // workspace, shaped like delta
   Operand dq_sums;  // workspaces, laid out by dq_sums.cuh
-  Operand dq_turns;
+  Operand dq_semaphore;
   Operand vt;         // fp8 workspace, laid out by wgmma/vt.cuh
   Operand q_descale;  // fp8: (b, kv head); a null pointer means 1
   Operand k_descale;
   Operand v_descale;
-  int* drawn;  // workspace: number of tiles that a grid has drawn (wgmma/tile_scheduler.cuh, wgmma/backward.cuh)
+  int* tile_counter;  // workspace: the tiles that a grid has drawn (wgmma/tile_scheduler.cuh, wgmma/backward.cuh)
   Operand dq;
   Operand dk;
   Operand dv;
@@ -79,8 +79,8 @@ struct Params {
   Operand tv;
   Operand tout;
   Operand tlse;
-  Operand eps;          // workspace, shaped like delta
-  Operand row_numbers;  // workspace: the RowNumbers of every row (row_numbers.cuh); strides in records
+  Operand delta_tangent;  // workspace, shaped like delta
+  Operand row_numbers;    // workspace: the RowNumbers of every row (row_numbers.cuh); strides in records
   Dense tbias;
   void* tsink;
 #endif

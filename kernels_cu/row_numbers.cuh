@@ -4,8 +4,8 @@
 #include "number.cuh"
 
 struct alignas(16) RowNumbers {
-  real lse2;   // lse * log2(e); +inf for a row that sees no key, whose other numbers are 0
-  real mu;     // the tangent of lse
-  real delta;  // rowsum(dO * O) - dlse
-  real eps;    // rowsum(dO * tO)
+  real lse2;           // lse * log2(e); +inf for a row that sees no key, whose other numbers are 0
+  real lse_tangent;    // mu, the tangent of lse
+  real delta;          // rowsum(dO * O) - dlse
+  real delta_tangent;  // eps = rowsum(dO * tO)
 };

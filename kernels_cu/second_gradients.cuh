@@ -14,9 +14,10 @@ struct PairGradients {
 };
 
 // Returns the gradients of a score from its probability and tangent, dP = dO V^T, dtP = dO tV^T and dropout factor.
-__device__ inline PairGradients pair_gradients(real probability, real tangent, real dP, real dtP, real factor, real mu,
-                                               real delta, real eps) {
-  real moving = tangent - mu, excess = dP * factor - delta;  // @moving-tangent
+__device__ inline PairGradients pair_gradients(real probability, real tangent, real dP, real dtP, real factor,
+                                               real lse_tangent, real delta, real delta_tangent) {
+  real moving = tangent - lse_tangent, excess = dP * factor - delta;  // @moving-tangent
   // @second-gradients
-  return {probability * (moving * excess + (dtP * factor - eps)), probability * excess, probability * factor * moving};
+  return {probability * (moving * excess + (dtP * factor - delta_tangent)), probability * excess,
+          probability * factor * moving};
 }

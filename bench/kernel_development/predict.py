@@ -11,7 +11,7 @@ A GPU decides (bench/gpu_queue.md).
 A work tile costs TILE_OVERHEAD steps more than its mainloop has: the first load and product and the last ones overlap
 nothing. Work is spread evenly over the SMs. With these two rules FlashAttention-3's published speeds at D 128 from 512
 to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Blocks of a deterministic
-backward also wait for their turns (`turns.py`). The clock under load and the backward's traffic to dQ are not
+backward also wait for their turns (`semaphore.py`). The clock under load and the backward's traffic to dQ are not
 modelled: `SPEED_OF_OVERLAP` has their mean.
 """
 
@@ -31,7 +31,7 @@ from cupy_flash.problem.records import FP8
 from ..gpu import Regime
 from ..report import NOTHING, Table
 from ..run import Progress
-from . import cycles, sass, turns
+from . import cycles, sass, semaphore
 from .costs import problem_of
 from .fingerprint import fingerprint
 from .marks import MARKS
@@ -114,7 +114,7 @@ def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
         units = device.named(ARCH, "cuda").units
         in_turn = 1.0
         if regime.deterministic:
-            in_turn = turns.efficiency(regime, block_q, block_kv, clocks[together], TILE_OVERHEAD, units)
+            in_turn = semaphore.efficiency(regime, block_q, block_kv, clocks[together], TILE_OVERHEAD, units)
         count = steps(regime, block_q, block_kv) / in_turn
         predictions.append(
             Prediction(

@@ -2,8 +2,9 @@
 
 Each thread holds a few tiles of scores, so memory is linear in the sequence length.
 
-The letters are those of attention.py; a leading t is a tangent (tQ, tS, tO), mu is the tangent of lse, and m are the
-dropout factors, 0 or keep_scale. S are the scores that the softmax sees:
+The letters are those of attention.py; a leading t is a tangent (tQ, tS, tO), mu is the tangent of lse
+(`lse_tangent`), eps that of delta for a fixed dO (`delta_tangent`), and m are the dropout factors, 0 or keep_scale. S
+are the scores that the softmax sees:
 
     JVP               mu = rowsum(P tS) + P_sink tsink ;  tO = (m P (tS - mu)) V + (m P) tV
     double backward   g = m (dO V^T) ;  h = m (dO tV^T) ;  c = tS - mu
@@ -53,15 +54,15 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
         keys = direction.keys(sequence, head // problem.group)
         here = (sequence.row, head, sequence.queries)
         sink = None if call.sink is None else call.sink[head]
-        O_rows, tO_rows, L_rows, mu_rows = (x[here] for x in (out_rows, tout_rows, lse_rows, tlse_rows))
+        O_rows, tO_rows, L_rows, tL_rows = (x[here] for x in (out_rows, tout_rows, lse_rows, tlse_rows))
         for q_start in q_tiles:
             queries = slice(q_start, min(q_start + plan.block_q, sequence.q_len))
-            # The columns are O, T and l, in one array because a new row max rescales all three. mu is the mean of tS
-            # over the keys so far, weighted by P; the sink is the first key.
+            # The columns are O, T and l, in one array because a new row max rescales all three. lse_tangent is
+            # the mean of tS over the keys so far, weighted by P; the sink is the first key.
             sums = np.zeros((queries.stop - queries.start, 2 * dim + 1), problem.accumulation)
             O, T, before = sums[:, :dim], sums[:, dim:-1], sums[:, -1]
             softmax = Softmax(before.shape, problem.accumulation, sink, bounded=False)
-            mu = np.full(len(sums), 0.0 if direction.tsink is None else direction.tsink[head])
+            lse_tangent = np.full(len(sums), 0.0 if direction.tsink is None else direction.tsink[head])
             for kv_start, kv_stop, cut in call.kv_tiles(sequence, head, queries.start, queries.stop):
                 call.stop.poll()
                 tile = ScoreTile(
@@ -72,7 +73,7 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
                 softmax.update(P, sums, partial(call.hide, P, sequence.band, tile))
                 if tS is not None:
                     hide_gradient(tS, P)
-                    mu = _follow_mean(mu, P, tS, before, softmax.l, O, T)
+                    lse_tangent = _follow_mean(lse_tangent, P, tS, before, softmax.l, O, T)
                     tS *= P
                 if problem.dropout:
                     keep = call.keep(tile)
@@ -85,7 +86,7 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
                 if keys.tV is not None:
                     T += product(P, keys.tV[kv_start:kv_stop])
             softmax.finish(sums, sums, L_rows[queries])
-            O_rows[queries], tO_rows[queries], mu_rows[queries] = O, T, mu
+            O_rows[queries], tO_rows[queries], tL_rows[queries] = O, T, lse_tangent
 
     run_query_tiles(plan, call, attend)
     return out, lse, tout, tlse
@@ -146,17 +147,17 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 def _follow_mean(
-    mu: np.ndarray, P: np.ndarray, tS: np.ndarray, before: np.ndarray, l: np.ndarray, O: np.ndarray, T: np.ndarray
+    mean: np.ndarray, P: np.ndarray, tS: np.ndarray, before: np.ndarray, l: np.ndarray, O: np.ndarray, T: np.ndarray
 ) -> np.ndarray:
     """Return the new mean of tS over the keys so far; correct T for the change, and subtract the mean from tS in place.
 
-    `mu` is the mean before this tile; `l` is the row sum after it and `before` the row sum before it, both relative to
+    `mean` is that before this tile; `l` is the row sum after it and `before` the row sum before it, both relative to
     the current row max. Means are in float64, because the rounding errors of all tiles add up.
     """
-    mean = (mu * before + np.vecdot(P, tS, dtype=np.float64)) / np.where(l == 0, 1, l)
-    T -= (mean - mu).astype(T.dtype)[:, None] * O
-    tS -= mean.astype(tS.dtype)[:, None]
-    return mean
+    moved = (mean * before + np.vecdot(P, tS, dtype=np.float64)) / np.where(l == 0, 1, l)
+    T -= (moved - mean).astype(T.dtype)[:, None] * O
+    tS -= moved.astype(tS.dtype)[:, None]
+    return moved
 
 
 class _Rows(NamedTuple):
@@ -180,9 +181,9 @@ class _Statistics(NamedTuple):
 
     dO: np.ndarray
     lse: np.ndarray  # inf for a row that sees no key, so that its P is 0
-    mu: np.ndarray
+    lse_tangent: np.ndarray
     delta: np.ndarray
-    eps: np.ndarray
+    delta_tangent: np.ndarray
 
     @staticmethod
     def of(call: Call, direction: _Direction, sequence: Sequence, head: int) -> _Statistics:
@@ -196,12 +197,12 @@ class _Statistics(NamedTuple):
         delta = np.vecdot(dO, load_rows(call.out[here], dtype))
         if call.dlse is not None:
             delta -= np.where(empty_rows, 0, call.dlse[here])
-        eps = np.vecdot(dO, load_rows(direction.tout[here], dtype))
-        return _Statistics(dO, np.where(empty_rows, np.inf, call.lse[here]), direction.tlse[here], delta, eps)
+        delta_tangent = np.vecdot(dO, load_rows(direction.tout[here], dtype))
+        return _Statistics(dO, np.where(empty_rows, np.inf, call.lse[here]), direction.tlse[here], delta, delta_tangent)
 
     def dsink(self, sink: np.floating, tsink: np.floating | float) -> np.floating:
         """Return the sink's gradient of a head, the sum of its dS over the rows: the sink is a key whose value is 0."""
-        return -(np.exp(sink - self.lse) @ (self.eps + self.delta * (tsink - self.mu)))
+        return -(np.exp(sink - self.lse) @ (self.delta_tangent + self.delta * (tsink - self.lse_tangent)))
 
 
 class _Direction:
@@ -262,7 +263,9 @@ class _Direction:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the gradients of a tile with respect to q.k and to its tangent, before the scale, and m P c for dV."""
         call, queries, columns = self.call, slice(*tile.queries), slice(*tile.keys)
-        dO, lse, mu, delta, eps = (x[queries] if x.ndim == 2 else x[queries, None] for x in statistics)
+        dO, lse, lse_tangent, delta, delta_tangent = (
+            x[queries] if x.ndim == 2 else x[queries, None] for x in statistics
+        )
         S, tS, saved = self.scores(rows, keys, tile, save=True)
         assert tS is not None
         hidden = np.isneginf(S) if np.isnan(lse).any() else False  # hidden by a bias or score_mod: -inf - NaN is NaN
@@ -273,9 +276,9 @@ class _Direction:
         g = dO @ keys.V[columns].T
         h = 0 if keys.tV is None else dO @ keys.tV[columns].T
         keep = call.keep(tile) if call.problem.dropout else 1
-        c = tS - mu
+        c = tS - lse_tangent
         g *= keep
-        dS = P * (c * (g - delta) + (h * keep - eps))
+        dS = P * (c * (g - delta) + (h * keep - delta_tangent))
         dtS = P * (g - delta)
         c *= P * keep
         for gradient in (dS, dtS, c):

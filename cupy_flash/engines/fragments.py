@@ -77,14 +77,14 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, with `in_order` dq_turns, drawn.
+    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, with `in_order` also two of counters.
 
-    Those of a double backward are delta, eps, and row_numbers, the records of both with lse2 and mu.
+    Those of a double backward are delta, delta_tangent, and row_numbers, the records of both with lse2 and lse_tangent.
     """
     if problem.derivative:
         shape, strides = rows_of_heads(problem, q_rows)
         records = Workspace("row_numbers", (*shape, 4), problem.accumulation, (*strides, 1))
-        return (*row_workspaces(problem, q_rows, "delta", "eps"), records)
+        return (*row_workspaces(problem, q_rows, "delta", "delta_tangent"), records)
     workspaces = row_workspaces(problem, q_rows, "delta", "lse2")
     if not add_dq:
         return workspaces
@@ -96,7 +96,7 @@ def backward_workspaces(
     if in_order:
         shape, strides = rows_of_heads(problem, squares)
         workspaces += (
-            Workspace("dq_turns", shape, np.dtype(np.int32), (*strides, 1)),
-            Workspace("drawn", (1,), np.dtype(np.int32), ()),
+            Workspace("dq_semaphore", shape, np.dtype(np.int32), (*strides, 1)),
+            Workspace("tile_counter", (1,), np.dtype(np.int32), ()),
         )
     return workspaces

@@ -128,10 +128,10 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return delta for a backward, also eps for a double backward, and the rotated rows of q for a KV cache."""
+    """Return delta, of a double backward also delta_tangent; of a forward on a KV cache the rotated rows of q."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
-    return row_workspaces(problem, q_rows, "delta", *(("eps",) if problem.derivative else ()))
+    return row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:

@@ -37,7 +37,7 @@ __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& s
 // with it, only if the mean departed from it by more than the mean deviation of tS. So P (tS - mu) is rounded with at
 // most twice the error that it would have at the mean itself.
 struct LazyMean {
-  float mu;
+  float center;  // mu
   float sum;     // this lane's sum of P (tS - mu)
   float spread;  // at most that of P |tS - mu|
 
@@ -48,7 +48,7 @@ struct LazyMean {
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        float weight = P[n][e] * (tS[n][e] - mu);  // @sum-tangent
+        float weight = P[n][e] * (tS[n][e] - center);  // @sum-tangent
         sum += weight, spread += fabsf(weight);
       }
   }
@@ -57,12 +57,12 @@ struct LazyMean {
   // `row_l` is the row sum of all four lanes.
   __device__ float mean(float row_l) const {
     float row = row_sum(sum);
-    return row_l == 0 ? 0 : mu + row / row_l;
+    return row_l == 0 ? 0 : center + row / row_l;
   }
-  // Replaces mu, and returns the change; `l` is the partial row sum of the keys that were added.
-  __device__ float move(float new_mu, float l) {
-    float change = new_mu - mu;
-    mu = new_mu, sum -= change * l;  // @move-mu
+  // Replaces the center, and returns the change; `l` is the partial row sum of the keys that were added.
+  __device__ float move(float new_center, float l) {
+    float change = new_center - center;
+    center = new_center, sum -= change * l;  // @move-center
     spread = max(spread - fabsf(change) * l, 0.0f);
     return change;
   }
@@ -79,13 +79,13 @@ __device__ void follow(LazyMean (&mean)[M][2], float (&T)[M][SUMS][4], const flo
     for (int half = 0; half < 2; ++half) {
       LazyMean with_tile = mean[m][half];
       with_tile.add(P[m], tS[m], half);
-      if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {  // @mu-stays
+      if (!__any_sync(0xFFFFFFFF, with_tile.departed())) {  // @center-stays
         mean[m][half] = with_tile;
         continue;
       }
       float change = mean[m][half].move(with_tile.mean(row_sum(softmax[m][half].l)), l_before[m][half]);
       mean[m][half].add(P[m], tS[m], half);  // @add-tile-again
-      change *= scale.power();               // @scale-change-of-mu
+      change *= scale.power();               // @scale-change-of-center
 #pragma unroll
       for (int n = 0; n < SUMS; ++n)
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
     rescale(O, rescaling);
     rescale(T, rescaling);  // @rescale-T
 #pragma unroll
-    for (int n = 0; n < 2 * M; ++n) mean[n / 2][n % 2].rescale(rescaling[n / 2][n % 2]);  // @rescale-mu
+    for (int n = 0; n < 2 * M; ++n) mean[n / 2][n % 2].rescale(rescaling[n / 2][n % 2]);  // @rescale-mean
   }
   float l_before[M][2];
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].mu) * scale.power();
+      for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].center) * scale.power();
 }
 
 // Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last
@@ -146,7 +146,7 @@ __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const flo
           tlse = share * tlse + expf(sink - ending.lse) * tsink;  // @tlse-with-sink
         }
       }
-      float change = tlse - mean[m][half].mu;  // @move-T-to-tlse
+      float change = tlse - mean[m][half].center;  // @move-T-to-tlse
       if constexpr (SCORES_MOVE)
 #pragma unroll
         for (int n = 0; n < SUMS; ++n)

@@ -115,8 +115,8 @@ struct Gradients {
         // @drop-dP
         if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : (float)dropout.keep_scale;
         float probability = ex2_approx(x.score * LOG2_E - (row.lse2 - log2_scale));
-        PairGradients gradients =
-            pair_gradients(probability, x.tangent, w, dtP[m][n + e / 4][e % 4], factor, row.mu, row.delta, row.eps);
+        PairGradients gradients = pair_gradients(probability, x.tangent, w, dtP[m][n + e / 4][e % 4], factor,
+                                                 row.lse_tangent, row.delta, row.delta_tangent);
         if constexpr (QK_GRADIENT || SCORE_MOD) score.second_gradient(gradients.dS, gradients.dtS, x);
         ds = gradients.dS, dts = gradients.dtS, w = gradients.W;
       }

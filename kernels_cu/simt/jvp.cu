@@ -55,7 +55,7 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
       moving += S[r][c] * tS[r][c];    // @simt.sum-tangent
     }
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
-    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;  // @simt.update-mu
+    real change = SCORES_MOVE ? mean[r].update(rescale, row_sum(moving), softmax[r].l) : 0;  // @simt.update-lse-tangent
 #pragma unroll
     for (int n = 0; n < SUMS; ++n) {
       O[r][n] *= rescale;
@@ -65,7 +65,7 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
       int i = q_start + row_y() + r * ROW_THREADS, j = kv_start + lane_x() + c * LANES;
-      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].mu);  // @simt.weigh-tangent
+      tS[r][c] = S[r][c] * (tS[r][c] - mean[r].lse_tangent);  // @simt.weigh-tangent
       if constexpr (DROPOUT) {
         real factor = kept.factor(dropout, c, i, j);
         S[r][c] *= factor, tS[r][c] *= factor;  // @simt.drop-tangent
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
       if (lane_x() > 0) return;
       bool exists = i < sequence.q_len;
       sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
-      sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].mu : 0;
+      sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].lse_tangent : 0;
     });
   }
 }

@@ -9,8 +9,8 @@ struct QuerySlot {
   static constexpr int tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);
   static constexpr int dO = tQ + TQ * BLOCK_Q * row_stride(HEAD_DIM);
   static constexpr int LSE = dO + BLOCK_Q * row_stride(HEAD_DIM_V);
-  static constexpr int DELTA = LSE + BLOCK_Q, MU = DELTA + BLOCK_Q, EPS = MU + BLOCK_Q;
-  static constexpr int END = DIRECTION ? EPS + BLOCK_Q : MU;
+  static constexpr int DELTA = LSE + BLOCK_Q, LSE_TANGENT = DELTA + BLOCK_Q, DELTA_TANGENT = LSE_TANGENT + BLOCK_Q;
+  static constexpr int END = DIRECTION ? DELTA_TANGENT + BLOCK_Q : LSE_TANGENT;
 };
 struct KeySlot {
   static constexpr int K = 0;
@@ -22,13 +22,13 @@ struct KeySlot {
 
 // Q, tQ and dO of a tile of queries, and the numbers of its rows.
 struct QueryTile {
-  real* Q;      // [BLOCK_Q][HEAD_DIM]
-  real* tQ;     // [BLOCK_Q][HEAD_DIM]
-  real* dO;     // [BLOCK_Q][HEAD_DIM_V]
-  real* lse;    // [BLOCK_Q]; +inf for a row that sees no key, so that its P is 0
-  real* delta;  // [BLOCK_Q]; 0 for such a row, as mu and eps
-  real* mu;
-  real* eps;
+  real* Q;              // [BLOCK_Q][HEAD_DIM]
+  real* tQ;             // [BLOCK_Q][HEAD_DIM]
+  real* dO;             // [BLOCK_Q][HEAD_DIM_V]
+  real* lse;            // [BLOCK_Q]; +inf for a row that sees no key, so that its P is 0
+  real* delta;          // [BLOCK_Q]; 0 for such a row, as the two tangents
+  real* lse_tangent;    // mu
+  real* delta_tangent;  // eps
 
   __device__ QueryTile(real* smem)
       : Q(smem + QuerySlot::Q),
@@ -36,8 +36,8 @@ struct QueryTile {
         dO(smem + QuerySlot::dO),
         lse(smem + QuerySlot::LSE),
         delta(smem + QuerySlot::DELTA),
-        mu(smem + QuerySlot::MU),
-        eps(smem + QuerySlot::EPS) {}
+        lse_tangent(smem + QuerySlot::LSE_TANGENT),
+        delta_tangent(smem + QuerySlot::DELTA_TANGENT) {}
 
   __device__ void load(const Params& p, const Sequence& sequence, int head, int q_start, Range queries) {
     auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
@@ -64,8 +64,8 @@ struct QueryTile {
     for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
       int i = q_start + row;
       bool sees = i < sequence.q_len && number(p.lse, i) != -infinity();
-      mu[row] = sees ? number(p.tlse, i) : 0;
-      eps[row] = sees ? number(p.eps, i) : 0;
+      lse_tangent[row] = sees ? number(p.tlse, i) : 0;
+      delta_tangent[row] = sees ? number(p.delta_tangent, i) : 0;
     }
 #endif
   }

@@ -9,8 +9,8 @@ __device__ inline PairGradients score_gradients(const Score::Moved& x, real dP, 
   // A hidden score has P = 0 also where lse is NaN; its tangent and slopes may be NaN.
   real probability = x.score == -infinity() ? 0 : exp(x.score - queries.lse[query]);
   if (probability == 0) return {};
-  return pair_gradients(probability, x.tangent, dP, dtP, factor, queries.mu[query], queries.delta[query],
-                        queries.eps[query]);
+  return pair_gradients(probability, x.tangent, dP, dtP, factor, queries.lse_tangent[query], queries.delta[query],
+                        queries.delta_tangent[query]);
 }
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.

@@ -85,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     rings.init();
     fence_mbarrier_init();  // @fence-mbarriers
-    if constexpr (DQ_IN_ORDER) *(int*)(smem + SharedMemory::DRAWN) = atomicAdd(p.drawn, 1);
+    if constexpr (DQ_IN_ORDER) *(int*)(smem + SharedMemory::TILE_NUMBER) = atomicAdd(p.tile_counter, 1);
   }
   __syncthreads();  // @barrier-after-mbarriers
 
-  BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + SharedMemory::DRAWN) : 0);
+  BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + SharedMemory::TILE_NUMBER) : 0);
   Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (threadIdx.x < WARPGROUP) {

@@ -93,9 +93,9 @@ struct BlockIndex {
   // already added to a tile of dQ when the other block reaches it. The heads of a group alternate, so that few blocks
   // wait for each other at the same time. The groups follow each other, so that Q, dO and dQ of the heads that are
   // computed stay in the L2 cache.
-  __device__ BlockIndex(int drawn) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
+  __device__ BlockIndex(int tile_counter) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
     if constexpr (DQ_IN_ORDER) {  // @draw-number
-      int number = __shfl_sync(0xFFFFFFFF, drawn, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
+      int number = __shfl_sync(0xFFFFFFFF, tile_counter, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
       int group = max(GROUP_BLOCKS / tiles, 1);
       int first = number / (group * tiles) * group, size = min(group, heads - first);
       number -= first * tiles;
@@ -216,8 +216,8 @@ struct SharedMemory {
   static constexpr int dO_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(STAGES);
   static constexpr int ROW_MBARRIERS = dO_MBARRIERS + mbarrier_bytes(STAGES);
   static constexpr int TURN_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
-  static constexpr int DRAWN = TURN_MBARRIERS + mbarrier_bytes(1);  // DQ_IN_ORDER: the number that the block has drawn
-  static constexpr int BYTES = DQ_IN_ORDER ? DRAWN + 16 : TURN_MBARRIERS;
+  static constexpr int TILE_NUMBER = TURN_MBARRIERS + mbarrier_bytes(1);    // DQ_IN_ORDER: of this block
+  static constexpr int BYTES = DQ_IN_ORDER ? TILE_NUMBER + 16 : TURN_MBARRIERS;
 };
 static_assert(LeftOperand::IN_SMEM == (SharedMemory::P_BYTES > 0), "P goes through shared memory");
 
@@ -461,17 +461,17 @@ __device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequen
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start);
     for (int head = block.kv_head * p.group; head < q_tiles.head_end; ++head) {
-      DqTurns turns(p, sequence, head);
+      DqSemaphore semaphore(p, sequence, head);
       for (int q_start = q_tiles.first; q_start < q_tiles.visible.end; q_start += BLOCK_Q) {
         unsigned int before = blocks_before(band, q_start, kv_tiles.kv_start);
-        if (lane_id() == 0) turns.wait(q_start, before);  // @wait-blocks-before
+        if (lane_id() == 0) semaphore.wait(q_start, before);  // @wait-blocks-before
         if (q_tiles.head == head && q_tiles.start == q_start) {
           if (lane_id() == 0) mbarrier_arrive(rings.turn.full());
           ++rings.turn.index;
           rings.turn.acquire();  // @wait-added-dQ: all consumer warps have added
           q_tiles.next();
         }
-        if (lane_id() == 0) turns.pass(q_start, before);
+        if (lane_id() == 0) semaphore.signal(q_start, before);
       }
     }
   }

@@ -2,5 +2,5 @@
 #include "../params.cuh"
 
 extern "C" __global__ void __launch_bounds__(1) clear(const __grid_constant__ Params p) {
-  *p.drawn = 0;  // @clear-drawn
+  *p.tile_counter = 0;  // @clear-tile-counter
 }

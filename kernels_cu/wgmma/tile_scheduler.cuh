@@ -42,11 +42,11 @@ struct TileScheduler {
     if constexpr (!DRAWS_TILES) {
       number += gridDim.x;  // @next-tile
     } else if constexpr (!PRODUCER_WARP) {
-      number = gridDim.x + atomicAdd(p.drawn, 1);
+      number = gridDim.x + atomicAdd(p.tile_counter, 1);
     } else {
-      int drawn = 0;
-      if (threadIdx.x % 32 == 0) drawn = atomicAdd(p.drawn, 1);  // @draw-tile
-      number = gridDim.x + __shfl_sync(0xFFFFFFFF, drawn, 0);
+      int tile_counter = 0;
+      if (threadIdx.x % 32 == 0) tile_counter = atomicAdd(p.tile_counter, 1);  // @draw-tile
+      number = gridDim.x + __shfl_sync(0xFFFFFFFF, tile_counter, 0);
     }
   }
 

@@ -93,13 +93,17 @@ def test_bitwise_equal_for_any_number_of_threads():
 
 # (function that processes a tile, original text, planted text)
 BUGS = {
-    "mu-not-subtracted": ("_follow_mean", "tS -= mean.astype(tS.dtype)[:, None]", "pass"),
-    "T-does-not-follow-mu": ("_follow_mean", "T -= (mean - mu).astype(T.dtype)[:, None] * O", "pass"),
+    "lse-tangent-not-subtracted": ("_follow_mean", "tS -= moved.astype(tS.dtype)[:, None]", "pass"),
+    "T-does-not-follow-lse-tangent": ("_follow_mean", "T -= (moved - mean).astype(T.dtype)[:, None] * O", "pass"),
     "T-not-rescaled": ("jvp", "softmax.update(P, sums,", "softmax.update(P, O,"),
-    "dropout-in-mu": ("jvp", "_follow_mean(mu, P, tS", "_follow_mean(mu, P * call.keep(tile), tS"),
+    "dropout-in-lse-tangent": (
+        "jvp",
+        "_follow_mean(lse_tangent, P, tS",
+        "_follow_mean(lse_tangent, P * call.keep(tile), tS",
+    ),
     "no-dropout-in-T": ("jvp", "tS *= keep", "pass"),
-    "delta-for-eps": ("_Direction", "(h * keep - eps)", "(h * keep - delta)"),
-    "mu-not-subtracted-in-c": ("_Direction", "        c = tS - mu\n", "        c = tS.copy()\n"),
+    "delta-for-its-tangent": ("_Direction", "(h * keep - delta_tangent)", "(h * keep - delta)"),
+    "lse-tangent-not-subtracted-in-c": ("_Direction", "        c = tS - lse_tangent\n", "        c = tS.copy()\n"),
     "curve-of-the-softcap": ("Softcap", "dS += _times(dtS, change)", "pass"),
     "tbias": ("Bias", "tS += tile.cut(self.tbias)", "pass"),
 }

@@ -7,7 +7,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.gpu import Regime
-from bench.kernel_development import cycles, marks, predict, sass, turns
+from bench.kernel_development import cycles, marks, predict, sass, semaphore
 from bench.kernel_development.published import FLASH_ATTENTION_3, FLASH_ATTENTION_3_MAINLOOPS, LENGTHS
 
 LOOP = "BRA `(.L_x_1)"
@@ -175,9 +175,9 @@ def test_turns_of_one_head(causal):
     higher keys has passed its turn on; blocks of a causal mask never wait, as that block starts at a later query.
     """
     step, regime = 3000.0, Regime("bfloat16", 2048, 512, causal, backward=True, tokens=512)
-    waited = 0.0 if causal else 3 * (turns.WAIT + turns.PASS)
+    waited = 0.0 if causal else 3 * (semaphore.WAIT + semaphore.PASS)
     assert regime.batch * regime.heads == 1
-    efficiency = turns.efficiency(regime, 128, 128, step, overhead=1, units=4)
+    efficiency = semaphore.efficiency(regime, 128, 128, step, overhead=1, units=4)
     assert efficiency == pytest.approx(5 * step / (5 * step + waited))
     # One SM runs one block after the other: the last turn has long been passed on.
-    assert turns.efficiency(regime, 128, 128, step, overhead=1, units=1) == pytest.approx(1)
+    assert semaphore.efficiency(regime, 128, 128, step, overhead=1, units=1) == pytest.approx(1)

@@ -96,26 +96,30 @@ def test_bitwise_equal_in_any_order_of_blocks():
 
 
 BUGS = {
-    "mu-not-subtracted": change("simt.weigh-tangent", "(tS[r][c] - mean[r].mu)", "tS[r][c]"),
-    "T-does-not-follow-mu": change("simt.rescale-T", "- change * O[r][n]", ""),
+    "lse-tangent-not-subtracted": change("simt.weigh-tangent", "(tS[r][c] - mean[r].lse_tangent)", "tS[r][c]"),
+    "T-does-not-follow-lse-tangent": change("simt.rescale-T", "- change * O[r][n]", ""),
     "T-not-rescaled": change("simt.rescale-T", "* rescale", ""),
-    "sum-of-mu-not-rescaled": change("simt.update-mu", "rescale", "1"),
-    "dropout-in-mu": change("simt.sum-tangent", "S[r][c]", "S[r][c] * (c % 2 ? 0 : 2)"),
+    "sum-of-mean-not-rescaled": change("simt.update-lse-tangent", "rescale", "1"),
+    "dropout-in-lse-tangent": change("simt.sum-tangent", "S[r][c]", "S[r][c] * (c % 2 ? 0 : 2)"),
     "no-dropout-in-T": change("simt.drop-tangent", ", tS[r][c] *= factor", ""),
-    "delta-for-eps": change("second-gradients", "eps", "delta"),
-    "eps-of-out": change("eps-of-row", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"),
-    "mu-not-subtracted-in-c": change("moving-tangent", "tangent - mu", "tangent"),
+    "delta-for-its-tangent": change("second-gradients", "delta_tangent", "delta"),
+    "delta-tangent-of-out": change(
+        "delta-tangent-of-row", "sequence.queries<element>(p.tout, head) + i * p.tout.row", "O + i * p.out.row"
+    ),
+    "lse-tangent-not-subtracted-in-c": change("moving-tangent", "tangent - lse_tangent", "tangent"),
     "no-dropout-in-dV": change("second-gradients", "probability * factor * moving", "probability * moving"),
     "dtS-without-tK": never("dtP-of-tK"),
     "dtS-without-tQ": never("dtP-of-tQ"),
     "curve-of-the-softcap": change("softcap-curve", "-2 / (real)p.softcap * t * slope * x.tangent", "0"),
     "tangent-of-the-softcap": skip("softcap-tangent"),
     "tbias": never("add-tbias"),
-    "dsink-without-mu": change("mu-of-dsink", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row]", "0"),
+    "dsink-without-lse-tangent": change(
+        "lse-tangent-of-dsink", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row]", "0"
+    ),
 }
 
 
-@pytest.mark.parametrize("bug", in_tiers(BUGS, ["mu-not-subtracted"]))
+@pytest.mark.parametrize("bug", in_tiers(BUGS, ["lse-tangent-not-subtracted"]))
 def test_planted_bugs_are_found(bug, monkeypatch):
     with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
         check(EVERYTHING, run_kernels(EVERYTHING, tile=SMALL_TILE))
@@ -242,18 +246,18 @@ def test_all_options_in_any_tiles_on_tensor_cores(arch, dtype, which, head_dim):
 
 
 BUGS_OF_MMA = {
-    "mu-not-subtracted": change("weigh-tangent", "(tS[m][n][e] - mean[m][e / 2].mu)", "tS[m][n][e]"),
-    "T-does-not-follow-mu": before("add-tile-again", "change = 0,"),
-    "sum-does-not-follow-mu": change("move-mu", ", sum -= change * l", ""),
+    "lse-tangent-not-subtracted": change("weigh-tangent", "(tS[m][n][e] - mean[m][e / 2].center)", "tS[m][n][e]"),
+    "T-does-not-follow-lse-tangent": before("add-tile-again", "change = 0,"),
+    "sum-does-not-follow-center": change("move-center", ", sum -= change * l", ""),
     "T-not-rescaled": skip("rescale-T"),
-    "dropout-in-mu": change("sum-tangent", "P[n][e]", "(n % 2 ? 0 : 2) * P[n][e]"),
+    "dropout-in-lse-tangent": change("sum-tangent", "P[n][e]", "(n % 2 ? 0 : 2) * P[n][e]"),
     "no-dropout": never("drop-tangent"),
-    "sink-does-not-move-mu": change("tlse-with-sink", "share * tlse +", "tlse + 0 *"),
-    "tlse-of-the-sink-in-T": change("move-T-to-tlse", "tlse - mean[m][half].mu", "0"),
-    "delta-for-eps": change("second-gradients", "eps", "delta"),
-    "mu-not-subtracted-in-c": change("moving-tangent", "tangent - mu", "tangent"),
+    "sink-does-not-move-lse-tangent": change("tlse-with-sink", "share * tlse +", "tlse + 0 *"),
+    "tlse-of-the-sink-in-T": change("move-T-to-tlse", "tlse - mean[m][half].center", "0"),
+    "delta-for-its-tangent": change("second-gradients", "delta_tangent", "delta"),
+    "lse-tangent-not-subtracted-in-c": change("moving-tangent", "tangent - lse_tangent", "tangent"),
     "no-dropout-in-dV": change("second-gradients", "probability * factor * moving", "probability * moving"),
-    "mu-of-no-row": change("numbers-of-row", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row]", "0"),
+    "lse-tangent-of-no-row": change("numbers-of-row", "sequence.queries<real>(p.tlse, head)[i * p.tlse.row]", "0"),
     "no-dropout-in-dP": change("drop-dP", "< dropout.drop_below ? 0", "< dropout.drop_below ? 2"),
     "dtS-without-tK": never("dtP-of-tK"),
     "dtS-without-tQ": never("dtP-of-tQ"),
@@ -264,7 +268,7 @@ BUGS_OF_MMA = {
 }
 
 
-@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MMA, ["delta-for-eps"]))
+@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MMA, ["delta-for-its-tangent"]))
 def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
     case = replace(EVERYTHING, dtype="bfloat16", q_len=40)
     with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
@@ -284,16 +288,16 @@ def test_means_of_many_tiles(scores, head_dim):
 
 
 BUGS_OF_MANY_TILES = {  # (scores, bug)
-    "mu-does-not-move": ("rising", always("mu-stays")),
+    "center-does-not-move": ("rising", always("center-stays")),
     "tile-not-added-again": ("falling", skip("add-tile-again")),
-    "sum-of-mu-not-rescaled": ("falling", change("rescale-mu", ".rescale(rescaling[n / 2][n % 2])", "")),
+    "sum-of-mean-not-rescaled": ("falling", change("rescale-mean", ".rescale(rescaling[n / 2][n % 2])", "")),
     "keys-do-not-advance": ("normal", change("advance-K-V", "K += rows * p.k.row, V += rows * p.v.row", "rows")),
     "tK-does-not-advance": ("normal", never("advance-tK")),
     "tV-does-not-advance": ("normal", never("advance-tV")),
 }
 
 
-@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MANY_TILES, ["mu-does-not-move"]))
+@pytest.mark.parametrize("bug", in_tiers(BUGS_OF_MANY_TILES, ["center-does-not-move"]))
 def test_planted_bugs_of_many_tiles_are_found(bug, monkeypatch):
     scores, bug = bug
     case = replace(MANY_TILES, scores=scores)
@@ -323,7 +327,7 @@ def test_no_bank_conflicts_and_no_byte_twice_on_tensor_cores(head_dim, which):
     assert {name: count.bank_conflicts for name, count in counted.items() if count.bank_conflicts} == {}
 
     tensor, numbers = 2 * rows * head_dim, 4 * rows  # bytes of q, and of one number for each row
-    queries, keys = 3 * tensor + 4 * numbers, 4 * tensor  # Q, tQ, dO, lse, mu, delta, eps; K, tK, V, tV
+    queries, keys = 3 * tensor + 4 * numbers, 4 * tensor  # Q, tQ, dO, lse, delta and their tangents; K, tK, V, tV
     expected = {  # (bytes read, bytes written)
         "jvp": (2 * tensor + rows // tiles["jvp"][0] * keys, 2 * tensor + 2 * numbers),
         "second_kv": (keys + rows // tiles["second_kv"][1] * queries, 2 * tensor),
@@ -386,7 +390,7 @@ BUGS_OF_FP16 = {
     "factors-are-not-rounded-again": (UNIT, skip("round-lowered-factors")),
     "T-keeps-the-power": (UNIT, skip("scale-T-back")),
     "P-of-tV-without-power": (UNIT, change("scale-P-of-tV", "scale.times(P[e / 4][k][e % 4])", "P[e / 4][k][e % 4]")),
-    "change-of-mu-without-power": (UNIT, skip("scale-change-of-mu")),
+    "change-of-center-without-power": (UNIT, skip("scale-change-of-center")),
     "dV-is-not-lowered": (RISING, change("lower-dK-dV", ", multiply(dV, by)", "")),
     "dV-keeps-the-power": (UNIT, change("scale-dV-back", "scale.inverse()", "1.0f")),
 }

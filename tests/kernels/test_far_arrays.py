@@ -26,7 +26,7 @@ ENGINES = {
 }
 
 
-# Clears the last 16 rows of dQ, adds to their right 8 columns, and passes the turn.
+# Clears the last 16 rows of dQ, adds to their right 8 columns, and signals the semaphore.
 LAST_ROWS = """
 #include "dq_sums.cuh"
 extern "C" __global__ void last_rows(const __grid_constant__ Params p) {
@@ -37,7 +37,7 @@ extern "C" __global__ void last_rows(const __grid_constant__ Params p) {
   for (int i = row; i < row + 16; ++i) sums.clear(i);
   __syncwarp();
   sums.add(row, 0, 1, {1, 2, 3, 4});
-  if (threadIdx.x == 0) DqTurns(p, sequence, head).pass(row, 6);
+  if (threadIdx.x == 0) DqSemaphore(p, sequence, head).signal(row, 6);
 }
 """
 ROWS, COLUMNS, HEADS = 2**27 + 16, 16, 2
@@ -79,15 +79,15 @@ def test_workspaces_of_dq(is_packed):
     head, batch = 16 * COLUMNS * squares, 0 if is_packed else 16 * COLUMNS * squares * HEADS
     sums = far.empty((HEADS * head if is_packed else 2 * batch,), np.float32, ())
     sums[-256:] = np.nan
-    turns = far.empty((2, HEADS, squares), np.int32, (0, 1))
+    counters = far.empty((2, HEADS, squares), np.int32, (0, 1))
     memory, params = far.FarMemory(), np.zeros((), dtypes()["Params"])
     params["batch"], params["heads"], params["group"], params["q_len"], params["kv_len"] = 2, HEADS, 1, ROWS, ROWS
     params["cu_seqlens_q"] = params["cu_seqlens_k"] = memory.add(bounds, "bounds", writable=False)
     params["dq_sums"] = memory.add(sums, "dq_sums"), batch, head, COLUMNS, 8
-    params["dq_turns"] = memory.add(turns, "dq_turns"), *(x // 4 for x in turns.strides), 1
+    params["dq_semaphore"] = memory.add(counters, "dq_semaphore"), *(x // 4 for x in counters.strides), 1
     text = assemble("last_rows", dict(HEAD_DIM=COLUMNS, PACKED=is_packed), {"last_rows.cu": LAST_ROWS})
     ptx = nvrtc.compile(text, "last_rows", "compute_80").ptx
     # The checks of the order of a release would take as much memory as the workspaces have.
     launch(ptx, "last_rows", (1, 1, 1), (32, 1, 1), params.tobytes(), memory=memory, unchecked=CHECKS)
     np.testing.assert_array_equal(sums[-256:], np.repeat([0, 0, 0, 0, 1, 2, 3, 4], 32))
-    assert turns[0 if is_packed else 1, -1, -1] == 7
+    assert counters[0 if is_packed else 1, -1, -1] == 7

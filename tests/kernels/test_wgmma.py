@@ -170,7 +170,7 @@ PLANTED = {
         before("store-O", RELEASE_Q_EARLY),
         (errors.BarrierMisuse, errors.Race, errors.PendingCopy, errors.Deadlock),
     ),
-    "nothing cleared": (skip("clear-drawn"), errors.Uninitialised),
+    "nothing cleared": (skip("clear-tile-counter"), errors.Uninitialised),
     "the end not told": (skip("tell-end"), errors.Deadlock),
     "work told before the last is done": (skip("wait-tile-read"), errors.Race),
     "the first turn": (skip("first-turn"), errors.Deadlock),
@@ -310,7 +310,7 @@ def test_switches_of_the_tiles(dims):
     many = plan(problem._replace(q_len=4096, kv_len=4096, heads=16, kv_heads=16), HOPPER)
     assert [step.function for step in few.launches] == ["forward"] and few.workspaces(1000, 1000) == ()
     assert [step.function for step in many.launches] == ["clear", "forward"]
-    assert [workspace.name for workspace in many.workspaces(4096, 4096)] == ["drawn"]
+    assert [workspace.name for workspace in many.workspaces(4096, 4096)] == ["tile_counter"]
     assert [step.grid for step in many.launches] == [(1, 1, 1), (HOPPER.units, 1, 1)]
     # Tiles of equal cost are assigned round-robin, without a counter.
     dealt = plan(full, HOPPER, next(tile for tile in wgmma.tiles(full, HOPPER) if tile.persistent))

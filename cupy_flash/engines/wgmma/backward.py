@@ -105,7 +105,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_turns and drawn."""
+    """Return the workspaces delta, lse2 and dq_sums, and for a deterministic backward dq_semaphore and tile_counter."""
     return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 

@@ -140,7 +140,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
     """Return the counter of the dynamic tile scheduler, if tiles have unequal costs."""
-    return (Workspace("drawn", (1,), np.dtype(np.int32), ()),) * _draws_tiles(problem, tile)
+    return (Workspace("tile_counter", (1,), np.dtype(np.int32), ()),) * _draws_tiles(problem, tile)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:

@@ -1,4 +1,4 @@
-"""A model of the turns of a deterministic backward: how much of its time blocks do not spend waiting for each other.
+"""A model of the semaphores of a deterministic backward: its time without and with waits of blocks for each other.
 
 Every block adds to the tiles of dQ that it visits after the blocks of higher keys (kernels_cu/wgmma/backward.cuh).
 Blocks start in the order in which they draw their keys, each on the SM that is free first, and a step takes the same
@@ -22,15 +22,15 @@ GROUP_BLOCKS = 256  # blocks of a group of heads, as in the kernel
 def efficiency(regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int) -> float:
     """Return the time of a backward in any order over that of a deterministic one with the same steps.
 
-    A step takes `clocks` clocks, the start of a block `overhead` steps. Without turns the first keys, which most
+    A step takes `clocks` clocks, the start of a block `overhead` steps. In any order the first keys, which most
     queries see under a causal mask, start first.
     """
-    in_any_order = _clocks(regime, block_q, block_kv, clocks, overhead, units, turns=False)
-    return in_any_order / _clocks(regime, block_q, block_kv, clocks, overhead, units, turns=True)
+    in_any_order = _clocks(regime, block_q, block_kv, clocks, overhead, units, deterministic=False)
+    return in_any_order / _clocks(regime, block_q, block_kv, clocks, overhead, units, deterministic=True)
 
 
 def _clocks(
-    regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int, turns: bool
+    regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int, deterministic: bool
 ) -> float:
     """Return the clocks until the last block has ended."""
     keys = range(0, regime.seqlen, block_kv)
@@ -38,7 +38,7 @@ def _clocks(
     q_tiles = -(-regime.seqlen // block_q)
     free = [0.0] * units  # clock at which each SM is free
     passed = np.full((len(heads), q_tiles), -np.inf)  # clock at which the last turn of each tile of dQ was released
-    if turns:
+    if deterministic:
         group = max(GROUP_BLOCKS // len(keys), 1)
         groups = [heads[first : first + group] for first in range(0, len(heads), group)]
         order = [(start, head) for of_group in groups for start in reversed(keys) for head in of_group]
@@ -48,7 +48,9 @@ def _clocks(
         first = kv_start // block_q if regime.causal else 0
         steps = clocks * (overhead + np.arange(1, q_tiles - first + 1))
         # A step that waits delays all later ones.
-        waits = np.maximum(passed[head, first:] + WAIT - steps, free[0]) if turns else np.full(len(steps), free[0])
+        waits = (
+            np.maximum(passed[head, first:] + WAIT - steps, free[0]) if deterministic else np.full(len(steps), free[0])
+        )
         added = np.maximum.accumulate(waits) + steps
         passed[head, first:] = added + PASS
         heapq.heapreplace(free, float(added[-1]))

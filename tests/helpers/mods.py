@@ -82,6 +82,8 @@ MASK_MODS = {
 
 def mods_of(case, xp=np, arrays=None):
     """The options score_mod and mask_mod of a case."""
+    if case.score_mod is None and case.mask_mod is None:
+        return {}
     arrays = arrays_of(case) if arrays is None else arrays
     given = {}
     if case.score_mod is not None:

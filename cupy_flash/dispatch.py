@@ -193,7 +193,7 @@ def append(problem: Problem, operands: Operands) -> None:
 
 
 def explain(chosen: Plan, operands: Operands) -> str:
-    """Return the text of a plan; where the CPU engine computes in torch, with those tiles and a line that says so."""
+    """Return the text of a plan; if the CPU engine computes in torch, with torch's tiles and a line that says so."""
     if _code(chosen) != ATTENTION:
         return chosen.explain()
     products = _imported(".cpu.blas").products_of(chosen.problem, operands)

@@ -493,6 +493,34 @@ def test_module_variables_and_their_initial_values():
     assert np.array_equal(result(body, variables=variables), 103 + LANES % 4)
 
 
+def test_modules_have_variables_of_their_own():
+    """A variable keeps its value from launch to launch of its module; that of another module is another one."""
+    counting = """
+.version 8.0
+.target sm_80
+.address_size 64
+.global .align 4 .u32 count{size} = {first};
+.visible .entry k(.param .u64 out)
+{{
+    .reg .b32 %a; .reg .b64 %d;
+    ld.param.u64 %d, [out];
+    ld.global.u32 %a, [count+{offset}];
+    add.u32 %a, %a, 1;
+    st.global.u32 [count+{offset}], %a;
+    st.global.u32 [%d], %a;
+    ret;
+}}
+"""
+    memory, out, counts = Memory(), np.zeros(1, np.uint32), []
+    parameters = struct.pack("Q", memory.add(out, "out"))
+    small = counting.format(size="", first="10", offset=0)
+    large = counting.format(size="[2]", first="{20, 30}", offset=4)
+    for text in (small, large, small, large):
+        launch(text, "k", (1, 1, 1), (1, 1, 1), parameters, memory=memory)
+        counts.append(int(out[0]))
+    assert counts == [11, 31, 12, 32]
+
+
 def test_parameters_by_value_at_any_address():
     text = """
 .version 8.0

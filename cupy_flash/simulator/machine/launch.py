@@ -68,7 +68,9 @@ def launch(
     module = parse(ptx) if isinstance(ptx, str) else ptx
     function = _function(module, kernel, parameters)
     program = _program(module, kernel)
-    variables = _variable_addresses(module, memory)
+    if ptx not in memory.variables:
+        memory.variables[ptx] = _variable_addresses(module, memory)
+    variables = memory.variables[ptx]
     counters = Counters(function)
     shared, static_bytes = _shared_layout(function, module)
     _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
@@ -165,14 +167,12 @@ def _check_limits(module: Module, function: Function, threads: int, shared_bytes
 
 
 def _variable_addresses(module: Module, memory: Memory) -> dict[str, int]:
-    """Return the addresses of the module's .global and .const variables, allocated here at its first launch."""
-    addresses = {}
-    for variable in module.variables.values():
-        if variable.space in ("global", "const"):
-            name = f"variable {variable.name}"
-            allocations = [a for a in memory.allocations if a.name == name]
-            addresses[variable.name] = allocations[0].start if allocations else _allocate(variable, memory, name)
-    return addresses
+    """Allocate the module's .global and .const variables; return their addresses."""
+    return {
+        variable.name: _allocate(variable, memory, f"variable {variable.name}")
+        for variable in module.variables.values()
+        if variable.space in ("global", "const")
+    }
 
 
 def _allocate(variable: Variable, memory: Memory, name: str) -> int:

@@ -108,6 +108,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.allocations: list[Allocation] = []
+        # {PTX text or parsed module: addresses of its variables}; another module may have variables of the same names.
+        self.variables: dict[object, dict[str, int]] = {}
         self._starts: list[int] = []
         self._next = GLOBAL
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _time(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run forward or backward on what was asked for: the CPU, the GPU, or every tile on the GPU."""
+    """Run forward or backward as the flags say: on the CPU, on the GPU, or with every tile on the GPU."""
     if options.sweep:
         from .kernel_development import commands
 

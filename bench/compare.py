@@ -1,7 +1,8 @@
 """Compare a run with an earlier one and list the regressions.
 
 Speeds are relative to the matmul that the same process measured, so that a different clock, card or machine load does
-not look like a regression. Others are shown too: if their relative speed changed, the machine or their version did.
+not look like a regression. Other implementations are shown too: if their relative speed changed, the machine or their
+version did.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Speed(NamedTuple):
     """The speed of one implementation in one case."""
 
     relative: float  # TFLOP/s over those of the matmul
-    tile: str  # our fastest tile; empty for others and on the CPU
+    tile: str  # our fastest tile; empty for other implementations and on the CPU
 
 
 def before(new: Path) -> dict[str, Any]:

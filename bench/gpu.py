@@ -65,12 +65,12 @@ class Regime(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Sequences: as many as give `tokens` tokens, at least one."""
+        """The number of sequences, so that the batch has `tokens` tokens; at least one."""
         return max(self.tokens // self.seqlen, 1)
 
     @property
     def heads(self) -> int:
-        """Heads: as many as give a hidden size of 2048."""
+        """The number of heads, so that the hidden size is 2048."""
         return max(2048 // self.head_dim, 1)
 
     @property
@@ -202,7 +202,7 @@ def kind(name: str) -> str:
 
 
 def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], announce: Announce) -> dict[str, Any]:
-    """Return the record of a regime: milliseconds of all samples by implementation, and why the others have none.
+    """Return the record of a regime: milliseconds of all samples by implementation, and why some were left out.
 
     `lost` maps the kinds of tiles that have killed the worker to the reason; they are not called.
     """
@@ -220,9 +220,9 @@ def measure(regime: Regime, calls: Mapping[str, Call], lost: Mapping[str, str], 
                 call()
             torch.cuda.synchronize()
             working[name] = call
-        except Exception as error:  # others refuse with any exception; the reason is part of the result
+        except Exception as error:  # other libraries may raise anything; the reason is part of the result
             left_out[name] = one_line(error)
-            torch.cuda.synchronize()  # raises again after a sticky CUDA error: the others need a new process
+            torch.cuda.synchronize()  # raises again after a sticky CUDA error: other measurements need a new process
     first_state = len(states)
     samples = time_interleaved(working, announce)
     state = summary(states[first_state:])
@@ -255,7 +255,7 @@ def time_interleaved(calls: Mapping[str, Call], announce: Announce) -> dict[str,
 
 @lru_cache(maxsize=1)
 def matmul() -> dict[str, Any]:
-    """Time torch.matmul bf16 at 8192^3, once per process: the denominator of R_mm."""
+    """Time torch.matmul bf16 at 8192^3, once per process: the speed to which the sweep's column R_mm compares ours."""
     import torch
 
     states = gpu_states()

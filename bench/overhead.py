@@ -28,7 +28,7 @@ from .report import Table
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 1, 128, 8, 64
 CALLS, ROUNDS = 100, 25
-LENGTH_ROUNDS = 4  # of calls that each have another length, and so a plan of their own
+LENGTH_ROUNDS = 4  # rounds of calls with a new length, and so a new plan, each
 Inputs = tuple[Any, ...]
 Section = dict[str, dict[str, float]]
 

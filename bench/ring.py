@@ -52,7 +52,7 @@ def measure(case: Case, ranks: int, repeats: int, threads: int) -> Record:
     """Measure one case; each rank runs in a fresh process."""
     with tempfile.TemporaryDirectory() as folder, _freed_memory_returned():
         rendezvous = f"file://{Path(folder, 'rendezvous')}"
-        # The ranks block in the rendezvous, so each of the pool's processes takes exactly one.
+        # Every rank waits in the rendezvous until all have arrived, so each process of the pool runs exactly one rank.
         with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
             futures = [pool.submit(_rank, rank, ranks, case, repeats, threads, rendezvous) for rank in range(ranks)]
             results = [future.result() for future in futures]

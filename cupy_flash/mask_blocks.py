@@ -109,7 +109,7 @@ def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], blo
 
 
 def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> cupy.ndarray:
-    """Return the same, computed by a kernel on the GPU of the captured arrays."""
+    """Return the exact classes as `host_classes`, computed by a kernel on the GPU of the captured arrays."""
     from .dispatch import block_classes
 
     problem, operands = posed(mod, heads, lengths)
@@ -120,9 +120,9 @@ def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], bloc
 def posed(
     mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], backend: str | None = None
 ) -> tuple[Problem, Operands]:
-    """Return the (Problem, Operands) of calls with so many (sequences, heads) and (queries, keys).
+    """Return (Problem, Operands) of a call with a mod; `heads` is (sequences, heads), `lengths` is (queries, keys).
 
-    The elements of q, k and v are one number each, as no kernel of masks reads them.
+    Every element of q, k and v is the same number in memory, because kernels of masks do not read them.
     """
     from .problem.build import pose
 

@@ -428,7 +428,7 @@ def attention_with_kv_cache(
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
     storage, compute = _precision(q, dtype)
     width = caches[0].shape[1]
-    # "Sequence" `batch` is the rows of a packed batch past the last one.
+    # The rows after the last packed sequence are treated as one more sequence, number `batch`, with length 0.
     bounds = [*np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist(), len(q)]
     batch = len(q) if cu_seqlens_q is None else len(bounds) - 2
     capacity = width if block_table is None else width * np.asarray(block_table).shape[1]
@@ -508,7 +508,7 @@ def attention_with_kv_cache(
 
 
 def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str, Any]:
-    """Return the mods as functions of one sequence: with its number, and the position of each query."""
+    """Return the mods for one sequence: they get its number as `b`, and the position of query i as `q_idx[i]`."""
     mods: dict[str, Any] = {}
     if (score_mod := options.get("score_mod")) is not None:
         mods["score_mod"] = lambda s, _, h, i, j: score_mod(s, b, h, q_idx[i], j)
@@ -679,12 +679,9 @@ def _backward(
 
 
 class _Jvp(NamedTuple):
-    """A forward and its tangents in a direction, all (B, Hq, Sq, Sk) or a row of it."""
+    """A forward and its tangents in a direction; tk and tv are repeated for the query heads."""
 
     forward: Forward
-    tproducts: Array  # tangent of scale * q.k
-    tmodified: Array  # tangent of the scores that score_mod gets
-    tscores: Array  # tangent of the scores that the softmax sees, 0 where P is 0
     tsink: Array
     tk: Array
     tv: Array
@@ -707,13 +704,7 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
     )
     tk, tv = (x.repeat(group, axis=1) for x in (tk, tv))
     probabilities = forward.probabilities
-    with np.errstate(invalid="ignore"):  # at hidden scores
-        tproducts = sums.matmul(tq, forward.k.swapaxes(2, 3)) + sums.matmul(forward.q, tk.swapaxes(2, 3))
-        tproducts = forward.scale * tproducts
-        tmodified = tproducts * forward.scored.softcap_slope
-        if tangents.tbias is not None:
-            tmodified = tmodified + np.asarray(tangents.tbias).astype(compute)
-        tscores = np.where(probabilities == 0, 0, tmodified * forward.scored.mod_slope)
+    _, _, tscores = _score_tangents(forward, tq, tk, tangents.tbias)
     tsink = np.asarray(np.zeros(q_heads) if tangents.tsink is None else tangents.tsink).astype(compute)[:, None, None]
 
     tlse = sums.sum(probabilities * tscores) + forward.sink_probability * tsink
@@ -721,7 +712,22 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
     moving = (probabilities * forward.dropped * (tscores - tlse)).astype(storage).astype(compute)
     tout = sums.matmul(moving, forward.v) + sums.matmul(weights, tv)
     tout = tout.astype(storage).astype(compute)
-    return _Jvp(forward, tproducts, tmodified, tscores, tsink, tk, tv, tq, tout, tlse)
+    return _Jvp(forward, tsink, tk, tv, tq, tout, tlse)
+
+
+def _score_tangents(forward: Forward, tq: Array, tk: Array, tbias: npt.ArrayLike | None) -> tuple[Array, Array, Array]:
+    """Return the tangents of scale * q.k, of the scores that score_mod gets, and of those that the softmax sees.
+
+    The last are 0 where P is 0. Each call sums in another order, unless the order is that of NumPy.
+    """
+    sums = forward.sums
+    with np.errstate(invalid="ignore"):  # at hidden scores
+        tproducts = sums.matmul(tq, forward.k.swapaxes(2, 3)) + sums.matmul(forward.q, tk.swapaxes(2, 3))
+        tproducts = forward.scale * tproducts
+        tmodified = tproducts * forward.scored.softcap_slope
+        if tbias is not None:
+            tmodified = tmodified + np.asarray(tbias).astype(forward.q.dtype)
+        return tproducts, tmodified, np.where(forward.probabilities == 0, 0, tmodified * forward.scored.mod_slope)
 
 
 def _double_backward(
@@ -746,7 +752,8 @@ def _double_backward(
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)[..., None]
     dlse = np.where(np.isneginf(lse), 0, dlse)
 
-    tp = p * (jvp.tscores - jvp.tlse)
+    tproducts, tmodified, tscores = _score_tangents(forward, jvp.tq, jvp.tk, tangents.tbias)
+    tp = p * (tscores - jvp.tlse)
     dp = sums.matmul(dout, forward.v.swapaxes(2, 3)) * forward.dropped
     tdp = sums.matmul(dout, jvp.tv.swapaxes(2, 3)) * forward.dropped
     delta = sums.sum(dout * forward.out) - dlse
@@ -754,9 +761,9 @@ def _double_backward(
     ds = p * (dp - delta)
     tds = tp * (dp - delta) + p * (tdp - tdelta)
     with np.errstate(invalid="ignore"):  # at hidden scores
-        tds = np.where(p == 0, 0, tds * scored.mod_slope + ds * scored.mod_curve * jvp.tmodified)
+        tds = np.where(p == 0, 0, tds * scored.mod_slope + ds * scored.mod_curve * tmodified)
         ds = np.where(p == 0, 0, ds * scored.mod_slope)
-        tdx = np.where(p == 0, 0, tds * scored.softcap_slope + ds * scored.softcap_curve * jvp.tproducts)
+        tdx = np.where(p == 0, 0, tds * scored.softcap_slope + ds * scored.softcap_curve * tproducts)
         dx = np.where(p == 0, 0, ds * scored.softcap_slope)
     tdx, dx = (x.astype(storage).astype(compute) for x in (tdx, dx))
     dq = forward.scale * (sums.matmul(tdx, forward.k) + sums.matmul(dx, jvp.tk))

@@ -1,4 +1,4 @@
-"""Train a tiny MeanFlow model: a generator of rings of points in the plane, in one step, through torch.func.jvp.
+"""Train a tiny MeanFlow model, which generates rings of points in one step; its loss needs torch.func.jvp of attention.
 
     python -m pip install -e ".[torch]"
     python examples/meanflow.py

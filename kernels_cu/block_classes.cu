@@ -1,7 +1,7 @@
 // Computes the exact class of each BLOCK_Q x BLOCK_KV block of a mask_mod: 0 if no pair is visible, 2 if all are, 1
 // otherwise. If interval arithmetic cannot decide, the thread block evaluates all pairs.
-// out: uint8 (b, block of queries, h, block of keys). grid (blocks of keys, blocks of queries, sequences x heads), of
-// which a block takes more if the limits of a grid cut it
+// out: uint8 (b, block of queries, h, block of keys). grid (blocks of keys, blocks of queries, sequences x heads),
+// where a thread block computes several blocks if this exceeds the limits of a grid
 #include "walk.cuh"
 
 __device__ void classify_block(const Params& p, int batch, int head, int row, int column) {

@@ -1,11 +1,12 @@
 // Accumulation of dQ over the blocks of a backward, each of which adds the part of its keys. The workspace is fp32, in
-// 16 x 16 blocks stored as mma fragments, so that a warp adds 512 consecutive bytes: a lane four consecutive numbers at
-// once or, where the GPU adds single numbers only, each instruction of a warp 128 consecutive bytes.
+// 16 x 16 blocks stored as mma fragments, so that a warp adds 512 consecutive bytes: each lane adds four consecutive
+// numbers with one instruction or, if the GPU adds single numbers only, each instruction of a warp adds 128 consecutive
+// bytes.
 #pragma once
 #include "ptx.cuh"
 #include "sequence.cuh"
 
-// Row blocks before a sequence. A packed sequence starts at a block of its own, so that no two sequences share one.
+// Row blocks before a sequence. A packed sequence starts at a new block, so that no block holds rows of two sequences.
 __device__ inline long long first_block(const Sequence& sequence) {
   return PACKED ? sequence.q_start / 16 + sequence.batch : 0;  // @square-of-sequence
 }
@@ -46,8 +47,8 @@ struct DqSums {
     return {from[0], from[32], from[64], from[96]};  // @fragment-of-sums
   }
 
-  // Zeroes the i-th COLUMNS numbers, as many as a row has: calls for i below the number of rows zero all of them. All
-  // lanes of a warp must take part.
+  // Zeroes the i-th COLUMNS numbers of the workspace; a row has as many, so calls with the index of every row zero it
+  // all. All lanes of a warp must take part.
   __device__ void clear(int i) const {
     for (int column = threadIdx.x % 32; column < COLUMNS; column += 32) data[(long long)i * COLUMNS + column] = 0;
   }

@@ -19,7 +19,7 @@ struct Blocks {
     if (!PAGED && !past_the_end && p.cache_batch_idx) own = p.cache_batch_idx[b];
   }
   __device__ bool has(int block) const { return (unsigned)block < (unsigned)count; }  // @has-page
-  // Contiguous: whether the sequence has a valid row of the cache, and that row, or 0 if not. Paged: always true.
+  // exists(): true if paged, or if the sequence has a valid row of the contiguous cache; row(): that row, 0 if invalid.
   __device__ bool exists() const { return PAGED || has(own); }
   __device__ int row() const { return has(own) ? own : 0; }
 

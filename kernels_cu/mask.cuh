@@ -86,7 +86,7 @@ struct Band {
 };
 
 struct DenseMask {
-  // Whether query i of head h sees key j, both of the band.
+  // Whether the mask lets query i of head h see key j, which the band shows.
   __device__ static bool sees(const Params& p, const Band& band, int b, int h, int i, int j) {
     const unsigned char* mask = (const unsigned char*)p.mask.data;
 #if KV_CACHE

@@ -1,6 +1,6 @@
 // Merges (out, lse) over disjoint sets of keys: result a, and a stack b of equally distant results. Sums run over the
-// stack in its order; a is added last, as in partials.py. One warp per row. grid (row tiles, heads, sequences), of
-// which a block takes more if the limits of a grid cut it
+// stack in its order; a is added last, as in partials.py. One warp per row. grid (row tiles, heads, sequences), where a
+// block computes several tiles, heads or sequences if this exceeds the limits of a grid
 #include "params.cuh"
 #include "partials.cuh"
 
@@ -28,8 +28,8 @@ __device__ void merge_row(const Partials& p, const Row& row) {
   if (lane_id() == 0) *row.of<real>(p.lse) = sums.lse();
 }
 
-// Without a bound on the registers, the loops would take so many that fewer than 7 blocks of an SM hide the latency of
-// the loads; a stricter bound spills in fp64 with D 512.
+// Without a bound the loops would use so many registers that fewer than 7 blocks fit an SM, too few to hide the latency
+// of the loads; a stricter bound spills in fp64 with D 512.
 extern "C" __global__ void __launch_bounds__(THREADS, 7) partials(const __grid_constant__ Partials p) {
   constexpr int WARPS = THREADS / WARP;
   for (int batch = blockIdx.z; batch < p.batch; batch += gridDim.z)

@@ -18,7 +18,7 @@ struct Score {
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
       : Score(params, sequence, h, Mod(params, sequence)) {}
-  // For a kernel with several heads, which share the Mod of the sequence.
+  // For a kernel that computes several heads with the Mod of their sequence.
   __device__ Score(const Params& params, const Sequence& sequence, int h, const Mod& mod)
       : p(params),
         batch(sequence.batch),

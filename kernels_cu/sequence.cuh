@@ -34,7 +34,7 @@ struct HeadRows {
   long long stride;
   int aligned;
 
-  // `pages` are those of CacheRows; only these have any.
+  // `pages` is an argument for CacheRows, which have the same interface.
   __device__ TileRows<T> tile(int first, const int* pages = nullptr) const { return {data, stride, first, aligned}; }
 };
 

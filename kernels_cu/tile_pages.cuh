@@ -26,7 +26,8 @@ struct TilePages {
     }
 #endif
   }
-  // Stores them. After a barrier, `stored` has them until those of the next tile but one are stored.
+  // Stores the page numbers that were looked up. After a barrier stored() returns them, and their memory is overwritten
+  // only by the pages of the tile after the next.
   __device__ void store() {
 #pragma unroll
     for (int n = 0; PAGED && n < EACH; ++n)

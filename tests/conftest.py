@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, field
 
 import hypothesis
+import needs_triton
 import numpy as np
 import on_gpu
 import pytest
@@ -38,9 +39,9 @@ for tier, examples in (("default", 64), ("exhaustive", 200)):
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 
-# Parsing and building a kernel creates about 100,000 objects, most of which stay alive. With Python's default threshold
-# the garbage collector took a tenth of the CPU time.
-gc.set_threshold(10_000)
+# Parsing and building a kernel creates about 100,000 objects. They are in no cycle once its launch has ended, so that
+# the garbage collector has little to find; with a threshold of 10,000 it took a tenth of the CPU time of the tests.
+gc.set_threshold(100_000)
 
 
 def pytest_addoption(parser):
@@ -56,6 +57,12 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("exhaustive" if config.option.exhaustive else "default")
     # A run under nohup or in the background of a script inherits SIGINT as ignored, and so would its subprocesses.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header():
+    """Name the tests that are left out because an optional library is missing."""
+    reason = needs_triton.reason_to_leave_out()
+    return f"left out: tests/other_kernels ({reason})" if reason else None
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options
@@ -81,6 +88,11 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def pytest_collection_finish():
+    """Leave the modules of torch, JAX and the tests, millions of objects, out of the garbage collector's searches."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,6 +122,15 @@ def faster(flags):
         return (*flags(target), *(["--Ofast-compile=mid"] if is_cheaper else []))
 
     return with_fewer_passes
+
+
+@pytest.fixture
+def flags_of_users(monkeypatch):
+    """Compile PTX with the flags of a user's call, which the fixture kernel_cache has replaced."""
+    monkeypatch.setattr(nvrtc, "flags", getattr(nvrtc.flags, "__wrapped__", nvrtc.flags))
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
 
 
 @pytest.fixture(params=["cpu", "simulator", *(["cuda"] if on_gpu.has_gpu() else [])])

@@ -102,7 +102,7 @@ def shared_bytes(text: str) -> int:
     opcode = sass.opcode(text)
     if opcode in PRODUCTS:
         a_rows = 0 if re.search(r"\sR\d+, R\d+, gdesc", text) else 64  # A is in registers or in shared memory
-        return (a_rows + columns_of(text)) * 32  # bytes of K
+        return (a_rows + columns_of(text)) * 32  # 32 bytes along K
     return WARPS * WAVEFRONTS.get(opcode, 0) * SHARED_BYTES
 
 
@@ -151,7 +151,7 @@ class _SubPartition:
             self.running = clock + clocks, group
 
     def issue(self, clock: int, iterations: int) -> None:
-        """Issue the instruction of the first warp that can, beginning behind the one that issued last."""
+        """Issue the instruction of the first warp that can, starting after the one that issued last."""
         for number in (*range(self.last + 1, len(self.warps)), *range(self.last + 1)):
             warp = self.warps[number]
             if warp.iterations >= iterations or warp.stalled > clock:

@@ -51,7 +51,7 @@ def _of_text(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """Return an assembled text without comments and white space, its names numbered in their order.
+    """Return an assembled text without comments and white space, with names replaced by numbers in order of appearance.
 
     Adjacent strings are joined; types, functions and constants of config.cuh that the text does not use are left out.
     """

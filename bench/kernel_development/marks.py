@@ -12,7 +12,7 @@ from ..report import NOTHING, Table
 
 
 class Mark(NamedTuple):
-    """Least ratios of our speed, a first set and the goal.
+    """Targets for ratios of our speed to another: a first set, and the goal.
 
     "best" is the ratio to the fastest other implementation in the same process, "mm" to torch.matmul bf16, "own" to our
     own non-deterministic backward, "fma" to the card's peak fp32 FMA rate.

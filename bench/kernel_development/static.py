@@ -149,7 +149,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of this row in messages."""
         return f"{self.kernel}, {self.problem}, tile {size(self.tile)}, {self.arch}"
 
 
@@ -182,7 +182,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of this row in messages."""
         return f"{self.kernel}, {self.problem}, tile {size(self.tile)}"
 
 
@@ -265,7 +265,7 @@ OF_COMPILER = ("registers", "spills", "cubin_bytes", "seconds", "warnings")
 
 
 def _differences(kind: str, stored: Mapping[Any, str], today: Mapping[Any, str]) -> list[str]:
-    """Return the names of the rows that are in one of the two only; both are {key with the fingerprint: name}."""
+    """Return a line for each row that only one of the two has; both are {key with the fingerprint: name}."""
     names = [name for key, name in {**today, **stored}.items() if (key in today) != (key in stored)]
     return [f"stale, {kind}: {name}" for name in dict.fromkeys(names)]
 
@@ -332,7 +332,7 @@ def _use(library: str | None) -> None:
 
 
 def _compile(name: str, arch: str, stored: Sequence[Kernel]) -> list[Kernel]:
-    """Return the rows of a problem on an architecture: those of `stored` that this compiler made of the same text."""
+    """Return the rows of a problem: from `stored` if this compiler compiled the same text, otherwise compiled now."""
     known = {kernel.fingerprint: kernel for kernel in stored if kernel.compiler == _release()}
     return [
         known[key] if key in known else _compile_launch(name, launch, arch)
@@ -357,7 +357,7 @@ def _of_a_tune(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch,
             continue
         pages = None if problem.cache.page is None else 16
         problem = problem._replace(cache=problem.cache._replace(page=pages))
-        # More slots and blocks of a cluster change no register: of each number of rows the tile with the most.
+        # Slots and blocks of a cluster change no register, so each number of rows is compiled with the most of them.
         deepest = {(tile.rows, tile.tma): tile for tile in mma_decode.choices(problem, gpu) if tile.form}
         for tile in deepest.values():
             launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function == "decode")
@@ -414,7 +414,7 @@ class Counted(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{self.label}, {self.problem}, tile {size(self.launch.tile)}"
 
 
@@ -425,7 +425,7 @@ def counted(problems: Iterable[str], archs: Iterable[str] = STEP_ARCHS) -> list[
         # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
-        # A deterministic backward adds kernels only if dQ has one of its own, or is added in order.
+        # A deterministic backward has other kernels only if dQ has a kernel of its own or blocks add to it in order.
         for backward, deterministic in ((False, False), (True, False), (True, True)):
             if backward and not PROBLEMS[name].get("backward", True):
                 continue
@@ -442,7 +442,7 @@ def count_steps(
     stored: Sequence[Step] = (),
     save: Callable[[list[Step]], object] = lambda _: None,
 ) -> list[Step]:
-    """Count the tile steps of the kernels that plans choose for long problems, on the simulator.
+    """Return one Step per mainloop of the kernels that plans choose for long problems, counted on the simulator.
 
     Steps of `stored` whose kernels are chosen today are not counted again, and those of other problems are kept. `save`
     is called with all steps after each.

@@ -58,7 +58,7 @@ class Added:
     mod: str
     kernel: str
     tile: tuple[int, int, int]
-    fingerprint: str  # of the kernel, of the same without the mod, and of those whose spills count
+    fingerprint: str  # of the kernel, of the same kernel without the mod, and of those whose spills count
     plain: float
     added: float  # instructions on the steady path
     longest: float  # all instructions of the longest path, with the mod: a tile that the mask cuts
@@ -67,7 +67,7 @@ class Added:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of this row in messages."""
         return f"{self.kernel} with the mod {self.mod}"
 
 
@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of this row in messages."""
         return f"{self.launch.kernel} with the mod {self.mod}"
 
 
@@ -99,7 +99,7 @@ def cases(mods: Iterable[str]) -> list[Case]:
 
 
 def cases_of(engine: str, arch: str, mod: str, backward: bool) -> Iterator[Case]:
-    """Yield the kernels with a mainloop of one plan."""
+    """Yield the kernels of one plan that have a mainloop."""
     on = device.named(arch, "cuda")
     chosen = plan(_problem(engine, backward, **MODS[mod]), on)
     plain = {launch.kernel: launch for launch in plan(_problem(engine, backward), on, chosen.tile).launches}
@@ -121,7 +121,7 @@ def count(
     stored: Sequence[Added] = (),
     save: Callable[[list[Added]], object] = lambda _: None,
 ) -> list[Added]:
-    """Compile the kernels that plans choose with each mod, and the same tiles without.
+    """Compile the kernels that plans choose with each mod, and the same kernels and tiles without it.
 
     Rows of `stored` whose kernels are chosen today are not compiled again, and those of other mods are kept. `save` is
     called with all rows after each.

@@ -110,11 +110,11 @@ def measure_tiles(regime: Regime, lost: Mapping[str, str], announce: Announce) -
                 (launch.kernel, launch.constants): (launch, tile_plan.device.arch) for launch in tile_plan.launches
             }
     announce("compile", SECONDS_OF_COMPILING)
-    # Fill the cache on disk in parallel. Compile errors are ignored here: `measure` meets them with the tile's name.
+    # Fill the cache on disk in parallel. Compile errors are ignored here: `measure` reports them by tile.
     wait(compilers().submit(compile_launch, *each) for each in launches.values())
     case = measure(regime, calls, lost, announce)
     case["left_out"] |= refused
-    # The first entry that ran: another implementation if there is one.
+    # The reference is the first entry that ran: another implementation if there is one.
     reference = next(iter(case["tflops"]), "")
     for name in (tile["name"] for tile in tiles if tile["name"] in case["tflops"]):
         announce(name, SECONDS_OF_STEP)

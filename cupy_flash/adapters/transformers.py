@@ -336,7 +336,7 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
 
 
 def _is_causal(mask_function: Any = causal_mask_function, **_: Any) -> bool:
-    """Return whether a mask is causal and no more, padding aside."""
+    """Return whether a mask is only causal, apart from padding."""
     return mask_function is causal_mask_function
 
 
@@ -425,7 +425,8 @@ def attention_forward(
         return _attend(attention_mask, q, k, v, options), None
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # A single query is the newest token and sees all keys; several are the first ones, as in a static cache.
+        # A single query is the newest token and sees all keys; several queries are the first tokens, also with a static
+        # cache whose later slots are empty.
         options["causal"] = "top_left" if is_causal and q.shape[1] > 1 else False
     elif attention_mask.dtype == torch.bool:
         options["mask"] = attention_mask

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arch: str | None, jobs: int | None, **arguments: Any) -> int:
-    """Compile the kernels in parallel and print a line for each that is done."""
+    """Compile the kernels in parallel, and print a line when each is done."""
     on = ahead.device_for(arch)
     launches = ahead.launches(on, **arguments)
     # NVRTC compiles in several threads at once, and ctypes releases the GIL.

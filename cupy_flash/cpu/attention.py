@@ -117,8 +117,8 @@ def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, slice, r
         for kv_heads in call.kv_head_batches()
         for heads in call.heads_of(kv_heads)
     ]
-    # Split heads so that each thread gets two tasks, unless each gets the same number of whole heads; query tiles are
-    # dealt round-robin to balance a causal triangle.
+    # Split heads so that each thread gets two tasks, unless each thread gets the same number of whole heads; query
+    # tiles are assigned round-robin to balance a causal triangle.
     pieces = 1 if len(pairs) % plan.threads == 0 else -(-2 * plan.threads // len(pairs))
     run_tasks(
         plan.threads,
@@ -236,7 +236,7 @@ def fitted(plan: Plan, operands: Operands) -> Plan:
     if sequence is None:
         return plan
     place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
-    classes = MaskMod(problem, operands).classes
+    classes = MaskMod(problem, operands).classes()
     if classes.extremes:
         tile, cost = _best_tile(problem, plan.device, classes, place)
     else:
@@ -265,7 +265,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
 
     def cost(tile: engine.Tile) -> float:
         visits, pairs, masked, cut = estimate.count(*tile, by_query)
-        # Visits end where the mask_mod hides the rest of a tile, so their mean size is what each costs.
+        # Visits end where the mask_mod hides the rest of a tile, so their mean size determines their cost.
         if by_query:
             tiles = -(-problem.q_len // tile.block_q)
             visited = tile._replace(block_kv=max(pairs // max(visits * tile.block_q, 1), 1))
@@ -283,7 +283,7 @@ def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
 
     The arrays that the mask reads and the lengths must be in host memory.
     """
-    problem, classes = plan.problem, MaskMod(plan.problem, operands).classes
+    problem, classes = plan.problem, MaskMod(plan.problem, operands).classes()
     sequences = _sequences(problem, operands)
     read = classes.mask.inputs
     tiles = sum(-(-each.q_len // plan.block_q) * -(-each.kv_len // plan.block_kv) for each in sequences)
@@ -399,7 +399,7 @@ class Call:
         self.mask_mod, self.visits = None, None
         if problem.mask_mod:
             self.mask_mod = MaskMod(problem, operands)
-            self.visits = Visits(self.mask_mod.classes, plan.block_q, plan.block_kv)
+            self.visits = Visits(self.mask_mod.classes(), plan.block_q, plan.block_kv)
 
     def scale(self, product: np.ndarray) -> None:
         """Apply the part of the scale that is not in Q."""
@@ -408,7 +408,7 @@ class Call:
 
     @property
     def additive(self) -> bool:
-        """Whether something is added to the scores, so that |q| |k| does not bound them."""
+        """Whether an option adds to the scores, so that |q| |k| does not bound them."""
         return not all(step.bounded for step in self.score_steps)
 
     def heads_first(self, array: Array) -> np.ndarray:

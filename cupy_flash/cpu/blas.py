@@ -1,10 +1,10 @@
 """The arithmetic on tiles of the CPU engine: in NumPy, or for torch tensors in torch, on arrays (heads, rows, columns).
 
-Torch's OpenMP threads spin for a while after each operation of the caller and would compete with threads of this
-library, so that tasks run on them instead, in one parallel region per call. Inside a region torch and its BLAS use one
-thread per operation; results do not depend on the number of threads.
+Torch's OpenMP threads spin for a while after each operation of the caller and would compete with our own threads. Tasks
+therefore run on torch's threads, in one parallel region per call. Inside a region torch and its BLAS use one thread per
+operation; results do not depend on the number of threads.
 
-Threads take turns at Python's global lock between operations, which costs up to 50 us each time. Tasks of torch
+Between operations threads wait for Python's global interpreter lock, up to 50 us each time. Tasks of torch
 therefore compute several heads at once, in fewer and longer operations.
 """
 
@@ -37,9 +37,9 @@ TORCH_ROWS = 2**14
 class Products:
     """Operations in NumPy and single-threaded BLAS, on one head at a time."""
 
-    region: Region | None = None  # runs a function on threads of a pool; None: this library starts threads
+    region: Region | None = None  # runs a function on torch's OpenMP threads; None: on threads of our own
     heads_at_once = 1
-    line = ""  # of `explain`
+    line = ""  # printed by `explain`
 
     def planned(self, plan: Plan) -> Plan:
         """Return the plan with the tile for these operations."""
@@ -95,7 +95,7 @@ class Products:
         X *= Y
 
     def hide(self, S: np.ndarray, band: Band, queries: tuple[int, int], keys: tuple[int, int], value: float) -> None:
-        """Set what the band masks of a tile to `value`."""
+        """Set the scores of a tile that the band hides to `value`."""
         np.copyto(S, value, where=~band.visible(*queries, *keys))
 
 
@@ -173,7 +173,7 @@ class TorchProducts(Products):
         self.view(X).mul_(self.view(Y))
 
     def hide(self, S: np.ndarray, band: Band, queries: tuple[int, int], keys: tuple[int, int], value: float) -> None:
-        """Set what the band masks of a tile to `value`, if it is 0 by clearing a triangle on each side."""
+        """Set the scores of a tile that the band hides to `value`; for 0, clear a triangle on each side."""
         if value == 0:
             diagonal = queries[0] - keys[0]
             self.view(S).tril_(diagonal + band.high).triu_(diagonal + band.low)

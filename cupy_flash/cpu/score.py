@@ -7,12 +7,11 @@ turns the gradients (dS, dtS) of the modified (S, tS) into those of the unmodifi
 
     s = scale * q.k ;  c * tanh(s / c) ;  - slope * |i + o - j| ;  + bias ;  score_mod(s, b, h, i, j)
 
-The engine of KV caches applies them to tiles of several heads (decode/), with coordinates of its own.
+The engine of KV caches applies them to tiles of several heads, with decode/sequences.py's coordinates.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -52,7 +51,7 @@ class Cut(NamedTuple):
 
 
 class Coordinates(Protocol):
-    """What `apply` reads of a tile of scores, whose last two axes are queries and keys."""
+    """The indices and positions of a tile of scores, whose last two axes are queries and keys."""
 
     @property
     def batch(self) -> int:
@@ -292,7 +291,7 @@ class ModInputs:
     """The inputs of the generated mod functions other than the score, for the tiles of one call."""
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
-        # A Modified appends the tangents, None for an array without one.
+        # In a JVP Modified appends the arrays' tangents, None for an array without one.
         self.arrays: tuple[Any, ...] = tuple(array.numpy() for array in operands.captured)
         self.numbers, self.real = operands.numbers, problem.accumulation.type
         self.first_head, self.first_batch = problem.first_head, problem.first_batch
@@ -380,9 +379,8 @@ class MaskMod:
         self.function = mask_function(problem.mods)
         self.text = problem.mods
 
-    @cached_property
     def classes(self) -> TileClasses:
-        """The classes of tiles, which are empty, full or cut."""
+        """Return the classes of tiles, which are empty, full or cut."""
         from ..mods.ir import parse  # imported by the first call that has a mod
         from ..mods.tiles import TileClasses
 

@@ -95,7 +95,7 @@ def run_tasks(
 
         # In a region of one thread, operations of torch would use all threads of its pool.
         region(max(2, min(threads, len(tasks))), share)
-        if not completed:  # ctypes drops an exception that strikes outside of `help_out`
+        if not completed:  # ctypes drops an exception that is raised outside of `help_out`
             raise KeyboardInterrupt
         if errors:
             raise errors.pop(0)
@@ -116,7 +116,7 @@ def run_tasks(
 
 
 class OrderedSum:
-    """A sum to which threads add arrays in any order: each waits for those before it, so that the bits never differ.
+    """A sum to which threads add arrays at any time; it adds them in a fixed order, so that the bits never differ.
 
     Its lock belongs to the threads of one call, which a forked child does not have.
     """

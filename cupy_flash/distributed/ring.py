@@ -416,7 +416,7 @@ class _Call(NamedTuple):
         return self.channel.exchange(kv, 1, [self.with_rows(x, self.schedule.keys[step + 1]) for x in kv])
 
     def pass_gradients(self, step: int, dkv: list[torch.Tensor]) -> Arrival:
-        """Start passing [dK, dV] on with their keys, after the last step back to the rank that owns them."""
+        """Start passing [dK, dV] on together with their keys; after the last step, return them to the keys' owner."""
         last = step + 1 == len(self.schedule.keys)
         if last and step == 0:  # no rank needs another rank's keys
             return Arrival(dkv, [])

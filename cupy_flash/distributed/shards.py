@@ -115,7 +115,7 @@ def _piece(length: int, index: int, count: int) -> range:
 
 
 def chunks(lengths: tuple[int, ...], rank: int, ranks: int, sharding: str) -> tuple[Chunk, ...]:
-    """Return the chunks of a rank's shards of sequences of these lengths, in the order of its rows."""
+    """Return the chunks of a rank's shards, in the order of its rows; `lengths` are those of the whole sequences."""
     shards = [runs(length, rank, ranks, sharding) for length in lengths]
     chunks: list[Chunk] = []
     for slot in range(len(runs(0, rank, ranks, sharding))):
@@ -169,7 +169,7 @@ def ring_schedule(
 
 
 def _sees(queries: Chunk, keys: Chunk, starts: Starts, mask: Mask, stride: int) -> bool:
-    """Return whether any query of a chunk sees any key of the other."""
+    """Return whether any query of a chunk of queries sees any key of a chunk of keys."""
     for q_len, kv_len, (_, _, offset) in zip(queries.lengths, keys.lengths, starts, strict=True):
         band = mask.band(q_len, kv_len, offset, stride)
         first, last = band.kv_range(0, q_len)

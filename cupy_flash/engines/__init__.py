@@ -33,7 +33,7 @@ TileT = TypeVar("TileT", bound=Tile)  # an engine's own type of tiles
 class Engine(Protocol[TileT]):
     """Interface of an engine module. Its tile type is a NamedTuple whose first fields are block_q and block_kv.
 
-    What an attribute does not name, plan/refusals.py refuses with that reason; the function `refusals` has the rest.
+    plan/refusals.py refuses what no attribute names; the function `refusals` has the engine's further reasons.
     """
 
     # What it serves
@@ -46,7 +46,7 @@ class Engine(Protocol[TileT]):
     DERIVATIVES: tuple[str, ...]  # JVP, DOUBLE_BACKWARD
 
     # How it is chosen and checked
-    ON_REQUEST: bool  # a default only where a check has passed and a tune has measured it, or it alone has the dtype
+    ON_REQUEST: bool  # chosen only by name or after a check and a tune, unless no other engine has the dtype
     MEASURED: str | None  # path of the benchmark results that back its cost model; None: not measured yet
     HEAD_DIMS: tuple[tuple[int, int], ...]  # (D, Dv) of each family of tiles, with which `check` runs it
     GROUP_ROWS: tuple[int, ...]  # sizes of tiles whose rows are (query, head of the GQA group) pairs
@@ -54,19 +54,19 @@ class Engine(Protocol[TileT]):
     KERNELS: str  # its folder in kernels_cu; for the CPU the module that computes in NumPy
 
     def refusals(self, problem: Problem, device: Device) -> list[str]:
-        """Return the reasons why the engine cannot serve the problem, besides what it does not name; [] if it can.
+        """Return the reasons why the engine cannot serve the problem, besides missing options; [] if it can.
 
         The device may be of any backend.
         """
 
     def tiles(self, problem: Problem, device: Device) -> Sequence[TileT]:
-        """Return every legal tile, whose kernels fit the device's shared memory and registers.
+        """Return the legal tiles: those whose kernels fit the device's shared memory and registers.
 
         `plan` passes the largest lengths of a bucket, and launches the chosen tile for all lengths of the bucket.
         """
 
     def choices(self, problem: Problem, device: Device) -> Sequence[TileT]:
-        """Return the tiles that a tune measures, at least those of `tiles`, which a prediction compares."""
+        """Return the tiles that a tune measures: at least those of `tiles`, among which a prediction chooses."""
 
     def forms(self, problem: Problem, device: Device, tile: TileT) -> dict[str, Sequence[TileT]]:
         """Return {form of the kernel that only a tune chooses: its tiles among `choices` with the rows of `tile`}."""

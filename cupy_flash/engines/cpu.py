@@ -63,7 +63,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
-    """Return `tiles`: a tune measures those that a prediction compares."""
+    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
     return tiles(problem, device)
 
 
@@ -100,8 +100,8 @@ def pieces(problem: Problem, block_kv: int) -> int:
     """Return the number of tasks into which a backward splits the key tiles of a head, by shape alone.
 
     Heads are split where they are too few for PIECES threads, but not where they add to the same elements of a
-    gradient. A piece has at least two key tiles, since each loads Q and dO and has a dQ of its own: 3 to 20 % more core
-    time, which is why this assumes fewer threads than the tiles do.
+    gradient. A piece has at least two key tiles, since each loads Q and dO and has its own dQ, which costs 3 to 20 %
+    more core time; PIECES is therefore below THREADS.
     """
     if problem.derivative or (problem.bias is not None and problem.bias_gradient) or any(problem.captured_gradient):
         return 1

@@ -67,7 +67,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
-    """Return `tiles`: a tune measures those that a prediction compares."""
+    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
     return tiles(problem, device)
 
 

@@ -34,7 +34,7 @@ class Launch(NamedTuple):
     """One kernel of a plan."""
 
     kernel: str  # "simt/forward": the file below kernels_cu, and its function
-    constants: tuple[tuple[str, Constant], ...]  # values for the names of config.cuh
+    constants: tuple[tuple[str, Constant], ...]  # values of constants of config.cuh
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int = 0

@@ -50,10 +50,10 @@ LIVE = {
     "second_q": 167, "second_kv": 168, "second_bias": 112,
 }  # fmt: skip
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
-LIVE_OF_MODS = 34  # subtracted instead with mods in the forward; loads classify the tiles of a mask_mod
+LIVE_OF_MODS = 34  # subtracted instead with mods in the forward, whose loads classify the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
 LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
-FREE_READS = 32  # a score_mod may read so many elements per thread at no cost; each further read subtracts 2 registers
+FREE_READS = 32  # elements per thread that a score_mod reads at no cost; each further read subtracts 2 registers
 LIVE_OF_JVP = 12  # subtracted in a JVP without tv and on sm_100, where the compiler takes more registers
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
 # Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.
@@ -182,7 +182,7 @@ def alike(tile: Tiles) -> object:
 
 
 def choices(problem: Problem, device: Device) -> list[Tiles]:
-    """Return `tiles`: a tune measures those that a prediction compares."""
+    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
     return tiles(problem, device)
 
 

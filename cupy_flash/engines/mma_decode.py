@@ -61,9 +61,9 @@ LIVE_WITH_MASK_MOD = 100  # the same beside a mask_mod, whose walk over the tile
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # as in split_kv.cuh
 WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
-STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the slots that a producer warp fills
+STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the number of slots that a producer warp fills
 WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")  # architectures that have clusters
-CLUSTERS = 4, 8  # candidates for the blocks of a cluster; 8 is the portable maximum
+CLUSTERS = 4, 8  # candidates for the number of blocks of a cluster; 8 is the portable maximum
 PANEL_BYTES = 128  # of a row of a TMA box, at most
 LEAST_PAGE = 8  # keys of a page: smaller boxes would load fewer bytes than a swizzle atom
 
@@ -130,8 +130,8 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp or in clusters.
 
     Neither changes how a range of keys is rounded. Without split_size a producer warp may change the number of resident
-    blocks, and thus where the keys of a sequence are split, and a cluster splits each tile by itself. With split_size
-    there is no cluster form, because a tile may have more pieces than a cluster has blocks.
+    blocks, and thus where the keys of a sequence are split, and a cluster splits each output tile separately. With
+    split_size there is no cluster form, because a tile may have more pieces than a cluster has blocks.
     """
     by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
     every = [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]

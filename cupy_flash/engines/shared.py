@@ -21,7 +21,7 @@ ATTENTION_OPTIONS = frozenset({
     "causal", "window", "scale", "softcap", "alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths",
     "score_mod", "mask_mod", "dropout", "seed", "layout",
 })  # fmt: skip
-# Those of attention_with_kv_cache() that every engine of KV caches implements.
+# Options of attention_with_kv_cache() that every engine of KV caches implements.
 KV_CACHE_OPTIONS = frozenset({
     "k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions", "cu_seqlens_q",
     "max_seqlen_q", "rotary_cos", "rotary_sin", "rotary_interleaved", "causal", "window", "scale", "softcap",
@@ -133,7 +133,7 @@ def forms(problem: Problem, device: Device, tile: T) -> dict[str, Sequence[T]]:
 
 
 def advantage(problem: Problem) -> str:
-    """Return "": an engine that predictions compare with the others for every problem."""
+    """Return "": predictions compare the engine with the others for every problem."""
     return ""
 
 
@@ -245,7 +245,7 @@ def reads_at_scores(problem: Problem) -> bool:
 
 
 def key_bytes(problem: Problem) -> int:
-    """Return the bytes per key of values that mods compute from a key alone and a wgmma forward stages; 0 without."""
+    """Return the bytes per key of the values that mods compute from a key alone and a wgmma forward stages; else 0."""
     if not problem.mods:
         return 0
     from ..mods import cuda_code

@@ -49,8 +49,8 @@ LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.
 # spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
 FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
-# A mainloop step loads two tiles one after the other and waits for each. Blocks of the same SM hide these waits from
-# each other: they are counted once, whatever the number of blocks, for steps of the largest tile.
+# A mainloop step loads two tiles one after the other and waits for each. Blocks on one SM overlap their waits, which
+# are therefore counted once, whatever the number of blocks, for steps of the largest tile.
 LOAD_SECONDS, LARGEST_STEP = 2 * 600 / 1.5e9, 64
 
 
@@ -93,7 +93,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
-    """Return `tiles`: a tune measures those that a prediction compares."""
+    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
     return tiles(problem, device)
 
 

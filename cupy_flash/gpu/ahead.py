@@ -107,7 +107,7 @@ def problems(
     if cache:
         contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
         causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
-        # One number of queries for each tile that holds a whole group, and one that exceeds all of them.
+        # One number of queries for each number of rows of a tile, and one that exceeds all tiles.
         rows = {rows for module in MODULES.values() for rows in module.GROUP_ROWS}
         return [
             forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)

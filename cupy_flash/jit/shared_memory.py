@@ -26,7 +26,8 @@ from typing import Any
 from .source import CONFIG, IDENTIFIER, Constant, kernel_folder
 
 SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
-# Operators and literals by their form in Python; `!` and bitwise operators but | have another precedence there.
+# {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because they bind differently in
+# Python; so does `|` beside a comparison, so definitions use it beside arithmetic only.
 OPERATORS = {x: x for x in ("+", "-", "*", "%", "|", "<", ">", "<=", ">=", "==", "!=")}
 OPERATORS |= {"/": "//", "&&": "and", "||": "or", "true": "True", "false": "False"}
 # Texts instead of compiled patterns, so that importing the package compiles none.
@@ -64,8 +65,8 @@ class Translation:
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
-        self.lines: dict[str, None] = {}  # each after those that compute what it uses
-        self.configured: dict[str, str] = {}  # the defaults of config.cuh
+        self.lines: dict[str, None] = {}  # each after the lines that compute its inputs
+        self.configured: dict[str, str] = {}  # defaults of config.cuh, by name
         self.aliases: dict[str, str] = {}
         self.definitions: dict[str, list[Definition]] = {}  # by qualified name
         for file, text in _texts(kernel_folder(), f"{kernel}.cu", set()):
@@ -77,7 +78,7 @@ class Translation:
                 self.definitions.setdefault(definition[0], []).append(definition)
 
     def number(self, name: str, scope: str) -> str:
-        """Add the lines that compute what the struct `scope` calls `name`, and return its name in Python."""
+        """Add the lines that compute `name` as seen in the struct `scope`, and return its name in Python."""
         if name in self.configured:
             default = self.expression([self.configured[name]], "", {})
             self.lines[f'{name} = constants.get("{name}", {default})'] = None
@@ -89,7 +90,7 @@ class Translation:
         return python
 
     def call(self, name: str, arguments: list[str]) -> str:
-        """Return the value of a function of arguments, which are in Python."""
+        """Return a call of a C++ function, inlined as a Python expression; the arguments are Python expressions."""
         _, parameters, expression = self._defined(name, "")
         values: dict[str, str] = {}
         for n, parameter in enumerate(parameters.split(", ")):
@@ -98,7 +99,7 @@ class Translation:
         return f"({self.expression(re.findall(TOKEN, expression), '', values)})"
 
     def _defined(self, name: str, scope: str) -> Definition:
-        """Return the definition of what the struct `scope` calls `name`."""
+        """Return the definition of `name` as seen in the struct `scope`."""
         struct, _, member = name.rpartition("::")
         name = f"{self.aliases.get(struct, struct)}::{member}" if struct else name
         found = self.definitions.get(f"{scope}::{name}") or self.definitions.get(name, [])
@@ -135,7 +136,7 @@ class Translation:
         return " ".join(parts)
 
     def _arguments(self, tokens: list[str], scope: str, values: dict[str, str]) -> list[str]:
-        """Return the expressions between parentheses, with which the tokens begin."""
+        """Return the expressions between the parentheses at the start of the tokens."""
         arguments = []
         while tokens.pop(0) != ")":
             arguments.append(f"({self.expression(tokens, scope, values)})")

@@ -20,7 +20,7 @@ HALF = ("float16", "bfloat16")
 
 
 def missing() -> str:
-    """Return the reason why this process can measure no peer; "" if it can."""
+    """Return the reason why this process cannot measure other implementations; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -29,7 +29,7 @@ def missing() -> str:
 
 
 def names(trial: Trial) -> tuple[str, ...]:
-    """Return the peers that can compute a call: full or causal self-attention without other options."""
+    """Return the implementations that can compute a call: full or causal self-attention without other options."""
     others = trial.window, trial.options, trial.packed, trial.mods, trial.cache, trial.deterministic
     # Peers may align the causal diagonal top left or bottom right, which is the same only for Sq = Sk.
     if any(others) or (trial.causal and trial.q_len != trial.kv_len) or trial.dtype not in (*HALF, "float32"):

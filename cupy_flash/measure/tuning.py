@@ -233,7 +233,7 @@ def run_tune(
 
 
 def _no_peers(worker: Worker, backend: str) -> str:
-    """Why no other implementation can be measured; "" if some can."""
+    """Return why no other implementation can be measured; "" if some can."""
     try:
         return str(worker(Task("peers", backend), until=math.inf))
     except Lost as lost:  # an import of torch that fails must not end the tune
@@ -274,7 +274,7 @@ class _Run:
         return Result(self.trial, tune, self.left_out, len(self.measured) - len(known), {})
 
     def peers(self) -> dict[str, float | str]:
-        """Return the seconds of other implementations, or why one has none; they do not influence plans."""
+        """Return the seconds of each other implementation, or why it has none; they do not influence plans."""
         amounts: dict[str, float | str] = {}
         for name in other_libraries.names(self.trial):
             if self.clock() >= self.until:
@@ -286,7 +286,7 @@ class _Run:
         return amounts
 
     def _measure(self, found: Candidates, pending: list[tuple[str, str]]) -> bool:
-        """Measure the pending tiles in order; whether none is left."""
+        """Measure the pending tiles in order; return whether none is left."""
         begin, losses = self.clock(), dict.fromkeys(MODULES, 0)
         for number, (engine, tile) in enumerate(pending):
             now, name = self.clock(), f"{engine} {tile}"
@@ -393,7 +393,7 @@ def find_candidates(task: Task) -> Candidates | dict[str, str]:
 
 
 def measure(task: Task, announce: Announce) -> float | str:
-    """Return the amount of one tile, or why it has none: its results differ from those of the default tile."""
+    """Return the measurement of one tile, or why it has none: its results differ from those of the default tile."""
     assert task.trial is not None
     announce("the arrays and the default tile", COMPILE_SECONDS)
     chosen, operands, expected = _default(task.backend, task.trial)
@@ -419,7 +419,7 @@ def measure_peer(task: Task, announce: Announce) -> float:
 def median_seconds(call: Callable[[], object]) -> float:
     """Return the median time of a call on a GPU, in seconds, with L2 flushed before each sample.
 
-    It is that of the default stream, which CuPy and torch share.
+    It is measured on the default stream, which CuPy and torch share.
     """
     import cupy
 

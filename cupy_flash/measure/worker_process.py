@@ -143,7 +143,7 @@ class Worker(Generic[T]):
         self.pipe, worker_pipe = Pipe()
         file = worker_pipe.fileno()
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({file}, {os.getpid()})"
-        # A session of its own is a process group, which `end` kills as a whole.
+        # A new session is also a process group, which `end` kills as a whole.
         self.process = subprocess.Popen([sys.executable, "-c", program], pass_fds=(file,), start_new_session=True)
         worker_pipe.close()  # so that recv raises EOFError when the worker exits
         self.pipe.send(self.work)
@@ -161,7 +161,7 @@ def serve(file: int, parent: int) -> None:
             return
         try:
             answer = "done", work(*arguments, lambda step, seconds: pipe.send(("step", (step, seconds))))
-        except KeyboardInterrupt:  # the caller ends this process, whose own end could wait for threads
+        except KeyboardInterrupt:  # the caller kills this process, because a normal exit could wait for threads
             answer = "interrupted", None
         except Exception as error:  # the caller raises it as Lost and ends this process
             answer = "failed", (one_line(error), _obstacle(error))

@@ -2,8 +2,8 @@
 
     table[clip(q - kv, -64, 64) + 64]    reads element    clip(q - kv + 64, low, high)
 
-A chain of minima, maxima and sums with numbers never falls by less than it is clamped, so it is one clamp of one sum.
-This holds for integers without bounds; a chain of which any sum may wrap stays as it is.
+A chain of minima, maxima and sums with numbers is a clamp of one sum, as long as no sum wraps. A chain in which a sum
+may wrap stays as it is.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     s = mod.score(s, q, k, slope);             once per score; slope is d(result)/ds
     s = mod.moved(s, ts, q, k, tangent, slope, curve);    the same in a JVP; ts is the tangent of s, curve d(tangent)/ds
     seen = mod.sees(q, k);                     once per score of a cut tile
-    Truth seen = mod.tile(heads, queries, keys);    once per tile: whether any pair may be seen, and any may be hidden
+    Truth seen = mod.tile(heads, queries, keys); once per tile: whether a pair may be seen, and whether one may be
+    hidden
 
 A value is computed in the earliest of these stages in which its inputs are known. The caller clamps positions to
 the last one of the sequence, so that captured arrays are read without a branch.
@@ -214,7 +215,7 @@ def _headers(
 
 @lru_cache(maxsize=256)
 def staged_bytes(mods: str, longest: int, part: bool) -> int:
-    """Return the bytes of a key that a forward in float32 stages in shared memory; 0 if they are not worth it."""
+    """Return the bytes per key that a forward in float32 stages in shared memory; 0 if staging is not worth it."""
     writer = _Writer(parse(mods), None, SMALL if longest <= SMALL else LARGE, (), (), None, (), False, part, None)
     return writer.staged_bytes
 
@@ -380,7 +381,7 @@ class _Writer:
         return [*lines, f"    return {{head, position, KV_CACHE || {OFFSET}{values}}};", "  }"]
 
     def _key(self) -> list[str]:
-        """Return the functions of a key: its values, and these with its position."""
+        """Return the device functions of a key, which compute its values, and add its position to them."""
         position, values = POSITION.format(first="kv_first"), self._kept(KEY)
         return [
             "  __device__ KeyValues key_values(Position at) const {",
@@ -599,7 +600,7 @@ class _Writer:
 
     @property
     def staged_bytes(self) -> int:
-        """sizeof(KeyValues); 0 if cheap arithmetic is all that its values take, which is not worth staging."""
+        """sizeof(KeyValues); 0 if its values take only cheap arithmetic, which is not worth staging."""
         kept = self._kept(KEY)
         if not any(node.op in ("load", "floordiv", "mod") for node in order(kept)):
             return 0
@@ -748,7 +749,7 @@ def _integer(value: int, kind: str) -> str:
 
 
 class _Bounds(TileDomain):
-    """The domain whose bounds hold in every call: positions are below `largest`, elements anything of their dtype."""
+    """The domain of bounds that hold in every call: positions below `largest`, elements of any value."""
 
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))

@@ -28,7 +28,7 @@ def explain(mod: Mod, *, gradients: bool = True) -> str:
 
 
 def explain_tiles(counts: TileCounts | None, block_q: int, block_kv: int) -> str:
-    """Return a line with the number of tiles of each class; `counts` is None if only the kernels classify them."""
+    """Return a line with the number of tiles of each class; `counts` is None if they were not counted."""
     if counts is None:
         return "classes    of tiles are not counted: arrays of the mask are on a GPU, or there are too many tiles"
     total = max(sum(counts), 1)

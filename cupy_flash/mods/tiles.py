@@ -400,7 +400,7 @@ class TileDomain:
         return FUNCTIONS[function](*operands)
 
     def fits(self, interval: Interval, kind: str) -> bool:
-        """Return whether all bounds are exact in sums of the kind."""
+        """Return whether all bounds fit the kind: int32 for an int, below NEAR for a long, so that sums are exact."""
         lo, hi = (INT_MIN, INT_MAX) if kind == INT else (1 - NEAR, NEAR - 1)
         return bool(np.all(interval.lo >= lo) and np.all(interval.hi <= hi))
 

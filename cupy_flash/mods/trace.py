@@ -397,7 +397,7 @@ class _Rebuilder:
                 self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1) for name in ("func", "args", "keywords")
             )
             partial = functools.partial(function, *args, **keywords)
-            for name in (name for name in vars(x) if not name.startswith("__")):  # others are those of update_wrapper
+            for name in (name for name in vars(x) if not name.startswith("__")):  # update_wrapper sets the other ones
                 setattr(partial, name, self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1))
             return partial
         if isinstance(x, functools._lru_cache_wrapper) or type(x).__name__ == "PjitFunction":  # jax.jit

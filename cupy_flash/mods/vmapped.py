@@ -9,7 +9,7 @@ from .ir import Element, Graph, Node, Program, order, parse
 
 @functools.lru_cache(maxsize=256)
 def side_by_side(text: str, axis: str, size: int, slots: frozenset[int]) -> str:
-    """Return the text of a program in which every `size` sequences or heads are a call of their own.
+    """Return the text of a program in which each run of `size` sequences or heads is one of the calls.
 
     Args:
         text: text of the program of one call.

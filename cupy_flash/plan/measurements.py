@@ -145,7 +145,7 @@ def tunes(device: Device) -> list[Tune]:
 
 
 def _tune(path: Path, record: Record) -> Tune | None:
-    """Return the Tune of a record, without measurements of engines whose kernel texts have changed since."""
+    """Return the Tune of a record; None, with a note why, if its kernel texts differ or its default is missing."""
     current = [engine for engine, text in record["texts"].items() if text == text_of(engine)]
     measured = sorted((Measured(*each) for each in record["measured"]), key=lambda each: each.amount)
     default = tuple(record["default"])

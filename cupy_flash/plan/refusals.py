@@ -1,6 +1,6 @@
-"""Why an engine does not serve a problem: it does not name what the problem asks for, or refuses it, or is not proved.
+"""Why an engine does not serve a problem: it lacks an option of the problem, refuses it, or has not passed a check.
 
-What an engine names are the attributes of `engines.Engine`; here what is missing becomes the text of a reason.
+The attributes of `engines.Engine` say what an engine serves; this module turns what is missing into reasons.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..problem.records import FP8, Problem, is_given
 from . import measurements
 from .measurements import Tune
 
-# {option that an engine does not name: the reason}, where "it takes no <option>" does not say it all
+# {option that an engine does not name: the reason}, where "it takes no <option>" is not enough
 REASONS = {
     **dict.fromkeys(("score_mod", "mask_mod"), "it takes no score_mod or mask_mod"),
     "split_size": "it does not compute the keys in pieces of split_size",
@@ -42,7 +42,7 @@ def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
     elif module.ARCHES is not None and device.arch not in module.ARCHES:
         reasons.append(f"{device.arch} lacks the instructions of {', '.join(module.ARCHES)}")
     if problem.cache is None and module.OPTIONS is None:
-        return reasons  # its `refusals` read the cache
+        return reasons  # the engine's own `refusals` would read the cache
     return reasons + module.refusals(problem, device)
 
 
@@ -53,7 +53,7 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
     if served is None:
         yield "it serves attention on a KV cache alone" if cache is None else "it reads no KV cache in this version"
     else:
-        # An engine without fp8 refuses the dtype, which is reason enough against the options for it.
+        # An engine without fp8 already refuses the dtype, so the options of fp8 are not listed as further reasons.
         options = (feature for feature in _given(problem) if FP8 in dtypes or not feature.fp8)
         yield from (REASONS.get(x.name, f"it takes no {x.name}") for x in options if x.name not in served)
         if cache is not None and cache.dtype.name not in (problem.dtype.name, *dtypes):
@@ -96,7 +96,7 @@ def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = 
 
 
 def is_on_request(engine: str, problem: Problem) -> bool:
-    """Return whether an engine is chosen only by its name or a measurement: others serve the dtype without."""
+    """Return whether an engine is chosen only by name or by a measurement; other engines need neither."""
     others = (module for module in MODULES.values() if not module.ON_REQUEST)
     has_others = any(problem.dtype.name in module.DTYPES for module in others)
     return MODULES[engine].ON_REQUEST and engine != problem.engine and has_others

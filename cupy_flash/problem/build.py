@@ -265,7 +265,7 @@ ARRAY_NAMES = TABLE.arrays
 
 
 class _OfCache(_Table):
-    """The options of a call on a KV cache, and what it needs of modules that other calls do not import."""
+    """The options of a call on a KV cache, and functions of modules that other calls do not import."""
 
     def __init__(self) -> None:
         from .kv_cache_contents import check_contents, check_overlap
@@ -300,7 +300,7 @@ PLAIN = frozenset((bool, int, float, str, type(None), np.bool_, np.int64, np.flo
 class Facts(NamedTuple):
     """Everything on which a Problem and the checks of a call depend, except the seed and the contents of arrays.
 
-    Options are as the caller passed them: one who ignores the types may have passed anything.
+    Options are as the caller passed them; without a type checker that may be anything.
     """
 
     options: tuple[bool | float | str | None, ...]  # the plain ones

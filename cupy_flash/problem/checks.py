@@ -89,7 +89,7 @@ class ArrayFacts(NamedTuple):
     device: str
     framework: str
 
-    # Only of a call on a KV cache, which writes to arrays and does not copy caches.
+    # Only for a call on a KV cache, which writes to arrays and does not copy caches.
     readonly: bool = False
     immutable: str = ""  # as in Array
     has_rows: bool = True  # the last dimension is contiguous
@@ -472,7 +472,7 @@ def _axes_text(axes: str) -> str:
 
 
 def check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts, arrays: dict[str, ArrayFacts]) -> bool:
-    """Check the dtype of an array among the options, and return whether it is legal; rows have that of q, or of k."""
+    """Check the dtype of an array option and return whether it is legal; rows must have q's, or k's without q."""
     if feature.dtypes == ("int32",):
         return require_int32(requirements, feature.name, array)
     dtype = dtype_name(array.dtype)

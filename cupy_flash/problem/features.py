@@ -67,7 +67,7 @@ class Feature(NamedTuple):
     gradient: bool = False  # the backward returns d<name>, with the shape and dtype of the array
     optional_gradient: bool = False  # the gradient is computed only on request, by a kernel of its own
     ranks: bool = False  # supported over several ranks; each passes the whole array, or the part for its heads
-    once: bool = False  # is applied once per row, even if the row's keys are in several shards
+    once: bool = False  # is applied once per row even if the row's keys are in several shards, as a sink is
     addresses: str = ""  # says which blocks of a KV cache a call accesses: "keys", or only to append "rows"
 
     # Columns of a KV cache
@@ -104,7 +104,7 @@ def option(kind: str, default: Any = None, **columns: Any) -> Any:
 class Options:
     """The options of a call as the caller passed them, which `cupy_flash.attention` describes.
 
-    `checks.py` has not seen them yet: a caller who ignores the types may have passed anything.
+    `checks.py` has not checked them yet, so they may have any type.
     """
 
     causal: Causal = option(CAUSAL, False)

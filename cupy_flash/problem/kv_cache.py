@@ -19,7 +19,7 @@ Arrays = dict[str, ArrayFacts]
 
 BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
 ROWS = (BY_NAME["k"], BY_NAME["v"])
-# append_to_kv_cache calls the boundaries cu_seqlens.
+# append_to_kv_cache has the boundaries as cu_seqlens.
 CHECKED = [feature for feature in CACHE_FEATURES if feature.axes and feature not in ROWS]
 CHECKED.append(BY_NAME["cu_seqlens_q"]._replace(name="cu_seqlens"))
 INDICES = frozenset(feature.name for feature in CHECKED if feature.dtypes in (INT32, INT64))

@@ -139,7 +139,7 @@ def _ranges(starts: Integers, lengths: Integers) -> Integers:
 
 
 def check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
-    """Check that no array overlaps a cache, which the append would change, nor `out` an array that is read.
+    """Check that no array overlaps a cache that the append changes, and that `out` overlaps no array that is read.
 
     For the two caches only the first elements are compared: one array as both caches is an error, but overlapping views
     that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
@@ -169,7 +169,7 @@ def _has_own_memory(array: Array) -> bool:
 
 
 def _share_an_element(a: Array, b: Array) -> bool:
-    """Whether two arrays with overlapping address ranges share an element; False if the search takes too long."""
+    """Return whether two arrays whose addresses overlap share an element; False if the search takes too long."""
     if a.device != b.device or not _has_own_memory(a):
         return False
     try:

@@ -52,7 +52,7 @@ class CacheTrial:
 
     page: int | None = None  # keys per page; None for a contiguous cache
     blocks: int | None = None  # pages of the pool; None for as many as full sequences need
-    appended: int | None = None  # rows of k per sequence; with packed queries any number means one per query
+    appended: int | None = None  # rows of k per sequence; with packed queries any number stands for one per query
     slots: bool = False
     rotary: int = 0  # rotated dimensions
     rotary_interleaved: bool = True

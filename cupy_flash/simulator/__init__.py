@@ -2,14 +2,15 @@
 
 memory = Memory()
 q = memory.add(array, "q", writable=False)
-counters = launch(ptx, "forward", grid, block, struct.pack("Q", q), memory=memory)
+counters = launch(ptx, "forward", grid, block, pack(ptx, "forward", q), memory=memory)
 """
 
 from .counters import Counters
 from .errors import SimulationError
 from .machine.launch import launch
+from .machine.parameters import pack
 from .machine.parser import parse
 from .memory.store import Memory
 from .named_checks import CHECKS, UNENFORCED
 
-__all__ = ["CHECKS", "UNENFORCED", "Counters", "Memory", "SimulationError", "launch", "parse"]
+__all__ = ["CHECKS", "UNENFORCED", "Counters", "Memory", "SimulationError", "launch", "pack", "parse"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,9 +58,9 @@ class GlobalAccess:
 
 @dataclass(slots=True)
 class Counters:
-    """The counts of one launch, in warp instructions unless named otherwise."""
+    """The counts of one launch, in warp instructions unless named otherwise; `print` shows their sums."""
 
-    function: Function
+    function: Function = field(repr=False)
     warp_instructions: npt.NDArray[np.int64] = field(init=False)
     thread_instructions: npt.NDArray[np.int64] = field(init=False)
     shared: dict[int, SharedAccess] = field(default_factory=lambda: defaultdict(SharedAccess))
@@ -70,6 +71,18 @@ class Counters:
     def __post_init__(self) -> None:
         self.warp_instructions = np.zeros(len(self.function.instructions), np.int64)
         self.thread_instructions = np.zeros(len(self.function.instructions), np.int64)
+
+    def __str__(self) -> str:
+        classes = ", ".join(f"{count} {name}" for name, count in self.by_class().items())
+        requests = sum(access.requests for access in self.global_.values())
+        sectors = sum(access.sectors for access in self.global_.values())
+        wavefronts = sum(access.wavefronts for access in self.shared.values())
+        return (
+            f"{self.function.name}: {self.warp_instructions.sum()} warp instructions ({classes})\n"
+            f"global memory: {self.global_bytes_read} bytes read, {self.global_bytes_written} written, "
+            f"{requests} requests of {sectors} sectors\n"
+            f"shared memory: {wavefronts} wavefronts, {self.bank_conflicts} of them for bank conflicts"
+        )
 
     def by_class(self) -> dict[str, int]:
         """Return the warp instructions per class."""
@@ -150,8 +163,11 @@ def _distinct_per_row(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | No
         # Fill inactive lanes with the value of the first active one.
         first = np.take_along_axis(values, mask.argmax(1)[:, None], 1)
         values = np.where(mask, values, first)
-    values = np.sort(values, axis=1)
-    return len(values) + int((values[:, 1:] != values[:, :-1]).sum())
+    steps = values[:, 1:] - values[:, :-1]
+    if steps.size and steps.min() < 0:
+        values = np.sort(values, axis=1)
+        steps = values[:, 1:] - values[:, :-1]
+    return len(values) + int(np.count_nonzero(steps))
 
 
 def shared_wavefronts(words: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | None, width: int) -> tuple[int, int]:
@@ -160,17 +176,26 @@ def shared_wavefronts(words: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | Non
     A warp is one request up to 4 bytes per lane, a half warp at 8 bytes, a quarter warp at 16 bytes. A wavefront
     delivers one word from every bank, to any number of lanes.
     """
+    words = np.asarray(words, np.int64)
+    # Words at the same distances from each other have the same conflicts, and loops repeat a few patterns.
+    if mask is None:
+        return _wavefronts((words - words.min()).tobytes(), None, width)
+    if not mask.any():
+        return 0, 0
+    return _wavefronts(np.where(mask, words - words[mask].min(), 0).tobytes(), mask.tobytes(), width)
+
+
+@functools.lru_cache(maxsize=512)
+def _wavefronts(words_of_lanes: bytes, mask: bytes | None, width: int) -> tuple[int, int]:
     parts, per_lane = {8: (2, 2), 16: (4, 4)}.get(width, (1, 1))
     lanes = 32 // parts
-    words = np.asarray(words).reshape(-1, lanes)
-    active = None if mask is None else mask.reshape(-1, lanes)
-    if active is not None:
+    words = np.frombuffer(words_of_lanes, np.int64).reshape(-1, lanes)
+    if mask is not None:
+        active = np.frombuffer(mask, bool).reshape(-1, lanes)
         nonempty = active.any(1)
         words, active = words[nonempty], active[nonempty]
         first = np.take_along_axis(words, active.argmax(1)[:, None], 1)
         words = np.where(active, words, first)
-    if not len(words):
-        return 0, 0
     touched = (words[:, :, None] + np.arange(per_lane)).reshape(len(words), -1)
     # Sorted by bank, then by word: every change starts another distinct word of its bank.
     key = np.sort((touched & 31) << 32 | touched >> 5, axis=1)

@@ -28,6 +28,14 @@ CHECKS = {
     "wgmma-fence": Check("a wgmma without a wgmma.fence after the last use of its registers by other instructions"),
     "wgmma-registers": Check("a use of a register of a wgmma in flight before its wgmma.wait_group"),
     "early-exit": Check("a block that may end before the last access to its shared memory by a copy or another block"),
+    "float-order": Check(
+        "floating-point additions by atomics of blocks that synchronise, in an order that nothing fixes",
+        enforced=False,
+    ),
+    "setmaxnreg-aligned": Check(
+        "a setmaxnreg that the warps of a warpgroup do not execute together; a GPU changes the registers of each warp",
+        enforced=False,
+    ),
     "mbarrier-init-fence": Check(
         "a bulk copy that signals an mbarrier without fence.mbarrier_init or fence.proxy.async after its mbarrier.init",
         enforced=False,

@@ -1,5 +1,5 @@
-// What a backward loads, and computes from a tile of queries and one of keys, for the loops of mainloop.cuh. second.cuh
-// has the same for a double backward.
+// The loads of a backward, and its products of a tile of queries and a tile of keys, for the loops of mainloop.cuh.
+// second.cuh has those of a double backward.
 #pragma once
 #include "steps.cuh"
 
@@ -19,7 +19,7 @@ struct QueryTile {
   }
 };
 
-// Loads tiles of queries: one, or one after the other, whose addresses advance.
+// Loads a single tile of queries, or the tiles of a walk, for which it advances addresses.
 struct QueryLoads : QdOLoads {
   const float* lse2;
   const float* delta;
@@ -61,7 +61,7 @@ struct KeyTile {
   __device__ KeyTile(unsigned int slot) : K(slot + KeySlot::K), V(slot + KeySlot::V) {}
 };
 
-// Loads tiles of keys of one head: one, or one after the other.
+// Loads a single tile of keys of one head, or the tiles of a walk.
 struct KeyLoads {
   KeyRows<element> K;
   KeyRows<element> V;
@@ -95,7 +95,7 @@ struct KeyLoads {
   }
 };
 
-// The scale of scores in base 2. Factors of products are rounded as they are.
+// The scale of scores in base 2. Factors of products are rounded unscaled, unlike those of a double backward.
 struct Scale {
   float of_scores;
 
@@ -112,7 +112,7 @@ struct Gradients {
   float P[M][N][4];   // Q K^T, then P after dropout
   float dS[M][N][4];  // dO V^T, then dS
 
-  // `load()` runs behind the first product.
+  // `load()` is called after the first product is issued.
   template <typename Load>
   __device__ Gradients(const QueryTile& queries, const KeyTile& keys, const ProductLanes& lanes, Load load) {
     scores<M, N, HEAD_DIM>(P, TRANSPOSED ? keys.K : queries.Q, lanes.A, TRANSPOSED ? queries.Q : keys.K, lanes.B);
@@ -126,8 +126,8 @@ struct Gradients {
     ::differentiate<TRANSPOSED, !QK_GRADIENT>(P, dS, masked, score, band, dropout, scale.of_scores, numbers, i0, j0);
   }
 
-  // Add the tile's part of dQ, and those of dK and dV, at this lane's addresses of the right operands. `share` gets dS,
-  // rounded, ahead of its product.
+  // Add the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands. `share` gets
+  // the rounded dS before its product.
   template <typename Lane>
   __device__ void add_to(float (&dQ)[M][fragments_of(HEAD_DIM)][4], Scale&, const KeyTile& keys, const Lane& KT_lane) {
     unsigned int dS_rounded[M][N / 2][4];

@@ -24,8 +24,8 @@ __device__ inline void sync_consumers() {
 #endif
 }
 
-// O in shared memory, of 16-bit caches and of e4m3: columns of a row, whose padding prevents bank conflicts of
-// store_row.
+// Columns of a row of O in shared memory, for caches with elements of `size` bytes; their padding prevents bank
+// conflicts in store_row.
 __device__ constexpr int columns_of_O(int size) {
   return size == 1 ? round_up(HEAD_DIM_V, 32) + 16 : round_up(HEAD_DIM_V, 16) + 8;
 }

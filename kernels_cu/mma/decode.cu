@@ -136,7 +136,7 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;  // @decode.descale-O
     if (!part.whole) {
 #if CLUSTER_MERGE
-      // In place of warp 0's O: only this thread reads these columns.
+      // Overwrites O of warp 0, of which only this thread reads these columns.
       float* result = O_smem + row * O_ROW;
       *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) result[LSE_COLUMN] = ending.lse;

@@ -1,9 +1,9 @@
 // Factors of the products of derivatives, rounded to 16 bits, and their power of two in fp16.
 //
-// P (tS - mu), dS and the like grow with the tangents and with dO beyond 2^16, or shrink below 2^-24. In fp16 the sums
-// of a warp therefore have a power of two: it multiplies their factors before these are rounded, and the epilogue
-// divides the sums by it. It starts large, which keeps the digits of small factors, and is lowered when a factor would
-// be infinite, as an online softmax moves its reference. bf16 has the range of fp32 and needs none.
+// P (tS - mu), dS and the like grow with the tangents and with dO beyond 2^16, or shrink below 2^-24. In fp16 each warp
+// therefore has a power of two by which it multiplies factors before they are rounded, and the epilogue divides the
+// sums by it. It starts large, which keeps the digits of small factors, and is lowered when a factor would be infinite,
+// as an online softmax moves its reference. bf16 has the range of fp32 and needs none.
 #pragma once
 #include "gemm.cuh"
 
@@ -68,7 +68,8 @@ struct FactorScale {
     return x;
   }
 
-  // Rounds factors. If one would be infinite, the power is lowered first, with them; `lower(by)` multiplies the sums.
+  // Rounds factors. If one would be infinite, the power and the factors are lowered first, and `lower(by)` multiplies
+  // the sums.
   template <typename Lower, typename... Factors>
   __device__ void round(Lower lower, Factors&&... factors) {
     (factors.round(), ...);

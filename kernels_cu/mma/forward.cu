@@ -28,7 +28,7 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
 }
 
-// Loads Q; Q_IN_REGISTERS: and its fragments.
+// Loads Q to shared memory; Q_IN_REGISTERS: and its fragments to registers.
 __device__ void load_Q(unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4], unsigned int Q_smem, const Params& p,
                        const Sequence& sequence, int head, int q_start, int row) {
   __syncthreads();

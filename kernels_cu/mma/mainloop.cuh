@@ -1,5 +1,5 @@
-// The loops of a backward and of a double backward, over what their kernels load, and compute from a tile of queries
-// and one of keys: backward.cuh or, DIRECTION, second.cuh.
+// The loops of a backward and of a double backward. Their loads and products are those of backward.cuh or, if
+// DIRECTION, of second.cuh.
 //
 //   sum_dQ       dQ, by blocks that own queries
 //   sum_dK_dV    dK and dV, by blocks that own keys

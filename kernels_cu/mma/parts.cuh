@@ -60,7 +60,7 @@ __device__ inline Part part_of_tile(const Params& p, const Sequence& sequence, c
 #if CLUSTER_MERGE
 // Calls visit(part) for this block's part of every output tile of its cluster, and merge(part, parts) in all blocks of
 // the cluster if the tile has more than one part. Part n is that of the block of rank n: the lengths on the device
-// decide how many tiles it has, and whether there are fewer parts than blocks.
+// decide how many keys it has, and whether there are fewer parts than blocks.
 template <typename Visit, typename Merge>
 __device__ void for_each_part(const Params& p, Visit visit, Merge merge) {
   Sequence sequence(p, blockIdx.y);

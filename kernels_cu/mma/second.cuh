@@ -1,4 +1,5 @@
-// What a double backward loads, and computes from a tile of queries and one of keys, for the loops of mainloop.cuh.
+// The loads of a double backward, and its products of a tile of queries and a tile of keys, for the loops of
+// mainloop.cuh.
 #pragma once
 #include "../second_gradients.cuh"
 #include "direction.cuh"
@@ -58,7 +59,7 @@ struct QueryLoads : QdOLoads {
   }
 };
 
-// The power of two of factors and sums, and of exact gradients none.
+// Factors and sums are multiplied by a power of two, exact gradients are not.
 struct Scale : FactorScale {
   __device__ Scale(const Params&) {}
   __device__ static Scale of_exact(const Params& p) {
@@ -72,12 +73,12 @@ struct Scale : FactorScale {
 // QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
 template <int M, int N, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
-  float dS[M][N][4] = {};   // Q K^T before
-  float dtS[M][N][4] = {};  // its tangent before
-  float W[M][N][4] = {};    // dO V^T before
+  float dS[M][N][4] = {};   // first Q K^T
+  float dtS[M][N][4] = {};  // first its tangent
+  float W[M][N][4] = {};    // first dO V^T
   float dtP[M][N][4] = {};  // dO tV^T
 
-  // `load()` runs behind the first products, so that addresses are computed while the tensor cores run.
+  // `load()` is called after the first products are issued, so that addresses are computed while the tensor cores run.
   template <typename Load>
   __device__ Gradients(const QueryTile& queries, const KeyTile& keys, const ProductLanes& lanes, Load load) {
     if constexpr (TRANSPOSED) {
@@ -130,7 +131,7 @@ struct Gradients {
       differentiate<false>(scale.log2, score, band, dropout, numbers, i0, j0);
   }
 
-  // Add the tile's part of dQ, and those of dK and dV, at this lane's addresses of the right operands.
+  // Add the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands.
   template <typename Lane>
   __device__ void add_to(float (&dQ)[M][fragments_of(HEAD_DIM)][4], Scale& scale, const KeyTile& keys,
                          const Lane& KT_lane) {

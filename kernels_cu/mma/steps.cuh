@@ -5,8 +5,7 @@
 #include "gemm.cuh"
 #include "load.cuh"
 
-// Offsets in bytes of the operands of a tile of queries, with the tangent of Q if it moves, and of the numbers of its
-// rows.
+// Byte offsets of the operands of a tile of queries (dO, Q, and Q's tangent if TQ), and of the numbers of its rows.
 struct QuerySlot {
   static constexpr int Q = 0;                                             // [BLOCK_Q][HEAD_DIM]
   static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);            // TQ: [BLOCK_Q][HEAD_DIM]
@@ -89,7 +88,8 @@ struct ProductLanes {
 
 constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
 
-// Stores the dS of the rows from `row` to shared memory [BLOCK_Q][BLOCK_KV]; warps that share rows have the same.
+// Stores the dS of the rows from `row` to shared memory [BLOCK_Q][BLOCK_KV]; of warps that share rows, which have the
+// same dS, one stores it.
 template <int M, int N>
 __device__ void store_dS(float* dS_smem, const float (&dS)[M][N][4], int row) {
   if (column_warp() > 0) return;

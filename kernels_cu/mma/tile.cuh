@@ -11,7 +11,8 @@ constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps with differen
 __device__ constexpr int padded(int dim) {
   return round_up(dim, 16 * COLUMN_WARPS);
 }
-// Columns of a row of `dim` numbers of `size` bytes, as 16-bit numbers: bytes are rounded up to pairs of chunks.
+// Columns of a row of `dim` numbers of `size` bytes, counted in 16-bit numbers: bytes are rounded up to pairs of
+// chunks.
 __device__ constexpr int columns_of_16_bits(int dim, int size) {
   return size == 1 ? round_up(dim, 32) / 2 : dim;
 }
@@ -65,7 +66,7 @@ struct Tile {
       for (int n = 0; n < GROUP / 2; ++n) lane.offset[n] = keep(offset[n]);
       return lane;
     }
-    // Keeps one offset, from which each of the others takes an instruction, where registers are scarce.
+    // Keeps one offset and computes each other one from it with an instruction, where registers are scarce.
     __device__ Lane first_kept() const {
       Lane lane = *this;
       lane.begin_at(keep(offset[0]));

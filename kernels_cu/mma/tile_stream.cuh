@@ -28,8 +28,8 @@ struct TileStream {
     }
     return Slot(slots.wait());
   }
-  // Loads the tile that is STAGES - 1 ahead: behind the first products of a tile, so that addresses are computed while
-  // the tensor cores run.
+  // Loads the tile that is STAGES - 1 ahead. Called after the first products of a tile are issued, so that addresses
+  // are computed while the tensor cores run.
   __device__ void load_ahead() {
     if constexpr (STAGES > 1) load();
   }

@@ -14,7 +14,7 @@ struct SharedMemory {
 
 // A block owns tiles of BLOCK_Q queries of one head, and visits all keys that they see. add_gradients(sums, tile,
 // masked, score, band, dropout, queries, start) adds the gradients of the elements that the scores of a tile read;
-// those that all keys of a row read are added to `sums` instead, and to the array once per row.
+// elements that all keys of a row read are summed in `sums`, and added to the array once per row.
 template <typename Products, typename AddGradients>
 __device__ void sum_captured(const Params& p, real* smem, AddGradients add_gradients) {
   QueryTile queries(smem + SharedMemory::QUERIES);

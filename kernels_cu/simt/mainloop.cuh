@@ -1,6 +1,6 @@
-// The loops of a backward and of a double backward, over what their kernels compute from a tile of queries and one of
-// keys: `Gradients` of backward.cuh or, DIRECTION, of second.cuh. Each sum has a kernel of its own, which recomputes
-// the scores, so that every sum is deterministic.
+// The loops of a backward and of a double backward. The products of two tiles are `Gradients` of backward.cuh or, if
+// DIRECTION, of second.cuh. A separate kernel computes each sum, and recomputes the scores, so that every sum is
+// deterministic.
 //
 //   visit_keys   the mainloop of a tile of queries, over all keys that they see
 //   sum_dQ       dQ, by blocks that own queries
@@ -29,7 +29,7 @@ struct ByKey {
   static constexpr int BYTES = sizeof(real) * (P + BLOCK_KV * p_stride(BLOCK_Q));
 };
 
-// Mainloop of a tile of queries: calls add(tile, start, masked) with its products with each tile of keys.
+// Mainloop of a tile of queries: calls add(tile, start, masked) for each tile of keys; `tile` has the products.
 template <typename Products, typename Add>
 __device__ void visit_keys(const Params& p, const Sequence& sequence, int kv_head, int q_start,
                            KvTiles<Order::FIRST_TO_LAST> kv_tiles, const QueryTile& queries, KeyTile& keys, Add add) {

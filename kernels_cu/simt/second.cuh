@@ -1,4 +1,4 @@
-// What a double backward computes from a tile of queries and one of keys, for the loops of mainloop.cuh.
+// The products of a double backward from a tile of queries and a tile of keys, for the loops of mainloop.cuh.
 #pragma once
 #include "../second_gradients.cuh"
 #include "operands.cuh"
@@ -55,7 +55,7 @@ struct Gradients {
     }
   }
 
-  // Add the tile's part of dQ, and those of dK and dV.
+  // Add the tile's part of dQ, or of dK and dV.
   __device__ void add_to(real (&dQ)[ROWS][columns_of(HEAD_DIM)], const KeyTile& keys, real* P_smem) const {
     add_product<HEAD_DIM>(dQ, dS, P_smem, keys.K);
     if constexpr (TK) {  // @dtP-of-tK

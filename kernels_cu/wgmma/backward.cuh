@@ -18,12 +18,12 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Panels of a tile whose columns `shares` consumers split: at least one for each of them. Consumers with keys of their
-// own have equal shares of dQ, because two mainloops would exceed their registers.
+// Panels of a tile whose columns are split between `shares` consumers: at least one for each. Consumers that share no
+// keys have equal shares of dQ, because two versions of the mainloop would exceed their registers.
 __device__ constexpr int panels_of_shares(int dim, int shares) {
   return SHARES == 1 ? round_up(panels_of(dim), shares) : maximum(panels_of(dim), shares);
 }
-// Fragments, by columns, of such a share: whole panels, one more for the larger share of an odd number.
+// Fragments, by columns, of such a share: whole panels; of an odd number of panels the larger share has one more.
 __device__ constexpr int fragments_of_share(int dim, int shares, bool larger) {
   return shares == 1 ? fragments_of(dim) : (panels_of_shares(dim, shares) + larger) / 2 * (PANEL / 8);
 }
@@ -89,9 +89,10 @@ struct BlockIndex {
   // number that is still running waits for none, so there is no deadlock, in whatever order and however few at a time
   // the GPU starts blocks.
   //
-  // Under a causal mask or a window, of two blocks the one of higher keys starts at a higher query, and has added to it
-  // before the other one reaches it. The heads of a group alternate, so that few blocks wait for each other at the same
-  // time. The groups follow each other, so that Q, dO and dQ of the heads that are computed stay in the L2 cache.
+  // Under a causal mask or a window, of two blocks the one with the higher keys starts at a higher query, and has
+  // already added to a tile of dQ when the other block reaches it. The heads of a group alternate, so that few blocks
+  // wait for each other at the same time. The groups follow each other, so that Q, dO and dQ of the heads that are
+  // computed stay in the L2 cache.
   __device__ BlockIndex(int tile_counter) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
     if constexpr (DQ_IN_ORDER) {  // @draw-number
       int number = __shfl_sync(0xFFFFFFFF, tile_counter, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
@@ -104,8 +105,8 @@ struct BlockIndex {
   }
 };
 
-// Iterator over the tiles of keys of a block: every gridDim.x-th tile. DQ_IN_ORDER: consecutive tiles from the last one
-// on, so that a block that has several waits for lower numbers only, too.
+// Iterator over the tiles of keys of a block: every gridDim.x-th tile. DQ_IN_ORDER: consecutive tiles in descending
+// order of keys, so that a block with several tiles also waits only for blocks of lower numbers.
 struct BlockTiles {
   int kv_start;
   int end;
@@ -135,13 +136,13 @@ struct RoundedTile {
   __device__ void store() const { store_fragments<BLOCK_KV>(smem, rmem, consumer.row, consumer.queries / 8); }
 };
 
-// If a consumer has its keys to itself, its own queries are all, and A is read from registers.
+// If consumers share no keys, each computes all queries, and A is read from registers.
 struct FromRegisters : RoundedTile {
   static constexpr bool IN_SMEM = false;
   using RoundedTile::RoundedTile;
 
   __device__ void fence() { fence_operand(rmem); }
-  // Issues C += A X, for tile X of queries from the first panel of this consumer's columns on.
+  // Issues C += A X. X_smem is the address, in a tile of queries, of the first panel of this consumer's columns.
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     accumulate<0, N / 2>(C, rmem, X_smem);
@@ -192,7 +193,8 @@ struct Maps {
   TensorMap dout;
 };
 
-// lse2 and delta of a tile of queries; under a mask_mod also its record: the head, and the start plus CUT.
+// lse2 and delta of a tile of queries; under a mask_mod also its record: the head, and the start, plus CUT if the
+// mask_mod cuts the tile.
 constexpr int RECORD = 2 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16 : 0);
 using RowRing = SlotRing<2, ROW_SLOT_BYTES, WARP>;
 
@@ -445,8 +447,8 @@ __device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& se
   }
 }
 
-// The number of tiles of keys whose blocks add to a tile of dQ before that of kv_start: all from the one with the last
-// key that the tile's last query sees.
+// Returns how many tiles of keys add to the tile of dQ at q_start before the tile at kv_start: those after it, up to
+// the one that holds the last key seen by the last query at q_start.
 __device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
   return (band.kv_end(min(q_start + BLOCK_Q, band.q_len)) - 1) / BLOCK_KV - kv_start / BLOCK_KV;
 }

@@ -14,7 +14,7 @@
 constexpr int PANEL = 64;             // columns
 constexpr int PANEL_ROW = 2 * PANEL;  // bytes
 constexpr int COMMON_BARRIER = 1;     // named barrier of all consumers
-constexpr int PINGPONG_BARRIER = 2;   // named barrier of the first consumer; the others follow
+constexpr int PINGPONG_BARRIER = 2;   // named barrier of consumer warpgroup 0; + n for warpgroup n
 
 // Under a mask_mod the producer alone classifies tiles, and passes each to the consumers in a record: its start, which
 // is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. One lane issues the loads.
@@ -130,8 +130,8 @@ __device__ void store_fragments(unsigned int tile, const unsigned int (&A)[1][K]
     stmatrix_x4(tile + swizzled_offset<ROWS>(row + lane_id() % 16, chunk + 2 * k + lane_id() / 16), A[0][k]);
 }
 
-// Stores them through the tile to row `first` of a tensor with DIM columns and `end` rows, 16 bytes at a time if rows
-// are aligned.
+// Stores this warp's rounded fragments, through the tile, from row `first` of a tensor with DIM columns and `end` rows
+// on; 16 bytes at a time if rows are aligned.
 template <int ROWS, int DIM, int K>
 __device__ void store_rows(element* rows, const Operand& x, unsigned char* tile, const unsigned int (&A)[1][K][4],
                            int row, int chunk, int first, int end) {

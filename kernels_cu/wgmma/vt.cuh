@@ -6,7 +6,8 @@
 #pragma once
 #include "../sequence.cuh"
 
-// The column of a sequence's first key. A packed sequence starts at a tile of its own, so that no two share one.
+// The column of a sequence's first key. A packed sequence starts at a new tile, so that no tile holds keys of two
+// sequences.
 __device__ inline int vt_start(const Sequence& sequence) {
   return PACKED ? (sequence.kv_start / BLOCK_KV + sequence.batch) * BLOCK_KV : 0;  // @tile-of-sequence
 }

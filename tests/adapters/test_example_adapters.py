@@ -1,4 +1,4 @@
-"""The examples for single array libraries learn, and their attentions agree, in a pretrained model too."""
+"""The examples for NumPy, jax and transformers learn, and their attentions agree, also in a pretrained model."""
 
 import importlib.util
 import re

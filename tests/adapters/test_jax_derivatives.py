@@ -79,7 +79,7 @@ def mean_flow(function, operands):
 
 
 def mapped(function):
-    """The function over a vmap axis that k and the sink do not have."""
+    """The function under a vmap over an axis that k and the sink lack."""
     axes = dict(q=0, k=None, v=0, bias=0, sink=None)
     return lambda operands: jax.vmap(function, (axes,))(operands | {"k": X["k"], "sink": X["sink"]})
 

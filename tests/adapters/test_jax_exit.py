@@ -77,5 +77,6 @@ def test_a_process_exits_after_the_programs_in_flight(case):
     devices, way, ending, status, calls = case
     process = exits(devices, way, ending)
     assert (process.returncode, process.stdout) == (status, f"{calls} ended\n"), process.stderr
-    # Exit functions that were registered before cupy_flash's are called later.
+    # atexit runs functions in reverse order, so `report`, registered before cupy_flash's function, calls attention
+    # after it.
     assert ("the Python interpreter is exiting" in process.stderr) == (ending == "held"), process.stderr

@@ -525,7 +525,7 @@ def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_
 @pytest.mark.parametrize("value", [np.complex64(1), np.timedelta64(1)], ids=["complex", "timedelta"])
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_scalars_of_numpy_that_are_no_numbers(name, value):
-    """Both with and without an operator; float() converts them."""
+    """float() would convert them, so their type is checked, with the registered operator and without it."""
     q, k, v = inputs(requires_grad=False)
     for x in (q, q.clone().requires_grad_()):
         with pytest.raises(TypeError, match=f"{name} must be a number"):

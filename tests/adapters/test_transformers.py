@@ -302,7 +302,7 @@ CALLS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that reach cupy_flash, as (function, shapes and names of the options given)."""
+    """The calls that reach cupy_flash: (function, shape of k, options, names of given ones but scale and dropout)."""
     seen = []
 
     def recorded(name, function):

@@ -217,7 +217,7 @@ THREADED |= {
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in THREADED.items()])
 def test_bitwise_independent_of_threads(case):
-    """Forward and backward; a bias shared by the batch and the heads has a gradient that several threads add to."""
+    """Forward and backward; several threads add to the gradient of a bias that the batch and the heads share."""
     one = run_planned(case, block_q=16, block_kv=16, threads=1)
     for threads in (2, 3, 7):
         several = run_planned(case, block_q=16, block_kv=16, threads=threads)

@@ -1,4 +1,4 @@
-"""Other libraries compute the decode that ours computes on a GPU: torch's own on a CPU, the others as stand-ins."""
+"""Other libraries compute the same decode as ours; torch's functions run on a CPU, the rest are stand-ins."""
 
 import sys
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CASES = pytest.mark.parametrize(("q_len", "lengths"), [(1, EQUAL), (1, UNEQUAL),
 
 
 class Wrapper:
-    """Stands in for flashinfer's wrappers: the pages of each sequence, in order, are attended to by ours."""
+    """Stands in for flashinfer's wrappers: makes a block table from the pages of each sequence, calls cupy_flash."""
 
     def __init__(self, workspace, layout, **options):
         assert workspace.dtype == torch.uint8 and layout == "NHD"
@@ -70,7 +70,7 @@ def test_without_cuda_all_are_left_out(monkeypatch):
 
 
 def test_a_library_that_fails_is_left_out(monkeypatch):
-    """Its reason is kept, and the others are called before they are timed."""
+    """The reason is kept, and the remaining libraries are called before they are timed."""
     calls = []
 
     def missing(*_):

@@ -42,7 +42,7 @@ def test_a_command_of_users_imports_none_of_it(tmp_path):
 
 
 def test_the_package_imports_no_bench():
-    """`python -m cupy_flash check` and `tune` are of the package, which knows no bench."""
+    """`python -m cupy_flash check` and `tune` belong to the package, which must not depend on bench."""
     names = set()
     for path in (ROOT / "cupy_flash").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

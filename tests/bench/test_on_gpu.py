@@ -267,7 +267,7 @@ def test_a_kind_that_crashes_its_process_is_skipped(tmp_path, clock):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype, other", [("bfloat16", "SDPA flash"), ("float32", "SDPA math")])
 def test_others_compute_the_same(dtype, other, backward, monkeypatch):
-    """The others compute the same attention on the same inputs in every call; here they run on a CPU."""
+    """Other implementations compute the same attention on the same inputs in every call; here they run on a CPU."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     regime = gpu.Regime(dtype, 64, 48, True, backward, tokens=96)
     given = gpu.inputs(regime)
@@ -302,7 +302,7 @@ def measure_patiently(measure_one, regime, lost, announce):
 
 
 def test_a_sweep_survives_a_process_without_a_gpu(tmp_path, monkeypatch):
-    """A sweep survives that its worker process finds no GPU."""
+    """A sweep goes on if its worker process finds no GPU."""
     give_workers_time(monkeypatch)
     monkeypatch.setattr(gpu, "measure_with_matmul", measure_patiently)
     card = SimpleNamespace(multi_processor_count=132)

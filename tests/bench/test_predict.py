@@ -74,7 +74,9 @@ def test_resources_of_a_step():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_steps_are_the_visited_tiles(causal):
-    """Tiles of 128 queries in the forward and of 128 keys in the backward visit other tiles, each with its overhead."""
+    """Tiles of 128 queries in the forward and of 128 keys in the backward visit different tiles, each with its
+    overhead.
+    """
     work = range(8)
     visited = sum(2 * (i + 1) for i in work) if causal else 8 * 16
     for backward, tile in ((False, (128, 64)), (True, (64, 128))):

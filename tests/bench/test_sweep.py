@@ -77,7 +77,7 @@ def test_every_tile_of_a_backward_is_measured(simulated, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["full", "NaN"])
 def test_a_tile_of_another_attention_is_left_out(simulated, monkeypatch, wrong):
-    """One tile ignores the mask, another one returns NaN."""
+    """The second tile ignores the mask, or returns NaN."""
 
     def with_one_wrong(chosen, engine):
         first, (tile, second) = candidates(chosen, engine)[:2]

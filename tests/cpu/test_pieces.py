@@ -46,7 +46,7 @@ def gradients(plan, operands, threads):
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_pieces_are_the_unsplit_backward_on_any_number_of_threads(options, monkeypatch):
     plan, operands = planned(options)
-    assert engine.pieces(plan.problem, BLOCK) == 4  # of two or three key tiles
+    assert engine.pieces(plan.problem, BLOCK) == 4  # pieces, of two or three key tiles each
     split = gradients(plan, operands, 1)
     for threads in (2, 7):
         for x, y in zip(split, gradients(plan, operands, threads), strict=True):

@@ -81,7 +81,7 @@ def test_infinities_and_nan_reach_the_rows_that_see_them(monkeypatch):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-LENGTH = 512  # the square is TORCH_SCORES
+LENGTH = 512  # its square is blas.TORCH_SCORES, the fewest scores per head that torch computes
 TENSORS = [torch.randn(1, LENGTH, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
@@ -106,7 +106,7 @@ def test_large_calls_on_tensors_are_recorded_by_autograd_as_usual():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The list of the products of each call from now on."""
+    """A list to which each later call adds the Products object that it chose."""
     calls = []
     monkeypatch.setattr(cpu, "products_of", lambda *arguments: calls.append(blas.products_of(*arguments)) or calls[-1])
     return calls
@@ -134,7 +134,7 @@ def test_calls_that_numpy_computes(call, chosen):
     assert [type(one) for one in chosen] == [Products]
 
 
-ROUNDING = {  # (where the setting is, its value, who computes)
+ROUNDING = {  # (module of the setting, its value, class of the products)
     "one-backend": (torch.backends.mkldnn.matmul, "bf16", Products),
     "all-of-one-backend": (torch.backends.mkldnn, "bf16", Products),
     "all-backends": (torch.backends, "tf32", Products),
@@ -241,7 +241,9 @@ def test_an_error_in_a_region_reaches_the_caller(failing):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
-    """ctypes drops an exception that strikes between its call of Python and the code that catches it."""
+    """ctypes would drop an exception that is raised in a callback before the callback's try block; the interrupt must
+    reach the caller all the same.
+    """
     region, errors = blas._region(), np.geterr()
     thread_pool.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
     for moment in itertools.count():

@@ -1,4 +1,4 @@
-"""Checks of attention on DTensors, which test_ring.py runs in its groups: results of one process, no communication."""
+"""Checks that attention on DTensors returns the results of one process, without communication (see test_ring.py)."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class Case:
             out, lse = cupy_flash.attention_varlen(*arrays, *bounds, 7, 7, return_lse=True, **named)
         else:
             out, lse = cupy_flash.attention(*arrays, return_lse=True, **named, **options)
-        # sin gives every element another cotangent, and needs no communication.
+        # With sin every element has a different cotangent, without communication.
         return out, lse, *torch.autograd.grad((out * out.sin()).sum() + lse.sin().sum(), leaves)
 
 
@@ -172,7 +172,9 @@ def sums_with_dropout(world):
 
 
 def sdpa_of_dtensors(world):
-    """The drop-in for torch's function moves axes of DTensors before the call and after it; so does a graph."""
+    """The drop-in for torch's SDPA transposes DTensors before and after the call, in eager mode and under
+    torch.compile.
+    """
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
     for x in (q, k, v):

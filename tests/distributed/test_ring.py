@@ -259,8 +259,8 @@ def transfers_of_keys_overlap_with_computation(world):
         assert events == ["send", "compute", "wait"] * hops + ["compute"]
         events.clear()
         out.sum().backward()
-    # Keys are sent before the step that computes with the previous ones, gradients after it; both arrive during the
-    # next step.
+    # Keys are sent before the step that computes with the previous keys, and arrive during it; gradients are sent after
+    # a step, and arrive during the following one.
     first, middle, last = ["send", "compute", "send", "wait"], ["send", "compute", "wait", "send", "wait"], ["compute"]
     assert events == first + middle * (hops - 1) + last + ["wait", "send", "wait"]
 

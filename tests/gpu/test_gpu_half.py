@@ -19,8 +19,8 @@ ROWS |= {
         "zero-length-all", "no-sequence",
     )
 }  # fmt: skip
-# Several tiles of queries and of keys. On the simulator blocks of a deterministic backward run one after the other, so
-# that only a GPU shows their turns.
+# Several tiles of queries and of keys. On the simulator the blocks of a deterministic backward run one after the other;
+# only on a GPU do they wait for each other before they add to dQ.
 LONG = (300, 400) if on_gpu.in_numpy() else (1000, 1300)
 ROWS |= {f"long-{dim}": Case(*LONG, 1, 4, 2, dim, dim, HALF, causal=True, sink=True) for dim in (64, 128, 256)}
 

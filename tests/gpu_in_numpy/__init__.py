@@ -46,7 +46,7 @@ KNOWN_CUPY = ("14.",)  # versions with the signatures that the parts are written
 
 
 class Machine:
-    """The devices of this process."""
+    """The devices of this process, and the state that they share."""
 
     def __init__(self, archs: tuple[str, ...]) -> None:
         self.lock = threading.RLock()  # held during every call

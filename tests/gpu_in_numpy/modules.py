@@ -221,7 +221,7 @@ class Modules:
 
 @functools.cache
 def _kept(text: str) -> bytes:
-    """Bytes at a fixed address, to which a pointer may lead."""
+    """The bytes of a text, which are kept alive so that pointers to them stay valid."""
     return text.encode()
 
 

@@ -15,7 +15,7 @@ served, handle = ffi_handler._served, ffi_handler.handle
 
 
 def in_flight(function):
-    """`function`, called when the main thread has ended: with any machine, the program is in flight at exit."""
+    """Delay `function` until the main thread has ended, so that on any machine the program is in flight at exit."""
 
     def delayed(*arguments):
         threading.main_thread().join()
@@ -50,7 +50,7 @@ def release():
 
 
 class _Slow:
-    """Deleted before XLA's client."""
+    """Its destructor, which runs before XLA's client is deleted, takes 3 seconds."""
 
     def __del__(self, sleep=time.sleep):
         sleep(3)

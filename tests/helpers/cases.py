@@ -81,8 +81,8 @@ class Case:
     packed: bool = False  # pack the sequences into one, followed by rows of NaN
     dropout: float = 0.0
     dlse: bool = True
-    dout_size: float = 1.0  # also of dlse
-    tangent_size: float = 1.0  # a power of two; of derivatives.py
+    dout_size: float = 1.0  # factor of dout and dlse
+    tangent_size: float = 1.0  # factor of the tangents in derivatives.py, a power of two
     seed: int = 0
 
     def call(self) -> Call:

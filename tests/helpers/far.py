@@ -45,7 +45,7 @@ def spread_rows(array: np.ndarray) -> np.ndarray:
 
 
 class FarMemory(Memory):
-    """Memory whose arrays are so far apart that a wrong offset is in none of the others.
+    """Memory whose arrays are so far apart that a wrong offset from one of them lies in no other.
 
     It keeps no record of the initialised bytes, of which there would be as many as of the data.
     """
@@ -57,7 +57,7 @@ class FarMemory(Memory):
 
 
 def spread_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels' results be far like `spread_rows`, and the sequences and heads of their workspaces."""
+    """Spread the kernels' results as `spread_rows` does, and their workspaces along sequences and heads."""
     workspaces = Plan.workspaces
 
     def far_workspaces(plan: Plan, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:

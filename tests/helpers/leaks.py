@@ -1,4 +1,4 @@
-"""Finds tensors that outlive a backward: tensors saved by autograd, held by Python, or allocated at all.
+"""Finds tensors that outlive a backward: tensors saved by autograd, held by Python, or allocated by anything.
 
 cupy_flash.memory.find_retained finds tensors that are held by a graph.
 """

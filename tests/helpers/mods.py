@@ -45,7 +45,7 @@ def learned_twice(xp, a):
 
 
 def hides_by_score(xp, a):
-    """Hides keys by position, by their score, and in some rows, which see no key then, all keys by their score."""
+    """Hides keys by position and by their score; some rows lose all keys by their score and see none."""
 
     def mod(s, b, h, q, kv):
         largest = xp.where(q % 5 == 2, -1000.0, 0.7)
@@ -82,6 +82,8 @@ MASK_MODS = {
 
 def mods_of(case, xp=np, arrays=None):
     """The options score_mod and mask_mod of a case."""
+    if case.score_mod is None and case.mask_mod is None:
+        return {}
     arrays = arrays_of(case) if arrays is None else arrays
     given = {}
     if case.score_mod is not None:

@@ -30,11 +30,11 @@ CLOSED = {")": "(", "]": "[", "}": "{"}
 
 
 class StalePlant(Exception):
-    """A plant that no longer applies: no kernel has its step, or the step has not what is to be changed."""
+    """A plant that no longer applies: no kernel has its step, or the step lacks the text to change."""
 
 
-# A bug is a tuple of pairs (name of a step, function from the text of its statement to the planted one); bugs that need
-# changes of several steps are sums.
+# A bug is a tuple of pairs: the name of a step, and a function that turns the text of its statement into the wrong
+# text. To change several steps, add the tuples.
 
 
 def skip(step):
@@ -58,7 +58,7 @@ def after(step, text):
 
 
 def change(step, old, new):
-    """An expression that the step has once is another one."""
+    """An expression that occurs once in the step is replaced."""
     return ((step, lambda statement: _changed(statement, old, new)),)
 
 
@@ -115,7 +115,7 @@ def steps(text):
 
 
 def _ending_near(words, place):
-    """The first and the last token of the statement of which a line ends with a token, or of what precedes a brace."""
+    """The first and the last token of the statement that ends at a place, or of the text before a brace there."""
     last = place if words[place] in (";", "{", "}") else _end(words, place)
     first = _opening(words, last) if words[last] == "}" else last
     while first > 0 and words[first - 1] not in (";", "{") and not _ends_a_block(words, first - 1):
@@ -124,7 +124,7 @@ def _ending_near(words, place):
 
 
 def _end(words, place):
-    """The last token of the statement that begins with a token, or goes on with it."""
+    """The last token of the statement to which the token at a place belongs."""
     while words[place] != ";":
         if words[place] in CLOSED.values():
             place = next(n for n in range(place, len(words)) if words[n] in CLOSED and _opening(words, n) == place)

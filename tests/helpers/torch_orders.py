@@ -1,4 +1,4 @@
-"""Runs of torch whose sums have other orders: the error of a single low-precision run is luck of its order."""
+"""Runs of torch whose sums have other orders: the error of a single low-precision run is a matter of chance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class InAnotherOrder(TorchDispatchMode):
 
 
 def in_several_orders(run: Callable[[], Result], orders: int = 4) -> Iterator[Result]:
-    """Results of `run` in torch's own order, then in others, where SDPA computes the formula of attention."""
+    """Results of `run` with torch's own order of summation, then with other orders and SDPA's math backend."""
     yield run()
     for seed in range(1, orders):
         with sdpa_kernel(SDPBackend.MATH), InAnotherOrder(seed):
@@ -56,6 +56,6 @@ def in_several_orders(run: Callable[[], Result], orders: int = 4) -> Iterator[Re
 
 
 def furthest(exact: torch.Tensor, *runs: torch.Tensor) -> torch.Tensor:
-    """For each element, that of the runs which is furthest from the exact one."""
+    """For each element, the value of the run that is furthest from the exact value."""
     each = torch.stack([run.to(exact.dtype) for run in runs])
     return each.gather(0, (each - exact).abs().argmax(0, keepdim=True))[0]

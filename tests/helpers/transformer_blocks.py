@@ -22,7 +22,8 @@ def dropout(x):
 def standard_attention(q, k, v, drop):
     """Compute softmax(q k^T) v with P in memory, without repeating k and v for the query heads of a GQA group."""
     (_, s, heads, _), kv_heads = q.shape, k.shape[2]
-    q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3) * q.shape[-1] ** -0.5  # (b, k, h/k s, D)
+    # (b, kv_heads, group * s, D)
+    q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3) * q.shape[-1] ** -0.5
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     hidden = torch.full((s, s), -torch.inf, dtype=q.dtype).triu(1).repeat(heads // kv_heads, 1)
     probabilities = torch.softmax(q @ k.transpose(-1, -2) + hidden, -1)

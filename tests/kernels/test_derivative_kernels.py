@@ -131,7 +131,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
+    """Without the unused padding after P and one byte more, each kernel accesses memory out of bounds."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     checked = []
 
@@ -363,7 +363,7 @@ def test_tangents_of_any_size_in_fp16(case, arch):
     check(case, run_mma(case, arch=arch))
 
 
-# dq and dk would also have the error of tout, a subnormal number, in the row sums of dout * tout.
+# OF_TINY omits dq and dk: through the row sums of dout * tout they also contain the error of tout, a subnormal number.
 TINY, OF_TINY = replace(IN_FP16, tangent_size=2.0**-18, dout_size=2.0**5), ("tout", "tlse", "dv")
 
 

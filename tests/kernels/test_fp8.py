@@ -142,7 +142,7 @@ def test_transposed_values(packed):
 # Sums over long rows
 
 
-# O has one part here, which the tensor core adds to.
+# O has a single part here, and the plant adds all tiles to it in the tensor core.
 PLAIN_SUMS = (
     change("O-of-tile", "float sums[1][PART][4]", "float sums[1][PART][4] = {}")
     + change("PV-of-tile", "k > 0", "true")

@@ -89,7 +89,7 @@ EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, drop
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
+    """Without the unused padding after P and one byte more, each kernel accesses memory out of bounds."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     call, result = case.call(), run_kernels(case, tile=tile)
     padding = 8 * case.accumulation.itemsize  # padding after the last row of P, the last array in shared memory

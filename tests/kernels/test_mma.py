@@ -179,7 +179,7 @@ def test_head_dims_in_the_tiles_of_a_plan(head_dim, head_dim_v):
 
 
 def test_shared_memory_is_what_the_kernels_use():
-    """With one byte less than planned, each kernel accesses memory out of bounds: no plan asks for too much memory."""
+    """With one byte less than planned, each kernel accesses memory out of bounds, so no plan reserves too much."""
     checked = []
     case = replace(EVERYTHING, q_len=70, kv_len=70, head_dim_v=40)
     call = case.call()

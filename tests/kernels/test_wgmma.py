@@ -427,7 +427,7 @@ def test_maps_of_every_layout():
 
 
 def test_map_of_memory_that_another_array_has_had():
-    """Maps of arrays with one address and one number of bytes differ where their shapes, strides or boxes do."""
+    """Arrays at one address have different tensor maps if their shapes, strides or boxes differ."""
     q = np.zeros((2, 8, 4, 64), np.float16)
     arrays = [as_array(x, "q") for x in (q, q.reshape(2, 4, 8, 64), q[:, ::2], q[:1], q.reshape(2, 8, 2, 128))]
     boxes = [(Box("q", rows, 64),) for rows in (8, 16)]

@@ -172,7 +172,7 @@ def test_planted_deadlock_is_found(plant, monkeypatch):
 
 
 def test_groups_of_heads_add_in_order(monkeypatch):
-    """Two heads of three tiles of keys, and then the third one."""
+    """The first group has two heads of three key tiles each, the second group the third head."""
     case, how = replace(CAUSAL, heads=3, kv_heads=3, batch=1), dict(tile=TILES["keys"], deterministic=True)
     together = run(case, **how)
     check_gradients(case, together)

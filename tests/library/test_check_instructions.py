@@ -15,11 +15,12 @@ EXACT, BOUNDED = KERNELS["fma.rn.f32"], KERNELS["mma.m16n8k16-f16"]
 @pytest.mark.parametrize("kernels", in_tiers({"some": 40, "all": 1}, default=["some"]))
 def test_the_stored_results_are_the_simulators(kernels):
     """`python -m cupy_flash.measure.checks.simulated` regenerates the stored results."""
-    some = list(KERNELS.values())[::kernels]
+    compared = {name: kernel for name, kernel in KERNELS.items() if kernel.expected is None}
+    some = list(compared.values())[::kernels]
     assert {kernel.name: simulated.entry_of(kernel) for kernel in some} == {
         kernel.name: simulated.stored()[kernel.name] for kernel in some
     }
-    assert list(simulated.stored()) == list(KERNELS)
+    assert list(simulated.stored()) == list(compared)
 
 
 @pytest.fixture

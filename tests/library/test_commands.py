@@ -120,6 +120,15 @@ def test_ptx_is_written(tmp_path, capsys):
     assert all(".entry" in (folder / name).read_text() for name in names)
 
 
+@pytest.mark.usefixtures("flags_of_users")
+def test_the_evidence_of_each_instruction_is_printed(capsys):
+    printed = run(capsys, "ptx", *TINY, "--seqlen", "64", "--no-backward", "--evidence").splitlines()
+    assert printed[0].split() == ["instruction", "other", "kernel", "micro-kernel"]
+    assert printed[-1] == f"{len(printed) - 2} forms, 0 confirmed by nobody"
+    rows = {row.split()[0]: row.split()[1:] for row in printed[1:-1]}
+    assert rows["fma.rn.f32"][1] == "fma.rn.f32" and len(rows) == len(printed) - 2
+
+
 def test_a_closed_pipe_is_no_error():
     command = [sys.executable, "-m", "cupy_flash", "ptx", *TINY, "--seqlen", "64", "--no-backward"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

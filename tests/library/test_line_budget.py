@@ -1,6 +1,7 @@
 """The lines of code of the package, without the simulator, and of the bench stay within a budget.
 
-`python tests/helpers/code_lines.py` prints today's numbers. What a feature adds is added here, with a line of why.
+`python tests/helpers/code_lines.py` prints today's numbers. A feature adds its lines to these numbers, with a comment
+that says why.
 """
 
 import code_lines
@@ -9,6 +10,7 @@ import pytest
 BUDGET = {
     "cupy_flash": [
         (21711, "the package when the budget began"),
+        (276, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
     ],
     "bench": [
         (4161, "the bench when the budget began"),

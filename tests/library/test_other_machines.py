@@ -31,7 +31,9 @@ def test_ctrl_c_reaches_a_test_and_its_processes():
 
 
 def test_cupy_can_be_imported_if_it_is_installed():
-    """CuPy's import creates its cache."""
+    """CuPy creates its cache when it is imported; with a read-only home that fails unless conftest.py sets
+    CUPY_CACHE_DIR.
+    """
     assert importlib.util.find_spec("cupy") is None or importlib.import_module("cupy").__name__ == "cupy"
 
 

@@ -162,9 +162,8 @@ def test_the_registry_is_the_only_list_of_engines():
     package = Path(cupy_flash.__file__).parent
     for path in package.rglob("*.py"):
         where = path.relative_to(package).as_posix()
-        if (
-            where.startswith(("engines/", "simulator/")) or where == "problem/records.py"
-        ):  # the simulator has PTX's words
+        # The simulator names instructions of PTX, too.
+        if where.startswith(("engines/", "simulator/")) or where == "problem/records.py":
             continue
         tree = ast.parse(path.read_text("utf-8"))
         found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in names}

@@ -93,7 +93,7 @@ def run(copy, code):
 
 
 def test_an_option_that_no_engine_names_is_refused(copy):
-    """Also if a twin implements it: an engine says what it serves."""
+    """Also if the code of an engine implements it: only OPTIONS says what the engine serves."""
     run(copy, REFUSED)
     edit(copy, IMPLEMENTED)
     run(copy, REFUSED)

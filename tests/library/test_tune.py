@@ -449,8 +449,7 @@ def test_recorded_calls(tmp_path):
     results = tuning.Results(AMPERE, (), 0, "", not_replayed)
     assert "recorded calls that cannot be made again and are not measured: 3" in str(results)
     assert [each["reason"] for each in results.as_json()["not_replayed"]] == [each.reason for each in not_replayed]
-    # all trials but those with a cache, which no engine serves in fp32
-    for trial in (each for each in trials if each.cache is None):
+    for trial in trials:
         assert tuning.find_candidates(tuning.Task("candidates", "simulator", trial=trial)).tiles
 
 

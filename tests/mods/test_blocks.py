@@ -113,7 +113,7 @@ def test_a_grid_has_no_more_blocks_than_cuda_starts(heads, q_len):
 
 @pytest.mark.exhaustive
 def test_the_kernel_computes_the_classes_of_the_host():
-    """Blocks at the ends of the sequences are of the pairs that exist."""
+    """Only the pairs that exist determine the class of a block at the end of a sequence."""
     expected = host_classes(traced(None, mask_by_head), (2, 2), (250, LENGTH), BLOCK)
     assert set(expected.flat) == {0, 1, 2}
     np.testing.assert_array_equal(simulated_classes(mask_by_head, 250, LENGTH, (2, 2)), expected)

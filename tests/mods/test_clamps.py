@@ -14,7 +14,7 @@ from cupy_flash.mods.trace import Mod
 
 LAST = 99
 FAR = (ARGUMENTS[0], ARGUMENTS[-1], -77, 50, 130)  # run-time ints
-NUMBERS = (-(2**31), 2**31 - 1, -(2**29) - 1, 0, 3, 64, LAST)  # numbers of the text
+NUMBERS = (-(2**31), 2**31 - 1, -(2**29) - 1, 0, 3, 64, LAST)  # constants in the program's text
 IDS = np.array([-(2**31), -5, 7, 2**31 - 1, 2**30], np.int32)
 
 
@@ -38,7 +38,7 @@ def random_index(rng):
 
 
 def differences(fold, largest, count=600):
-    """(folds that read another element than the index at some scores, folds)."""
+    """(number of folds that read another element than the index does at some score, number of folds)."""
     rng = np.random.default_rng(0)
     edges = np.array([0, 1, 40, 99, 100, 250, largest // 3, largest - 2, largest - 1], np.int32)
     q, kv = edges[:, None], edges[None]

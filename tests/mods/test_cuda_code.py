@@ -194,8 +194,8 @@ def test_tables_of_extremes_equal_numpy():
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))
 def test_random_masks_equal_numpy(seeds):
-    """Elements equal NumPy's. The kernel classifies at most the tiles that NumPy does, which knows the mod's
-    numbers.
+    """Elements equal NumPy's. NumPy finds every tile empty or full that the kernel does, and may find more, because it
+    knows the mod's run-time numbers.
     """
     for seed in seeds:
         mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))
@@ -273,7 +273,7 @@ def test_a_missing_clamp_is_found(monkeypatch):
 
 
 RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # its rows are not contiguous
-LIMIT, HUGE = 12, 2**31 - 1  # a run-time number, and one of the text
+LIMIT, HUGE = 12, 2**31 - 1  # a run-time number, and a constant of the text
 
 
 def folded_reads(s, b, h, q, kv):
@@ -286,7 +286,7 @@ def test_folded_clamps_read_what_numpy_reads():
     (score, _, _), (expected, _, _) = pairs_of(Mod(folded_reads), np.float32)
     np.testing.assert_allclose(score, expected, 1e-5, 1e-5)
     text = cuda_code.mod_struct(Mod(folded_reads).program)
-    assert text.count("clamped(") == 2  # of the reads that wrap
+    assert text.count("clamped(") == 2  # in the reads that wrap, which keep their clamps
 
 
 def test_a_clamp_that_is_folded_away_is_found(monkeypatch):

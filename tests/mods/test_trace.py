@@ -344,7 +344,7 @@ class Whole(int):
 
 @pytest.mark.parametrize("number", [np.float32(2.5), np.float64(2.5), np.int8(5), Size.WIDE, Whole(5)], ids=repr)
 def test_numbers_of_other_types_are_python_numbers(kept, number):
-    """torch operators pass a Mod as text, which holds the digits of int and float alone."""
+    """torch operators pass a Mod as text, which can hold only the digits of an int or a float."""
     width = 3
     for _ in range(2):
         mod = traced(lambda s, b, h, q, kv: s * number + number * kv * (width * number), None)
@@ -462,7 +462,7 @@ def test_a_mod_keeps_arrays_and_numbers():
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda mod: pickle.loads(pickle.dumps(mod))])
 def test_a_copy_of_a_mod_is_equal(duplicate):
-    """A long chain of operations too, and with the same module's arrays if both are copied."""
+    """Also of a long chain of operations; an array that is copied together with the Mod stays its captured array."""
 
     def long(s, b, h, q, kv):
         for n in range(3, 1000):
@@ -673,7 +673,7 @@ def test_containers_and_wrappers_hold_arrays(kept, mod):
 
 
 def test_functions_of_math_take_captured_numbers(kept):
-    """ldexp takes an int alone; math.floor of a traced number is its method."""
+    """ldexp takes only an int as exponent; math.floor calls the method of a traced number."""
     mods = [
         traced(lambda s, b, h, q, kv, x=x, n=n: s * math.ldexp(math.sqrt(x), n) + erf(x) + math.floor(s), None)
         for x, n in ((2.0, 3), (2.0, 3), (2.0, 4))

@@ -1,7 +1,8 @@
-"""The one-launch decode: the blocks of a cluster divide the keys of a unit, and merge its parts in shared memory.
+"""The one-launch decode: the blocks of a cluster divide the keys of an output tile and merge its parts in shared
+memory.
 
-Tiles, the arithmetic of a part and the order of the merge are those of the two-launch form, so for the same parts the
-bits are the same, too: for one unit, and for units with equally many tiles, that many blocks per unit cut them alike.
+Tiles, the arithmetic of a part and the order of the merge are those of the two-launch form, so the same parts give the
+same bits: if all output tiles have equally many key tiles, as many blocks per output tile divide them in the same way.
 """
 
 import functools
@@ -88,7 +89,7 @@ def test_the_bits_of_two_launches_with_the_same_parts(equal):
 
 
 def test_the_batch_and_the_capacity_change_no_bit():
-    """A unit is divided by its own length, also in a graph that was captured for another."""
+    """An output tile is divided by its own length, also in a graph that was captured for another length."""
     case = replace(LONG, lengths=(300, 1100, 0, 700), q_len=2)
     whole = in_clusters(case.call())
     for rows in ([1], [3, 1, 0, 2]):
@@ -107,7 +108,7 @@ def test_any_order_of_warps_and_blocks(order):
         assert a.tobytes() == b.tobytes()
 
 
-# A unit may have more pieces than a cluster has blocks, so there are no clusters with split_size.
+# An output tile may have more pieces than a cluster has blocks, so there are no clusters with split_size.
 IN_CLUSTERS = {name: name for name in WRONG if name != "bounds-of-pieces"}
 
 
@@ -141,13 +142,13 @@ def clusters_of(arch, **options):
 
 
 def test_clusters_are_choices_where_they_exist():
-    """With split_size a unit may have more pieces than a cluster has blocks: two launches serve it."""
+    """With split_size an output tile may have more pieces than a cluster has blocks, so two launches compute it."""
     assert clusters_of("sm_90a") == clusters_of("sm_120") == {0, *mma_decode.CLUSTERS}
     assert clusters_of("sm_89") == clusters_of("sm_90a", split_size=512) == {0}
 
 
 def test_a_tune_chooses_clusters():
-    """They are candidates with a predicted time, and no default before they are measured."""
+    """They are candidates with a predicted time, but not the default before they are measured."""
     problem, _ = posed(CacheCase(dtype="float16", capacity=4096).call(), backend="simulator:sm_90a")
     chosen = plan(problem, HOPPER)
     assert not chosen.tile.cluster and "merge" in chosen.explain()

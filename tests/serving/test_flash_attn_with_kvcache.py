@@ -76,7 +76,9 @@ def test_queries_are_rotated_as_flash_attn_does(rows, appended, options):
 
 
 def test_sides_without_a_bound_are_no_window():
-    """None is a side without a bound, as -1 is: queries of a call that is neither causal nor local turn by n_b."""
+    """A side None is unbounded, like -1. The call is then neither causal nor windowed, so flash-attn rotates all
+    queries of sequence b by its length before the append.
+    """
     arrays, given, _ = tensors(q_len=3, appended=3, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = [cache.clone() for cache in arrays[1:]]
@@ -105,7 +107,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in REFUSED), ("rows-of-the-table", True)])
 def test_a_refused_call_writes_nothing(name, compiled):
-    """Also where flash-attn's rotation takes an append and an attention of its own: all is checked before both."""
+    """Also if flash-attn's rotation needs two steps, an append and then an attention: all is checked before either
+    writes.
+    """
     changes, error, text = REFUSED[name]
     (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
@@ -121,7 +125,7 @@ def test_a_refused_call_writes_nothing(name, compiled):
 
 
 def test_tensors_without_memory():
-    """An append and an attention of their own: the operators compute the shapes."""
+    """This call runs as a separate append and attention; on fake tensors the operators compute only the shapes."""
     (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     with FakeTensorMode() as mode:

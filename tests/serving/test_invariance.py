@@ -93,7 +93,7 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
 
 @pytest.mark.parametrize("kind", [np.int64, np.int16, np.array], ids=["int64", "int16", "array"])
 def test_a_split_size_may_be_any_whole_number(kind):
-    """One of NumPy is no int, but must not be dropped: the bits depend on it."""
+    """A NumPy integer is not an int, but must not be ignored, because the bits depend on it."""
     call = case_with({}).call()
     size = kind(call.options["split_size"])
     problem, _ = pose_with_cache(*call[:3], CacheOptions.of("test", call.options | {"split_size": size}))

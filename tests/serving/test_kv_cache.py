@@ -149,7 +149,7 @@ BACKENDS = pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ex
 
 @BACKENDS
 def test_halves_of_the_keys_merge_to_the_whole(backend, dtype):
-    """lse and out of two calls on disjoint keys, of which one sequence has none in the second half."""
+    """Two calls on disjoint keys are merged; one sequence has no keys in the second half."""
     rng = np.random.default_rng(0)
     q = rng.normal(size=(3, 2, 4, 16)).astype(dtype)
     caches, lengths = rng.normal(size=(2, 3, 90, 2, 16)).astype(dtype), np.array([90, 40, 61], np.int32)
@@ -167,7 +167,7 @@ def test_halves_of_the_keys_merge_to_the_whole(backend, dtype):
 
 @BACKENDS
 def test_a_cascade_equals_one_call(backend, dtype):
-    """A prefix that all sequences share, attended to as one sequence of all queries, and the keys of each."""
+    """All queries attend to a shared prefix, then each sequence to its own keys; the results are merged."""
     rng = np.random.default_rng(1)
     batch, shared, lengths = 3, 50, np.array([3, 40, 17], np.int32)
     q = rng.normal(size=(batch, 1, 4, 16)).astype(dtype)

@@ -1,6 +1,7 @@
 """The decode with a producer warp, which loads K and V with TMA, on a simulated Hopper.
 
-It has the tiles, the order and the arithmetic of the decode that copies with cp.async, so it must have its bits, too.
+It has the tiles, the order and the arithmetic of the decode that copies with cp.async, so its results must be bitwise
+equal.
 """
 
 import functools
@@ -132,7 +133,7 @@ def test_what_tma_cannot_load_is_no_choice(options, arch):
 
 
 def test_a_tune_chooses_the_producer_warp():
-    """It is a candidate with a predicted time, and no default before it is measured."""
+    """It is a candidate with a predicted time, but not the default before it is measured."""
     problem, _ = posed(CacheCase(dtype="float16", capacity=4096, **WIDE).call(), backend="simulator:sm_90a")
     assert not plan(problem, HOPPER).tile.tma
     tile = max((x for x in mma_decode.choices(problem, HOPPER) if x.tma), key=lambda x: x.stages)

@@ -15,6 +15,7 @@ from conformance.agreement import disagreements
 from conformance.assembled import source
 from conformance.on_gpu import main
 from patience import FOREVER, give_workers_time, hang
+from tiers import in_tiers
 
 from cupy_flash import device
 from cupy_flash.engines import mma_decode
@@ -22,6 +23,7 @@ from cupy_flash.gpu import ahead
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.measure.checks import hopper
+from cupy_flash.measure.checks.evidence import evidence_for
 from cupy_flash.measure.checks.instructions import BY_NAME, WARP_CASES
 from cupy_flash.measure.checks.micro_kernels import Kernel, difference, every_kernel, kernels, simulate
 
@@ -83,19 +85,27 @@ USED = [
 ]
 
 
-def forms_used(launch, arch):
+def compiled(launch, arch):
     name = launch.kernel
-    return forms(nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx)
+    return nvrtc.compile(assemble(name, dict(launch.constants)), name, arch.replace("sm", "compute")).ptx
 
 
+def confirmed_by_nobody(ptx):
+    """Forms of instructions that neither another code generator's kernel nor the PTX ISA confirms."""
+    return [row.form for row in evidence_for([ptx]) if row.other_kernel is None and row.micro_kernel is None]
+
+
+@pytest.mark.usefixtures("flags_of_users")
 def test_kernels_use_only_forms_that_a_micro_kernel_verifies():
     verified = set().union(*(forms(kernel.text) for kernel in KERNELS.values()))
     for arch, name, words in USED:
         launches = ahead.launches(device.named(arch, "cuda"), **dict(dtype="float16", engine="wgmma") | words)
         launches = [launch for launch in launches if launch.kernel == name]
         for launch in launches[0], launches[-1]:
-            used = forms_used(launch, arch)
+            ptx = compiled(launch, arch)
+            used = forms(ptx)
             assert len(used) > 3 and used <= verified, (name, sorted(used - verified))
+            assert confirmed_by_nobody(ptx) == []
 
 
 def test_every_form_of_a_decode_uses_only_forms_that_a_micro_kernel_verifies():
@@ -105,10 +115,50 @@ def test_every_form_of_a_decode_uses_only_forms_that_a_micro_kernel_verifies():
     used = {}
     for tile in {tile.form: tile for tile in mma_decode.choices(problem, on_hopper)}.values():
         (launch,) = (x for x in mma_decode.launches(problem, on_hopper, tile) if x.function == "decode")
-        used[tile.form] = forms_used(launch, "sm_90a")
+        ptx = compiled(launch, "sm_90a")
+        used[tile.form] = forms(ptx)
+        assert confirmed_by_nobody(ptx) == []
     assert {"ld.shared::cluster.f32", "mapa.shared::cluster.u32"} <= used["clusters of 8"]
     for name, instructions in used.items():
         assert instructions <= verified, (name, sorted(instructions - verified))
+
+
+CALLS = {
+    "simt-f64": ("sm_80", dict(dtype="float64", head_dim=16)),
+    "simt-f32": ("sm_80", dict(dtype="float32", head_dim=32, dropout=0.1)),
+    "simt-bf16": (
+        "sm_80",
+        dict(dtype="bfloat16", head_dim=64, engine="simt", causal=True, alibi_slopes=True, bias=True),
+    ),
+    "mma-f16": ("sm_80", dict(dtype="float16", head_dim=64)),
+    "mma-options": ("sm_80", dict(dtype="bfloat16", head_dim=64, window=(64, 0), softcap=20.0, dropout=0.1, sink=True)),
+    "wgmma-f16": ("sm_90a", dict(dtype="float16", head_dim=64, engine="wgmma", causal=True)),
+    "wgmma-bf16": ("sm_90a", dict(dtype="bfloat16", head_dim=128, engine="wgmma", deterministic=True)),
+    "wgmma-fp8": ("sm_90a", dict(dtype="float8_e4m3fn", head_dim=96, backward=False)),
+    "packed": ("sm_90a", dict(dtype="bfloat16", head_dim=64, engine="wgmma", packed=True, softcap=20.0)),
+    "cache": ("sm_90a", dict(dtype="float16", head_dim=64, backward=False, cache=True)),
+    "cache-fp8": ("sm_90a", dict(dtype="float16", head_dim=64, backward=False, cache=True, kv_dtype="float8_e4m3fn")),
+    "cache-rotary": (
+        "sm_80",
+        dict(dtype="float16", head_dim=64, backward=False, cache=True, rotary=True, rotary_dim=32),
+    ),
+    "blackwell": ("sm_120", dict(dtype="bfloat16", head_dim=64)),
+}
+
+
+@pytest.mark.usefixtures("flags_of_users")
+@pytest.mark.parametrize("call", in_tiers(CALLS, ["simt-f64"]))
+def test_every_instruction_of_the_kernels_is_confirmed(call):
+    """By a kernel of Triton or Gluon, or by a micro-kernel whose results follow from the PTX ISA."""
+    arch, words = call
+    kernels = {launch.kernel: launch for launch in ahead.launches(device.named(arch, "cuda"), **words)}
+    assert {name: confirmed_by_nobody(compiled(launch, arch)) for name, launch in kernels.items()} == dict.fromkeys(
+        kernels, []
+    )
+
+
+def test_an_instruction_that_nobody_confirms_is_named():
+    assert confirmed_by_nobody("add.f32 %f1, %f1, %f1; add.round.f32 %f1, %f1, %f1;") == ["add.round.f32"]
 
 
 def test_ptxas_assembles_every_micro_kernel_of_several_threads():

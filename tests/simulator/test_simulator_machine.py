@@ -1,6 +1,8 @@
 """Control flow, collectives, memory and atomics of the simulator, each against a few lines of NumPy."""
 
+import gc
 import struct
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from cupy_flash.measure.checks.hopper import BY_NAME
 from cupy_flash.measure.checks.hopper.bulk import tensor
 from cupy_flash.measure.checks.hopper.shared_memory import DYNAMIC_BYTES
 from cupy_flash.simulator import Memory, SimulationError, errors, launch, parse
+from cupy_flash.simulator.machine.context import Context
 
 LANES = np.arange(32)
 STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
@@ -811,3 +814,23 @@ def test_vector_of_a_parameter(count):
     run(f"ld.param{vector}.b32 {operand}, [map0+64]; {stores}", out, maps=((0, map_),))
     assert np.array_equal(out, np.frombuffer(encode_for_simulator(map_(0)), np.uint32)[16 : 16 + count])
     assert out.any()
+
+
+# ---- the memory of the simulator itself
+
+
+def test_a_launch_leaves_no_cycles_of_references(monkeypatch):
+    contexts = []
+
+    class Watched(Context):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            contexts.append(weakref.ref(self))
+
+    monkeypatch.setattr("cupy_flash.simulator.machine.launch.Context", Watched)
+    gc.disable()
+    try:
+        result("mov.u32 %r1, %t; bar.sync 0;", 64)
+        assert [context() for context in contexts] == [None]
+    finally:
+        gc.enable()

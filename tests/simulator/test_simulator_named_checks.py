@@ -5,11 +5,17 @@ import pytest
 from micro import run
 
 from cupy_flash.measure.checks.hopper import BY_NAME
-from cupy_flash.measure.checks.hopper.case import wait
+from cupy_flash.measure.checks.hopper.case import HopperCase, wait
 from cupy_flash.measure.checks.hopper.wgmma import Operand
 from cupy_flash.simulator import CHECKS, UNENFORCED, errors
 
 LOAD, STORE, WGMMA = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["wgmma.f16-minus"]
+REGISTERS = BY_NAME["setmaxnreg"]
+SUMS = HopperCase(
+    "sums", "mad.wide.u32 %d0, %t, 4, %p1; red.global.add.f32 [%d0], 0f3F800000;", (np.zeros(1, np.uint32),),
+    np.zeros(32, np.float32), threads=32, blocks=4,
+)  # fmt: skip
+DECREASE = "setmaxnreg.dec.sync.aligned.u32 24;"
 FENCE = "@%q6 fence.mbarrier_init.release.cluster;"
 WORDS = "mov.u32 %r60, smem; mad.lo.u32 %r61, %t, 4, %r60; {} xor.b32 %r62, %r61, 128; ld.shared.b32 %r0, [%r62]; {}"
 WRITE = "st.shared.b32 [%r61], %t;"
@@ -23,6 +29,12 @@ def without(case, *removed):
         assert text in body
         body = body.replace(text, "")
     return case, body
+
+
+def changed(case, old, new):
+    """The kernel of a case with another text in its body."""
+    assert old in case.body
+    return case, case.body.replace(old, new)
 
 
 def with_leading_offset(case, operand, leading):
@@ -40,6 +52,11 @@ PLANTED = {
     "wgmma-fence": without(WGMMA, "wgmma.fence.sync.aligned;"),
     "wgmma-registers": without(WGMMA, "wgmma.wait_group.sync.aligned 0;"),
     "early-exit": (LOAD, LOAD.body[: LOAD.body.index(wait().strip())]),
+    # Blocks that synchronise are meant to fix the order of their sums.
+    "float-order": (SUMS, SUMS.body + "ld.acquire.gpu.global.b32 %r0, [%p0];"),
+    "setmaxnreg-aligned": changed(
+        REGISTERS, DECREASE, f"setp.lt.u32 %q1, %t, 32; @%q1 bra APART; {DECREASE} bra DONE; APART: {DECREASE}"
+    ),
     "mbarrier-init-fence": without(LOAD, FENCE),
     "bulk-read-wait": without(STORE, "cp.async.bulk.wait_group 0;"),
     "kmajor-lbo": with_leading_offset(WGMMA, Operand(16, "f16"), 1024),
@@ -73,7 +90,7 @@ def test_a_check_is_switched_off_by_its_name_alone(name, order):
 
 
 def test_the_checks_that_other_code_generators_do_not_need():
-    assert {"mbarrier-init-fence", "bulk-read-wait", "kmajor-lbo"} == UNENFORCED
+    assert {"float-order", "setmaxnreg-aligned", "mbarrier-init-fence", "bulk-read-wait", "kmajor-lbo"} == UNENFORCED
 
 
 @pytest.mark.parametrize("unchecked", [["race", "lbo"], "race", [False]], ids=["one", "string", "type"])

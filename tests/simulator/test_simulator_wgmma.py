@@ -105,7 +105,7 @@ def a_32_bit(thread, i):
 
 
 def a_from_registers(words, type_):
-    """(64, depth) matrix A of the registers of all threads, (128, 4 words per k step)."""
+    """Matrix A (64, depth), read from the registers of all threads, (128, 4 words per k step)."""
     layout = {1: a_8_bit, 2: a_16_bit, 4: a_32_bit}[np.dtype(DTYPES[type_]).itemsize]
     per_step = 32 // np.dtype(DTYPES[type_]).itemsize
     elements = words.view(np.uint8).view(DTYPES[type_])

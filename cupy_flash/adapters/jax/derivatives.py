@@ -36,7 +36,7 @@ def _differentiate_step(primals: Any, tangents: Any, *, call: str, **_: Any) -> 
     """The JVP rule of a step: return its results and their tangents; a tangent that is 0 is ad.Zero."""
     step, static, names = parsed = static_call.parse(call)
     operands, given = (dict(zip(names, arrays, strict=True)) for arrays in (primals, tangents))
-    if step not in OF_STEP or "starts" in names:  # a ring's merged lse is not that of its shard's keys
+    if step not in OF_STEP or "starts" in names:  # in a ring, the merged lse is not the lse over the shard's keys
         refuse_derivative(static.function)
     results = dict(zip(parsed.result_names, bind_primitive(step_p, *primals, call=call), strict=True))
     direction, second = _direction(parsed, given), _second_tangents(given)
@@ -136,7 +136,7 @@ def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
 
 
 def _derivative_of_backward(static: Static, known: dict[str, Any], direction: dict[str, Any]) -> dict[str, Any]:
-    """Return the tangents of the gradients, a backward of tdout and tdlse plus a double backward of the others."""
+    """Return the tangents of the gradients, a backward of tdout and tdlse plus a double backward of the rest."""
     of_backward, parts = Call(BACKWARD, static, tuple(known)), []
     of_inputs = {name: x for name, x in direction.items() if name not in ("tdout", "tdlse")}
     if of_inputs:
@@ -187,7 +187,7 @@ def _batch(arrays: Any, places: Any, *, call: str, **_: Any) -> Any:
 
 
 def _abstract(*operands: Any, call: str, **_: Any) -> Any:
-    """Return the types of the results, which are those of the results of the step."""
+    """Return the types of the results: each tangent has the type of the step's result that it belongs to."""
     linear = static_call.parse(call)
     if linear.step != OF_BACKWARD:
         return [operands[linear.names.index(name)].update(weak_type=False) for name in KNOWN]

@@ -94,7 +94,7 @@ def _program(call: str) -> Any:
 
 
 def _require_one_device(function: str, operands: dict[str, Any]) -> None:
-    """Raise ValueError for arrays on different devices; those of jax on a CPU share memory, so pointers do not tell."""
+    """Raise ValueError for arrays on different devices; on a CPU those share memory, so pointers do not show it."""
     devices: dict[Any, list[str]] = {}
     for name, x in operands.items():
         if x.committed:

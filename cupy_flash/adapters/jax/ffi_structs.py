@@ -236,7 +236,7 @@ def unserved() -> str | None:
 
 
 def described() -> str:
-    """Return the words of explain() for how a jitted call runs."""
+    """Return how a jitted call runs, as explain() prints it."""
     reason = unserved()
     return f"XLA's FFI, major version {MAJOR}" if reason is None else f"jax.pure_callback, on a CPU alone: {reason}"
 

@@ -50,7 +50,7 @@ class CacheStatic(_Static):
 
 
 class CacheCall(NamedTuple):
-    """A call on a cache, an append or attention, with the interface of `calls.Call`."""
+    """A call on a cache, an append or attention, with the interface of `static_call.Call`."""
 
     step: str
     static: CacheStatic
@@ -70,12 +70,12 @@ class CacheCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The call serialised as the FFI attribute that `calls.parse` reads."""
+        """The call serialised as the FFI attribute that `static_call.parse` reads."""
         return static_call.text_of(self)
 
     @property
     def reads_place(self) -> bool:
-        """False: no option of a cache depends on the index of a sequence or head in an unsharded call."""
+        """False: no option of a call on a cache depends on the index of its sequence or head in the unsharded call."""
         return False
 
     @property

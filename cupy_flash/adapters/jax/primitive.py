@@ -103,7 +103,7 @@ class Recorder:
         return Array(256, tuple(shape), contiguous_strides(tuple(shape)), np.dtype(dtype), self.device, "xla", self)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Record an allocation, as `handler.Memory.empty` serves it, and return its array."""
+        """Record an allocation, as `ffi_handler.Memory.empty` serves it, and return its array."""
         self.arrays.append(self.array(shape, dtype))
         return self.arrays[-1]
 

@@ -245,7 +245,7 @@ class Backward(_Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Apply DoubleBackward; the inputs' gradients include the part through out and lse, their functions."""
+        """Apply DoubleBackward; the inputs' gradients include the part through out and lse."""
         dout, out, lse, dlse, *tensors = ctx.saved_tensors
         ddout, ddlse, *gradients = DoubleBackward.apply(ctx.settings, dout, out, lse, dlse, *cotangents, *tensors)
         placed = _by_tensor(tuple(tensors), tuple(gradients))

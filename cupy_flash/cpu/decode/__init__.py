@@ -5,8 +5,8 @@ online softmax, O += P V. The pieces of a tile are merged in order. Tiles and pi
 threads.
 
 With split_size, pieces end at its multiples, tiles have a fixed number of rows and start at fixed positions, and chunks
-are padded with zeros, so that the arithmetic of a query depends only on its own sequence. A chunk in which a row sees
-no key leaves the row's O unchanged (O * 1 + 0).
+are padded with zeros, so that the arithmetic of a query depends only on its own sequence. A chunk without a key that a
+row sees leaves the row's O unchanged (O * 1 + 0).
 
 Names are the paper's; capitals are tiles in the accumulation dtype. S scores, P probabilities, O = P V, m row max, l
 row sum.

@@ -21,7 +21,7 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
     count = len(blocks)
     K, V = (_rows_of(array, problem)[:count] for array in (given.k_new, given.v_new))
     if cache.rotary is not None:
-        # Packed rows after the last sequence may have slots, but have no position.
+        # Packed rows after the last sequence may have slots, but they have no position.
         positions = np.zeros(count, np.int64)
         known = positions_of_keys(problem, operands, spans)
         positions[: len(known)] = known

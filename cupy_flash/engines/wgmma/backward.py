@@ -123,7 +123,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
 def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
     """Return (D, Dv) rounded up to whole panels, as DIM and DIM_V in wgmma/backward.cuh.
 
-    Warpgroups that share keys have at least one panel each, others equal numbers of those of dQ.
+    Warpgroups that share keys have at least one panel each; others have equal numbers of panels of dQ.
     """
     k, v = -(-problem.head_dim // PANEL), -(-problem.head_dim_v // PANEL)
     if tile.shares == 1:

@@ -53,9 +53,9 @@ EXPONENTIALS_FIRST = True
 # bottleneck.
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
-TILE_STEPS = 1.5  # a work tile's prologue and epilogue, from FlashAttention-3's published lengths (bench predict)
-# Further clocks: the start of a block, and in a persistent grid the load of Q, which waits for the store of O unless O
-# has a buffer.
+TILE_STEPS = 1.5  # steps that a prologue and epilogue cost, fitted to FlashAttention-3's published speeds
+# More clocks per block or tile: the start of a block, and in a persistent grid the load of Q, which waits for the store
+# of O unless O has a buffer.
 BLOCK, LOAD_Q = 2000, 1000
 
 
@@ -66,7 +66,7 @@ class Tile(NamedTuple):
     block_kv: int
     stages: int
     persistent: bool  # one block per SM, which loops over query tiles
-    takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmma in turn
+    takes_turns: bool  # ping-pong: consumer warpgroups issue their wgmmas alternately
     paired: bool  # two blocks with neighbouring query tiles multicast K and V, if the lengths allow it
     o_buffer: bool = False  # O has a buffer of its own instead of Q's, so that the next Q loads earlier
 

@@ -120,7 +120,7 @@ def find_device(task: Task, announce: Announce) -> Device:
         return device.named(arch)
     try:
         return ahead.device_for(None)
-    except RuntimeError as error:  # its advice is for compile(), not for a check
+    except RuntimeError as error:  # the message gives advice for compile(), not for a check
         raise RuntimeError(f"there is no GPU that CuPy can use ({error.__cause__})") from None
 
 
@@ -204,7 +204,7 @@ def run_in_graph(task: Task, announce: Announce) -> str | None:
     values, captured = on_backend(task.backend, call), on_backend(task.backend, call)
     _assign(captured, None)
     stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    _run(task, captured)  # loads the kernels, which a capture cannot
+    _run(task, captured)  # loads the kernels, which is illegal during a capture
     cupy.cuda.Device().synchronize()
     with stream, cupy.cuda.using_allocator(pool.malloc):
         stream.begin_capture()

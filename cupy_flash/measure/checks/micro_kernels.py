@@ -19,6 +19,7 @@ from ..worker_process import Announce
 from . import hopper
 from .hopper.case import HopperCase
 from .instructions import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, Case, mma_body
+from .isa import ISA_CASES, IsaCase
 
 Array = np.ndarray
 SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
@@ -63,7 +64,8 @@ class Kernel:
     maps: tuple[tuple[int, Callable[[int], TensorMap]], ...] = ()
     dynamic: int = 0  # bytes of dynamic shared memory
     relative: float | None = None  # relative error bound of an approximation
-    family: str | None = None  # what engines that use it name in MICRO_KERNELS; None: all use it
+    family: str | None = None  # the name in MICRO_KERNELS of the engines that use it; None: all use it
+    expected: Array | None = None  # the output by the PTX ISA; None: the simulator's is compared with a GPU's
 
     @property
     def key(self) -> str:
@@ -83,13 +85,14 @@ def every_kernel() -> Iterator[Kernel]:
         yield _of_instruction(case)
     for form in MMA_FORMS:
         yield _of_mma(form)
+    yield from map(_of_isa, ISA_CASES)
 
 
 def _of_hopper(case: HopperCase) -> Kernel:
     text = source(case.body, [*case.inputs, case.out], maps=len(case.maps), **case.options)
     return Kernel(
         case.name, text, case.inputs, case.out, case.blocks, case.threads, maps=case.maps, dynamic=case.dynamic,
-        family="wgmma",
+        family="wgmma", expected=case.expected,
     )  # fmt: skip
 
 
@@ -108,6 +111,14 @@ def _of_mma(form: str) -> Kernel:
     text = source(mma_body(form), [*operands, out], target=target)
     # PTX leaves the order and the rounding of mma's sums undefined.
     return Kernel(f"mma.{form}", text, operands, out, 1, 32, relative=2.0**-10, family="mma")
+
+
+def _of_isa(case: IsaCase) -> Kernel:
+    text = source(case.body, [*case.inputs, case.out], **case.options)
+    return Kernel(
+        case.name, text, case.inputs, case.out, case.blocks, case.threads, relative=case.relative,
+        expected=case.expected,
+    )  # fmt: skip
 
 
 def mma_operands(type_: str, a_words: int, b_words: int) -> tuple[Array, Array, Array]:
@@ -165,11 +176,11 @@ def simulate(kernel: Kernel) -> Array:
     return out
 
 
-def difference(actual: Array, expected: Array, relative: float | None = None) -> str | None:
+def difference(actual: Array, expected: Array, relative: float | None = None, source: str = "simulator") -> str | None:
     """Describe how many numbers differ, and the first of them; return None if all agree.
 
     Numbers agree if they have the same bits or both are NaN; with `relative`, if they differ by at most this fraction
-    of the larger one.
+    of the larger one. `source` says in the message where the expected numbers are from.
     """
     same = actual == expected
     if actual.dtype.kind == "f":
@@ -183,7 +194,7 @@ def difference(actual: Array, expected: Array, relative: float | None = None) ->
         return None
     first = tuple(int(i) for i in np.argwhere(~same)[0])
     wrong = int((~same).sum())
-    return f"{wrong} of {same.size} differ, the first at {first}: {actual[first]}, simulator {expected[first]}"
+    return f"{wrong} of {same.size} differ, the first at {first}: {actual[first]}, {source} {expected[first]}"
 
 
 def run_on_gpu(kernel: Kernel) -> Array:

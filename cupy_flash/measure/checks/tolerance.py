@@ -4,9 +4,10 @@
     factor = 2 + 2 / sqrt(n),   band = eps(dtype) * max |reference| + tiny
 
 where NaN and infinities, signs included, must be in the same places. The low-precision result has, for each element,
-the least accurate value of several runs whose sums have other orders: the error of one run is luck of its order, which
-differs between the BLAS libraries of two machines. The largest error of few elements, such as those of dsink, remains
-luck, so the factor depends on the number n of finite elements: 2 for many, 3 for 4, and 4 for a single one.
+the least accurate value of several runs whose sums have other orders: the error of one run depends on its order by
+chance, and the order differs between BLAS libraries. The largest error of few elements, such as those of dsink, still
+depends on chance, so the factor depends on the number n of finite elements: 2 for many, 3 for 4, and 4 for a single
+one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,23 +40,27 @@ class Access:
 
 def access_bytes(instruction: Instruction) -> int:
     """Return the bytes per lane of a ld, st, atom or red."""
-    count = next((int(m[1:]) for m in instruction.modifiers if m in ("v2", "v4", "v8")), 1)
-    return TYPE_BYTES[instruction.modifiers[-1]] * count
+    return TYPE_BYTES[instruction.modifiers[-1]] * _form(instruction.modifiers)[2]
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(modifiers: tuple[str, ...]) -> tuple[str, str | None, int]:
+    """Return (space or 'generic', type or None, number of components) of a memory access."""
+    space = next((m.split("::")[0] for m in modifiers if m.split("::")[0] in _SPACES), "generic")
+    count = next((int(m[1:]) for m in modifiers if m in ("v2", "v4", "v8")), 1)
+    return space, next((m for m in reversed(modifiers) if m in TYPE_BYTES), None), count
 
 
 def describe(instruction: Instruction, context: Context, *, writes: bool) -> Access:
     """Return the Access of a ld, st, atom or red."""
-    modifiers = instruction.modifiers
-    space = next((m.split("::")[0] for m in modifiers if m.split("::")[0] in _SPACES), "generic")
-    types = [m for m in modifiers if m in TYPE_BYTES]
-    if not types or ("shared::cluster" in modifiers and instruction.opcode != "ld"):
+    space, type_, count = _form(instruction.modifiers)
+    if type_ is None or ("shared::cluster" in instruction.modifiers and instruction.opcode != "ld"):
         raise Unsupported(f"this form of {instruction.opcode} is not simulated: {instruction.where}")
-    count = next((int(m[1:]) for m in modifiers if m in ("v2", "v4", "v8")), 1)
-    if TYPE_BYTES[types[-1]] * count > 16:
+    width = TYPE_BYTES[type_] * count
+    if width > 16:
         raise Unsupported(f"accesses of more than 16 bytes per lane are not simulated: {instruction.where}")
-    width = TYPE_BYTES[types[-1]] * count
     number = context.number_of[id(instruction)]
-    return Access(instruction, number, space, width, width, writes, types[-1], count)
+    return Access(instruction, number, space, width, width, writes, type_, count)
 
 
 def addresses(operand: Operand, context: Context, instruction: Instruction) -> Callable[[Group], Indices]:

@@ -63,4 +63,7 @@ def unsupported(instruction: Instruction) -> Unsupported:
 
 def rounding(instruction: Instruction, default: str = "rn") -> str:
     """Return the rounding mode among the modifiers, or `default`."""
-    return next((m for m in instruction.modifiers if m in _ROUNDINGS), default)
+    for modifier in instruction.modifiers:
+        if modifier in _ROUNDINGS:
+            return modifier
+    return default

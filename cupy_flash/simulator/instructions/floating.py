@@ -164,8 +164,12 @@ def _fused(instruction: Instruction, context: Context) -> Step:
 
 
 def _truncate_mantissa(function: Function) -> Function:
-    """PTX ISA: rcp.approx.ftz.f64 and rsqrt.approx.ftz.f64 return the upper 32 bits; the lower 32 are zero."""
-    return lambda a: (function(a).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
+    """PTX ISA: rcp.approx.ftz.f64 and rsqrt.approx.ftz.f64 flush subnormals; the lower 32 bits of a result are 0."""
+
+    def flushed(a: Any) -> Any:
+        return np.where(np.abs(a) < np.finfo(np.float64).smallest_normal, np.copysign(0.0, a), a)
+
+    return lambda a: (flushed(function(flushed(a))).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
 
 
 def _in_double(function: Function) -> Function:
@@ -225,7 +229,10 @@ def _extremum(instruction: Instruction, context: Context) -> Step:
     result = context.destination(instruction.operands[0], type_, instruction)
     sources = typed_sources(instruction, context, type_)
     if type_[0] in "us":
-        return ufunc(result, np.minimum if smaller else np.maximum, *sources)
+        integers = np.minimum if smaller else np.maximum
+        if "relu" in modifiers:
+            return computed(result, lambda a, b: np.maximum(integers(a, b), 0), *sources)
+        return ufunc(result, integers, *sources)
     if "xorsign" in modifiers:
         raise unsupported(instruction)
     propagate = "NaN" in modifiers

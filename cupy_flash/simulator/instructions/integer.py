@@ -85,7 +85,7 @@ def with_carry(instruction: Instruction, context: Context) -> Step:
     unsigned = f"u{8 * TYPE_BYTES[type_]}"
     result = context.destination(instruction.operands[0], unsigned, instruction)
     *factors, a, b = typed_sources(instruction, context, unsigned)
-    carry = context.arrays.setdefault(("carry", 0), np.zeros((context.warps, 32), bool))
+    carry = context.carry
     reads, writes = instruction.opcode in ("addc", "subc", "madc"), "cc" in instruction.modifiers
     subtracts = instruction.opcode.startswith("sub")
     dtype = DTYPES[unsigned]

@@ -6,6 +6,7 @@ resident blocks is one contiguous slice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -80,6 +81,14 @@ class Group:
         group.mask, group.plain = mask, False
         return group
 
+    def active_rows(self) -> npt.NDArray[np.int64]:
+        """Return the row of each active lane."""
+        return self.rows.repeat(32 if self.mask is None else self.mask.sum(1))
+
+    def active_lanes(self) -> npt.NDArray[np.int64]:
+        """Return the index in its warp of each active lane."""
+        return np.tile(np.arange(32), len(self.rows)) if self.mask is None else np.nonzero(self.mask)[1]
+
     def active(self, values: Array) -> Array:
         """Return the values (rows, 32) of the active lanes, as a flat array."""
         return values.reshape(-1) if self.mask is None else values[self.mask]
@@ -115,12 +124,12 @@ class Context:
         self.cluster_of_row = self.block_of_row // self.cluster
         self.warpgroup_of_row = self.warp_of_row // 4 * self.blocks + self.block_of_row
         self.warp_in_cluster = self.rank_of_row * self.warps_per_block + self.warp_of_row
-        self.arrays: dict[tuple[str, int], Array] = {}
+        self._banks: dict[str, Array] = {}  # the registers of a storage class, (registers, warps, 32)
+        self.carry = np.zeros((self.warps, 32), bool)
         self._to_read: dict[tuple[tuple[str, int], str], Array] = {}  # views of a slot by the type of an operand
         self._to_write: dict[tuple[tuple[str, int], str], Array] = {}
         # The registers of wgmma instructions, (registers, warps, 32).
-        count = sum(kind == "matrix" for kind, _ in program.slots.values())
-        self.matrix_registers = np.full((count, self.warps, 32), 0xFFFFFFFF, np.uint32)
+        self.matrix_registers = np.full((program.slot_counts["matrix"], self.warps, 32), 0xFFFFFFFF, np.uint32)
         self.specials = self._specials(thread)
         self.shared_bytes = shared_bytes
         # The shared memory of all blocks is one array; each block starts at a multiple of shared_stride.
@@ -160,6 +169,10 @@ class Context:
     def find(self, kind: type[U]) -> U | None:
         """Return the registered unit of this class, or None."""
         return self._units.get(kind)
+
+    def forget_units(self) -> None:
+        """End the life of the units, which refer to their context."""
+        self._units.clear()
 
     # ---- layout
 
@@ -222,13 +235,13 @@ class Context:
         slot = self.program.slots[register.name]
         if slot[0] == "matrix":
             return self.matrix_registers[slot[1]]
-        if slot not in self.arrays:
-            dtype = np.dtype(DTYPES[slot[0]])
+        kind, number = slot
+        if kind not in self._banks:
+            dtype, count = np.dtype(DTYPES[kind]), self.program.slot_counts[kind]
             # Uninitialised registers hold all ones, which is NaN in every float format.
-            self.arrays[slot] = np.full((self.warps, 32 * dtype.itemsize), POISON, np.uint8).view(dtype)
-            if slot[0] == "pred":
-                self.arrays[slot][:] = True
-        return self.arrays[slot]
+            poison = 1 if kind == "pred" else POISON
+            self._banks[kind] = np.full((count, self.warps, 32 * dtype.itemsize), poison, np.uint8).view(dtype)
+        return self._banks[kind][number]
 
     def address_of(self, symbol: Symbol, instruction: Instruction) -> int:
         """Return the address of a variable in its own state space (for a global variable, the generic address)."""
@@ -249,9 +262,9 @@ class Context:
             case Immediate():
                 if type_ == "pred":
                     return np.bool_(operand.bits != 0)
-                return _scalar(constant_bits(operand, type_), DTYPES[type_])
+                return _scalar(constant_bits(operand, type_), type_)
             case Symbol():
-                return _scalar(self.address_of(operand, instruction), DTYPES[type_])
+                return _scalar(self.address_of(operand, instruction), type_)
             case Special(name):
                 if name not in self.specials:
                     raise Unsupported(f"special register %{name} is not simulated: {instruction.where}")
@@ -329,9 +342,10 @@ class Unit:
         context.register(self)
 
 
-def _scalar(bits: int, dtype: type[np.generic]) -> Any:
-    size = np.dtype(dtype).itemsize
-    return np.frombuffer((bits % (1 << 8 * size)).to_bytes(size, "little"), dtype)[0]
+@functools.lru_cache(maxsize=4096)
+def _scalar(bits: int, type_: str) -> Any:
+    size = np.dtype(DTYPES[type_]).itemsize
+    return np.frombuffer((bits % (1 << 8 * size)).to_bytes(size, "little"), DTYPES[type_])[0]
 
 
 def operand_type(instruction: Instruction) -> str:

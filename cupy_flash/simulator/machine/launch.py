@@ -25,6 +25,7 @@ from ..memory.checks import Checks, tracked_unit
 from ..memory.grid_order import GridOrder
 from ..memory.store import SHARED_START, Memory
 from .context import Context
+from .parameters import entry_point
 from .parser import parse
 from .program import Program
 from .ptx import Function, Module, Variable
@@ -52,15 +53,18 @@ def launch(
 ) -> Counters:
     """Run a kernel over its whole grid, in place on the arrays of `memory`; return the counters.
 
-    `parameters` is the parameter buffer as the driver takes it. `order` is when asynchronous instructions take effect:
-    at issue ("early"), at their wait ("late"), or at random times ("random", which also shuffles the start order of
-    blocks, the warp schedule, the order of atomics and the elected lane, and lets mbarrier waits time out; `seed` makes
-    it reproducible). `resident_lanes` of the grid run at a time, in whole clusters; a run of more than
+    `parameters` is the parameter buffer as the driver takes it (see `pack`). `order` is when asynchronous instructions
+    take effect: at issue ("early"), at their wait ("late"), or at random times ("random", which also shuffles the start
+    order of blocks, the warp schedule, the order of atomics and the elected lane, and lets mbarrier waits time out;
+    `seed` makes it reproducible). `resident_lanes` of the grid run at a time, in whole clusters; a run of more than
     `most_basic_blocks` counts as a deadlock. `unchecked` names the checks (named_checks.CHECKS) that are not made.
     Raises a subclass of SimulationError for what a GPU rejects, and for what the named checks find; ValueError for an
-    unknown name.
+    unknown name; TypeError for a grid or block that has not three sizes.
     """
     skipped = named_checks.names(unchecked)
+    for name, sizes in (("grid", grid), ("block", block)):
+        if not isinstance(sizes, tuple) or len(sizes) != 3:
+            raise TypeError(f"{name} must be a tuple of three sizes (x, y, z), not {sizes!r}")
     module = parse(ptx) if isinstance(ptx, str) else ptx
     function = _function(module, kernel, parameters)
     program = _program(module, kernel)
@@ -94,15 +98,18 @@ def launch(
             context.random = np.random.default_rng([seed, first])
             context.first_elected = int(np.random.default_rng(seed).integers(32))
         _add_asynchronous_units(context, order)
-        Scheduler(context, most_basic_blocks).run()
+        scheduler = Scheduler(context, most_basic_blocks)
+        scheduler.run()
+        # Instructions, units and context refer to each other. Apart, their hundreds of megabytes are freed at once
+        # instead of at the next collection of cycles.
+        scheduler.forget_instructions()
+        context.forget_units()
     return counters
 
 
 def _function(module: Module, kernel: str, parameters: bytes) -> Function:
     """Return the entry point of a kernel that takes as many bytes of parameters."""
-    if kernel not in module.kernels:
-        raise SimulationError(f"no kernel {kernel!r} in the PTX, which has {sorted(module.kernels)}")
-    function = module.kernels[kernel]
+    function = entry_point(module, kernel)
     _, size = function.parameter_layout()
     if len(parameters) != size:
         raise SimulationError(f"{kernel} takes {size} bytes of parameters, {len(parameters)} were given")

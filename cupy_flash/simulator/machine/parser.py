@@ -40,6 +40,11 @@ def parse(text: str) -> Module:
     Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion and indirect
     calls.
     """
+    if ".version" not in text:
+        raise PtxError(
+            "the text is not PTX, which begins with .version; "
+            'cupy_flash.jit.nvrtc.compile(text, name, "compute_80").ptx is that of a CUDA text'
+        )
     return _Parser(text).module()
 
 
@@ -348,16 +353,18 @@ class _Parser:
     def instruction(self, scope: _Scope) -> Instruction:
         line = self.line_of[self.position]
         guard: Register | Not | None = None
-        if self.accept("@"):
+        if self.token == "@":
+            self.take()
             negated = self.accept("!")
             register = self.operand(scope)
             if not isinstance(register, Register):
                 raise self.error("a guard predicate must be a register")
             guard = Not(register) if negated else register
-        opcode, *modifiers = self.take().split(".")
+        opcode, modifiers = _opcode(self.take())
         operands: list[Operand] = []
-        while not self.accept(";"):
-            if self.accept("("):
+        while self.token != ";":
+            if self.token == "(":
+                self.take()
                 items = []
                 while not self.accept(")"):
                     items.append(self.operand(scope))
@@ -365,19 +372,26 @@ class _Parser:
                 operands.append(Vector(tuple(items)))
             else:
                 operands.append(self.operand(scope))
-            if not self.accept(",") and self.token != ";":
+            if self.token == ",":
+                self.take()
+            elif self.token != ";":
                 raise self.error(f"expected ',' or ';', found {self.token!r}")
+        self.take(";")
         text = " ".join(self.lines[line - 1].split("//")[0].split())
-        return Instruction(opcode, tuple(modifiers), tuple(operands), guard, line, text, self.source)
+        return Instruction(opcode, modifiers, tuple(operands), guard, line, text, self.source)
 
     def operand(self, scope: _Scope | None) -> Operand:
         first = self.operand_item(scope)
-        if self.accept("|"):
+        if self.token == "|":
+            self.take()
             return Pair(first, self.operand_item(scope))
         return first
 
     def operand_item(self, scope: _Scope | None) -> Operand:
         token = self.take()
+        known = scope.find(token) if scope else None
+        if isinstance(known, Register):  # most operands
+            return known
         if token == "{":
             items = []
             while not self.accept("}"):
@@ -412,9 +426,6 @@ class _Parser:
             raise self.error(f"unknown operand {token!r}")
         if token == "_":
             return None
-        known = scope.find(token) if scope else None
-        if isinstance(known, Register):
-            return known
         if token[0] == "%":
             return Special(token[1:])
         if token == "WARP_SZ":
@@ -426,6 +437,14 @@ class _Parser:
         return symbol
 
 
+@functools.lru_cache(maxsize=1024)
+def _opcode(token: str) -> tuple[str, tuple[str, ...]]:
+    """Return the opcode and the modifiers."""
+    opcode, *modifiers = token.split(".")
+    return opcode, tuple(modifiers)
+
+
+@functools.lru_cache(maxsize=1024)
 def _number(text: str, negative: bool) -> Immediate:
     if text[:2] in ("0f", "0F"):
         return Immediate(int(text[2:], 16) ^ (negative << 31), "f32")

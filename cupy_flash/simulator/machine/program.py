@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
 from dataclasses import dataclass
 
 from .ptx import TYPE_BYTES, Address, Function, Instruction, Not, Operand, Pair, Register, Symbol, TensorAddress, Vector
@@ -75,9 +76,12 @@ def ends_block(instruction: Instruction) -> bool:
 def _synchronises(instruction: Instruction) -> bool:
     """Return whether blocks may synchronise through this instruction.
 
-    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. A plain (relaxed)
-    atomic alone orders nothing.
+    It is an acquire, release or strong access of global memory, or a fence at gpu scope or wider. An atomic without a
+    memory order (CUDA's atomicAdd) orders nothing. A relaxed integer one does neither, but a kernel that reads it, such
+    as a counter of finished blocks, may rely on an order.
     """
+    if instruction.opcode not in ("membar", "fence", "ld", "st", "atom", "red"):
+        return False
     modifiers = set(instruction.modifiers)
     if instruction.opcode == "membar":
         return bool(modifiers & {"gl", "sys"})
@@ -87,8 +91,8 @@ def _synchronises(instruction: Instruction) -> bool:
     ordered = {"acquire", "release", "acq_rel"}
     if instruction.opcode in ("ld", "st"):
         ordered |= {"relaxed", "volatile", "mmio"}
-    elif instruction.opcode not in ("atom", "red"):
-        return False
+    elif instruction.opcode == "atom" and instruction.modifiers[-1] in ("b32", "b64", "u32", "u64", "s32", "s64"):
+        ordered |= {"relaxed"}
     spaces = {modifier.split("::")[0] for modifier in modifiers}
     return bool(modifiers & ordered) and not spaces & {"shared", "local", "param", "const"}
 
@@ -132,6 +136,9 @@ class Program:
             for register in registers_of(operand)
         ]
         self.slots |= {name: ("matrix", i) for i, name in enumerate(dict.fromkeys(matrix))}
+        self.slot_counts: Counter[str] = Counter()
+        for kind, number in self.slots.values():
+            self.slot_counts[kind] = max(self.slot_counts[kind], number + 1)
         in_flight = set(matrix)
         # The ids of the instructions that use such a register.
         self.watched = {
@@ -160,24 +167,23 @@ class Program:
         return targets
 
 
-def registers_of(operand: Operand) -> Iterator[Register]:
-    """Yield every register inside an operand."""
+def registers_of(operand: Operand) -> tuple[Register, ...]:
+    """Return every register inside an operand."""
     match operand:
         case Register():
-            yield operand
+            return (operand,)
         case Address(base, _):
-            yield from registers_of(base)
+            return registers_of(base)
         case TensorAddress(map_, coordinates):
-            yield from registers_of(map_)
-            yield from registers_of(coordinates)
+            return registers_of(map_) + registers_of(coordinates)
         case Vector(items):
-            for item in items:
-                yield from registers_of(item)
+            return tuple(register for item in items for register in registers_of(item))
         case Pair(first, second):
-            yield from registers_of(first)
-            yield from registers_of(second)
+            return registers_of(first) + registers_of(second)
         case Not(register):
-            yield register
+            return (register,)
+        case _:
+            return ()
 
 
 def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple[str, int]]:
@@ -194,26 +200,22 @@ def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple
     shared: set[str] = set()
     types: dict[str, str] = {}
     for i, instruction in enumerate(code):
-        results = instruction.operands[:1] if instruction.opcode not in _WITHOUT_RESULT else ()
-        written = {register.name for operand in results for register in registers_of(operand)}
-        if results and isinstance(results[0], Address) or instruction.guard is not None:
-            written = set()
-        read = {
-            register.name
-            for operand in (*instruction.operands[len(results) :], instruction.guard)
-            for register in registers_of(operand)
-        }
-        for operand in (*instruction.operands, instruction.guard):
-            for register in registers_of(operand):
-                name = register.name
-                types[name] = register.type
-                if name not in first:
-                    first[name] = i
-                    if name in written and name not in read:
-                        shared.add(name)
-                elif region_of[first[name]] != region_of[i]:
-                    shared.discard(name)
-                last[name] = i
+        used_here = [registers_of(operand) for operand in instruction.operands]
+        has_result = bool(used_here) and instruction.opcode not in _WITHOUT_RESULT
+        written: tuple[Register, ...] = ()
+        if has_result and instruction.guard is None and not isinstance(instruction.operands[0], Address):
+            written = used_here[0]
+        read = {register.name for registers in used_here[has_result:] for register in registers}
+        for register in (*itertools.chain(*used_here), *registers_of(instruction.guard)):
+            name = register.name
+            types[name] = register.type
+            if name not in first:
+                first[name] = i
+                if register in written and name not in read:
+                    shared.add(name)
+            elif name in shared and region_of[first[name]] != region_of[i]:
+                shared.discard(name)
+            last[name] = i
     slots: dict[str, tuple[str, int]] = {}
     used: dict[str, int] = {}
     free: dict[str, list[int]] = {}

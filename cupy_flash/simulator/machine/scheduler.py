@@ -102,6 +102,7 @@ class Scheduler:
         self._jumps = 0  # backward jumps so far
         self._passed_over: dict[int, int] = {}  # place of ready groups, or _LOADS -> _jumps when first passed over
         self._time_outs = 0
+        self._aligned = WARPGROUP - ({"setmaxnreg"} if "setmaxnreg-aligned" in context.unchecked else set())
 
     # ---- compilation
 
@@ -363,6 +364,11 @@ class Scheduler:
             self.bulk.finish()
             self.wgmma.finish()
 
+    def forget_instructions(self) -> None:
+        """End the life of the compiled instructions, which refer to their scheduler."""
+        self.blocks.clear()
+        self._after_barrier.clear()
+
     def _land(self, wanted: set[tuple[int, int]] | None) -> bool:
         self._passed_over.pop(_LOADS, None)
         return self.bulk.land(wanted)
@@ -466,7 +472,7 @@ class Scheduler:
         assert block.members is not None
         members, lanes = block.members(group), group.lanes()
         missing = (members & ~lanes).any(1)
-        if opcode in WARPGROUP:
+        if opcode in self._aligned:
             warpgroup = self.context.warpgroup_of_row[group.rows]
             missing |= np.bincount(warpgroup[~missing], minlength=self.context.warps)[warpgroup] < 4
         if missing.any():
@@ -499,6 +505,7 @@ class Scheduler:
 
     def _raise_deadlock(self) -> None:
         """Raise Deadlock, or BarrierMisuse if part of a warp is at a block barrier, with a line per waiting group."""
+        self._require_aligned_setmaxnreg()
         lines = self.barriers.explain()
         for block, group in self.waiting.items():
             instruction = self.code[self.blocks[block].start]
@@ -521,12 +528,36 @@ class Scheduler:
             raise BarrierMisuse("only part of a warp reaches a barrier\n  " + "\n  ".join(lines))
         raise Deadlock("no warp can make progress\n  " + "\n  ".join(lines))
 
+    def _require_aligned_setmaxnreg(self) -> None:
+        """Report warps that wait for the rest of their warpgroup, which has exited or is at another setmaxnreg."""
+        context = self.context
+        parked = [(block, group) for block, group in self.parked.items() if self._opcode(block) == "setmaxnreg"]
+        there = ~context.live
+        for _, group in parked:
+            there[group.rows] |= group.lanes()
+        complete = np.bincount(context.warpgroup_of_row[there.all(1)], minlength=context.warps) == 4
+        for block, group in parked:
+            alone = complete[context.warpgroup_of_row[group.rows]]
+            if alone.any():
+                row = int(group.rows[np.flatnonzero(alone)[0]])
+                context.report(
+                    "setmaxnreg-aligned",
+                    Deadlock,
+                    f"{context.thread_name(row, 0)} waits for the other warps of its warpgroup, which have exited "
+                    f"or are at another setmaxnreg: {self.code[self.blocks[block].start].where}",
+                )
+
+    def _opcode(self, block: int) -> str:
+        return self.code[self.blocks[block].start].opcode
+
     def _is_barrier(self, block: int) -> bool:
         return is_block_barrier(self.code[self.blocks[block].stop - 1])
 
 
 def _key(instruction: Instruction) -> str:
     """Dispatch key into COMPILERS: the opcode, refined if one opcode has several unrelated forms."""
+    if instruction.opcode not in ("bar", "barrier", "ld", "cp"):
+        return instruction.opcode
     if is_warp_barrier(instruction):
         return "bar.warp"
     if is_cluster_barrier(instruction):

@@ -171,11 +171,8 @@ class Checks(Unit):
 
     def _warps(self, group: Group) -> tuple[Indices, Indices, Indices]:
         """Return (row, cluster, warp in the cluster) of each active lane."""
-        rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
+        rows = group.active_rows()
         return rows, self.context.cluster_of_row[rows], self.context.warp_in_cluster[rows]
-
-    def _lane(self, group: Group) -> Indices:
-        return group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))
 
     def _tags(self, group: Group, clocks: npt.NDArray[np.uint64], number: int) -> npt.NDArray[np.uint64]:
         warp = self.context.warp_in_cluster[group.rows].astype(np.uint64)
@@ -193,7 +190,7 @@ class Checks(Unit):
         clock = last >> np.uint64(_CLOCK)
         agent = ((last >> np.uint64(_AGENT)) & np.uint64(AGENTS - 1)).astype(np.int64)
         last_lane = (last & np.uint64(31)).astype(np.int64)
-        lane = self._lane(group)
+        lane = group.active_lanes()
         known = self.clocks.known_of(rows, lane, agent)
         diverged = (agent == warp[:, None]) & (clock > self.converged_at[rows][:, None])
         unordered = (clock > known) | (diverged & (last_lane != lane[:, None]))
@@ -202,8 +199,8 @@ class Checks(Unit):
             self._report_race(group, i, int(units[i, j]), int(last[i, j]), instruction, what)
 
     def _report_race(self, group: Group, access: int, unit: int, tag: int, instruction: Instruction, what: str) -> None:
-        rows, _, _ = self._warps(group)
-        thread = self.context.thread_name(int(rows[access]), int(self._lane(group)[access]))
+        rows = group.active_rows()
+        thread = self.context.thread_name(int(rows[access]), int(group.active_lanes()[access]))
         self._report_unordered(tag, unit, int(rows[access]), f"{thread}: {instruction.where}", what)
 
     def _report_unordered(self, tag: int, unit: int, row: int, second: str, what: str) -> None:
@@ -236,10 +233,11 @@ class Checks(Unit):
         Their accesses are not ordered with the other lanes of their warp until it converges, nor visible to the async
         proxy until a fence.
         """
-        lanes = group.lanes()
-        self._used_since[group.rows] |= lanes
+        where = slice(None) if group.index is None else group.index
+        lanes = True if group.mask is None else group.mask
+        self._used_since[where] |= lanes
         if writes and self.context.program.asynchronous:
-            self._unfenced[group.rows] |= lanes
+            self._unfenced[where] |= lanes
 
     def shared_read(self, group: Group, index: Indices, width: int, number: int) -> None:
         """Check and record a plain read of shared memory."""
@@ -261,9 +259,8 @@ class Checks(Unit):
             return
         readers = self._all_readers()
         for read in self.log:
-            rows, _, _ = self._warps(read.group)
             units = self._units(read.index, read.width)
-            column = self._column_of_row[rows][:, None]
+            column = self._column_of_row[read.group.active_rows()][:, None]
             readers[units, column] = self._tags(read.group, read.clocks, read.number)[:, None]
         self.log.clear()
         self.read = True
@@ -288,7 +285,9 @@ class Checks(Unit):
         if not self.read or self.readers is None:
             return
         rows, cluster, warp = self._warps(group)
-        known = self.clocks.known_by(rows, self._lane(group)) if self.clocks.led else self.clocks.known[cluster, warp]
+        known = (
+            self.clocks.known_by(rows, group.active_lanes()) if self.clocks.led else self.clocks.known[cluster, warp]
+        )
         if self.context.program.asynchronous or self._agents.shape != (1, known.shape[1]):
             # The columns are not in the order of the clock's components.
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
@@ -313,8 +312,8 @@ class Checks(Unit):
 
     def conflicting_stores(self, group: Group, position: int, name: str, instruction: Instruction) -> None:
         """Report Race: two lanes of one instruction store different values to one address."""
-        rows, _, _ = self._warps(group)
-        thread = self.context.thread_name(int(rows[position]), int(self._lane(group)[position]))
+        rows = group.active_rows()
+        thread = self.context.thread_name(int(rows[position]), int(group.active_lanes()[position]))
         self.context.report(
             "race",
             Race,
@@ -452,10 +451,11 @@ class Checks(Unit):
         if reader not in self._columns:
             column = self._first_async_column + len(self._columns)
             if column == self._agents.shape[1]:
-                # Unused columns map to agent 0 and hold no reads.
-                self._agents = np.pad(self._agents, ((0, 0), (0, _MORE_READERS)))
+                # Unused columns map to agent 0 and hold no reads. Twice as many, because each time costs a copy.
+                more = max(_MORE_READERS, len(self._columns))
+                self._agents = np.pad(self._agents, ((0, 0), (0, more)))
                 if self.readers is not None:
-                    self.readers = np.pad(self.readers, ((0, 0), (0, _MORE_READERS)))
+                    self.readers = np.pad(self.readers, ((0, 0), (0, more)))
             self._columns[reader] = column
             self._agents[:, column] = [self.clocks.agent((*reader, rank)) for rank in range(self.context.cluster)]
         return self._columns[reader]
@@ -482,8 +482,8 @@ class Checks(Unit):
         copies = self.pending[units]
         if copies.any():
             i, j = (int(x) for x in np.argwhere(copies)[0])
-            rows, _, _ = self._warps(group)
-            thread = self.context.thread_name(int(rows[i]), int(self._lane(group)[i]))
+            rows = group.active_rows()
+            thread = self.context.thread_name(int(rows[i]), int(group.active_lanes()[i]))
             self._report_pending(int(units[i, j]), f"{thread}: {instruction.where}")
 
     def _report_pending(self, unit: int, use: str) -> None:
@@ -507,9 +507,9 @@ class Checks(Unit):
         if not undefined.any():
             return
         i = int(np.flatnonzero(undefined)[0])
-        rows, _, _ = self._warps(group)
+        rows = group.active_rows()
         lane = i if selection is None else int(selection[i])
-        thread = self.context.thread_name(int(rows[lane]), int(self._lane(group)[lane]))
+        thread = self.context.thread_name(int(rows[lane]), int(group.active_lanes()[lane]))
         if store is self.context.shared:
             byte = f"shared byte {self.context.shared_byte_name(int(index[i]))}"
         else:

@@ -133,7 +133,7 @@ class Clocks:
     def _join(
         self, rows: Rows, lanes: Mask | None, clocks: Any, planes: Any = slice(None), agents: Any = slice(None)
     ) -> None:
-        """Join clocks (planes, n, agents) into those of these lanes (n, 32; None: all) of warps."""
+        """Join clocks (planes, n, agents) into those of lanes (n, 32; None: all) of warps; planes: known, fenced."""
 
         def join(which: int, some: Any) -> None:
             state, place = self._state[planes, which], (slice(None), *self._place(rows[some]), agents)

@@ -7,8 +7,8 @@ An acquire orders the acquiring lane only; the other lanes of its warp are order
 
 In kernels whose blocks synchronise in this way (Program.synchronises) every write is recorded with its warp's clock. A
 plain access races with a write that does not happen before it, and so does an atomic with a plain write. Atomics do not
-race with each other, except floating-point additions, whose sum depends on their order: a kernel whose blocks wait for
-each other is meant to fix that order.
+race with each other, but the sum of floating-point additions depends on their order, and a kernel whose blocks wait for
+each other is meant to fix it: the check float-order.
 """
 
 from __future__ import annotations
@@ -141,13 +141,14 @@ class GridOrder:
             self._tracked[id(store)] = _Tracked((len(store.data) + store.origin) // self.unit + 1)
         tracked = self._tracked[id(store)]
         chosen = slice(None) if selection is None else selection
-        rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))[chosen]
-        lanes = group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))[chosen]
+        rows = group.active_rows()[chosen]
+        lanes = group.active_lanes()[chosen]
         units = (index // self.unit)[:, None] + np.arange(max(width // self.unit, 1))
         where = f"byte {{}} of {name!r}"
-        self._require_order(tracked.writers, form, rows, lanes, units, where, store)
+        self._require_order(tracked.writers, form, rows, lanes, units, where, store, "race")
         if form.float_add or not form.strong:
-            self._require_order(tracked.atomics, form, rows, lanes, units, where, store)
+            check = "float-order" if form.float_add else "race"
+            self._require_order(tracked.atomics, form, rows, lanes, units, where, store, check)
         tags = self._tags(form, rows, lanes)
         if form.float_add:
             order = np.argsort(units[:, 0], kind="stable")
@@ -158,7 +159,7 @@ class GridOrder:
                 if rows[i] == rows[j]:
                     self._report_duplicate(form, int(rows[j]), (int(lanes[i]), int(lanes[j])), byte)
                 else:
-                    self._report_race(form, int(rows[j]), int(lanes[j]), int(tags[i]), byte)
+                    self._report_race(form, int(rows[j]), int(lanes[j]), int(tags[i]), byte, "float-order")
         if form.writes:
             if form.releases:
                 self._require_convergence(group, instruction)
@@ -292,8 +293,9 @@ class GridOrder:
         return base | (self.clocks.in_grid[rows] << _WARP | lanes).astype(np.uint64)
 
     def _require_order(
-        self, tags: Tags, form: _Form, rows: Indices, lanes: Indices, units: Indices, where: str, store: Store
-    ) -> None:
+        self, tags: Tags, form: _Form, rows: Indices, lanes: Indices, units: Indices, where: str, store: Store,
+        check: str,
+    ) -> None:  # fmt: skip
         """Report Race if the last access in `tags` to any of the units does not happen before this one."""
         last = tags[units]
         if not last.any():
@@ -306,18 +308,18 @@ class GridOrder:
         if unordered.any():
             i, j = (int(x) for x in np.argwhere(unordered)[0])
             byte = where.format(int(units[i, j]) * self.unit - store.origin)
-            self._report_race(form, int(rows[i]), int(lanes[i]), int(last[i, j]), byte)
+            self._report_race(form, int(rows[i]), int(lanes[i]), int(last[i, j]), byte, check)
 
     def _report_duplicate(self, form: _Form, row: int, lanes: tuple[int, int], byte: str) -> None:
         self.context.report(
-            "race",
+            "float-order",
             Race,
             f"two lanes of one instruction add floating-point numbers to {byte}, in an order that no synchronisation "
             f"can fix, and on which the sum depends\n"
             f"  lane {lanes[0]} and {self.context.thread_name(row, lanes[1])}: {form.instruction.where}",
         )
 
-    def _report_race(self, form: _Form, row: int, lane: int, tag: int, byte: str) -> None:
+    def _report_race(self, form: _Form, row: int, lane: int, tag: int, byte: str, check: str) -> None:
         first = self.code[(tag >> _CODE) & ((1 << (_CLOCK - _CODE)) - 1)]
         warp, other = (tag >> _WARP) & ((1 << (_CODE - _WARP)) - 1), tag & 31
         own_warp = int(self.clocks.in_grid[row])
@@ -330,14 +332,13 @@ class GridOrder:
             missing = "a barrier"
         else:
             missing = "a release and an acquire whose scopes include both blocks"
-        access = "write" if form.writes else "read"
-        access = (
-            "floating-point additions, whose sum depends on their order," if form.float_add else f"write, then {access}"
-        )
+        accesses = f"write, then {'write' if form.writes else 'read'}"
+        if check == "float-order":
+            accesses = "floating-point additions, whose sum depends on their order,"
         self.context.report(
-            "race",
+            check,
             Race,
-            f"{access} of {byte} without {missing} between\n"
+            f"{accesses} of {byte} without {missing} between\n"
             f"  first:  warp {warp % self.per_block}, lane {other} of block {warp // self.per_block}: {first.where}\n"
             f"  second: {self.context.thread_name(row, lane)}: {form.instruction.where}",
         )

@@ -32,8 +32,8 @@ def shared_addresses(
 ) -> SharedAddresses:
     """Return the shared-memory addresses of lanes within their cluster, checked for bounds and alignment to `size`."""
     flat = group.active(address)
-    rows = group.active(np.broadcast_to(group.rows[:, None], (len(group.rows), 32)))
-    lanes = group.active(np.broadcast_to(np.arange(32), (len(group.rows), 32)))
+    rows = group.active_rows()
+    lanes = group.active_lanes()
     rank, offsets = flat >> RANK_BITS, (flat & ((1 << RANK_BITS) - 1)) - SHARED_START
     own = context.block_of_row[rows]
     blocks = np.where(rank == 0, own, own - context.rank_of_row[rows] + rank - 1)

@@ -115,8 +115,11 @@ class Memory:
         """Register `array` and return the address of its first element.
 
         A strided array is registered with all bytes from its first to its last. `initialised=False` (outputs,
-        workspaces) fills it with NaN and makes every read before a write an error.
+        workspaces) fills it with NaN and makes every read before a write an error. Raises TypeError for anything but a
+        NumPy array.
         """
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{name} must be a NumPy array, not {type(array).__name__}")
         low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
         first = array.ctypes.data
         data = np.lib.stride_tricks.as_strided(

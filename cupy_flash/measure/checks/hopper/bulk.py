@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import ml_dtypes
@@ -46,6 +47,10 @@ BOXES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ..
     "4d-wide-bytes": ("u8", (96, 70, 2, 1), (128, 64, 1, 1), 128, (0, 20, 1, 0)),
     "5d": ("bf16", (16, 5, 4, 3, 2), (16, 2, 3, 2, 2), 32, (0, 4, 2, 1, 1)),
 }
+# A box of two rows in each of two planes, at row 1 of 2: the second row of each is outside, and is filled with zeros.
+ROWS = "4d-rows"
+ROWS_EXPECTED = np.concatenate([np.arange(80, 96), np.zeros(16), np.arange(112, 128), np.zeros(16)]).astype(np.uint8)
+BOXES[ROWS] = ("u8", (16, 2, 2, 2), (16, 2, 2, 1), 0, (0, 1, 0, 1))
 HINT = "0x14F0000000000000"  # L2::evict_last
 
 
@@ -169,7 +174,8 @@ def plain_case(kind: str) -> HopperCase:
             cp.async.bulk.commit_group;
             cp.async.bulk.wait_group 0;
         """
-    return HopperCase(f"bulk.{kind}", body, (source,), out)
+    expected = source + out if kind == "add" else source
+    return HopperCase(f"bulk.{kind}", body, (source,), out, expected=expected)
 
 
 def added_twice_case() -> HopperCase:
@@ -195,7 +201,7 @@ def added_twice_case() -> HopperCase:
     """
     rng = np.random.default_rng(5)
     source, out = (rng.integers(-9, 10, 128).astype(np.float32) for _ in range(2))
-    return HopperCase("bulk.add-twice", body, (source,), out, threads=32)
+    return HopperCase("bulk.add-twice", body, (source,), out, threads=32, expected=out + source + (source + 3))
 
 
 def multicast_case() -> HopperCase:
@@ -226,9 +232,10 @@ def multicast_case() -> HopperCase:
 
 
 CASES = [
-    *[load_case(name) for name in BOXES],
+    *[load_case(name) for name in BOXES if name != ROWS],
+    replace(load_case(ROWS), inputs=(np.arange(128, dtype=np.uint8),), expected=ROWS_EXPECTED),
     load_case("2d", hint=True),
-    *[store_case(name) for name in BOXES if name != "2d-outside"],
+    *[store_case(name) for name in BOXES if name not in ("2d-outside", ROWS)],
     *[store_case(name, "add") for name in ("1d", "2d-beyond", "2d-f32", "3d", "4d")],
     store_case("2d-before", "min"),
     store_case("3d", "max"),

@@ -20,7 +20,8 @@ PAIR: dict[str, Any] = {"blocks": 2, "directives": ".explicitcluster .reqnctaper
 class HopperCase:
     """The body of a kernel and its arrays; `out` holds the initial values of the output.
 
-    `maps` has for each tensor map the index of its array and a function from the array's address to the map.
+    `maps` has for each tensor map the index of its array and a function from the array's address to the map. `expected`
+    is the output by the PTX ISA, where it can be written out.
     """
 
     name: str
@@ -33,6 +34,7 @@ class HopperCase:
     directives: str = ""
     target: str = "sm_90a"
     dynamic: int = 0  # bytes of dynamic shared memory at `dynamic`, in place of smem and bars
+    expected: Array | None = None
 
     @property
     def options(self) -> dict[str, str]:

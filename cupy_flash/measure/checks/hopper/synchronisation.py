@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .case import PAIR, HopperCase, initialise, wait
@@ -128,7 +130,8 @@ def registers_case(name: str, threads: int, few: int, many: int) -> HopperCase:
         st.global.b32 [%d0], %t;
     """
     directives = f".maxntid {threads}, 1, 1 .minnctapersm 1"
-    return HopperCase(name, body, (), np.zeros(threads, np.uint32), threads=threads, directives=directives)
+    out, expected = np.zeros(threads, np.uint32), np.arange(threads, dtype=np.uint32)
+    return HopperCase(name, body, (), out, threads=threads, directives=directives, expected=expected)
 
 
 REMOTE_BODY = f"""
@@ -170,15 +173,24 @@ LOAD_BODY = """
     barrier.cluster.wait.acquire;
 """
 
+
+def _case(name: str, body: str, expected: list[int] | list[list[int]], **options: Any) -> HopperCase:
+    """Return a case without inputs, whose output the PTX ISA states."""
+    literals = np.array(expected, np.uint32)
+    return HopperCase(name, body, (), np.zeros_like(literals), expected=literals, **options)
+
+
 CASES = [
     turns_case(),
-    HopperCase("barriers", BARRIERS_BODY, (), np.zeros(64, np.uint32), threads=64),
-    HopperCase("mbarrier.parity", PARITY_BODY, (), np.zeros((6, 2), np.uint32), threads=32),
-    HopperCase("mbarrier.state", STATE_BODY, (), np.zeros(4, np.uint32), threads=32),
-    HopperCase("elect", ELECT_BODY, (), np.zeros(64, np.uint32), threads=64),
+    # Warp 0 triples the number, warp 1 triples it and adds 1, eight times each.
+    _case("barriers", BARRIERS_BODY, 32 * [16142520] + 32 * [48427561], threads=64),
+    # Two arrivals complete a phase. The phase of parity 1 before the first one counts as completed.
+    _case("mbarrier.parity", PARITY_BODY, [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [0, 1]], threads=32),
+    _case("mbarrier.state", STATE_BODY, [1, 0, 1, 0], threads=32),
+    _case("elect", ELECT_BODY, 64 * [1], threads=64),
     registers_case("setmaxnreg", 384, 24, 240),
     registers_case("setmaxnreg.40-232", 384, 40, 232),
     registers_case("setmaxnreg.32-160", 512, 32, 160),
-    HopperCase("cluster.remote", REMOTE_BODY, (), np.zeros(256, np.uint32), **PAIR),
-    HopperCase("cluster.load", LOAD_BODY, (), np.zeros(256, np.uint32), **PAIR),
+    _case("cluster.remote", REMOTE_BODY, 128 * [32] + 128 * [33], **PAIR),
+    _case("cluster.load", LOAD_BODY, list(range(255, -1, -1)), **PAIR),
 ]

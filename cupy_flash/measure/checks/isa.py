@@ -7,11 +7,13 @@ settles whether this package reads them rightly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 Array = np.ndarray
+
+
+SHARED = ".shared .align 16 .b8 smem[1024];"  # the shared memory of every case
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,6 @@ class IsaCase:
     target: str = "sm_80"
     relative: float | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for `micro_kernels.source`."""
-        return {"shared": ".shared .align 16 .b8 smem[1024];", "target": self.target}
-
 
 def _u32(*values: int) -> Array:
     return np.array(values, np.uint32)
@@ -42,9 +39,20 @@ def _u64(*values: int) -> Array:
     return np.array(values, np.uint64)
 
 
-def _case(name: str, body: str, inputs: tuple[Array, ...], expected: Array, **options: Any) -> IsaCase:
+def _case(
+    name: str,
+    body: str,
+    inputs: tuple[Array, ...],
+    expected: Array,
+    *,
+    threads: int = 32,
+    blocks: int = 1,
+    target: str = "sm_80",
+    relative: float | None = None,
+) -> IsaCase:
     """Return a case whose output starts as zeros."""
-    return IsaCase(f"isa.{name}", body, inputs, np.zeros_like(expected), expected, **options)
+    zeros = np.zeros_like(expected)
+    return IsaCase(f"isa.{name}", body, inputs, zeros, expected, threads, blocks, target, relative)
 
 
 # PTX ISA, Logic and Shift Instructions: and, or, xor and not of predicates, for the bits p = 1 and q = 2 of a thread.

@@ -19,7 +19,7 @@ from ..worker_process import Announce
 from . import hopper
 from .hopper.case import HopperCase
 from .instructions import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, Case, mma_body
-from .isa import ISA_CASES, IsaCase
+from .isa import ISA_CASES, SHARED, IsaCase
 
 Array = np.ndarray
 SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
@@ -114,7 +114,7 @@ def _of_mma(form: str) -> Kernel:
 
 
 def _of_isa(case: IsaCase) -> Kernel:
-    text = source(case.body, [*case.inputs, case.out], **case.options)
+    text = source(case.body, [*case.inputs, case.out], shared=SHARED, target=case.target)
     return Kernel(
         case.name, text, case.inputs, case.out, case.blocks, case.threads, relative=case.relative,
         expected=case.expected,

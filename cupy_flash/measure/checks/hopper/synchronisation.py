@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from .case import PAIR, HopperCase, initialise, wait
@@ -174,10 +172,16 @@ LOAD_BODY = """
 """
 
 
-def _case(name: str, body: str, expected: list[int] | list[list[int]], **options: Any) -> HopperCase:
+def _case(name: str, body: str, expected: list[int] | list[list[int]], threads: int) -> HopperCase:
     """Return a case without inputs, whose output the PTX ISA states."""
     literals = np.array(expected, np.uint32)
-    return HopperCase(name, body, (), np.zeros_like(literals), expected=literals, **options)
+    return HopperCase(name, body, (), np.zeros_like(literals), threads=threads, expected=literals)
+
+
+def _pair_case(name: str, body: str, expected: list[int]) -> HopperCase:
+    """Return such a case for a cluster of two blocks."""
+    literals = np.array(expected, np.uint32)
+    return HopperCase(name, body, (), np.zeros_like(literals), expected=literals, **PAIR)
 
 
 CASES = [
@@ -191,6 +195,6 @@ CASES = [
     registers_case("setmaxnreg", 384, 24, 240),
     registers_case("setmaxnreg.40-232", 384, 40, 232),
     registers_case("setmaxnreg.32-160", 512, 32, 160),
-    _case("cluster.remote", REMOTE_BODY, 128 * [32] + 128 * [33], **PAIR),
-    _case("cluster.load", LOAD_BODY, list(range(255, -1, -1)), **PAIR),
+    _pair_case("cluster.remote", REMOTE_BODY, 128 * [32] + 128 * [33]),
+    _pair_case("cluster.load", LOAD_BODY, list(range(255, -1, -1))),
 ]

@@ -81,8 +81,9 @@ struct KeyLoads {
   }
 };
 
-// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent. B_FIRST: A tB^T is added
-// first. A transposed tile of tS needs it to have the bits from which the JVP computed mu: tS - mu is 0 where P is 1.
+// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent. B_FIRST adds A tB^T before
+// tA B^T. A transposed tile needs this order to get the bits of tS from which the JVP computed mu, so that tS - mu is
+// exactly 0 where P is 1.
 template <int M, int N, int DIM, bool MOVES_A, bool MOVES_B, bool B_FIRST = false>
 __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned int A_smem, unsigned int tA_smem,
                              const typename Tile<DIM>::Lane& a_lane, unsigned int B_smem, unsigned int tB_smem,

@@ -15,7 +15,7 @@
 #include "backward.cuh"
 #endif
 
-// Shared memory of the kernels, offsets in numbers: of blocks that own queries, and of those that own keys.
+// Offsets in shared memory, in elements of type real: for blocks that own queries, and for those that own keys.
 struct ByQuery {
   static constexpr int QUERIES = 0;
   static constexpr int KEYS = QUERIES + QuerySlot::END;

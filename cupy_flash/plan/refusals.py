@@ -22,7 +22,7 @@ REASONS = {
 
 
 def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
-    """Return the reasons why an engine does not serve a problem; `tune` is the measurement of the problem's bucket."""
+    """Return the reasons why an engine does not serve a problem; `tune` has the measurements for its bucket."""
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
@@ -63,7 +63,7 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
 
 
 def _given(problem: Problem) -> Iterator[Feature]:
-    """Yield the given options that change what a call computes, as far as `Problem` has a field for them."""
+    """Yield the given options that change what a call computes, as far as `Problem` and `Cache` record them."""
     yield from (x for x in FEATURES if x.definition and x.field in Problem._fields and is_given(problem, x))
     if problem.cache is not None:
         from ..problem.kv_cache_records import CACHE_FEATURES, Cache  # imported by the first call on a KV cache

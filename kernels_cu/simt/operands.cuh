@@ -60,7 +60,7 @@ struct QueryTile {
       delta[row] = x == -infinity() ? 0 : number(p.delta, i);
     }
 #if DIRECTION
-    // A separate loop, because a longer one would take more registers.
+    // A separate loop, because a single loop over all numbers would take more registers.
     for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
       int i = q_start + row;
       bool sees = i < sequence.q_len && number(p.lse, i) != -infinity();

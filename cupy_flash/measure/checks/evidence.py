@@ -23,7 +23,7 @@ FILE = Path(__file__).with_name("other_kernels.json")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:^|[;{}:])\s*(?:@!?%\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=[\s;\[])([^;]*)", re.MULTILINE)
 _HINT = re.compile(r"\.(nc|uni|tile|L1::\w+|L2::\w+|ca|cg(?=\.))(?=\.|$)")
-# Opcodes whose result depends on the size of their type only, not on its kind.
+# Opcodes that move or compare bits: of their type only the size matters.
 _UNTYPED = {"ld", "st", "mov", "selp", "setp.eq", "setp.ne"}
 # Opcodes with the same result for signed and unsigned integers.
 _SIGNLESS = {"add", "sub", "mul.lo", "mad.lo"}

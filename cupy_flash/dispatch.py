@@ -1,4 +1,7 @@
-"""Dispatch of forward, backward and merge to the backends cpu, cuda and simulator."""
+"""Dispatch of all computations to the backends cpu, cuda and simulator.
+
+These are forward, backward, JVP, double backward, merge, append and block classes.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Before jax's first use of its devices; a GPU is not affected.
+# Must be set before jax first uses its devices. It makes four devices of the CPU, and does not affect a GPU.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax

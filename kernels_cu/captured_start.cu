@@ -1,5 +1,6 @@
 // Runs before the attention kernels: fills the tables of least and greatest elements of captured arrays, from which
-// they bound the mask_mod over a tile, and zeroes the sums of the arrays' gradients. grid (any number of blocks)
+// those kernels bound the mask_mod over a tile, and zeroes the sums of the arrays' gradients. grid (any number of
+// blocks)
 #include "mod.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) captured_start(const __grid_constant__ Params p) {

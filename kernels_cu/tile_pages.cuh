@@ -26,7 +26,7 @@ struct TilePages {
     }
 #endif
   }
-  // Stores the page numbers that were looked up. After a barrier stored() returns them, and their memory is overwritten
+  // Stores the page numbers that were looked up. After a barrier, stored() returns them; their memory is overwritten
   // only by the pages of the tile after the next.
   __device__ void store() {
 #pragma unroll

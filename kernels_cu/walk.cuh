@@ -79,7 +79,8 @@ struct Walk {
     candidates = 0;
     skip_hidden();
   }
-  // False if every pair of positions [start + offset, start + offset + count) is visible.
+  // False if every (query, key) pair with a position of the walk in [start + offset, start + offset + count) is
+  // visible.
   __device__ bool masked(int offset = 0, int count = SIZE) const {
     // @tile-is-masked
     return start + offset < unmasked.begin || start + offset + count > unmasked.end || (MASK_MOD && (may_hide & 1));

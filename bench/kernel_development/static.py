@@ -44,7 +44,8 @@ from . import sass, static_mods
 from .fingerprint import fingerprint
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
-STEP_ARCHS = ("sm_80", hopper.ARCH)  # tile steps are counted here; on the second those of the engine wgmma
+# The architectures whose tile steps are counted: the second one is for the engine wgmma, the first for all others.
+STEP_ARCHS = ("sm_80", hopper.ARCH)
 EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,

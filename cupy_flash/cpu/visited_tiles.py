@@ -127,7 +127,7 @@ def _bands(
 
 
 def _merged(tiles: Places) -> Places:
-    """Return the first and the last position of each SUPER tiles."""
+    """Return the first and the last position of each group of SUPER tiles; the last group may be smaller."""
     firsts, lasts = tiles
     return firsts[::SUPER], np.append(lasts[SUPER - 1 :: SUPER], lasts[len(lasts) // SUPER * SUPER :][-1:])
 

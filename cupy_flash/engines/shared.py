@@ -177,7 +177,10 @@ def captured_reads(problem: Problem) -> tuple[Read, ...]:
 
 
 def fixed_slots(problem: Problem) -> tuple[int, ...]:
-    """Return the captured arrays whose gradients any score may add to, but deterministically: in fixed point."""
+    """Return the slots of the captured arrays whose gradients a deterministic call sums in fixed point.
+
+    They are those to whose gradients any score may add.
+    """
     if not problem.deterministic or not any(problem.captured_gradient):
         return ()
     from ..mods.derive import added_slots
@@ -201,7 +204,7 @@ def loads_by_score(problem: Problem) -> bool:
 
 
 def _loaded_by(problem: Problem) -> Iterator[frozenset[str]]:
-    """Return the inputs of each element that mods load."""
+    """Yield, for each load of a captured array, the inputs of the mod on which it depends."""
     if problem.mods:
         from ..mods.ir import order, parse
 

@@ -9,9 +9,9 @@ A kernel with dynamic shared memory states where its buffers begin and, last, ho
     };
 
 The kernel adds these offsets to the address of its shared memory. Here the definitions on which BYTES depends become
-a Python function of the constants of config.cuh. They may be, in the kernel or its headers, outside of `#if`:
-`constexpr int` and `constexpr bool`, at the top level or in a struct that is no template, and `constexpr` functions of
-one `return`.
+a Python function of the constants of config.cuh. They are in the kernel or its headers, outside of `#if`, and each is
+a `constexpr int` or `constexpr bool`, at the top level or in a struct that is no template, or a `constexpr` function
+that consists of one `return`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 
 # Python; so does `|` beside a comparison, so definitions use it beside arithmetic only.
 OPERATORS = {x: x for x in ("+", "-", "*", "%", "|", "<", ">", "<=", ">=", "==", "!=")}
 OPERATORS |= {"/": "//", "&&": "and", "||": "or", "true": "True", "false": "False"}
-# Texts instead of compiled patterns, so that importing the package compiles none.
+# Strings, so that importing the package compiles no pattern.
 TOKEN = rf"{IDENTIFIER}(?:::{IDENTIFIER})?|\d+|&&|\|\||[<>=!]=|\S"
 CONFIGURED = rf"^(?:constexpr \w+|using|#define) ({IDENTIFIER}) (?:= )?([^\s;]+)"  # name and default
 ALIAS = rf"^using ({IDENTIFIER}) = ({IDENTIFIER});"
 STRUCT = rf"^struct ({IDENTIFIER}) \{{\n((?:.*\n)*?)\}};"
 NUMBERS = r"constexpr (?:int|bool) ([^;{]+);"
 FUNCTION = rf"^__device__ constexpr int ({IDENTIFIER})\(([^)]*)\) \{{\n  return ([^;]+);\n\}}"
-Definition = tuple[str, str, str]  # name, with that of its struct; parameters of a function; expression
+Definition = tuple[str, str, str]  # qualified name; parameters of a function; expression
 
 
 def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
@@ -50,7 +50,7 @@ def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
 
 @lru_cache(maxsize=64)
 def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], int]:
-    """Return the function that computes the bytes of a kernel."""
+    """Return the function that computes a kernel's bytes of shared memory from its constants."""
     translation = Translation(kernel)
     result = translation.number("SharedMemory::BYTES", "")
     text = "\n  ".join(["def layout(constants):", *translation.lines, f"return {result}"])
@@ -108,7 +108,10 @@ class Translation:
         return found[0]
 
     def expression(self, tokens: list[str], scope: str, values: dict[str, str]) -> str:
-        """Return a C++ expression in Python; consumes its tokens, up to one that ends it. `values` has parameters."""
+        """Return the Python translation of a C++ expression, and consume its tokens up to the one that ends it.
+
+        `values` maps the parameters of a function to Python expressions.
+        """
         parts: list[str] = []
         while tokens and tokens[0] not in (")", ",", ":"):
             if tokens[0] == "(":
@@ -136,7 +139,7 @@ class Translation:
         return " ".join(parts)
 
     def _arguments(self, tokens: list[str], scope: str, values: dict[str, str]) -> list[str]:
-        """Return the expressions between the parentheses at the start of the tokens."""
+        """Translate the expressions in the parentheses at the start of the tokens, and consume these tokens."""
         arguments = []
         while tokens.pop(0) != ")":
             arguments.append(f"({self.expression(tokens, scope, values)})")
@@ -144,7 +147,7 @@ class Translation:
 
 
 def _texts(folder: Path, file: str, seen: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text without comments) of a file of kernels_cu and of its headers, but those generated from mods."""
+    """Yield (name, text without comments) of a file of kernels_cu and its headers, except those generated from mods."""
     if file in seen or not (folder / file).is_file():
         return
     seen.add(file)

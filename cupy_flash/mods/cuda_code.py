@@ -115,7 +115,7 @@ def captured_numbers(
 
 @lru_cache(maxsize=256)
 def computed_axes(program: Program) -> frozenset[tuple[int, int]]:
-    """Return (slot, axis) of the dimensions that a mod indexes with a value of a query and a key.
+    """Return (slot, axis) of the dimensions that a mod indexes with a value that depends on both query and key.
 
     Kernels index these by bytes, and all others by elements.
     """

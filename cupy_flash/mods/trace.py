@@ -119,7 +119,7 @@ def _mod(
 
 
 def decoded(encoded: str, arrays: Iterable[CapturedArray]) -> Mod:
-    """Return the Mod of `Mod.encoded` with arrays."""
+    """Return the Mod that `encoded`, a `Mod.encoded`, describes, with these captured arrays."""
     program, text, numbers = _decoded(encoded)
     return _mod(program, text, (), tuple(arrays), numbers)
 

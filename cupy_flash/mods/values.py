@@ -501,7 +501,7 @@ class Captured(Traced):
         return getattr(self.array, "device", None)
 
     def dim(self) -> int:
-        """Return `ndim`, as torch."""
+        """Return `ndim`, as torch's `Tensor.dim` does."""
         return self.ndim
 
     @property

@@ -339,7 +339,10 @@ def suggest(device: Device, engines: tuple[str, ...]) -> None:
 
 
 def _folders() -> Iterator[tuple[Path, ...]]:
-    """Yield the user's own and the shared evidence folder, each after its parents whose write access is checked too."""
+    """Yield the folders whose write access is checked, the last of which is an evidence folder.
+
+    The user's own evidence folder is first, then the shared one.
+    """
     from ..jit import kernel_cache
 
     with suppress(OSError):  # without a home directory

@@ -141,7 +141,7 @@ def candidates(chosen: Plan, engine: str) -> list[tuple[Tile, Plan]]:
 
 
 def forms(chosen: Plan) -> dict[str, Plan]:
-    """Return plans like this one in the forms of the kernel that only a tune chooses, by name."""
+    """Return {name: plan} for the forms of this plan's kernel (producer warp, clusters) that only a tune chooses."""
     tiles = MODULES[chosen.engine].forms(chosen.problem, chosen.device, chosen.tile)
     plans = dict(candidates(chosen, chosen.engine))
     return {form: min((plans[tile] for tile in of_form), key=lambda x: x.cost) for form, of_form in tiles.items()}

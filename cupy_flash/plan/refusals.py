@@ -22,7 +22,7 @@ REASONS = {
 
 
 def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> tuple[str, ...]:
-    """Return the reasons why an engine does not serve a problem; `tune` has the measurements for the problem."""
+    """Return the reasons why an engine does not serve a problem; `tune` has the measurements for its bucket."""
     reasons = []
     if problem.engine not in (None, engine):
         reasons.append(f'engine="{problem.engine}" was asked for')
@@ -34,7 +34,7 @@ def refusals(engine: str, problem: Problem, device: Device, tune: Tune | None = 
 
 
 def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
-    """Return the reasons that lie in the engine itself, whatever a call requests and a check has found."""
+    """Return the reasons in the engine itself, which depend neither on what a call requests nor on a check."""
     module = MODULES[engine]
     reasons = [*dict.fromkeys(_missing(module, problem))]
     if device.backend not in module.BACKENDS:
@@ -63,7 +63,7 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
 
 
 def _given(problem: Problem) -> Iterator[Feature]:
-    """Yield the options that change the function of a problem, as far as its facts show them."""
+    """Yield the given options that change what a call computes, as far as `Problem` and `Cache` record them."""
     yield from (x for x in FEATURES if x.definition and x.field in Problem._fields and is_given(problem, x))
     if problem.cache is not None:
         from ..problem.kv_cache_records import CACHE_FEATURES, Cache  # imported by the first call on a KV cache

@@ -95,7 +95,7 @@ struct KeyLoads {
   }
 };
 
-// The scale of scores in base 2. Factors of products are rounded unscaled, unlike those of a double backward.
+// The scale of scores in base 2. Factors of products are rounded without a scale, unlike those of a double backward.
 struct Scale {
   float of_scores;
 
@@ -105,8 +105,8 @@ struct Scale {
 };
 
 // The products of a tile and, after `differentiate`, its probabilities and gradients. TRANSPOSED: rows are keys,
-// columns are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod
-// reads.
+// columns are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that
+// score_mod reads.
 template <int M, int N, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
   float P[M][N][4];   // Q K^T, then P after dropout
@@ -126,8 +126,8 @@ struct Gradients {
     ::differentiate<TRANSPOSED, !QK_GRADIENT>(P, dS, masked, score, band, dropout, scale.of_scores, numbers, i0, j0);
   }
 
-  // Add the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands. `share` gets
-  // the rounded dS before its product.
+  // Adds the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands. `share`
+  // gets the rounded dS before its product.
   template <typename Lane>
   __device__ void add_to(float (&dQ)[M][fragments_of(HEAD_DIM)][4], Scale&, const KeyTile& keys, const Lane& KT_lane) {
     unsigned int dS_rounded[M][N / 2][4];

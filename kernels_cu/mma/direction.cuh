@@ -1,5 +1,5 @@
-// Tiles, loads and products of inputs that move: those of a JVP and of a double backward. A product with its tangent
-// loads every fragment once.
+// Tiles, loads and products of inputs with tangents, for a JVP and a double backward. A product and its tangent are
+// computed together, so that every fragment is loaded once.
 #pragma once
 #include "factor_scale.cuh"
 #include "load.cuh"
@@ -16,8 +16,9 @@ struct KeyTile {
       : K(slot + KeySlot::K), tK(slot + KeySlot::tK), V(slot + KeySlot::V), tV(slot + KeySlot::tV) {}
 };
 
-// Loads the operands of tiles of keys, one after the other. For aligned rows and whole tiles each thread has an address
-// per operand, which advances; other tiles share code that computes addresses anew, so that it takes no registers.
+// Loads the operands of tiles of keys, one after the other. For aligned rows and whole tiles, each thread keeps an
+// address per operand and advances it. All other tiles share code that computes the addresses anew for each tile, so
+// that they take no registers in between.
 struct KeyLoads {
   using KLoader = Loader<BLOCK_KV, HEAD_DIM>;
   using VLoader = Loader<BLOCK_KV, HEAD_DIM_V>;
@@ -25,7 +26,7 @@ struct KeyLoads {
   const Sequence& sequence;
   int kv_head;
   int first;      // position of the current tile
-  bool advances;  // rows are aligned
+  bool advances;  // the addresses are used: rows are aligned, and threads load equal parts of a tile
   KLoader K_loader;
   VLoader V_loader;
   const element* K;
@@ -81,8 +82,9 @@ struct KeyLoads {
   }
 };
 
-// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent. B_FIRST: A tB^T is added
-// first. A transposed tile of tS needs it to have the bits from which the JVP computed mu: tS - mu is 0 where P is 1.
+// C += A B^T and tC += tA B^T + A tB^T, as `scores`; MOVES_A, MOVES_B: A, B has a tangent. B_FIRST adds A tB^T before
+// tA B^T. A transposed tile needs this order to get the bits of tS from which the JVP computed mu, so that tS - mu is
+// exactly 0 where P is 1.
 template <int M, int N, int DIM, bool MOVES_A, bool MOVES_B, bool B_FIRST = false>
 __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned int A_smem, unsigned int tA_smem,
                              const typename Tile<DIM>::Lane& a_lane, unsigned int B_smem, unsigned int tB_smem,
@@ -114,7 +116,8 @@ __device__ void scores_moved(float (&C)[M][N][4], float (&tC)[M][N][4], unsigned
   }
 }
 
-// C += P X and tC += tP X + P tX, as `accumulate`; MOVES_P, MOVES_X: P, X has a tangent. `scale` is that of tP and tC.
+// C += P X and tC += tP X + P tX, as `accumulate`; MOVES_P, MOVES_X: P, X has a tangent. tP and tC are
+// scaled by `scale`, so this scales P tX.
 template <int M, int K, int DIM, bool MOVES_P, bool MOVES_X>
 __device__ void accumulate_moved(float (&C)[M][fragments_of(DIM)][4], float (&tC)[M][fragments_of(DIM)][4],
                                  const unsigned int (&P)[M][K][4], const unsigned int (&tP)[M][K][4],

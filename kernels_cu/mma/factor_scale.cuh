@@ -51,7 +51,7 @@ __device__ void multiply(float (&C)[M][N][4], float by) {
   for (int t = 0; t < M * N * 4; ++t) C[t / (4 * N)][t / 4 % N][t % 4] *= by;
 }
 
-// The power of two of the factors and sums of a warp; 1 in bf16.
+// The power of two by which the factors and sums of a warp are scaled; 1 in bf16.
 struct FactorScale {
   static constexpr bool ON = !HAS_RANGE_OF_FLOAT<element>;
   static constexpr int FIRST = 15, LEAST = -14;  // @first-power: the largest and the smallest normal power in fp16

@@ -15,7 +15,8 @@
 #include "shared_dq.cuh"
 #include "tile_stream.cuh"
 
-// Shared memory of the kernels, offsets in bytes: of blocks that own queries, keys, and a part of the bias.
+// Offsets in shared memory, in bytes: for blocks that own queries, for those that own keys, and for those that own a
+// part of the bias.
 struct ByQuery {
   static constexpr int QUERIES = 0;                        // QuerySlot
   static constexpr int KEYS = QUERIES + QuerySlot::BYTES;  // STAGES x KeySlot
@@ -122,7 +123,7 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
       Gradients<M, N, true, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(q_tiles.masked(), scale, score, band, dropout, queries.numbers_of(smem, 0), q_tiles.start,
                               kv_start + row);  // @dKV.mask
-      // Captured by reference, the addresses would be computed anew for every tile.
+      // Captured by value: if they were captured by reference, the addresses would be computed anew for every tile.
       auto share_dS = [dS_smem, row](const unsigned int (&dS)[M][N / 2][4]) {
         if constexpr (ADD_DQ) share(dS_smem, dS, row);
       };

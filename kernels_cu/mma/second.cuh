@@ -59,7 +59,7 @@ struct QueryLoads : QdOLoads {
   }
 };
 
-// Factors and sums are multiplied by a power of two, exact gradients are not.
+// Factors and sums are multiplied by a power of two; exact gradients are not.
 struct Scale : FactorScale {
   __device__ Scale(const Params&) {}
   __device__ static Scale of_exact(const Params& p) {
@@ -70,12 +70,12 @@ struct Scale : FactorScale {
 };
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of what score_mod reads.
+// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that score_mod reads.
 template <int M, int N, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
-  float dS[M][N][4] = {};   // first Q K^T
-  float dtS[M][N][4] = {};  // first its tangent
-  float W[M][N][4] = {};    // first dO V^T
+  float dS[M][N][4] = {};   // Q K^T, then dS
+  float dtS[M][N][4] = {};  // the tangent of Q K^T, then dtS
+  float W[M][N][4] = {};    // dO V^T, then W
   float dtP[M][N][4] = {};  // dO tV^T
 
   // `load()` is called after the first products are issued, so that addresses are computed while the tensor cores run.
@@ -131,7 +131,7 @@ struct Gradients {
       differentiate<false>(scale.log2, score, band, dropout, numbers, i0, j0);
   }
 
-  // Add the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands.
+  // Adds the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands.
   template <typename Lane>
   __device__ void add_to(float (&dQ)[M][fragments_of(HEAD_DIM)][4], Scale& scale, const KeyTile& keys,
                          const Lane& KT_lane) {

@@ -16,11 +16,11 @@ struct TileStream {
     if (loaded.valid()) loads.load_next(Slot(slots.next()), loaded);
     slots.commit();
   }
-  // Loads all slots but one.
+  // Starts the loads of all slots but one.
   __device__ void fill() {
     for (int stage = 0; stage < STAGES - 1; ++stage) load();
   }
-  // Waits for the next tile.
+  // Waits for the next tile, and returns its slot.
   __device__ Slot wait() {
     if constexpr (STAGES == 1) {
       __syncthreads();  // @stream.barrier-before-load

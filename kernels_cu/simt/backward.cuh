@@ -35,7 +35,7 @@ struct Gradients {
     }
   }
 
-  // Add the tile's part of dQ, or of dK and dV.
+  // Adds the tile's part of dQ, or of dK and dV.
   __device__ void add_to(real (&dQ)[ROWS][columns_of(HEAD_DIM)], const KeyTile& keys, real* P_smem) const {
     add_product<HEAD_DIM>(dQ, dS, P_smem, keys.K);
   }

@@ -5,7 +5,7 @@
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 
-// Offsets in numbers.
+// Offsets, in elements of type real.
 struct SharedMemory {
   static constexpr int QUERIES = 0;
   static constexpr int KEYS = QUERIES + QuerySlot::END;

@@ -42,7 +42,7 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
   store_p(P_smem, S);
 }
 
-// Offsets in numbers.
+// Offsets, in elements of type real.
 struct SharedMemory {
   static constexpr int Q = 0;                                   // [BLOCK_Q][HEAD_DIM]
   static constexpr int X = Q + BLOCK_Q * row_stride(HEAD_DIM);  // [BLOCK_KV][HEAD_DIM or HEAD_DIM_V]: K, then V

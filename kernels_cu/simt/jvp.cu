@@ -12,7 +12,7 @@ constexpr int ROWS = BLOCK_Q / ROW_THREADS;
 constexpr int COLS = BLOCK_KV / LANES;
 constexpr int SUMS = columns_of(HEAD_DIM_V);
 
-// Offsets in numbers.
+// Offsets, in elements of type real.
 struct SharedMemory {
   static constexpr int Q = 0;                                         // [BLOCK_Q][HEAD_DIM]
   static constexpr int tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);       // [BLOCK_Q][HEAD_DIM]

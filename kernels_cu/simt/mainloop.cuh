@@ -1,6 +1,6 @@
-// The loops of a backward and of a double backward. The products of two tiles are `Gradients` of backward.cuh or, if
-// DIRECTION, of second.cuh. A separate kernel computes each sum, and recomputes the scores, so that every sum is
-// deterministic.
+// The loops of a backward and of a double backward. The products of a tile of queries and a tile of keys are
+// `Gradients` of backward.cuh or, if DIRECTION, of second.cuh. A separate kernel computes each sum, and recomputes the
+// scores, so that every sum is deterministic.
 //
 //   visit_keys   the mainloop of a tile of queries, over all keys that they see
 //   sum_dQ       dQ, by blocks that own queries
@@ -15,17 +15,17 @@
 #include "backward.cuh"
 #endif
 
-// Shared memory of the kernels, offsets in numbers: of blocks that own queries, and of those that own keys.
+// Offsets in shared memory, in elements of type real: for blocks that own queries, and for those that own keys.
 struct ByQuery {
   static constexpr int QUERIES = 0;
   static constexpr int KEYS = QUERIES + QuerySlot::END;
-  static constexpr int P = KEYS + KeySlot::END;  // [BLOCK_Q][BLOCK_KV]: each left operand of dQ, or dS
+  static constexpr int P = KEYS + KeySlot::END;  // [BLOCK_Q][BLOCK_KV]: left operands of dQ, in turn; or dS of dbias
   static constexpr int BYTES = sizeof(real) * (P + BLOCK_Q * p_stride(BLOCK_KV));
 };
 struct ByKey {
   static constexpr int KEYS = 0;
   static constexpr int QUERIES = KEYS + KeySlot::END;
-  static constexpr int P = QUERIES + QuerySlot::END;  // [BLOCK_KV][BLOCK_Q]: each left operand of dK and dV
+  static constexpr int P = QUERIES + QuerySlot::END;  // [BLOCK_KV][BLOCK_Q]: left operands of dK and dV, in turn
   static constexpr int BYTES = sizeof(real) * (P + BLOCK_KV * p_stride(BLOCK_Q));
 };
 

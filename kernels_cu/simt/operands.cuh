@@ -3,7 +3,7 @@
 #pragma once
 #include "steps.cuh"
 
-// Offsets in numbers of a tile of queries and of a tile of keys.
+// Offsets, in elements of type real, of the arrays of a tile of queries and of a tile of keys.
 struct QuerySlot {
   static constexpr int Q = 0;
   static constexpr int tQ = Q + BLOCK_Q * row_stride(HEAD_DIM);
@@ -26,7 +26,7 @@ struct QueryTile {
   real* tQ;             // [BLOCK_Q][HEAD_DIM]
   real* dO;             // [BLOCK_Q][HEAD_DIM_V]
   real* lse;            // [BLOCK_Q]; +inf for a row that sees no key, so that its P is 0
-  real* delta;          // [BLOCK_Q]; 0 for such a row, as the two tangents
+  real* delta;          // [BLOCK_Q]; 0 for such a row, as are the two tangents
   real* lse_tangent;    // mu
   real* delta_tangent;  // eps
 
@@ -60,7 +60,7 @@ struct QueryTile {
       delta[row] = x == -infinity() ? 0 : number(p.delta, i);
     }
 #if DIRECTION
-    // A separate loop, because a longer one would take more registers.
+    // A separate loop, because a single loop over all numbers would take more registers.
     for (int row = threadIdx.x; row < BLOCK_Q; row += THREADS) {
       int i = q_start + row;
       bool sees = i < sequence.q_len && number(p.lse, i) != -infinity();
@@ -94,7 +94,8 @@ struct KeyTile {
   }
 };
 
-// O += P X. P goes from the registers of all threads through P_smem, which no thread reads any more.
+// O += P X. P goes from the registers of all threads through P_smem; the caller ensures that no thread still reads
+// P_smem.
 template <int DIM, int ROWS, int COLS>
 __device__ void add_product(real (&O)[ROWS][columns_of(DIM)], const real (&P)[ROWS][COLS], real* P_smem,
                             const real* X_smem) {

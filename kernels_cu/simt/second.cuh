@@ -3,10 +3,10 @@
 #include "../second_gradients.cuh"
 #include "operands.cuh"
 
-// Returns the gradients of score x and of its tangent, and the weight of dO in dV, from dO V^T and dO tV^T.
+// Returns, from dO V^T and dO tV^T, the gradients of score x and of its tangent, and the weight of dO in dV.
 __device__ inline PairGradients score_gradients(const Score::Moved& x, real dP, real dtP, real factor,
                                                 const QueryTile& queries, int query) {
-  // A hidden score has P = 0 also where lse is NaN; its tangent and slopes may be NaN.
+  // A hidden score has P = 0 even where lse is NaN. Its tangent and slopes may be NaN, so they are not used.
   real probability = x.score == -infinity() ? 0 : exp(x.score - queries.lse[query]);
   if (probability == 0) return {};
   return pair_gradients(probability, x.tangent, dP, dtP, factor, queries.lse_tangent[query], queries.delta[query],
@@ -14,7 +14,7 @@ __device__ inline PairGradients score_gradients(const Score::Moved& x, real dP, 
 }
 
 // The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients of scale * q.k, else of the bias or of the elements that score_mod reads.
+// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
   real dS[ROWS][COLS] = {};   // Q K^T, then dS
@@ -55,7 +55,7 @@ struct Gradients {
     }
   }
 
-  // Add the tile's part of dQ, or of dK and dV.
+  // Adds the tile's part of dQ, or of dK and dV.
   __device__ void add_to(real (&dQ)[ROWS][columns_of(HEAD_DIM)], const KeyTile& keys, real* P_smem) const {
     add_product<HEAD_DIM>(dQ, dS, P_smem, keys.K);
     if constexpr (TK) {  // @dtP-of-tK

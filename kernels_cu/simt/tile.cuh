@@ -125,7 +125,7 @@ __device__ void accumulate(real (&O)[ROWS][columns_of(DIM)], const real* P_smem,
   }
 }
 
-// Column of the tensor that this thread's O[.][n] is.
+// The column of the tensor that this thread holds in O[.][n].
 __device__ inline int column_of(int n) {
   return (n / VECTOR * LANES + lane_x()) * VECTOR + n % VECTOR;
 }

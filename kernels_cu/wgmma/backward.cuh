@@ -18,8 +18,9 @@
 #include "../walk.cuh"
 #include "tile.cuh"
 
-// Panels of a tile whose columns are split between `shares` consumers: at least one for each. Consumers that share no
-// keys have equal shares of dQ, because two versions of the mainloop would exceed their registers.
+// The number of panels of a tile to split between `shares` consumers, at least one for each. If consumers share no keys
+// (SHARES == 1), it is rounded up so that their shares of dQ are equal: unequal shares need two versions of the
+// mainloop, which would exceed the registers.
 __device__ constexpr int panels_of_shares(int dim, int shares) {
   return SHARES == 1 ? round_up(panels_of(dim), shares) : maximum(panels_of(dim), shares);
 }
@@ -44,9 +45,9 @@ constexpr int PRODUCER_REGISTERS = MASK_MOD ? 56 : 40, CONSUMER_REGISTERS = MASK
 struct Consumer {
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
   int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP % (WARPGROUP / WARP), 0);
-  int keys = warpgroup / SHARES * 64;  // first row of the tile of keys
+  int keys = warpgroup / SHARES * 64;  // this consumer's first row in the tile of keys
   int share = warpgroup % SHARES;
-  int queries = share * QUERIES;  // first row of the tile of queries, for S^T and dP^T
+  int queries = share * QUERIES;  // this consumer's first row in the tile of queries, for S^T and dP^T
   int dQ_rows = warpgroup / DQ_SHARES * 64;
   int dQ_share = warpgroup % DQ_SHARES;
   int row = keys + 16 * warp;  // first key of this warp

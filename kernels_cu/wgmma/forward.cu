@@ -193,7 +193,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);  // @issue-late-PV
         attend();
-        // Never triggered: ptxas moves no wait above it, so the exponentials of the sums run under the products of PV.
+        // Sums are never negative. ptxas moves no wait above this, so the exponentials that they need overlap with PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);

@@ -67,7 +67,7 @@ def steps(function, operands):
 
 
 def penalty(function, operands, loss=loss):
-    """A weighted sum of gradients; its own gradient is a Hessian-vector product."""
+    """A weighted sum of sines of the gradients; its own gradient is a Hessian-vector product."""
     gradients = jax.grad(functools.partial(loss, function))(operands)
     return sum((jnp.sin(x) * TANGENTS[name]).sum() for name, x in gradients.items())
 
@@ -203,7 +203,7 @@ def test_derivatives_stay_sharded(case, kind):
 
 @pytest.mark.exhaustive
 def test_second_derivatives_under_shard_map():
-    """The sink is replicated over the axis data, so its gradient is the sum over the devices."""
+    """The sink is replicated over the mesh axis `data`, so its gradient is the sum over that axis."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     heads = PartitionSpec("data", None, "model")
     specs = (heads, heads, heads, PartitionSpec("model"))

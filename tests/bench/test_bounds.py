@@ -101,7 +101,7 @@ def test_command(said, status, told, ncu, tmp_path, monkeypatch):
     path = tmp_path / "sweep-forward.json"
     path.write_text(json.dumps(stored))
     assert main(["bounds", str(path), "--seconds", str(2 * FOREVER), "--out", str(tmp_path)]) == status
-    (record,) = json.loads((tmp_path / "bounds.json").read_text())["bounds"]  # the other kernel has no mark
+    (record,) = json.loads((tmp_path / "bounds.json").read_text())["bounds"]  # the regime with D 96 has no mark
     assert (record["regime"], record["tile"], record["left_out"]) == (regime().name, "wgmma 1", told)
     (row,) = bounds.table([record]).rows
     assert row[2] == (told or "tensor pipe")

@@ -51,8 +51,8 @@ def test_ping_pong_alternates():
 
 
 def test_operands_from_shared_memory_limit_a_product():
-    """A 64 x 32 x 16 wgmma with both operands in shared memory takes 16 clocks and reads 192 bytes per clock; shared
-    memory delivers 128.
+    """The tensor cores need 16 clocks for a 64 x 32 x 16 wgmma. With both operands in shared memory that would be 192
+    bytes per clock, of which shared memory delivers 128, so it takes 24.
     """
     from_shared = "HGMMA.64x32x16.F32 R24, gdesc[UR4], R24, gsb0"
     from_registers = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR4], R24, gsb0"
@@ -74,7 +74,7 @@ def test_resources_of_a_step():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_steps_are_the_visited_tiles(causal):
-    """Tiles of 128 queries in the forward and of 128 keys in the backward visit different tiles, each with its
+    """A work tile, of 128 queries in the forward and 128 keys in the backward, costs the tiles that it visits plus one
     overhead.
     """
     work = range(8)

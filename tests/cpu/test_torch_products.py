@@ -1,4 +1,4 @@
-"""Calls on torch tensors compute in torch, on the threads of its pool: same results, on any number of threads."""
+"""Large calls on torch tensors compute in torch, on the threads of its pool; their number does not affect results."""
 
 import itertools
 import subprocess
@@ -184,7 +184,7 @@ def test_few_threads_are_obeyed(monkeypatch):
 def test_bits_beside_another_call():
     """A concurrent call limits BLAS to one thread: the heads that a task computes at once do not depend on it."""
     q, k, v = torch.randn(3, 1, LENGTH, 4, 16, generator=torch.Generator().manual_seed(0))
-    q *= torch.tensor([0.1, 0.1, 9, 9])[:, None]  # the scores of two heads need a row max
+    q *= torch.tensor([0.1, 0.1, 9, 9])[:, None]  # the scores of two heads are too large for a softmax without row max
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -140,7 +140,7 @@ def _ends_a_block(words, place):
 
 
 def _opening(words, place):
-    """The bracket that the closing one at a place closes."""
+    """The place of the opening bracket that matches the closing one at `place`."""
     depth = 0
     while True:
         depth += (words[place] in CLOSED) - (words[place] in CLOSED.values())

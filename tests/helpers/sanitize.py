@@ -140,7 +140,7 @@ def sanitize(engine: str, *, checked: bool) -> None:
         if checked:
             check(case, result)
         print(f"{engine}: {name}", flush=True)
-    if engine == "simt":  # its kernel belongs to no engine
+    if engine == "simt":  # the kernel of block masks belongs to no engine, so it runs once, with simt
         _block_mask(checked)
 
 

@@ -347,7 +347,7 @@ def test_bitwise_equal_in_any_order_of_blocks_on_tensor_cores():
             assert a.tobytes() == b.tobytes(), name
 
 
-# Factors of fp16 products, such as P (tS - mu), have a power of two, without which they could be 0 or infinite.
+# Factors of fp16 products, such as P (tS - mu), are scaled by a power of two: without it they could be 0 or infinite.
 IN_FP16 = replace(EVERYTHING, softcap=None, dtype="float16")
 SIZES = {
     "small": replace(IN_FP16, tangent_size=2.0**-12),

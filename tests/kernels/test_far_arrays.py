@@ -87,7 +87,7 @@ def test_workspaces_of_dq(is_packed):
     params["dq_semaphore"] = memory.add(counters, "dq_semaphore"), *(x // 4 for x in counters.strides), 1
     text = assemble("last_rows", dict(HEAD_DIM=COLUMNS, PACKED=is_packed), {"last_rows.cu": LAST_ROWS})
     ptx = nvrtc.compile(text, "last_rows", "compute_80").ptx
-    # The checks of the order of a release would take as much memory as the workspaces have.
+    # All named checks are off: those of release order would need as much memory as the workspaces.
     launch(ptx, "last_rows", (1, 1, 1), (32, 1, 1), params.tobytes(), memory=memory, unchecked=CHECKS)
     np.testing.assert_array_equal(sums[-256:], np.repeat([0, 0, 0, 0, 1, 2, 3, 4], 32))
     assert counters[0 if is_packed else 1, -1, -1] == 7

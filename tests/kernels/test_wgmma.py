@@ -63,7 +63,8 @@ def test_option(options):
     check_forward(Case(**LONG | options))
 
 
-# Cases in which one tile could leak state into the next tile of its block: lengths, options per head, phases.
+# Cases in which one tile could leak state into the next tile of its block: sequence lengths, options per head, phases
+# of the mbarriers.
 DRAWN_CASES = {name: OPTIONS[name] for name in ("lengths-zero", "packed", "packed-causal", "all")} | {
     "bias": dict(bias="bhqk", batch=2),
     "heads-of-a-cache": dict(heads=5, kv_heads=5, causal=True),

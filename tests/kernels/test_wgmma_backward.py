@@ -185,7 +185,9 @@ UNEQUAL = dict(batch=4, q_lengths=(31, 70, 0, 20), kv_lengths=(100, 150, 7, 0), 
 
 
 def test_packed_sequences_add_in_order():
-    """Sequences of unequal lengths, and of none, have turns of their own, whichever blocks start first."""
+    """Sequences of unequal lengths, some of them empty, each have their own order of additions, whichever blocks start
+    first.
+    """
     case = Case(**LONG | UNEQUAL | dict(heads=1, head_dim=16, head_dim_v=16))
     starts = functools.partial(few_resident, blocks=1, order="random", seed=1)
     check_gradients(case, run(case, TILES["keys"], deterministic=True, start=starts))

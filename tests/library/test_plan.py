@@ -84,7 +84,9 @@ def toy(monkeypatch):
 
 
 def test_an_engine_is_a_module_and_an_entry(toy):
-    """An engine serves what it names: nothing at first, then calls without and with options, by choice and by name."""
+    """An engine serves only the options that its OPTIONS name: no call at first; then calls with them, whether the plan
+    chooses it or the caller names it.
+    """
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 16)).astype(np.float32)
     text = cupy_flash.explain(q, k, v, causal=True, softcap=2.0, backend="simulator")
     assert "engine     simt on simulator" in text

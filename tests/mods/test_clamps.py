@@ -38,7 +38,7 @@ def random_index(rng):
 
 
 def differences(fold, largest, count=600):
-    """(number of folds that read another element than the index does at some score, number of folds)."""
+    """(number of folds that read a wrong element for at least one (q, kv) pair, number of folds)."""
     rng = np.random.default_rng(0)
     edges = np.array([0, 1, 40, 99, 100, 250, largest // 3, largest - 2, largest - 1], np.int32)
     q, kv = edges[:, None], edges[None]

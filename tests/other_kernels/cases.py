@@ -13,17 +13,20 @@ from .products import exactly, farthest, matrix, product
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 DTYPES = {"f16": np.float16, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "tf32": np.float32}
-CLUSTER = [[1, 0]]  # the two blocks of a cluster have halves of the rows
-BOTH = [[0, 0]]  # both have all rows
+CLUSTER = [[1, 0]]  # each of the two blocks of a cluster has half of the rows
+BOTH = [[0, 0]]  # each block has all rows
 
 
 def bits_of_sums(capability, dtype):
-    """Hopper's wgmma sums products of fp8 with 14 bits."""
+    """The bits that tensor cores keep of a sum: Hopper's wgmma keeps 14 if the operands are fp8."""
     return 14 if capability == 90 and np.dtype(dtype).itemsize == 1 else 24
 
 
 def matmul(capability, dtype, transposes="nn", result=np.float32):
-    """A product by pointers; the last block of K is not full. transposes: "t" for an operand in columns."""
+    """A matrix product that loads through pointers; the last block of K is partial.
+
+    transposes: "t" for a column-major operand, "n" for a row-major one.
+    """
     rng = np.random.default_rng(0)
     m, n, k = 128, 64, 80
     a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
@@ -52,7 +55,10 @@ def matmul_tiles(
     specialised=False,
     **options,
 ):
-    """A product by tensor maps; a shape that is no multiple of the blocks reaches beyond the arrays."""
+    """A matrix product that loads through tensor maps.
+
+    If the shape is no multiple of the blocks, the last blocks reach beyond the arrays.
+    """
     rng = np.random.default_rng(0)
     m, n, k = shape
     a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
@@ -86,7 +92,7 @@ def shared(dtype, swizzle, **layout):
 
 
 def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=False):
-    """majors: "k" for an operand in rows of K, "m" for one in columns."""
+    """majors: for each operand, "k" if it is K-major, "m" if it is M-major or N-major."""
     rng = np.random.default_rng(0)
     m, k = 64, 2 * block_k
     a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
@@ -110,7 +116,7 @@ def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=F
 
 
 def wgmma_no_swizzle():
-    """Operands in cores of 8 rows of 16 bytes, which lie one after the other along M or N, then along K."""
+    """Operands in core matrices of 8 rows of 16 bytes, one after the other along M or N, then along K."""
     rng = np.random.default_rng(0)
     m, n, k = 64, 64, 64
     a, b = matrix(rng, (m, k), BF16), matrix(rng, (k, n), BF16)
@@ -161,7 +167,10 @@ def specialised():
 
 
 def box_moved(source, start, box, target, to):
-    """The target with the box of `source` at `start` in the places from `to` on: zeros from outside, none outside."""
+    """A copy of `target` into which the box of `source` at `start` is written at `to`.
+
+    Elements outside the source are 0, and places outside the target are skipped.
+    """
     result = target.copy()
     for offset in itertools.product(*map(range, box)):
         here, there = (tuple(x + o for x, o in zip(point, offset, strict=True)) for point in (start, to))
@@ -317,7 +326,7 @@ def decode(capability, dtype, result):
 
 
 def encode(capability, dtype):
-    """Numbers of all sizes, below the largest: above it Triton saturates."""
+    """Numbers of all magnitudes up to the largest of the format, because Triton saturates larger ones."""
     largest = float(ml_dtypes.finfo(dtype).max)
     rng = np.random.default_rng(0)
     x = np.ldexp(rng.uniform(-1, 1, 1024), rng.integers(-20, 16, 1024)).astype(np.float32)
@@ -395,7 +404,7 @@ def attention_backward(capability, dtype):
 
 
 def rank(n):
-    """Boxes of n dimensions that begin before the array, and end behind the target."""
+    """A box of n dimensions that begins before the first element of the source, and ends beyond the target."""
     shape, box = (3, 5, 6, 7, 32)[5 - n :], (2, 2, 4, 4, 16)[5 - n :]
     behind = [size - part + 1 for size, part in zip(shape, box, strict=True)]
     return move_box(np.float16, shape, box, (*[-1] * (n - 1), -8), (*behind[:-1], 24))
@@ -407,7 +416,7 @@ FP8 = ("e4m3", "e5m2")
 
 
 def cases():
-    """The (name, function, arguments) of every case."""
+    """Yield (name, function, arguments) of every case."""
     for (name, dtype), transposes in itertools.product(DTYPES.items(), TRANSPOSES):
         for capability in (80, 89, 90, 120):
             if capability > 80 or name not in FP8:
@@ -481,7 +490,7 @@ def cases():
 
 
 CASES = {name: partial(function, *arguments) for name, function, arguments in cases()}
-# Each row of the table in docs/simulator_evidence.md, once.
+# The cases of the default tests; docs/simulator_evidence.md names only these.
 DEFAULT = {
     "matmul-sm_80-f16-nn",
     "matmul-sm_80-bf16-tt",

@@ -25,7 +25,7 @@ class Compiled(NamedTuple):
 
 def compile_kernel(kernel, signature, constants, capability, **options):
     """Return the kernel of these types and constants, from the cache of the session if it was compiled before."""
-    # As Triton does for the addresses of arrays.
+    # Triton, too, tells the compiler that addresses of arrays are multiples of 16.
     aligned = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_.startswith("*")}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, aligned)
     key = f"{source.hash()}-{capability}-{sorted(options.items())}"
@@ -42,7 +42,7 @@ def compile_kernel(kernel, signature, constants, capability, **options):
 
 
 def _compile(source, target, options):
-    """The stages of triton.compile up to PTX: the next one, ptxas, adds nothing that the simulator reads."""
+    """Compile by the stages of triton.compile up to PTX; the simulator reads no result of ptxas, the next one."""
     backend = make_backend(target)
     options = backend.parse_options({"enable_fp_fusion": True} | options)
     stages, metadata = {}, {}

@@ -122,7 +122,7 @@ def specialised(a, b, c, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def move_box(source, target, FROM: gl.constexpr, TO: gl.constexpr, ADD: gl.constexpr):
-    """Copy a box of up to five dimensions, or add it to what is there; both ends may lie partly outside."""
+    """Copy or add a box of up to five dimensions; it may lie partly outside the source and the target."""
     box = gl.allocate_shared_memory(source.dtype, source.block_type.shape, source.layout)
     barrier = mbarrier.allocate_mbarrier()
     mbarrier.init(barrier, count=1)

@@ -19,7 +19,7 @@ from .launching import ORDERS, compiled_kernel, run
 
 
 class Mutation(NamedTuple):
-    """A belief, what is believed instead, and (function, text, other text) of each change."""
+    """A belief, what the broken simulator believes instead, and (function, old text, new text) of each change."""
 
     belief: str
     instead: str
@@ -30,7 +30,7 @@ def one(belief, instead, function, old, new):
     return Mutation(belief, instead, ((function, old, new),))
 
 
-# row of the table of beliefs -> mutations
+# {section of docs/simulator_evidence.md: its mutations}
 MUTATIONS = {
     "mma, ldmatrix, stmatrix, cp.async": [
         one(
@@ -363,7 +363,7 @@ MUTATIONS = {
 
 @contextlib.contextmanager
 def broken(mutation):
-    """Run with the changed code in the place of each function: every reference to the function sees it."""
+    """Run with the code objects of the functions replaced: every reference to a function runs the changed code."""
     originals = [(inspect.unwrap(function), old, new) for function, old, new in mutation.changes]
     codes = [function.__code__ for function, _, _ in originals]
     for function, old, new in originals:
@@ -394,7 +394,7 @@ def forget(mutation):
 
 
 def functions_called(case):
-    """The code of the functions that a run of a case calls."""
+    """The code objects of the functions that a run of a case calls."""
     called = set()
 
     def record(frame, event, _):
@@ -410,9 +410,10 @@ def functions_called(case):
 
 
 def notices(case, mutation):
-    """Whether a case, whose result is right otherwise, has a wrong one or an error.
+    """Whether a case, whose result is otherwise right, has a wrong result or raises an error under the mutation.
 
-    Asynchronous instructions take effect as late as they may, when a missing wait shows, and then at random.
+    In the first run asynchronous instructions take effect as late as possible, which shows a missing wait; in the
+    second one they take effect at random times.
     """
     with broken(mutation):
         for order in ("late", "random"):
@@ -424,7 +425,7 @@ def notices(case, mutation):
 
 
 def evidence(names):
-    """{belief: the names of the cases that notice its mutation}: up to three, the shortest kernels."""
+    """{belief: the names of at most three cases that notice its mutation, those with the shortest kernels}."""
     noticed = {mutation.belief: [] for mutation in ALL}
     for case, name in sorted(((CASES[name](), name) for name in names), key=lambda pair: (length(pair[0]), pair[1])):
         called = functions_called(case)

@@ -17,7 +17,7 @@ def as_tf32(array):
 
 
 def product(a, b, dtype, *, bits=24):
-    """`a @ b` of matrices as tensor cores multiply them with accumulators of these bits, rounded to `dtype`."""
+    """`a @ b` as tensor cores compute it with accumulators that keep `bits` bits, rounded to `dtype`."""
     a, b = as_tf32(a), as_tf32(b)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     return Expected(exact, farthest(exact, sums(a, b) if bits == 24 else truncated_sums(a, b, bits), dtype), dtype)
@@ -35,7 +35,10 @@ def sums(a, b):
 
 
 def truncated_sums(a, b, bits):
-    """a @ b in blocks of 32 products, forwards and backwards, each truncated to so many bits of its block's largest."""
+    """a @ b in blocks of 32 products, with the blocks forwards and backwards.
+
+    All terms of a block, the sum so far among them, are truncated to the last of the `bits` bits of the largest one.
+    """
     a, b = a.astype(np.float64), b.astype(np.float64)
     blocks = [a[:, k : k + 32, None] * b[None, k : k + 32] for k in range(0, a.shape[1], 32)]
     for ordered in (blocks, blocks[::-1]):
@@ -55,5 +58,5 @@ def farthest(exact, runs, dtype):
 
 
 def exactly(array, initial=None):
-    """What a kernel writes bit for bit."""
+    """The Expected of an array that a kernel must write bit for bit."""
     return Expected(array, None, array.dtype, initial)

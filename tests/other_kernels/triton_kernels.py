@@ -10,7 +10,7 @@ def matmul(
     a, b, c, K, a_row, a_column, b_row, b_column, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """C = A B by pointers; the strides choose the transposes."""
+    """C = A B, loaded through pointers; the strides choose the transposes."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
@@ -28,7 +28,7 @@ def matmul_tiles(
     a, b, c, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr, C_TRANSPOSED: tl.constexpr, SPECIALISED: tl.constexpr,
 ):  # fmt: skip
-    """C = A B by tensor maps: tiles beyond the arrays are zero, and are not written."""
+    """C = A B, through tensor maps: elements of a tile beyond the arrays are read as 0 and not written."""
     m, n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALISED):
@@ -59,7 +59,7 @@ def split_k(a, b, c, K, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K
 
 @triton.jit
 def last_block_sums(x, parts, count, out, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Each block writes a part; the last one to arrive, which the counter tells, adds all of them."""
+    """Each block writes a part; the block that finds by the counter that it is the last adds all parts."""
     block, at = tl.program_id(0), tl.arange(0, SIZE)
     tl.store(parts + block * SIZE + at, tl.load(x + block * SIZE + at) * 2)
     tl.debug_barrier()
@@ -167,7 +167,7 @@ def attention(
 def attention_backward(
     q, k, v, do, lse, delta, dq, dk, dv, LENGTH, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr
 ):
-    """A block computes dK and dV of its keys, and adds its terms of dQ to those of the others."""
+    """A block computes dK and dV of its keys, and adds its part of dQ to those of the other blocks."""
     keys, at = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
     k_tile = tl.load(k + keys[:, None] * D + at[None, :])
     v_tile = tl.load(v + keys[:, None] * D + at[None, :])

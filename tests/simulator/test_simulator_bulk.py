@@ -324,7 +324,7 @@ def test_the_threads_that_may_fence():
     ) as e:
         warp_store(FENCE_ALONE, SYNCWARP)
     assert "[warp 0, lane 1]" in str(e.value) and "[warp 0, lane 0]" in str(e.value)
-    # Let one thread of the block fence, before the barrier (wrong) or after it.
+    # Only one thread executes the fence: before the barrier (wrong), or after it.
     alone = STORE.body.replace(FENCE, "setp.eq.u32 %q7, %t, 0; @%q7 " + FENCE)
     with pytest.raises(errors.MissingFence):
         result(STORE, alone)

@@ -145,7 +145,7 @@ def test_exit_before_the_other_block_has_arrived(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_exit_after_the_wait_of_one_lane(order):
-    """A lane that has waited for both arrivals keeps its block alive, whatever the other lanes know."""
+    """One lane's wait for both arrivals suffices to keep its block alive; the other lanes skip the wait."""
     body = without_the_last_barrier(REMOTE)
     body = body.replace(wait(), f"@!%q6 bra DONE; {wait()} DONE:")
     assert np.array_equal(result(REMOTE, body, order=order), result(REMOTE))

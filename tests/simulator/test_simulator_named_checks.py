@@ -101,7 +101,7 @@ def test_unknown_check(unchecked):
 
 @pytest.mark.parametrize("swizzle", [128, 64, 32])
 def test_a_leading_offset_is_reported_only_where_a_gpu_ignores_it(swizzle):
-    """K-major without swizzle, and MN-major, need the field."""
+    """Only K-major operands without swizzle, and MN-major ones, need the leading offset."""
     case = BY_NAME[f"wgmma.bf16-k-k-{swizzle}"]
     for leading in 0, 8 * swizzle:
         planted = with_leading_offset(case, Operand(64, "bf16", True, swizzle), leading)

@@ -29,7 +29,7 @@ _expected = _exiting = False
 
 
 def expect_programs() -> None:
-    """Let exit wait for programs: XLA's client for the CPU exists and has the handler."""
+    """Make exit wait for running programs from now on; called once XLA's CPU client exists and has the handler."""
     global _expected
     _expected = True
 

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class SdpaValueError(ValueError, RuntimeError):
-    """An invalid call of `scaled_dot_product_attention`; a RuntimeError too, as torch's raises."""
+    """An invalid call of `scaled_dot_product_attention`; also a RuntimeError, which torch's raises."""
 
 
 class SdpaTypeError(TypeError, SdpaValueError):

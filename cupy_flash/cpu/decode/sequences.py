@@ -42,7 +42,7 @@ class RowTile(NamedTuple):
     """
 
     sequence: Sequence
-    queries: slice  # rows of the sequence
+    queries: slice  # the queries of the sequence in this tile, a slice of `Sequence.q`
     position: int
     positions: int
     rows: int

@@ -217,7 +217,7 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
 
 
 def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
-    """Return the constants of the kernel but those that follow from the problem and the tile together."""
+    """Return the constants of the kernel except those that follow from the problem and the tile together."""
     return fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,

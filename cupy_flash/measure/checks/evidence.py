@@ -1,8 +1,8 @@
-"""Which kernels confirm the simulator's reading of an instruction, beside the kernels of this package.
+"""Which kernels confirm how the simulator executes an instruction, besides the kernels of this package.
 
-The second reading of a form is either a kernel of Triton or Gluon, whose code generators run on GPUs every day and
-which gives right results in the simulator (tests/other_kernels), or a micro-kernel whose results follow from the PTX
-ISA and not from the simulator's code (Kernel.expected, tests/simulator/test_simulator_conformance.py).
+A form of an instruction is confirmed either by a kernel in Triton or Gluon, whose compilers are used on GPUs every day
+and which gives right results in the simulator (tests/other_kernels), or by a micro-kernel whose results follow from
+the PTX ISA and not from the simulator's code (Kernel.expected, tests/simulator/test_simulator_conformance.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = Path(__file__).with_name("other_kernels.json")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:^|[;{}:])\s*(?:@!?%\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=[\s;\[])([^;]*)", re.MULTILINE)
 _HINT = re.compile(r"\.(nc|uni|tile|L1::\w+|L2::\w+|ca|cg(?=\.))(?=\.|$)")
-# Opcodes that read and write bits of their type's size, whatever its kind.
+# Opcodes that move or compare bits: of their type only the size matters.
 _UNTYPED = {"ld", "st", "mov", "selp", "setp.eq", "setp.ne"}
 # Opcodes with the same result for signed and unsigned integers.
 _SIGNLESS = {"add", "sub", "mul.lo", "mad.lo"}
@@ -38,13 +38,13 @@ class Evidence(NamedTuple):
 
 
 def forms(ptx: str) -> set[str]:
-    """Return the forms of the instructions in a PTX text: their names without what no result depends on.
+    """Return the forms of the instructions in a PTX text: their names without the parts that affect no result.
 
-    Left out are hints for caches, the kind of a type of which only the size matters, the default rounding, the number
-    of parameters read at once, and the width N of wgmma; whether A of wgmma comes from registers is added.
+    These parts are cache hints, the kind of a type of which only the size matters, the default rounding, the number of
+    parameters read at once, and the width N of wgmma. The form of a wgmma also says whether A comes from registers.
     """
     found = (_form(name, operands) for name, operands in _INSTRUCTION.findall(_COMMENT.sub("", ptx)))
-    return {form for form in found if "." in form}  # without jumps
+    return {form for form in found if "." in form}  # without bra, exit and ret
 
 
 def _form(name: str, operands: str) -> str:

@@ -1,7 +1,7 @@
 """Micro-kernels with the results that the PTX ISA states, written out: neither the simulator nor Python computes them.
 
-They are for forms of instructions that no kernel of another code generator confirms (evidence.py), so the first GPU
-settles whether this package reads them rightly.
+They are for forms of instructions that no kernel of another code generator confirms (evidence.py): a run on a GPU
+shows whether this package understands them correctly.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import numpy as np
 
 Array = np.ndarray
 
-
 SHARED = ".shared .align 16 .b8 smem[1024];"  # the shared memory of every case
 
 
 @dataclass(frozen=True)
 class IsaCase:
-    """The body of a kernel, its inputs, the initial values of its output, and the values that it must have after."""
+    """The body of a kernel, its inputs, the initial values of its output, and the values expected after the launch."""
 
     name: str
     body: str
@@ -56,7 +55,7 @@ def _case(
 
 
 # PTX ISA, Logic and Shift Instructions: and, or, xor and not of predicates, for the bits p = 1 and q = 2 of a thread.
-# A thread stores and + 2 or + 4 xor + 8 not p.
+# A thread stores (p and q) + 2 (p or q) + 4 (p xor q) + 8 (not p).
 PREDICATES = """
     and.b32 %r0, %t, 1;
     and.b32 %r1, %t, 2;
@@ -77,7 +76,7 @@ PREDICATES = """
     st.global.b32 [%d0], %r2;
 """
 
-# PTX ISA, selp: a if the predicate is true. setp compares 16-bit integers; cvt.u32.u16 fills with zeros.
+# PTX ISA, selp: a if the predicate is true. setp compares 16-bit integers; cvt.u32.u16 extends with zeros.
 SELECTIONS = """
     mad.wide.u32 %d0, %t, 4, %p0;
     ld.global.u16 %h0, [%d0];
@@ -164,7 +163,7 @@ QUARTERS = """
 """
 
 # PTX ISA, atom and red: 32 threads add their index, 1.0, and the vector 1.0 to 4.0. Thread 0 then adds 5 to 7, and
-# stores what was there before.
+# stores the old value that atom returns.
 ATOMICS = """
     atom.global.add.u32 %r0, [%p0], %t;
     atom.global.add.f32 %f0, [%p0+4], 0f3F800000;

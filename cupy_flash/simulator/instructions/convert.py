@@ -62,7 +62,8 @@ def encode(values: Float64, format_: Format, mode: str = "rn", *, satfinite: boo
     finite = np.isfinite(values)
     _, exponent = np.frexp(np.where(finite, magnitude, 0))
     exponent = np.where(magnitude == 0, format_.smallest_exponent, np.maximum(exponent - 1, format_.smallest_exponent))
-    # In units of the last place the mantissa, with its implicit one, is an integer: bits = exponent field + units.
+    # Counted in units of the last place, the mantissa with its implicit one is an integer. The implicit one adds 1 to
+    # the exponent field, so the shifted part is 0 for the smallest exponent of normal numbers.
     units = np.ldexp(np.where(finite, values, 0), format_.mantissa_bits - exponent)
     units = np.abs(round_integer(units, mode))
     bits = ((exponent - format_.smallest_exponent).astype(np.int64) << format_.mantissa_bits) + units.astype(np.int64)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-    # What an Array describes: the caller's array, of the library that `framework` names, or the buffers of an XLA call.
+    # The array that an Array describes: the caller's, of the library that `framework` names, or buffers of an XLA call.
     Owner: TypeAlias = torch.Tensor | jax.Array | cupy.ndarray
 
 

@@ -1,1 +1,1 @@
-"""What only developers of the kernels use: counters, models and checks of the compiled kernels; see README.md."""
+"""Counters, models and checks of the compiled kernels, for developers of the kernels alone; see README.md."""

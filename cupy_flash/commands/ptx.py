@@ -1,4 +1,4 @@
-"""python -m cupy_flash ptx: print the PTX of a problem's kernels, or who confirms the instructions that they use."""
+"""python -m cupy_flash ptx: print the PTX of a problem's kernels, or which other kernels confirm their instructions."""
 
 from __future__ import annotations
 

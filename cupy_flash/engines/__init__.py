@@ -36,7 +36,7 @@ class Engine(Protocol[TileT]):
     plan/refusals.py refuses what no attribute names; the function `refusals` has the engine's further reasons.
     """
 
-    # What it serves
+    # The problems that the engine serves
     BACKENDS: tuple[str, ...]  # backends that can run its launches
     ARCHES: tuple[str, ...] | None  # architectures of GPUs that have its instructions; None: all
     DTYPES: tuple[str, ...]  # dtypes of q, k and v; `check` runs every option in the first

@@ -59,7 +59,7 @@ class TooLarge(Untraceable, ValueError):
     """The error of a mod that reads too many arrays or has too many operations."""
 
 
-# Of const: a bool, int or float; of argument: its index; of load: its slot; of `last` (cuda_code.py): slot and axis.
+# A const holds a bool, int or float; argument its index; load its slot; `last` (cuda_code.py) its slot and axis.
 NodeValue: TypeAlias = int | float | tuple[int, int] | None
 
 

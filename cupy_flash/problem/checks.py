@@ -113,7 +113,7 @@ class Sizes(NamedTuple):
     out: tuple[int, ...] = ()
     lse: tuple[int, ...] = ()
 
-    # Of a KV cache, whose capacity is kv_len
+    # For a KV cache only; its capacity is kv_len
     packed: bool = False
     blocks: int = 0  # number of pages, or of rows of a contiguous cache
     rows: int = 0  # keys per block

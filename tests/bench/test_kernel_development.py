@@ -1,4 +1,4 @@
-"""What users run imports nothing of bench/kernel_development."""
+"""The commands of users import nothing of bench/kernel_development."""
 
 import ast
 import subprocess

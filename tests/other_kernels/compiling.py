@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 
 class Compiled(NamedTuple):
-    """What a launch needs: `tiles` are Triton's own descriptions of the tensor maps, one for each descriptor."""
+    """The PTX and the facts that a launch needs; `tiles` are Triton's descriptions of the tensor maps, one each."""
 
     ptx: str
     name: str

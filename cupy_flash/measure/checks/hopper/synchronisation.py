@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .case import PAIR, HopperCase, initialise, wait
@@ -179,9 +181,8 @@ def _case(name: str, body: str, expected: list[int] | list[list[int]], threads: 
 
 
 def _pair_case(name: str, body: str, expected: list[int]) -> HopperCase:
-    """Return such a case for a cluster of two blocks."""
-    literals = np.array(expected, np.uint32)
-    return HopperCase(name, body, (), np.zeros_like(literals), expected=literals, **PAIR)
+    """Return such a case for a cluster of two blocks of 128 threads."""
+    return replace(_case(name, body, expected, threads=128), **PAIR)
 
 
 CASES = [

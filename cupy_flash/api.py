@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
-from . import dispatch
+from . import dispatch, keyed_plan
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
 from .problem.build import ARRAY_NAMES, pose
 from .problem.features import Options
@@ -721,9 +721,8 @@ def _forward(
 
         results = adapter.forward(function, arrays, options, packed)
         return results
-    problem, operands = pose(function, arrays, options, packed)
-    out, lse = dispatch.forward(problem, operands)
-    results = (out.result(), lse.result()) if options.return_lse else out.result()
+    out, lse = keyed_plan.forward(function, arrays, options, packed)
+    results = (out, lse) if options.return_lse else out
     return results
 
 

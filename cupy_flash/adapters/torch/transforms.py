@@ -21,6 +21,7 @@ from ...problem.build import pose
 from ...problem.features import DIFFERENTIATED, Options
 from ...problem.records import Packed
 from .autograd_kernel import are_plain, is_transformed
+from .keyed_plan import call_on_tensors
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .op import (
     ARRAY_NAMES,
@@ -52,9 +53,18 @@ def forward(
         elif not all(mod is None or isinstance(mod, Mod) for mod in (options.score_mod, options.mask_mod)):
             record = _recorded_outside_of_graph
         return record(function, arrays, options, packed, fp8)
-    if fp8 is False and _is_unobserved(arrays, options, packed):
+    if fp8 is not False:
+        return _recorded(function, arrays, options, packed, fp8)
+    call = call_on_tensors(function, arrays, options, packed)
+    results = None if call is None else call.run()
+    if results is not None:
+        return results[:2] if options.return_lse else results[0]
+    if _is_unobserved(arrays, options, packed):
         with on_device_of(arrays[0]):
-            out, lse = dispatch.forward(*pose(function, arrays, options, packed))
+            problem, operands = pose(function, arrays, options, packed)
+            out, lse = dispatch.forward(problem, operands)
+        if call is not None:
+            call.keep(problem, operands)
         return (out.result(), lse.result()) if options.return_lse else out.result()
     return _recorded(function, arrays, options, packed, fp8)
 

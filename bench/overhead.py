@@ -19,7 +19,7 @@ import cupy_flash
 from cupy_flash import dispatch
 from cupy_flash.arrays import Array
 from cupy_flash.gpu import run_plan, tensor_map
-from cupy_flash.gpu.kept_launches import Allocated, KeptLaunches
+from cupy_flash.gpu.kept_launches import KeptLaunches
 from cupy_flash.plan.plan import Plan
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.features import Options
@@ -62,11 +62,9 @@ def forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
     return run_plan.forward(chosen, operands, partial(_pack, encode))
 
 
-def repeat(
-    kept: KeptLaunches, inputs: Sequence[object], addresses: list[int], allocate: Allocated
-) -> Sequence[object] | None:
+def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
     """Replace the backends' function of this name in the same way."""
-    allocated = allocate()
+    allocated = kept.allocate(inputs[0])
     if allocated is None:
         return None
     outputs, starts = allocated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch, keyed_plan
@@ -717,9 +718,7 @@ def _forward(
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     results: ArrayT | tuple[ArrayT, ArrayT]
     if _is_torch(arrays[0]):
-        from .adapters import torch as adapter
-
-        results = adapter.forward(function, arrays, options, packed)
+        results = _torch_forward()(function, arrays, options, packed)
         return results
     out, lse = keyed_plan.forward(function, arrays, options, packed)
     results = (out, lse) if options.return_lse else out
@@ -769,6 +768,14 @@ def _double_backward(
 ) -> SecondGradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
     return dispatch.double_backward(problem, operands).map(Array.result)
+
+
+@cache
+def _torch_forward() -> Any:
+    """Return the function of the adapter, cached because an import takes a microsecond even of an imported module."""
+    from .adapters import torch as adapter
+
+    return adapter.forward
 
 
 def _is_torch(x: object) -> bool:

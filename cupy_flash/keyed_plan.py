@@ -1,152 +1,74 @@
 """Keyed plans: a call like an earlier one only allocates results, writes addresses into kept bytes, and launches.
 
-The invariant: **two calls with one key have launches whose arguments differ in addresses alone.** A call is posed,
-planned and packed (problem/, plan/, gpu/run_plan.py) if it has no key, or if its key has no entry yet; if it succeeds,
-it then leaves an entry. So an entry never decides anything: it repeats what that path would do again.
+The invariant: **the launches of two calls with one key differ in addresses alone.** A call is posed, planned and packed
+(problem/, plan/, gpu/run_plan.py) if it has no key, or its key no entry; if it succeeds, it then leaves an entry. So an
+entry decides nothing: it repeats what that path would do again.
 
 The key has everything that this path reads, unless the call has no key because of it:
 
-- of every array its presence, shape, strides, dtype, device and address modulo ALIGNMENT, of which 16 bytes decide about
-  TMA and vectors, and 64 about vectors of float64. All arrays are of exactly the library's own type.
+- of every array its presence, shape, strides, dtype, device and address modulo ALIGNMENT: 16 bytes decide about TMA,
+  and 64 about vectors of float64. All arrays are of exactly their library's own type.
 - of every option its type and its value, because True, 1 and 1.0 are equal and not all legal; max_seqlen likewise.
 - the function, the environment's default backend, and the generation of the evidence and of the plans made from it.
-- `state`, what the array library adds: for torch, see adapters/torch/keyed_plan.py.
 
-These calls have no key: those with mods, dropout or a seed; with options of other types, which may be mutable; calls
-that are recorded (CUPY_FLASH_RECORD). These leave no entry, and so are posed every time: calls on the CPU backend, calls
-that read lengths or factors in host memory to check them, and calls that copy an operand. Errors leave none either.
+A call has no key with mods, a seed, options of other types, which may be mutable, or on a CPU backend; on torch tensors
+also if anything of torch observes it (adapters/torch/keyed_plan.py). Calls with dropout, those that copy an operand,
+those that read lengths or factors in host memory to check them, and those of a process that records its calls are posed
+every time; the entry of their key is None.
 
-Inputs may alias each other, as nothing depends on it; outputs are new memory. The stream is read when it is launched on.
-Entries refer to no arrays. A forked process begins without entries, since its parent's kernels are loaded in a context
-that it does not have. Look-ups and insertions are single operations of a dict, which are atomic, and threads that keep
-the same key keep equal entries.
+Inputs may alias each other, as nothing depends on it; outputs are new memory. The stream is read at the launch. Entries
+refer to no array. A forked process begins without entries, since its parent's kernels are loaded in a context that it
+does not have. Look-ups and insertions are single operations of a dict, which are atomic; threads that insert under one
+key insert equal entries.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import dispatch, environment
 from .arrays import CACHED, contiguous_strides
 from .plan import measurements
-from .problem.build import ARRAY_NAMES, PLAIN, TABLE, pose
+from .problem.build import PLAIN, TABLE, pose
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     import numpy as np
 
-    from .gpu.kept_launches import KeptLaunches
+    from .gpu.kept_launches import Allocate, KeptLaunches
+    from .gpu.run_plan import Work
     from .problem.features import Options
     from .problem.records import Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
-NAMES = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k")
 
-
-class Library(Protocol):
-    """How the arrays of one library are read and allocated."""
-
-    def facts(self, arrays: Sequence[Any]) -> tuple[list[Hashable], list[int]] | None:
-        """Return what the key has of arrays, some of which may be None, and the addresses of those that are not.
-
-        None if one is not exactly of the library's type, or has no memory of its own.
-        """
-
-    def dtype(self, dtype: np.dtype) -> Any:
-        """Return the library's dtype."""
-
-    def empty(self, outputs: Sequence[Output], like: Any) -> tuple[list[Any], list[int]]:
-        """Allocate outputs on the device of an array; return them and their addresses."""
-
-
-class OfCuPy:
-    """CuPy's arrays."""
-
-    def facts(self, arrays: Sequence[Any]) -> tuple[list[Hashable], list[int]] | None:
-        ndarray, facts, addresses = sys.modules["cupy"].ndarray, [], []
-        for x in arrays:
-            if x is None:
-                facts.append(None)
-                continue
-            if type(x) is not ndarray or not (address := x.data.ptr):
-                return None
-            facts += (x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT)
-            addresses.append(address)
-        return facts, addresses
-
-    def dtype(self, dtype: np.dtype) -> np.dtype:
-        return dtype
-
-    def empty(self, outputs: Sequence[Output], like: Any) -> tuple[list[Any], list[int]]:
-        empty = sys.modules["cupy"].empty
-        allocated = [empty(shape, dtype) for shape, _, dtype in outputs]
-        return allocated, [x.data.ptr for x in allocated]
-
-
-class Output(NamedTuple):
-    """A result or workspace of a call."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # C-contiguous, in elements
-    dtype: Any  # the library's
+Call: TypeAlias = tuple[Hashable, list[Any], list[int]]  # key, arrays, and their addresses
+Read: TypeAlias = Callable[[list[Any]], "tuple[list[Hashable], list[Any], list[int]] | None"]
+Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], "np.dtype"]]  # (shape, strides, dtype) of each
 
 
 class Entry:
-    """The launches and outputs of the calls with one key; `served` counts them, in one thread exactly."""
+    """What the calls with one key launch; `served` counts them, exactly only in one thread."""
 
-    __slots__ = ("_backend", "_kept", "_library", "_outputs", "served")
+    __slots__ = ("_backend", "_kept", "served")
 
-    def __init__(self, library: Library, backend: str, kept: KeptLaunches, outputs: Sequence[Output]) -> None:
-        self._library, self._backend, self._kept, self._outputs = library, backend, kept, outputs
-        self.served = 0
+    def __init__(self, backend: str, kept: KeptLaunches) -> None:
+        self._backend, self._kept, self.served = backend, kept, 0
 
-    def run(self, inputs: list[Any], addresses: list[int]) -> Sequence[Any] | None:
-        """Launch on these inputs, and return the outputs, those of the call first.
+    def run(self, call: Call) -> list[Any] | None:
+        """Launch, and return the outputs, followed by workspaces.
 
-        None, without a launch, if an allocator returns memory that is not aligned as every known one's.
+        If an output is not aligned to ALIGNMENT, as those of every known allocator are, nothing is launched: None.
         """
         self.served += 1
-        library, outputs = self._library, self._outputs
-
-        def allocate() -> tuple[list[Any], list[int]] | None:
-            allocated = library.empty(outputs, inputs[0])
-            return None if any([address % ALIGNMENT for address in allocated[1]]) else allocated
-
-        return dispatch.launcher(self._backend).repeat(self._kept, inputs, addresses, allocate)
+        outputs: list[Any] | None = dispatch.launcher(self._backend).repeat(self._kept, call[1], call[2])
+        return outputs
 
 
-class Call(NamedTuple):
-    """A call that has a key."""
-
-    library: Library
-    key: Hashable
-    inputs: list[Any]  # the arrays that are given, in the order of NAMES
-    addresses: list[int]
-
-    def entry(self) -> Entry | None:
-        """Return the entry of the key."""
-        return _entries.get(self.key)
-
-    def run(self) -> Sequence[Any] | None:
-        """Run the call from its entry and return (out, lse, *workspaces); None if there is no entry."""
-        entry = _entries.get(self.key)
-        return None if entry is None else entry.run(self.inputs, self.addresses)
-
-    def keep(self, problem: Problem, operands: Operands) -> None:
-        """Leave an entry, from what the call was posed as, if later calls with this key may be served from one."""
-        entry = _forward(self.library, problem, operands)
-        if entry is not None:
-            if len(_entries) >= CACHED:
-                _entries.clear()
-            _entries[self.key] = entry
-
-
-_entries: dict[Hashable, Entry] = {}
+_entries: dict[Hashable, Entry | None] = {}
 
 
 def forget() -> None:
@@ -159,78 +81,122 @@ if hasattr(os, "register_at_fork"):
 
 
 def call_of(
-    library: Library, function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None,
-    state: Hashable = None,
-) -> Call | None:  # fmt: skip
-    """Return the call if it has a key, else None; it is right for no function to return None always."""
-    window = options.window
-    if (
-        options.score_mod is not None
-        or options.mask_mod is not None
-        or options.seed is not None
-        or dispatch.is_recording()
-    ):
+    function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, read: Read
+) -> Call | None:
+    """Return the call if it has a key, else None.
+
+    `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
+    None if one is not exactly of the library's type or has no memory of its own.
+    """
+    if options.score_mod is not None or options.mask_mod is not None or options.seed is not None:
         return None
-    plain, sides = TABLE.plain_of(options), window if type(window) is tuple else (window,)
+    plain, window = TABLE.plain_of(options), options.window
+    longest: tuple[int | None, ...] = ()
     given = [*arrays, *TABLE.arrays_of(options)]
-    longest: tuple[Any, ...] = ()
     if packed is not None:
         given += packed[:2]
         longest = packed[2:]
+    sides = window if type(window) is tuple else (window,)
     types = tuple(map(type, (*plain, *sides, *longest)))
     if not PLAIN.issuperset(types):
         return None
-    read = library.facts(given)
-    if read is None:
+    backend = environment.backend() if options.backend is None else ""
+    described = read(given)
+    if described is None:
         return None
-    facts, addresses = read
-    backend = environment.backend() if options.backend is None else None
-    key = (function, types, plain, window, longest, backend, measurements.generation, state, *facts)
-    return Call(library, key, [x for x in given if x is not None], addresses)
+    facts, inputs, addresses = described
+    return (function, types, plain, window, longest, backend, measurements.generation, *facts), inputs, addresses
 
 
-_CUPY = OfCuPy()
+def run(call: Call | None) -> list[Any] | None:
+    """Run a call from its entry, and return its outputs, followed by workspaces; None if it has none."""
+    entry = None if call is None else _entries.get(call[0])
+    return None if entry is None or call is None else entry.run(call)
 
 
-def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> Any:
-    """Return (out, lse) of a call on arrays other than torch's, as arrays of the caller's library."""
-    call = None
-    if "cupy" in sys.modules and type(arrays[0]) is sys.modules["cupy"].ndarray:
-        call = call_of(_CUPY, function, arrays, options, packed)
-        results = None if call is None else call.run()
-        if results is not None:
-            return results[:2]
-    problem, operands = pose(function, arrays, options, packed)
-    out, lse = dispatch.forward(problem, operands)
-    if call is not None:
-        call.keep(problem, operands)
-    return out.result(), lse.result()
+def keep(call: Call, problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> None:
+    """Leave the entry of a call that has been posed as `problem`, if there is none."""
+    if call[0] in _entries:
+        return
+    entry = _forward(problem, operands, allocator)
+    if len(_entries) >= CACHED:
+        _entries.clear()
+    _entries[call[0]] = entry
 
 
-def _forward(library: Library, problem: Problem, operands: Operands) -> Entry | None:
-    """Return the entry of a forward, or None if a later one might need more than launches."""
+def _forward(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
+    """Return the entry of a forward, or None if a later one may need more than launches."""
     chosen = dispatch.plan_for(problem)
     backend = chosen.device.backend
     checked = [getattr(operands, name) for name in CHECKED]
     if (
         backend not in dispatch.LAUNCHERS
-        or problem.mods
+        or dispatch.is_recording()
         or problem.dropout
         or any(x is not None and x.device == "cpu" for x in checked)
     ):
         return None
     from .gpu import run_plan
-    from .gpu.kept_launches import KeptLaunches, without_memory
+    from .gpu.kept_launches import without_memory
 
     if run_plan.copied(chosen, operands):
         return None
-    works: list[run_plan.Work] = []
+    works: list[Work] = []
     run_plan.forward(chosen, operands, works.append, without_memory)
-    return _entry(library, backend, KeptLaunches(works[0]), works[0])
+    return _entry(backend, works[0], allocator)
 
 
-def _entry(library: Library, backend: str, kept: KeptLaunches, work: Any) -> Entry:
-    outputs = [
-        Output(x.shape, contiguous_strides(x.shape), library.dtype(x.dtype)) for x in work.results.values() if x is not None
-    ]
-    return Entry(library, backend, kept, outputs)
+def _entry(backend: str, work: Work, allocator: Callable[[Outputs], Allocate]) -> Entry:
+    from .gpu.kept_launches import KeptLaunches
+
+    outputs = [(x.shape, contiguous_strides(x.shape), x.dtype) for x in work.results.values() if x is not None]
+    return Entry(backend, KeptLaunches(work, allocator(outputs)))
+
+
+def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> tuple[Any, Any]:
+    """Return (out, lse) of a call on arrays other than torch's."""
+    call = call_on_cupy(function, arrays, options, packed)
+    outputs = run(call)
+    if outputs is not None:
+        return outputs[0], outputs[1]
+    problem, operands = pose(function, arrays, options, packed)
+    results = dispatch.forward(problem, operands)
+    if call is not None:
+        keep(call, problem, operands, _cupy_allocator)
+    return results[0].result(), results[1].result()
+
+
+def call_on_cupy(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> Call | None:
+    """Return the call if it is on CuPy's arrays and has a key, else None."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or type(arrays[0]) is not cupy.ndarray:
+        return None
+    return call_of(function, arrays, options, packed, _read_cupy)
+
+
+def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
+    ndarray = sys.modules["cupy"].ndarray
+    facts: list[Hashable] = []
+    inputs: list[Any] = []
+    addresses: list[int] = []
+    for x in arrays:
+        if x is None:
+            facts.append(None)
+            continue
+        if type(x) is not ndarray or not (address := x.data.ptr):
+            return None
+        facts.append((x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT))
+        inputs.append(x)
+        addresses.append(address)
+    return facts, inputs, addresses
+
+
+def _cupy_allocator(outputs: Outputs) -> Allocate:
+    empty = sys.modules["cupy"].empty
+
+    def allocate(like: Any) -> tuple[list[Any], list[int]] | None:
+        arrays = [empty(shape, dtype) for shape, _, dtype in outputs]
+        addresses = [x.data.ptr for x in arrays]
+        return None if any(address % ALIGNMENT for address in addresses) else (arrays, addresses)
+
+    return allocate

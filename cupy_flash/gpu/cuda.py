@@ -8,14 +8,14 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import LEGACY_DEFAULT_STREAM, Array, current_stream, made_on, stream_of
 from ..engines.launch import Launch
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands, Problem
 from . import run_plan
-from .kept_launches import Allocated, KeptLaunches
+from .kept_launches import KeptLaunches
 from .run_plan import compile_launch
 from .tensor_map import encode_for_gpu
 
@@ -126,20 +126,15 @@ def _start(work: run_plan.Work) -> None:
             function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
 
 
-def repeat(
-    kept: KeptLaunches, inputs: Sequence[object], addresses: list[int], allocate: Allocated
-) -> Sequence[object] | None:
-    """Launch on the current stream what an earlier call has launched, on other arrays; returns the outputs.
-
-    They and their addresses are what `allocate` returns, in a list of each; if it returns None, nothing is launched.
-    """
+def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
+    """Launch on the current stream what an earlier call has launched, on other arrays; returns the outputs."""
     import cupy
 
     index = int(kept.device[5:])  # of "cuda:<index>"
     try:
         with cupy.cuda.Device(index) as card:
             card.use()  # as in `_start`
-            allocated = allocate()
+            allocated = kept.allocate(inputs[0])
             if allocated is None:
                 return None
             outputs, starts = allocated

@@ -16,28 +16,27 @@ from ..engines.launch import Box, Launch
 from .params import ALIGNMENT, Encode, encoded_map
 from .run_plan import Work
 
-# Returns the outputs of a call and their addresses; None if an address is not aligned as those that were kept.
-Allocated: TypeAlias = Callable[[], "tuple[list[Any], list[int]] | None"]
 MAPS = 256  # maximum maps that are kept of one operand of one launch
 FIRST, SPACING = 1 << 46, 1 << 30  # the addresses with which the words that hold addresses are found
 
+# Returns the outputs of a call, on the device of an input, and their addresses; None if one is not aligned.
+Allocate: TypeAlias = Callable[[Any], "tuple[list[Any], list[int]] | None"]
 
-class _Boxed:
-    """The maps of one operand of a launch, by its address."""
 
-    __slots__ = ("_box", "_layout", "_maps", "_of", "index")
+class _Boxed(NamedTuple):
+    """An operand of a launch, with its maps by address."""
 
-    def __init__(self, index: int, of: Array, box: Box, layout: str) -> None:
-        self.index = index  # that of the operand's address
-        self._of, self._box, self._layout = (of.shape, of.strides, of.dtype), box, layout
-        self._maps: dict[int, bytes] = {}
+    maps: dict[int, bytes]
+    place: int  # the index of the operand's address
+    box: Box
+    described: tuple[tuple[int, ...], tuple[int, ...], np.dtype]
+    layout: str
 
-    def at(self, address: int, encode: Encode) -> bytes:
-        encoded = self._maps.get(address)
-        if encoded is None:
-            if len(self._maps) >= MAPS:
-                self._maps.clear()
-            encoded = self._maps[address] = encoded_map(self._box, (address, *self._of), self._layout, encode)
+    def encode(self, address: int, encode: Encode) -> bytes:
+        """Return the map for an address, and keep it."""
+        if len(self.maps) >= MAPS:
+            self.maps.clear()
+        encoded = self.maps[address] = encoded_map(self.box, (address, *self.described), self.layout, encode)
         return encoded
 
 
@@ -45,23 +44,26 @@ class _Step(NamedTuple):
     """One launch."""
 
     launch: Launch
-    boxes: tuple[_Boxed, ...]
+    boxed: tuple[_Boxed, ...]
     maps: np.dtype  # raw bytes, as many as its maps have
 
 
 class KeptLaunches:
     """The launches of a Work that has no mods.
 
-    `inputs` and `outputs` are names, in the order of the addresses that `arguments` takes. `loaded` is the backend's:
-    its table of loaded kernels, and the kernels of the launches from that table.
+    `inputs` and `outputs` are names, in the order of the addresses that `arguments` takes; `allocate` is the array
+    library's. `loaded` is the backend's: its table of loaded kernels, and the kernels of the launches from that table.
     """
 
-    __slots__ = ("_bytes", "_places", "_words", "arch", "device", "framework", "inputs", "loaded", "outputs", "steps", "written")
+    __slots__ = (
+        "_bytes", "_places", "_words", "allocate", "arch", "device", "framework", "inputs", "loaded", "outputs",
+        "steps", "written",
+    )  # fmt: skip
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, allocate: Allocate) -> None:
         arrays = [*work.inputs.values(), *(x for x in work.results.values() if x is not None)]
         self.inputs, self.outputs = tuple(work.inputs), tuple(x for x, y in work.results.items() if y is not None)
-        self.written, self.arch = work.written, work.arch
+        self.written, self.arch, self.allocate = work.written, work.arch, allocate
         self.loaded: tuple[object, list[Any]] = (None, [])
         self.device, self.framework = arrays[0].device, arrays[0].framework
         self._words, self._places = _places(work, arrays)
@@ -70,7 +72,7 @@ class KeptLaunches:
         self.steps = tuple(
             _Step(
                 launch,
-                tuple(_Boxed(*named[box.operand], box, box.layout or work.layout) for box in launch.boxes),
+                tuple(_boxed(*named[box.operand], box, box.layout or work.layout) for box in launch.boxes),
                 np.dtype(f"V{128 * len(launch.boxes)}"),
             )
             for launch in work.launches
@@ -85,15 +87,18 @@ class KeptLaunches:
         for place, index in self._places:
             words[place] = addresses[index]
         params = np.ndarray((), self._bytes, words)
-        return [
-            (
-                launch,
-                (params, np.ndarray((), maps, b"".join([boxed.at(addresses[boxed.index], encode) for boxed in boxes])))
-                if boxes
-                else (params,),
-            )
-            for launch, boxes, maps in self.steps
-        ]
+        arguments: list[tuple[Launch, tuple[np.ndarray, ...]]] = []
+        for launch, boxed, size in self.steps:
+            if not boxed:
+                arguments.append((launch, (params,)))
+                continue
+            maps = [of[0].get(address := addresses[of[1]]) or of.encode(address, encode) for of in boxed]
+            arguments.append((launch, (params, np.ndarray((), size, b"".join(maps)))))
+        return arguments
+
+
+def _boxed(place: int, of: Array, box: Box, layout: str) -> _Boxed:
+    return _Boxed({}, place, box, (of.shape, of.strides, of.dtype), layout)
 
 
 def _places(work: Work, arrays: list[Array]) -> tuple[array[int], tuple[tuple[int, int], ...]]:

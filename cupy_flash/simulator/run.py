@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, as_array
 from ..engines.launch import Launch
 from ..gpu import run_plan
-from ..gpu.kept_launches import Allocated, KeptLaunches
+from ..gpu.kept_launches import KeptLaunches
 from ..gpu.run_plan import compile_launch
 from ..gpu.tensor_map import ALIGNMENT, encode_for_simulator
 from ..plan.plan import Plan
@@ -62,11 +63,9 @@ def start(work: run_plan.Work, *, order: Order = "late", seed: int = 0) -> list[
     return _run(launches, work.arch, memory, order, seed)
 
 
-def repeat(
-    kept: KeptLaunches, inputs: Sequence[object], addresses: list[int], allocate: Allocated
-) -> Sequence[object] | None:
-    """Simulate the launches of an earlier call on other arrays; returns what `allocate` does, the outputs."""
-    allocated = allocate()
+def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
+    """Simulate what an earlier call has launched, on other arrays; returns the outputs."""
+    allocated = kept.allocate(inputs[0])
     if allocated is None:
         return None
     outputs, memory = allocated[0], Memory()

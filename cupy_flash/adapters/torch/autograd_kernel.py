@@ -82,7 +82,8 @@ def are_plain(tensors: Iterable[Any]) -> bool:
 def is_observed() -> bool:
     """Return whether a mode, transform, trace or profiler of torch is active."""
     return bool(
-        is_transformed()
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state() is not None

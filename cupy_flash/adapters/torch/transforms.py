@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ... import dispatch
+from ... import dispatch, keyed_plan
 from ...mods.trace import Mod
 from ...problem.build import pose
 from ...problem.features import DIFFERENTIATED, Options
 from ...problem.records import Packed
 from .autograd_kernel import are_plain, is_transformed
-from .keyed_plan import call_on_tensors
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
+from .keyed_plan import allocator, call_on_tensors
 from .op import (
     ARRAY_NAMES,
     TENSORS,
@@ -56,15 +56,16 @@ def forward(
     if fp8 is not False:
         return _recorded(function, arrays, options, packed, fp8)
     call = call_on_tensors(function, arrays, options, packed)
-    results = None if call is None else call.run()
-    if results is not None:
-        return results[:2] if options.return_lse else results[0]
+    if call is not None and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])):
+        outputs = keyed_plan.run(call)
+        if outputs is not None:
+            return (outputs[0], outputs[1]) if options.return_lse else outputs[0]
     if _is_unobserved(arrays, options, packed):
         with on_device_of(arrays[0]):
             problem, operands = pose(function, arrays, options, packed)
             out, lse = dispatch.forward(problem, operands)
         if call is not None:
-            call.keep(problem, operands)
+            keyed_plan.keep(call, problem, operands, allocator)
         return (out.result(), lse.result()) if options.return_lse else out.result()
     return _recorded(function, arrays, options, packed, fp8)
 

@@ -697,6 +697,11 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, operands = pose("explain", (q, k, v), settings)
     text = dispatch.explain(dispatch.plan_for(problem), operands)
+    if dispatch.device_of(problem).backend in dispatch.LAUNCHERS:
+        call_of = keyed_plan.call_on_cupy
+        if _is_torch(q):
+            from .adapters.torch.keyed_plan import call_on_tensors as call_of
+        text = f"{text}\n{keyed_plan.described(call_of((q, k, v), settings))}"
     if problem.framework == "jax":
         from .adapters.jax import ffi_structs
 
@@ -718,7 +723,7 @@ def _forward(
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     results: ArrayT | tuple[ArrayT, ArrayT]
     if _is_torch(arrays[0]):
-        results = _torch_forward()(function, arrays, options, packed)
+        results = _torch().forward(function, arrays, options, packed)
         return results
     out, lse = keyed_plan.forward(function, arrays, options, packed)
     results = (out, lse) if options.return_lse else out
@@ -771,11 +776,11 @@ def _double_backward(
 
 
 @cache
-def _torch_forward() -> Any:
-    """Return the function of the adapter, cached because an import takes a microsecond even of an imported module."""
+def _torch() -> Any:
+    """Return the adapter, cached because an import takes a microsecond even of an imported module."""
     from .adapters import torch as adapter
 
-    return adapter.forward
+    return adapter
 
 
 def _is_torch(x: object) -> bool:

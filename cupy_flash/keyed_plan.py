@@ -9,12 +9,12 @@ The key has everything that this path reads, unless the call has no key because 
 - of every array its presence, shape, strides, dtype, device and address modulo ALIGNMENT: 16 bytes decide about TMA,
   and 64 about vectors of float64. All arrays are of exactly their library's own type.
 - of every option its type and its value, because True, 1 and 1.0 are equal and not all legal; max_seqlen likewise.
-- the function, the environment's default backend, and the generation of the evidence and of the plans made from it.
+- the environment's default backend, and the generation of the evidence and of the plans made from it.
 
-A call has no key with mods, a seed, options of other types, which may be mutable, or on a CPU backend; on torch tensors
-also if anything of torch observes it (adapters/torch/keyed_plan.py). Calls with dropout, those that copy an operand,
-those that read lengths or factors in host memory to check them, and those of a process that records its calls are posed
-every time; the entry of their key is None.
+A call has no key with mods, dropout, a seed, or options of other types, which may be mutable; on torch tensors also
+without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
+backend, those that copy an operand, those that read lengths or factors in host memory to check them, and those of a
+process that records its calls are posed every time; the entry of their key is None.
 
 Inputs may alias each other, as nothing depends on it; outputs are new memory. The stream is read at the launch. Entries
 refer to no array. A forked process begins without entries, since its parent's kernels are loaded in a context that it
@@ -51,12 +51,18 @@ Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], "np.dtype"]]  
 
 
 class Entry:
-    """What the calls with one key launch; `served` counts them, exactly only in one thread."""
+    """What the calls with one key launch; `served` counts them, exactly only in one thread.
 
-    __slots__ = ("_backend", "_kept", "served")
+    `others` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, and the
+    entries of backwards by their keys.
+    """
+
+    __slots__ = ("_backend", "_kept", "backwards", "others", "served")
 
     def __init__(self, backend: str, kept: KeptLaunches) -> None:
         self._backend, self._kept, self.served = backend, kept, 0
+        self.others: tuple[Any, ...] | None = None
+        self.backwards: dict[Hashable, Entry | None] = {}
 
     def run(self, call: Call) -> list[Any] | None:
         """Launch, and return the outputs, followed by workspaces.
@@ -80,9 +86,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget)
 
 
-def call_of(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, read: Read
-) -> Call | None:
+def call_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, read: Read) -> Call | None:
     """Return the call if it has a key, else None.
 
     `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
@@ -98,14 +102,24 @@ def call_of(
         longest = packed[2:]
     sides = window if type(window) is tuple else (window,)
     types = tuple(map(type, (*plain, *sides, *longest)))
-    if not PLAIN.issuperset(types):
+    if not PLAIN.issuperset(types) or options.dropout:
         return None
     backend = environment.backend() if options.backend is None else ""
     described = read(given)
     if described is None:
         return None
     facts, inputs, addresses = described
-    return (function, types, plain, window, longest, backend, measurements.generation, *facts), inputs, addresses
+    return (types, plain, window, longest, backend, measurements.generation, *facts), inputs, addresses
+
+
+def is_known(call: Call) -> bool:
+    """Return whether the key of a call has an entry, or None in place of one."""
+    return call[0] in _entries
+
+
+def entry_of(call: Call) -> Entry | None:
+    """Return the entry of a call's key."""
+    return _entries.get(call[0])
 
 
 def run(call: Call | None) -> list[Any] | None:
@@ -118,44 +132,47 @@ def keep(call: Call, problem: Problem, operands: Operands, allocator: Callable[[
     """Leave the entry of a call that has been posed as `problem`, if there is none."""
     if call[0] in _entries:
         return
-    entry = _forward(problem, operands, allocator)
+    entry = _entry(problem, operands, allocator, backward=False)
     if len(_entries) >= CACHED:
         _entries.clear()
     _entries[call[0]] = entry
 
 
-def _forward(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
-    """Return the entry of a forward, or None if a later one may need more than launches."""
+def backward_entry(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
+    """Return the entry of a backward, or None if a later one may need more than launches."""
+    return _entry(problem, operands, allocator, backward=True)
+
+
+def _entry(
+    problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate], *, backward: bool
+) -> Entry | None:
     chosen = dispatch.plan_for(problem)
     backend = chosen.device.backend
     checked = [getattr(operands, name) for name in CHECKED]
     if (
         backend not in dispatch.LAUNCHERS
         or dispatch.is_recording()
-        or problem.dropout
         or any(x is not None and x.device == "cpu" for x in checked)
     ):
         return None
     from .gpu import run_plan
-    from .gpu.kept_launches import without_memory
+    from .gpu.kept_launches import KeptLaunches, without_memory
 
     if run_plan.copied(chosen, operands):
         return None
     works: list[Work] = []
-    run_plan.forward(chosen, operands, works.append, without_memory)
-    return _entry(backend, works[0], allocator)
-
-
-def _entry(backend: str, work: Work, allocator: Callable[[Outputs], Allocate]) -> Entry:
-    from .gpu.kept_launches import KeptLaunches
-
+    if backward:
+        run_plan.backward(chosen, operands, works.append, without_memory)
+    else:
+        run_plan.forward(chosen, operands, works.append, without_memory)
+    (work,) = works
     outputs = [(x.shape, contiguous_strides(x.shape), x.dtype) for x in work.results.values() if x is not None]
     return Entry(backend, KeptLaunches(work, allocator(outputs)))
 
 
 def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> tuple[Any, Any]:
     """Return (out, lse) of a call on arrays other than torch's."""
-    call = call_on_cupy(function, arrays, options, packed)
+    call = call_on_cupy(arrays, options, packed)
     outputs = run(call)
     if outputs is not None:
         return outputs[0], outputs[1]
@@ -166,12 +183,12 @@ def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packe
     return results[0].result(), results[1].result()
 
 
-def call_on_cupy(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> Call | None:
+def call_on_cupy(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Call | None:
     """Return the call if it is on CuPy's arrays and has a key, else None."""
     cupy = sys.modules.get("cupy")
     if cupy is None or type(arrays[0]) is not cupy.ndarray:
         return None
-    return call_of(function, arrays, options, packed, _read_cupy)
+    return call_of(arrays, options, packed, _read_cupy)
 
 
 def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
@@ -200,3 +217,15 @@ def _cupy_allocator(outputs: Outputs) -> Allocate:
         return None if any(address % ALIGNMENT for address in addresses) else (arrays, addresses)
 
     return allocate
+
+
+def described(call: Call | None) -> str:
+    """Return the line of `explain` about the entry of a call."""
+    if call is None:
+        return "host       posed at every call, which has no key of a kept plan"
+    if not is_known(call):
+        return "host       posed at the next call, which keeps its plan"
+    entry = entry_of(call)
+    if entry is None:
+        return "host       posed at every call, which needs more than its launches"
+    return f"host       served from a kept plan, {entry.served} call{'s' * (entry.served != 1)} so far"

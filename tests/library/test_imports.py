@@ -117,6 +117,7 @@ FLOW = (
     "adapters.torch.keyed_plan",
     "adapters.torch.fp8",
     "adapters.torch.op",
+    "adapters.torch.keyed_autograd",
     "adapters.torch.derivatives",
     "adapters.torch.kv_cache",
     "adapters.torch.kv_cache_drop_in",

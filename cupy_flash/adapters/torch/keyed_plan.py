@@ -24,21 +24,20 @@ if TYPE_CHECKING:
     from ...gpu.kept_launches import Allocate
 
 
-def call_on_tensors(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None
-) -> Call | None:
+def call_on_tensors(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Call | None:
     """Return the call if it has a key, else None."""
-    if (
-        (options.backend is None and not arrays[0].is_cuda)
-        or is_observed()
-        or torch._C._get_deterministic_algorithms()
-        or torch._C._is_any_autocast_enabled()
-    ):
+    if (options.backend is None and not arrays[0].is_cuda) or is_changed():
         return None
-    return call_of(function, arrays, options, packed, _read)
+    return call_of(arrays, options, packed, read)
 
 
-def _read(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
+def is_changed() -> bool:
+    """Return whether anything of torch changes or observes a call."""
+    return bool(is_observed() or torch._C._get_deterministic_algorithms() or torch._C._is_any_autocast_enabled())
+
+
+def read(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
+    """Return the facts of the key, the tensors that are given, and their addresses; None without a key."""
     facts: list[Hashable] = []
     inputs: list[Any] = []
     addresses: list[int] = []

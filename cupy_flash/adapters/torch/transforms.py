@@ -22,6 +22,7 @@ from ...problem.features import DIFFERENTIATED, Options
 from ...problem.records import Packed
 from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
+from .keyed_autograd import keep_recorded, run_recorded
 from .keyed_plan import allocator, call_on_tensors
 from .op import (
     ARRAY_NAMES,
@@ -55,9 +56,10 @@ def forward(
         return record(function, arrays, options, packed, fp8)
     if fp8 is not False:
         return _recorded(function, arrays, options, packed, fp8)
-    call = call_on_tensors(function, arrays, options, packed)
-    if call is not None and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])):
-        outputs = keyed_plan.run(call)
+    call = call_on_tensors(arrays, options, packed)
+    has_gradient = call is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])
+    if call is not None:
+        outputs = run_recorded(call) if has_gradient else keyed_plan.run(call)
         if outputs is not None:
             return (outputs[0], outputs[1]) if options.return_lse else outputs[0]
     if _is_unobserved(arrays, options, packed):
@@ -67,7 +69,10 @@ def forward(
         if call is not None:
             keyed_plan.keep(call, problem, operands, allocator)
         return (out.result(), lse.result()) if options.return_lse else out.result()
-    return _recorded(function, arrays, options, packed, fp8)
+    results = _recorded(function, arrays, options, packed, fp8)
+    if call is not None:
+        keep_recorded(call, function, arrays, options, packed)
+    return results
 
 
 _arrays_of = operator.attrgetter(*ARRAY_NAMES)

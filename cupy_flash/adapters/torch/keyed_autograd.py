@@ -87,6 +87,6 @@ def _gradients(entry: Any, q: Any, k: Any, v: Any, dout: Any, out: Any, lse: Any
         if len(entry.backwards) >= BACKWARDS:
             entry.backwards.clear()
         with on_device_of(q):
-            posed = Call(*arguments).pose(saved)
-        entry.backwards[call[0]] = keyed_plan.backward_entry(*posed, allocator)
+            problem, operands = Call(*arguments).pose(saved)
+        entry.backwards[call[0]] = keyed_plan.backward_entry(problem, operands, allocator)
     return gradients

@@ -55,8 +55,6 @@ UNENFORCED = frozenset(name for name, check in CHECKS.items() if not check.enfor
 
 def names(unchecked: Collection[str]) -> frozenset[str]:
     """Return the names of checks as a set; raises ValueError if one is unknown."""
-    if isinstance(unchecked, str):
-        raise ValueError(f"unchecked must be a collection of names of checks, such as [{unchecked!r}], not a string")
     unknown = [name for name in unchecked if name not in CHECKS]
     if unknown:
         raise ValueError(f"unchecked={unchecked!r}: {unknown} are not among the named checks {', '.join(CHECKS)}")

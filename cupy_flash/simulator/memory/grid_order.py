@@ -213,9 +213,7 @@ class GridOrder:
         """Return the tracked units of `width` bytes at each byte index, (n, units)."""
         return (index // self.unit)[:, None] + np.arange(max(width // self.unit, 1))
 
-    def _write(
-        self, form: _Form, tracked: _Tracked, rows: Indices, lanes: Indices, units: Indices, tags: Tags
-    ) -> None:
+    def _write(self, form: _Form, tracked: _Tracked, rows: Indices, lanes: Indices, units: Indices, tags: Tags) -> None:
         self.written[rows, lanes] = True
         (tracked.atomics if form.strong else tracked.writers)[units] = tags[:, None]
         self._release(form, tracked, rows, lanes, units)

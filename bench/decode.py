@@ -21,7 +21,7 @@ BASELINE = "SDPA, packed queries"
 
 
 class Step(NamedTuple):
-    """One query of `batch` sequences on `keys` cached keys each."""
+    """A decode step: one query for each of `batch` sequences, which have `keys` cached keys each."""
 
     batch: int
     heads: int

@@ -1,4 +1,4 @@
-"""One step of a decode by other implementations, on torch tensors: those that are installed and run on the GPU.
+"""One decode step on torch tensors by every other implementation that is installed and runs on the GPU.
 
 q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and `lengths` (B,) are the keys of each sequence; its queries
 are at the positions of the last Sq keys. Block masks and plans depend on lengths alone and are made before the call.
@@ -58,7 +58,7 @@ def _captured(call: Call) -> Call:
 
     def replay() -> Any:
         graph.replay()
-        return kept  # the graph writes to its memory
+        return kept  # the output, to whose memory the graph writes
 
     return replay
 
@@ -86,7 +86,7 @@ def _flex_attention(q: Any, k: Any, v: Any, lengths: np.ndarray[Any, Any]) -> Ca
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # above dynamo's recompile limit it would silently run uncompiled
+    torch.compiler.reset()  # above dynamo's recompile limit, FlexAttention would silently run uncompiled
     first = torch.as_tensor(lengths - q.shape[1], device=q.device)
     sizes = q.shape[0], None, q.shape[1], k.shape[1]
     mask = create_block_mask(lambda b, h, i, j: j <= first[b] + i, *sizes, q.device)

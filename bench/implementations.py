@@ -22,7 +22,7 @@ from .model import Case
 Array = npt.NDArray[Any]
 
 OURS = "cupy_flash"
-BASELINE = "SDPA flash"  # the denominator of relative times
+BASELINE = "SDPA flash"  # relative times are divided by the time of this implementation
 FLEX_ATTENTION = "FlexAttention"
 FLEX_SECONDS = 60  # timeout for compiling FlexAttention
 
@@ -114,7 +114,7 @@ class Standard:
 
 
 class Torch(ABC):
-    """Base of those on torch: thread count of NumPy's BLAS, tensors that share memory with the inputs, autograd."""
+    """Base of the torch implementations: as many threads as NumPy's BLAS, no copy of inputs, gradients by autograd."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         import torch

@@ -85,7 +85,7 @@ def _flex_attention(
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # above dynamo's recompile limit it would silently run uncompiled
+    torch.compiler.reset()  # above dynamo's recompile limit, FlexAttention would silently run uncompiled
     compiled, length = torch.compile(flex_attention, dynamic=False), q.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask_mod is None:

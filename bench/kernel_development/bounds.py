@@ -27,7 +27,7 @@ SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
     "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
-# Utilization counters in percent of peak, without their suffix: SHARES lists the suffixes, active cycles first.
+# {unit: counters of its utilization}; the first counter that the GPU has is used. A suffix of SHARES completes a name.
 BUSY = {
     "tensor pipe": ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active"),
     "MUFU": ("sm__inst_executed_pipe_xu",),
@@ -44,7 +44,7 @@ BUSY = {
 }
 SHARES = (".avg.pct_of_peak_sustained_active", ".avg.pct_of_peak_sustained_elapsed")
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-NO_STALLS = ("selected", "not_selected")  # the warp issued, or was eligible to
+NO_STALLS = ("selected", "not_selected")  # not stalls: the warp issued, or was eligible but another was selected
 CONFLICTS = re.compile(r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared(_op_\w+)?\.sum")
 DURATION = "gpu__time_duration.sum"
 BOUND = 60.0  # percent: a resource at or above it is the bottleneck; below, the kernel is latency-bound

@@ -37,7 +37,7 @@ CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "wgmma fp8": (forward_fp8, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "STEP", "BLOCK")),
     "wgmma backward": (backward, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "INSTRUCTIONS", "STEP", "BLOCK")),
 }
-# Fields of Regime that are also arguments of ahead.problems.
+# The fields of Regime that ahead.problems takes as arguments.
 PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "causal", "backward", "deterministic")
 ROUNDS, NUDGE = 60, 1e-3
 LEAST_DAMPING = 1e-6  # keeps the normal equations regular if no observation depends on a constant
@@ -113,7 +113,7 @@ def constants(cases: Sequence[dict[str, Any]], card: dict[str, Any]) -> Table:
     return Table("Constants of the cost models", columns, rows)
 
 
-Observation = tuple[Any, int, Any, Any, float]  # problem, (query, key) pairs, device, tile, measured seconds
+Observation = tuple[Any, int, Any, Any, float]  # problem, visible (query, key) pairs, device, tile, measured seconds
 
 
 def _observations(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list[Observation]:

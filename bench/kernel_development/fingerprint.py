@@ -89,7 +89,7 @@ def _used(text: str) -> str:
 
 
 def _constants_read(config: str, text: str) -> str:
-    """Return the definitions of config.cuh whose names the text has."""
+    """Return the definitions of config.cuh whose names occur in the text."""
     read = set(re.findall(IDENTIFIER, text))
     lines = []
     for line in config.splitlines():

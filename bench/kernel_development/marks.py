@@ -12,7 +12,7 @@ from ..report import NOTHING, Table
 
 
 class Mark(NamedTuple):
-    """Targets for ratios of our speed to another: a first set, and the goal.
+    """Targets of a regime, as ratios of our speed to another speed: `first` is to be reached first, `goal` later.
 
     "best" is the ratio to the fastest other implementation in the same process, "mm" to torch.matmul bf16, "own" to our
     own non-deterministic backward, "fma" to the card's peak fp32 FMA rate.
@@ -82,7 +82,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, Any]) -> dict[str, float]:
-    """Return the ratios of our fastest tile that the sweep has data for."""
+    """Return the ratios of our fastest tile's speed (see `Mark`) for which the sweep has the data."""
     case = cases[regime.name]
     best = fastest(case)
     if best is None:

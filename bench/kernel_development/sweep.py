@@ -40,12 +40,12 @@ from ..report import NOTHING, Table
 from .marks import MARKS
 from .published import flash_attention_3
 
-# Regimes without a mark, in order of importance. Head dimension 192 goes with Dv = 128.
+# Regimes without a mark, the most important first. With head dimension 192 the head dimension of V is 128.
 SEQLENS = (16384, 4096, 1024, 512)
 HEAD_DIMS = (128, 64, 256, 192, 96)
 HEAD_DIMS_V = {192: 128}
 APART = 2.0**-5  # tolerance relative to the largest magnitude: results that differ by more are wrong
-COMPILERS = 16  # upper limit: each process takes memory
+COMPILERS = 16  # maximum number of compiling processes, because each takes memory
 
 
 def regimes(
@@ -150,7 +150,7 @@ def _reasons(engine: str, error: UnsupportedError) -> str:
 
 
 def _alike(result: Any, other: Any) -> bool:
-    """Return whether two results agree within APART; False for NaN. lse is not compared, as others return none."""
+    """Return whether two results agree within APART; False for NaN. lse is not compared: others return none."""
     pairs = zip(_numbers(result), _numbers(other), strict=False)
     return all(bool((a - b).abs().max() <= APART * b.abs().max()) for a, b in pairs)
 

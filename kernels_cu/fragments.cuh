@@ -1,7 +1,7 @@
 // Steps of the forward on mma fragments, shared by the mma and the wgmma engine:
 //
 //   modify          q.k -> scores, -inf where a query does not see a key
-//   moved           the same for one score and its tangent, in a direction
+//   moved           q.k and its tangent -> one score and its tangent
 //   update_max      row max and, lazily, the reference of the exponents
 //   exponentiate    scores -> probabilities, and their partial row sums
 //   drop            dropout of probabilities

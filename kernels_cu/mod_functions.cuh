@@ -152,7 +152,7 @@ struct FixedPoint {
     long long units = (long long)rint((double)x * power_of_two(exponent));
     atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);  // @add-units
   }
-  // With an infinite or NaN contribution there is no unit, and the gradient is NaN.
+  // If a contribution is infinite or NaN, no unit can hold the sum, and the gradient is NaN.
   __device__ real value(long long sum) const {
     // @value-of-units
     return is_finite ? (real)((double)sum * power_of_two(-exponent)) : (real)__int_as_float(0x7FC00000);

@@ -9,7 +9,7 @@ struct Operand {
   long long batch;
   long long head;
   long long row;
-  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1; of one byte each: 16 too
+  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1; also 16 for elements of one byte
 };
 
 // A tensor that broadcasts to (b, h, i, j): a broadcast dimension has stride 0.
@@ -49,7 +49,7 @@ struct Params {
   Dense dbias;
   Dense mask;
   float* alibi_slopes;
-  long long alibi_batch;  // stride; 0: one set of slopes for the whole batch
+  long long alibi_batch;  // stride of a sequence; 0: the whole batch has the same slopes
   void* sink;
   void* dsink;
   int* q_lengths;
@@ -74,7 +74,7 @@ struct Params {
   int window_left;  // -1: unbounded
   int window_right;
 #if DIRECTION
-  Operand tq;  // tangents of the inputs that move, and of the results
+  Operand tq;  // tangents of the inputs that have one, and of the results
   Operand tk;
   Operand tv;
   Operand tout;

@@ -18,7 +18,7 @@ struct Score {
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
       : Score(params, sequence, h, Mod(params, sequence)) {}
-  // For a kernel that computes several heads with the Mod of their sequence.
+  // Takes the Mod from a kernel that computes several heads of a sequence with one Mod.
   __device__ Score(const Params& params, const Sequence& sequence, int h, const Mod& mod)
       : p(params),
         batch(sequence.batch),
@@ -46,7 +46,7 @@ struct Score {
     return shifted(s, i, j, derivative, hidden);
   }
 
-  // s with ALiBi and the bias; derivative 0 where the bias is -inf.
+  // Adds ALiBi and the bias to s. Where the bias is -inf, sets `derivative` to 0.
   __device__ real shifted(real s, int i, int j, real& derivative, bool& hidden) const {
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) {
@@ -80,12 +80,12 @@ struct Score {
   __device__ real gradient(real ds, real derivative) const { return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds; }
 
 #if DIRECTION
-  // A score in a direction of the inputs.
+  // A score, its tangent, and the derivatives of both.
   struct Moved {
     real score;
     real tangent;
-    real slope;  // derivative of the score by scale * q.k or, BY_BIAS, by the bias; that of the tangents is the same
-    real curve;  // derivative of the tangent by scale * q.k, or by the bias
+    real slope;  // d score / d (scale * q.k) = d tangent / d (tangent of scale * q.k); BY_BIAS: by the bias
+    real curve;  // d tangent / d (scale * q.k), or by the bias
   };
 
   // Score of query i and key j from q.k, with its tangent from that of q.k, before the score_mod.

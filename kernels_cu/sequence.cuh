@@ -24,7 +24,7 @@ struct TileRows {
   int aligned;  // Operand::aligned
 
   __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
-  __device__ bool has(int position) const { return true; }  // as in PagedTileRows, where a page may not exist
+  __device__ bool has(int position) const { return true; }  // in PagedTileRows a page may not exist
 };
 
 // The rows of one head of a tensor; tile(first) returns those from position `first`.
@@ -118,7 +118,7 @@ struct Sequence {
   }
 #endif
 
-  // The address of this sequence's row 0 in a tensor with the rows of q; keys(): in one with the rows of k.
+  // The address of this sequence's row 0 in a tensor whose rows are queries; keys(): in a tensor whose rows are keys.
   template <typename T>
   __device__ T* queries(const Operand& x, int head) const {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + head * x.head + q_start * x.row;

@@ -20,20 +20,20 @@
 struct ByQuery {
   static constexpr int QUERIES = 0;                        // QuerySlot
   static constexpr int KEYS = QUERIES + QuerySlot::BYTES;  // STAGES x KeySlot
-  static constexpr int dQ = QUERIES + QuerySlot::Q;        // staged by the epilogue
+  static constexpr int dQ = QUERIES + QuerySlot::Q;        // staging memory of the epilogue
   static constexpr int BYTES = KEYS + STAGES * KeySlot::BYTES;
 };
 struct ByKey {
   static constexpr int KEYS = 0;                                        // KeySlot
   static constexpr int QUERIES = KEYS + KeySlot::BYTES;                 // STAGES x QuerySlot
   static constexpr int dS = QUERIES + STAGES * QuerySlot::BYTES;        // ADD_DQ: dS^T [BLOCK_KV][BLOCK_Q]
-  static constexpr int dK = KEYS + KeySlot::K, dV = KEYS + KeySlot::V;  // staged by the epilogue
+  static constexpr int dK = KEYS + KeySlot::K, dV = KEYS + KeySlot::V;  // staging memory of the epilogue
   static constexpr int BYTES = dS + ADD_DQ * BLOCK_KV * row_bytes(BLOCK_Q);
 };
 struct ByBias {
   static constexpr int QUERIES = 0;                            // QuerySlot
   static constexpr int KEYS = QUERIES + QuerySlot::BYTES;      // KeySlot
-  static constexpr int dS = 0, dS_END = 4 * BLOCK_Q * dS_ROW;  // floats [BLOCK_Q][dS_ROW], staged by the epilogue
+  static constexpr int dS = 0, dS_END = 4 * BLOCK_Q * dS_ROW;  // floats [BLOCK_Q][dS_ROW]
   static constexpr int BYTES = maximum(KEYS + KeySlot::BYTES, dS_END);
 };
 
@@ -123,7 +123,7 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
       Gradients<M, N, true, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(q_tiles.masked(), scale, score, band, dropout, queries.numbers_of(smem, 0), q_tiles.start,
                               kv_start + row);  // @dKV.mask
-      // Captured by value: if they were captured by reference, the addresses would be computed anew for every tile.
+      // Captures by value, because with captures by reference the compiler computes the addresses anew for every tile.
       auto share_dS = [dS_smem, row](const unsigned int (&dS)[M][N / 2][4]) {
         if constexpr (ADD_DQ) share(dS_smem, dS, row);
       };

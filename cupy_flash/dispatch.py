@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
-SIMULATED = "sm_80"  # architecture of backend="simulator"; "simulator:sm_90a" selects another
+SIMULATED = "sm_80"  # architecture of backend="simulator"; backend="simulator:sm_90a" selects another architecture
 
 
 def device_of(problem: Problem) -> Device:

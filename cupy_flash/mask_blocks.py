@@ -109,7 +109,7 @@ def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], blo
 
 
 def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> cupy.ndarray:
-    """Return the exact classes as `host_classes`, computed by a kernel on the GPU of the captured arrays."""
+    """Return the result of `host_classes`, computed by a kernel on the GPU that holds the captured arrays."""
     from .dispatch import block_classes
 
     problem, operands = posed(mod, heads, lengths)
@@ -122,7 +122,7 @@ def posed(
 ) -> tuple[Problem, Operands]:
     """Return (Problem, Operands) of a call with a mod; `heads` is (sequences, heads), `lengths` is (queries, keys).
 
-    Every element of q, k and v is the same number in memory, because kernels of masks do not read them.
+    All elements of q, k and v share one place in memory (strides 0), because the kernel reads none of them.
     """
     from .problem.build import pose
 

@@ -1,7 +1,7 @@
 """CPU time of one decode step, compared with torch's SDPA in the same process, on one core.
 
 The baseline is SDPA on queries packed as (B, Hk, group, D), which reads every key once per group and is torch's fastest
-form. Times are CPU times of the process, on which other processes have less effect, and the smallest of ROUNDS.
+form. Times are CPU times of the process, on which other processes have less effect; each is the smallest of ROUNDS.
 """
 
 from __future__ import annotations

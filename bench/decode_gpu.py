@@ -1,7 +1,7 @@
 """Bandwidth of one decode step on a GPU, as a fraction of that of a kernel that only reads the same bytes.
 
 L2 is flushed before every sample, so that K and V come from memory. Samples of all ways and of the read-only kernel are
-interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph. Other
+interleaved in one process. Times are medians of CUDA events; regimes with `latency` time a captured graph. Other
 installed libraries (see decode_libraries.py) are timed beside them.
 """
 

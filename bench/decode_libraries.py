@@ -1,7 +1,8 @@
 """One decode step on torch tensors by every other implementation that is installed and runs on the GPU.
 
-q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and `lengths` (B,) are the keys of each sequence; its queries
-are at the positions of the last Sq keys. Block masks and plans depend on lengths alone and are made before the call.
+q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and `lengths` (B,) has the number of keys of each sequence,
+whose queries are at the positions of its last Sq keys. Block masks and plans depend on lengths alone and are made
+before the call.
 """
 
 from __future__ import annotations

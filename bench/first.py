@@ -1,7 +1,7 @@
 """Time the first call of a process with a cold and with a warm kernel cache.
 
-On a GPU the call itself is timed, after CuPy's import and CUDA initialization. Without one, everything up to loading
-and launching is timed, for ARCH.
+On a GPU the call itself is timed, after CuPy's import and CUDA initialization. Without a GPU, everything before the
+kernel is loaded and launched is timed, for ARCH.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def inputs(regime: Regime) -> Inputs:
 def others(regime: Regime, tensors: Inputs) -> dict[str, Call]:
     """Return a call per other implementation; a call raises if it does not support the regime.
 
-    There are no others for fp8 and for deterministic gradients.
+    For fp8 and for deterministic gradients no other implementation is called.
     """
     if regime.dtype == FP8 or regime.deterministic:
         return {}

@@ -1,7 +1,7 @@
 """Host time of a forward up to its kernel launches: bf16 on wgmma, with tensor maps.
 
 A call runs from `cupy_flash.attention` to the arguments of its launches but does not launch, so that no GPU is needed.
-Without one, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
+Without a GPU, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def block_mask(
     """Return the mask_mod with a table that classifies its blocks as empty (skipped), full (unmasked) or cut.
 
     No mask needs the table, because attention skips the tiles that interval arithmetic proves to be hidden. It helps
-    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once, on the device
-    of its arrays, for the blocks that are not proved, so reuse the result in many calls. The table has
+    with masks for which that proves little, such as unsorted segments. To make the table, the mask is evaluated on the
+    device of its arrays in all blocks for which nothing is proved, so reuse the result in many calls. The table has
     B H q_len kv_len / block^2 bytes.
 
     Args:

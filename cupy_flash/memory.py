@@ -276,11 +276,11 @@ class Saved(NamedTuple):
 def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
     """Return the tensors that a block saves on one GPU without checkpointing: the table in this module's docstring.
 
-    Tensor parallelism shards the tensors between the projections, sequence_parallel also the others; ring attention
-    shards the sequence.
+    Tensor parallelism shards the tensors between the projections, sequence_parallel also all other tensors; ring
+    attention shards the sequence.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
 
     Raises:
@@ -340,7 +340,7 @@ def coefficients(model: Transformer, training: Training) -> Coefficients:
     """Return the coefficients of the memory that one block saves with `training.checkpoint`.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
 
     >>> coefficients(PRESETS["gpt2"], Training(1, 1024, attention="standard"))
@@ -412,7 +412,7 @@ def estimate(model: Transformer, training: Training) -> Memory:
     activations, which are not.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
 
     Raises:
@@ -449,7 +449,7 @@ def largest_batch(model: Transformer, training: Training, memory: float) -> int:
     """Return the largest batch whose `estimate` fits, or 0.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: its `batch` is ignored.
         memory: bytes of the GPU.
     """
@@ -460,7 +460,7 @@ def longest_sequence(model: Transformer, training: Training, memory: float) -> i
     """Return the longest sequence whose `estimate` fits, or 0.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: its `seqlen` is ignored.
         memory: bytes of the GPU.
     """
@@ -547,7 +547,7 @@ def plot(model: Transformer, training: Training, path: Path, memory: float | Non
     """Plot the memory of one GPU over the sequence length, and its parts at `training.seqlen`.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
         path: a PNG or SVG file.
         memory: bytes of the GPU, drawn as a line.

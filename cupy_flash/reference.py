@@ -180,7 +180,7 @@ def attention_jvp(
         q: as in `attention`.
         k: as in `attention`.
         v: as in `attention`.
-        tangents: the direction. Arrays that score_mod captures do not move.
+        tangents: the direction. Arrays that score_mod captures have no tangent.
         **options: those of `attention`.
 
     For one sequence and one head it is:
@@ -419,7 +419,7 @@ def attention_with_kv_cache(
 ) -> tuple[Array, Array, Array, Array]:
     """Attention on a KV cache: (out, lse, k_cache, v_cache), the caches with the appended rows.
 
-    Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up on its own.
+    Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up separately.
     """
     k, v = (None if x is None else np.asarray(x) for x in (k, v))
     q = np.asarray(q)
@@ -718,7 +718,7 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
 def _score_tangents(forward: Forward, tq: Array, tk: Array, tbias: npt.ArrayLike | None) -> tuple[Array, Array, Array]:
     """Return the tangents of scale * q.k, of the scores that score_mod gets, and of those that the softmax sees.
 
-    The last are 0 where P is 0. Each call sums in another order, unless the order is that of NumPy.
+    The tangents that the softmax sees are 0 where P is 0. With `order`, each call permutes the terms of its sums anew.
     """
     sums = forward.sums
     with np.errstate(invalid="ignore"):  # at hidden scores

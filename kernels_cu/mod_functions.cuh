@@ -122,7 +122,7 @@ __device__ inline Interval<int> narrowed(Interval<long long> x) {
 }
 
 // The element `bytes` after the first one of a row. The empty asm keeps the row's address in a register: otherwise the
-// compiler adds the terms in another order, which takes a 64-bit addition more for every score.
+// compiler adds the terms in another order, which takes one more 64-bit addition per score.
 template <typename Element>
 __device__ Element element_of(const Element* row, long long bytes) {
   const char* first = (const char*)row;

@@ -148,7 +148,7 @@ def problem_of(regime: Regime, engine: str) -> Problem:
 def fitted(module: ModuleType, written: dict[str, float], observations: Sequence[Observation]) -> dict[str, float]:
     """Fit the constants by least squares in log space (Levenberg-Marquardt).
 
-    A constant on which no observation depends keeps about its written value.
+    A constant that affects no observation stays close to its written value.
     """
     start = np.log(list(written.values()))
 

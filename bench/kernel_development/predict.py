@@ -6,13 +6,13 @@ Two speeds result: that of consumer warpgroups that overlap each other perfectly
 overlap at all, each of which runs its step alone. The speeds that FlashAttention-3's authors publish are .61 times what
 the model finds for their SASS with overlap, with a standard deviation of .05 over nine kernels; they are .6 to 1.3
 times what it finds without. The prediction is therefore `SPEED_OF_OVERLAP` times the speed with overlap, with `ERROR`.
-A GPU decides (bench/gpu_queue.md).
+Only a GPU can confirm it (bench/gpu_queue.md).
 
 A work tile costs TILE_OVERHEAD steps more than its mainloop has: the first load and product and the last ones overlap
 nothing. Work is spread evenly over the SMs. With these two rules FlashAttention-3's published speeds at D 128 from 512
 to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Blocks of a deterministic
 backward also wait for their turns (`semaphore.py`). The clock under load and the backward's traffic to dQ are not
-modelled: `SPEED_OF_OVERLAP` has their mean.
+modelled: `SPEED_OF_OVERLAP` includes their mean effect.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class Result:
     def stale(self, problems: Sequence[str], archs: Sequence[str], mods: Sequence[str]) -> list[str]:
         """Compare with the kernels that plans of these problems and mods choose today, and name rows that differ.
 
-        There is a row of every kernel and compiler.
+        A result has one row per kernel and compiler.
         """
         return [
             *self._stale_kernels(problems, archs),
@@ -424,7 +424,8 @@ def counted(problems: Iterable[str], archs: Iterable[str] = STEP_ARCHS) -> list[
     """Return the kernels that plans choose for long problems and whose tile steps are counted."""
     found: dict[tuple[Any, ...], Counted] = {}
     for arch, name in itertools.product(archs, problems):
-        # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
+        # Not counted here: tests/serving counts the bytes that a decode reads, tests/kernels the instructions of
+        # derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
         # A deterministic backward differs only in dQ: a separate kernel computes it, or blocks add to it in a fixed

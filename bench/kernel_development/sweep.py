@@ -57,7 +57,7 @@ def regimes(
 ) -> list[Regime]:
     """Return the matching regimes: first those with a mark, then all combinations of head dimension, mask and length.
 
-    Without a dtype: bfloat16, and the fp8 regimes with a mark.
+    If no dtype is given, they are those of bfloat16, and those of fp8 that have a mark.
     """
     marked = [
         regime

@@ -194,7 +194,7 @@ def _cases(options: argparse.Namespace, section: str) -> list[Case]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the commands; it only lists those of kernel_development/, which has a parser of its own."""
+    """Return the parser of the commands; it lists the commands of kernel_development/, which parses their options."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

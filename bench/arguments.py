@@ -20,5 +20,5 @@ def lengths(text: str) -> list[int]:
 
 
 def add_out(command: argparse.ArgumentParser, written: str = "the JSON") -> None:
-    """Add --out, the folder of what a command writes."""
+    """Add --out, the folder into which a command writes its files."""
     command.add_argument("--out", type=Path, default=Path("bench/out"), help=f"output folder for {written}")

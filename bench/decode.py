@@ -45,7 +45,7 @@ STEPS = (
 
 
 def measure(steps: tuple[Step, ...] = STEPS, rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Return for each step its name and the seconds of each way to compute it."""
+    """Return a record per step: its name, and {way to compute it: seconds}."""
     import torch
 
     threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def _ways(step: Step) -> dict[str, Callable[[], Any]]:
 
 
 def _smallest(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the smallest CPU time of each way, with interleaved samples."""
+    """Return the smallest CPU time of each way to compute a step; samples of the ways are interleaved."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
         for name, way in ways.items():

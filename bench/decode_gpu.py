@@ -1,4 +1,4 @@
-"""Bandwidth of one decode step on a GPU, as a fraction of that of a kernel that only reads the same bytes.
+"""Bandwidth of one decode step on a GPU, as a fraction of the bandwidth of a kernel that only reads the same bytes.
 
 L2 is flushed before every sample, so that K and V come from memory. Samples of all ways and of the read-only kernel are
 interleaved in one process. Times are medians of CUDA events; regimes with `latency` time a captured graph. Other

@@ -105,7 +105,7 @@ def _flash_attn(module: str, q: Any, k: Any, v: Any, lengths: np.ndarray[Any, An
 
 
 def _flashinfer(q: Any, k: Any, v: Any, lengths: np.ndarray[Any, Any]) -> Call:
-    """Return flashinfer's kernel for paged caches; the pages are those of the contiguous caches, in their order."""
+    """Return flashinfer's kernel for paged caches; the contiguous caches are viewed as pages, in order."""
     import torch
 
     flashinfer = importlib.import_module("flashinfer")

@@ -312,7 +312,7 @@ def measure_others(regime: Regime, lost: Mapping[str, str], announce: Announce) 
 def measure_with_matmul(
     measure_one: Measure, regime: Regime, lost: Mapping[str, str], announce: Announce
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a regime's record and that of torch.matmul in the same process."""
+    """Return the record of a regime, and the record of torch.matmul in the same process."""
     import torch
 
     announce("torch.matmul", SECONDS_OF_INPUTS)

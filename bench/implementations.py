@@ -160,7 +160,7 @@ class ScaledDotProductAttention(Torch):
         )
 
     def attend(self) -> Any:
-        """Return the output of the one backend; torch raises if it does not support the case."""
+        """Return the output of this backend; torch raises if the backend does not support the case."""
         with self.select_backend():
             return self.function(self.q, self.k, self.v)
 
@@ -181,7 +181,7 @@ class FlexAttention(Torch):
         return _compiled_flex_attention()(self.q, self.k, self.v, block_mask=self.block_mask, enable_gqa=enable_gqa)
 
 
-# Display name -> SDPBackend.
+# {name in tables: name of the SDPBackend}
 SDPA_BACKENDS = {
     "SDPA flash": "FLASH_ATTENTION",
     "SDPA efficient": "EFFICIENT_ATTENTION",
@@ -225,7 +225,7 @@ def random_inputs(case: Case) -> Inputs:
 
 
 def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the names that can run small versions of these cases on this machine, and why the others cannot."""
+    """Return the implementations that can run small versions of these cases on this machine, and why others cannot."""
     names, left_out = [OURS, "standard"], {}
     if importlib.util.find_spec("torch") is None:
         return names, dict.fromkeys((*SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")

@@ -90,7 +90,7 @@ def held(case: Case, ranks: int) -> dict[str, int]:
         "kept": forward_bytes(part),  # q, k, v, out, lse
         "dout": element * q,
         "dq": accumulator * q,  # accumulated over the ring steps
-        "keys": 2 * several * element * kv,  # K and V of the current shard and of the one being received
+        "keys": 2 * several * element * kv,  # K and V of the current shard and of the shard being received
         "gradients": (3 if several else 1) * accumulator * kv,  # dK, dV being computed, received and sent
         "parts": element * (q + kv) // 2,  # dQ, dK, dV of one pair of chunks, half a shard each
     }

@@ -94,7 +94,7 @@ def memory_cases(cases: Sequence[Case], threads: int, progress: Progress) -> Rec
 
 
 def _that_fit(names: Sequence[str], case: Case, training: bool, limit: int) -> tuple[list[str], dict[str, str]]:
-    """Return the implementations whose score matrices fit into `limit` bytes, and why the others are skipped."""
+    """Return the implementations whose score matrices fit into `limit` bytes, and why others are skipped."""
     needed = scores_bytes(case) * (2 if training else 1)  # the forward stores P, the backward also dS
     if needed < limit:
         return list(names), {}

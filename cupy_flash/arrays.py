@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DLPackArray(Protocol):
-    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
+    """An array that exports its memory by DLPack, as arrays of NumPy, CuPy, torch and jax do.
 
     `__dlpack_device__` is required too, but jax's stubs do not declare it.
     """

@@ -203,8 +203,8 @@ def explain(chosen: Plan, operands: Operands) -> str:
     return f"{products.planned(chosen).explain()}{products.line}"
 
 
-ATTENTION = ".cpu.attention"  # the module on the CPU that chooses its tile and its library of products at the call
-# {backend with kernels: the module that launches them}; on the CPU each engine has a module of its own.
+ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
+# {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
 

@@ -1,6 +1,7 @@
-// The tile of a dense gradient that a block computes, and the dimensions that it reduces over. The gradient is that of
-// the bias or, CAPTURED_GRADIENT, of one read of an array that score_mod captures. The grid is (tiles, heads, batch
-// entries) of the gradient; a broadcast dimension counts as one tile, head or entry, and the block sums over all of it.
+// The tile of a dense gradient that a block computes, and the dimensions over which the block sums. It is the gradient
+// of the bias or, with CAPTURED_GRADIENT, of one read of an array that score_mod captures. The grid is (tiles, heads,
+// batch entries) of the gradient; a broadcast dimension counts as one tile, head or entry, and the block sums over all
+// of it.
 #pragma once
 #include "number.cuh"
 #include "walk.cuh"

@@ -77,7 +77,7 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
 }
 
 #if DIRECTION
-// The score of query i and key j with its tangent, from those of q.k; -inf if the query does not see the key.
+// The score of query i and key j with its tangent, from q.k and its tangent; -inf if the query does not see the key.
 template <bool MASKED, bool BY_BIAS>
 __device__ Score::Moved moved(const Score& score, const Band& band, float product, float tproduct, int i, int j) {
   bool seen = !MASKED || band.sees(i, j);

@@ -47,9 +47,9 @@ template <>
 constexpr bool WAITS<NoWait> = false;
 
 // Turns Q K^T and dO V^T of a tile into P (after dropout) and dS, in place. TRANSPOSED: rows are keys, columns are
-// queries. SCORE_GRADIENT: dS is the gradient of the score, else that of scale * q.k. `masked` is false if every query
-// of the tile sees every key. `wait` runs between the exponentials and the dS pass, so that the caller can overlap dO
-// V^T with them.
+// queries. SCORE_GRADIENT: dS is the gradient of the bias, or of the elements that score_mod reads; otherwise of scale
+// * q.k. `masked` is false if every query of the tile sees every key. `wait` runs between the exponentials and the dS
+// pass, so that the caller can overlap dO V^T with them.
 template <bool TRANSPOSED, bool SCORE_GRADIENT, int M, int N, typename Wait = NoWait>
 __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool masked, const Score& score,
                               const Band& band, const Dropout& dropout, float scale_log2, Rows queries, int i0, int j0,

@@ -2,7 +2,7 @@
 #pragma once
 #include "number.cuh"
 
-constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // the direction changes probabilities
+constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // probabilities have a tangent
 
 // The mean of tS over the keys so far; a sink counts as the first key. The double backward subtracts the mean from each
 // tS, which magnifies the rounding error of the mean where one key dominates. The sum is therefore kept in twice the

@@ -102,11 +102,11 @@ struct Params {
   long long positions_row;  // stride of a sequence; unused in a packed batch
   long long cos_row;
   long long sin_row;
-  int partial_results;  // their number
+  int partial_results;  // number of partial results for which there is memory
   int cache_length;     // keys of every sequence if cache_seqlens is null
   int cache_capacity;   // keys of a sequence
   int cache_blocks;     // pages, or rows of a contiguous cache
-  int cache_rows;       // keys of a block
+  int cache_rows;       // keys of a page, or of a row of a contiguous cache
   int page_log2;
   int appended;     // rows of k of each sequence of a padded batch
   int rotary_rows;  // rows of the rotary tables

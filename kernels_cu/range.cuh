@@ -215,9 +215,9 @@ __device__ Truth agree(Truth equal, KnownBits<T> x, KnownBits<T> y) {
   return {equal.may && ((x.known ^ y.known) & ~(x.unknown | y.unknown)) == 0, equal.may_not};
 }
 
-// Bounds of the elements of a captured array in a box of clamped indices. Few elements are read one by one; for a range
-// of one row the table `chunks`, [rows][chunks of the last axis], is read; otherwise the bounds are `limits`, those of
-// the dtype.
+// Bounds of the elements of a captured array in a box of clamped indices. A box of few elements is read element by
+// element. For a box inside one row, the table `chunks`, [rows][chunks of the last axis], is read. For any other box
+// the bounds are `limits`, which are the bounds of the dtype.
 template <typename T, typename Element, int RANK>
 __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, const int (&size)[RANK],
                                 const long long (&stride)[RANK], const Interval<int> (&indices)[RANK],

@@ -88,7 +88,7 @@ struct Score {
     real curve;  // d tangent / d (scale * q.k), or by the bias
   };
 
-  // Score of query i and key j from q.k, with its tangent from that of q.k, before the score_mod.
+  // Score of query i and key j before the score_mod, with its tangent, from q.k and its tangent.
   template <bool BY_BIAS>
   __device__ Moved unmodified_moved(real product, real tproduct, int i, int j, bool& hidden) const {
     Moved x = {scale * product, scale * tproduct, 1, 0};
@@ -105,7 +105,7 @@ struct Score {
     return x;
   }
 
-  // Score of query i and key j from q.k, with its tangent from that of q.k.
+  // Score of query i and key j with its tangent, from q.k and its tangent.
   template <bool BY_BIAS = false>
   __device__ Moved moved(real product, real tproduct, int i, int j) const {
     bool hidden = false;
@@ -122,8 +122,9 @@ struct Score {
     return x;
   }
 
-  // Turns the gradients of the score and of its tangent into those of scale * q.k and of its tangent, in place; or into
-  // those of the bias and its tangent. Both are 0 for a hidden score, whose slope may be NaN.
+  // Replaces ds and dts, the gradients of a score and of its tangent, by the gradients of scale * q.k and of its
+  // tangent or, if x is by the bias, of the bias and its tangent. For a hidden score ds and dts are 0, and x.slope may
+  // be NaN.
   __device__ static void second_gradient(real& ds, real& dts, const Moved& x) {
     if (ds == 0 && dts == 0) return;
     if constexpr (SOFTCAP || SCORE_MOD) {

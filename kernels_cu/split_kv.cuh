@@ -7,7 +7,7 @@
 // other, are the iteration space.
 //
 //   equal runs   block c computes the iterations [c * run, (c + 1) * run). An output tile may begin and end inside a
-//                run, so every block writes at most two partial results: those of its first and of its last tile
+//                run, so every block writes at most two partial results: of its first and of its last tile
 //   SPLIT_SIZE   an iteration is a piece of SPLIT_SIZE keys, which ends at a multiple of SPLIT_SIZE and has a partial
 //                result of its own. The pieces of a row and their order depend only on its own sequence
 //   cluster      the blocks of a cluster divide the iterations of one output tile into equal runs (mma/parts.cuh)

@@ -93,7 +93,7 @@ def columns_of(wgmma: str) -> int:
 
 
 def tensor_clocks(loop: Sequence[str]) -> int:
-    """Return the clocks that the tensor cores compute for one iteration of one warpgroup."""
+    """Return the clocks for which one iteration of one warpgroup occupies the tensor cores."""
     return sum(columns_of(text) // 2 for text in loop if sass.opcode(text) in PRODUCTS)
 
 
@@ -152,7 +152,7 @@ class _SubPartition:
             self.running = clock + clocks, group
 
     def issue(self, clock: int, iterations: int) -> None:
-        """Issue the instruction of the first warp that can, starting after the one that issued last."""
+        """Issue the instruction of the first warp that can issue; the search starts after the last warp that did."""
         for number in (*range(self.last + 1, len(self.warps)), *range(self.last + 1)):
             warp = self.warps[number]
             if warp.iterations >= iterations or warp.stalled > clock:

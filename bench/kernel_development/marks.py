@@ -96,7 +96,8 @@ def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, A
         measured["fma"] = speed / (2 * FMA_OF_CLOCK * device["multiprocessors"] * clock["median"] * 1e-6)
     unordered = cases.get(regime._replace(deterministic=False).name)
     if regime.deterministic and unordered and (tile := fastest(unordered)):
-        # Each relative to the matmul of its own process: the two may have run at different clocks.
+        # Each speed is relative to the matmul of its own process, because the two processes may have run at different
+        # clocks.
         measured["own"] = measured["mm"] / (unordered["tflops"][tile] / unordered["matmul_tflops"])
     return measured
 

@@ -34,7 +34,7 @@ class Mainloop(NamedTuple):
 
 
 # (fp8, backward, head dimension, causal): the cubins of xformers 0.0.32.post2 (CUDA 12.8) and, for fp8, flash_attn3_jax
-# 0.2.3 (CUDA 12.4), disassembled by nvdisasm 13.5. The published speed of fp8 is that of arXiv 2407.08608, figure 7.
+# 0.2.3 (CUDA 12.4), disassembled by nvdisasm 13.5. The published speed of fp8 is from arXiv 2407.08608, figure 7.
 FLASH_ATTENTION_3_MAINLOOPS = {
     (False, False, 64, False): Mainloop((192, 192), 6.44, 424, 829, 497),
     (False, False, 64, True): Mainloop((192, 128), 6.52, 408, 874, 473),

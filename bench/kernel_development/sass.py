@@ -25,7 +25,7 @@ CLASSES = {
 
 
 def disassembler() -> str:
-    """Return the path of nvdisasm; FileNotFoundError says what to install if there is none."""
+    """Return the path of nvdisasm; if it is not found, the FileNotFoundError says what to install."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     path = find_nvidia_binary_utility("nvdisasm")

@@ -468,7 +468,7 @@ def _in_order(launch: Launch) -> bool:
 
 
 def _adds_dq(launch: Launch) -> bool:
-    """Return whether blocks add to dQ in global memory, as those of wgmma's backward always do."""
+    """Return whether blocks add to dQ in global memory, as the blocks of wgmma's backward always do."""
     return launch.function == "backward" or bool(dict(launch.constants).get("ADD_DQ"))
 
 

@@ -144,7 +144,7 @@ def posed(regime: Regime, tensors: Inputs) -> Iterable[tuple[str, Problem, Opera
 
 
 def _reasons(engine: str, error: UnsupportedError) -> str:
-    """Return one engine's reasons from an error that lists those of all engines."""
+    """Return the reasons of one engine from an error that lists the reasons of all engines."""
     prefix = f"  - {engine}: "
     return "; ".join(line.removeprefix(prefix) for line in str(error).splitlines() if line.startswith(prefix))
 

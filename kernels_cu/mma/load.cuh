@@ -104,8 +104,8 @@ struct Loader {
   }
 };
 
-// Rows of tiles that are loaded one after the other. The address of a tile is that of the previous one plus a constant,
-// while TileRows multiplies 64-bit numbers for each.
+// Rows of tiles that are loaded one after the other. The address of a tile is computed by adding a constant to the
+// address of the previous tile, while TileRows needs a 64-bit multiplication per tile.
 struct AdvancingRows : TileRows<element> {  // `data` is the row of the tile's first position
   __device__ const element* operator()(int row) const { return data + (long long)row * stride; }
   __device__ void seek(const HeadRows<element>& rows, int start) {
@@ -148,8 +148,8 @@ struct Pipeline {
   }
 };
 
-// Loads COUNT numbers or records of an array with one per row, such as lse2; `numbers` is that of row `first`. Rows for
-// which read(row) is false become zeros.
+// Loads COUNT numbers or records of an array that has one per row, such as lse2; `numbers` points to the one of row
+// `first`. Rows for which read(row) is false become zeros.
 template <int COUNT, typename Number, typename Read>
 __device__ void load_numbers(unsigned int to, const Number* numbers, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");

@@ -1,5 +1,5 @@
-// The loops of a backward and of a double backward. Their loads and products are those of backward.cuh or, if
-// DIRECTION, of second.cuh.
+// The loops of a backward and, if DIRECTION, of a double backward. backward.cuh or second.cuh defines their loads and
+// products.
 //
 //   sum_dQ       dQ, by blocks that own queries
 //   sum_dK_dV    dK and dV, by blocks that own keys
@@ -150,8 +150,8 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
   }
 }
 
-// A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
-// all dimensions that it broadcasts over.
+// A block owns a tile of the bias, or of an array that score_mod reads, and visits all (query, key) pairs that use an
+// element of the tile, over all dimensions along which the array broadcasts.
 template <int M, int N>
 __device__ void sum_dbias(const Params& p, unsigned char* smem) {
   QueryTile queries(smem_address(smem) + ByBias::QUERIES);

@@ -122,8 +122,8 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
   }
 }
 
-// A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
-// all dimensions that it broadcasts over.
+// A block owns a tile of the bias, or of an array that score_mod reads, and visits all (query, key) pairs that use an
+// element of the tile, over all dimensions along which the array broadcasts.
 template <int ROWS, int COLS>
 __device__ void sum_dbias(const Params& p, real* smem) {
   QueryTile queries(smem + ByQuery::QUERIES);

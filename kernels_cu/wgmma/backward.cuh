@@ -283,7 +283,7 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
       // @record-of-queries
       if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
       float* to = rings.row_numbers(smem);
-      // One array after the other, because this warp has few registers.
+      // Loads lse2 for all rows, and then delta, because this warp has few registers.
       auto load = [&](const Operand& x, float* to, float otherwise) {
         const float* numbers = sequence.queries<float>(x, q_tiles.head);  // @load-rows
 #pragma unroll 1

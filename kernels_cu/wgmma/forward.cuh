@@ -1,7 +1,7 @@
 // Forward, for every dtype of Q, K and V:
 //
 //   BlockKvTiles       the tiles of keys that a block visits
-//   PublishedKvTiles   the same as consumers read them under a mask_mod
+//   PublishedKvTiles   these tiles, as the producer publishes them to the consumers under a mask_mod
 //   store_O            epilogue: O -> the shared memory of Q -> global memory
 #pragma once
 #include "../walk.cuh"
@@ -48,8 +48,8 @@ __device__ void publish_end(K_Ring& K, unsigned int records) {
 }
 
 // Values that mods compute from a key alone, for the keys of a tile. The producer warp writes them before it loads K,
-// whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so the ring has
-// one slot more than that of K.
+// whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so this ring has
+// one slot more than the ring of K.
 constexpr int KEY_SLOTS = STAGES + 1, KEY_VALUES_BYTES = KEY_SLOTS * BLOCK_KV * KEY_BYTES;  // @KEY_SLOTS
 static_assert(KEY_BYTES == 0 || KEY_BYTES == sizeof(Mod::KeyValues), "the plan's shared memory has another size");
 

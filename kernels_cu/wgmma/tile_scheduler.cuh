@@ -2,8 +2,8 @@
 //
 // PERSISTENT: the grid has one block per SM. A block starts with the tile of its index; the next K and V load while the
 // last O is stored. If tiles differ in cost, blocks draw them from a global counter (DRAWS_TILES), so that blocks that
-// finish early take more of them; if not, tiles are dealt out in turn, which needs no counter. Not PERSISTENT: a block
-// has one tile, given by its index in the grid (tiles, heads, sequences).
+// finish early compute more tiles. If all tiles cost the same, a block takes every gridDim.x-th tile, which needs no
+// counter. Not PERSISTENT: a block has one tile, given by its index in the grid (tiles, heads, sequences).
 #pragma once
 #include "../sequence.cuh"
 #include "tile.cuh"

@@ -60,7 +60,7 @@ def speeds(result: dict[str, Any]) -> dict[tuple[str, str], Speed]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> tuple[Table, list[str]]:
-    """Return the table of all pairs of the two runs, and one line per regression.
+    """Return the table of the speeds that both runs measured, and one line per regression.
 
     A regression is a case in which ours is slower by more than `slower`, or is no longer measured. Cases that the new
     run did not reach are skipped.

@@ -64,7 +64,7 @@ class Regime(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
-        """The keys of each sequence, int32."""
+        """The number of keys of each sequence, int32."""
         if not self.lognormal:
             return np.full(self.batch, self.keys, np.int32)
         drawn = np.random.default_rng(0).lognormal(0, 1.2, self.batch)

@@ -151,7 +151,7 @@ def ours(regime: Regime, tensors: Inputs) -> dict[str, Call]:
 
 
 def _timed(forward: Call, operands: tuple[Any, ...], dout: Any, backward: bool) -> Call:
-    """Return the forward, or the backward alone, which reuses the graph of one forward."""
+    """Return a call of the forward, or of the backward alone, which reuses the autograd graph of one forward."""
     if not backward:
         return forward
     outputs: list[Any] = []

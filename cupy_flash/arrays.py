@@ -391,7 +391,7 @@ def _from_jax(x: jax.Array) -> Array:
 
 
 def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
-    """Describe an array of versions 2 and 3; the protocol lacks the device, so CuPy finds it, or it is cuda:0."""
+    """Describe an array of protocol version 2 or 3, which lack the device: CuPy finds it, else it is cuda:0."""
     if interface.get("mask") is not None:
         raise TypeError("its mask would be dropped")
     missing = [key for key in ("shape", "typestr", "data") if key not in interface]

@@ -79,7 +79,7 @@ _recorded: set[Problem] = set()
 
 
 def _record(problem: Problem, operands: Operands, file: str) -> None:
-    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
+    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded a call of the same bucket.
 
     If the file cannot be written, it warns and stops recording, and the call itself continues.
     """
@@ -130,7 +130,7 @@ def along_cotangents(problem: Problem) -> Problem:
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
-    """Return the plan, on the CPU with a tile for the pairs that mask_mod leaves, which depend on captured arrays."""
+    """Return the plan; on the CPU its tile suits the pairs that the mask_mod, with its captured arrays, leaves."""
     if not chosen.problem.mask_mod or _code(chosen) != ATTENTION:
         return chosen
     from .cpu import attention as cpu

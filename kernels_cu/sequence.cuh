@@ -140,7 +140,7 @@ struct Sequence {
   __device__ KeyRows<T> key_rows(const Operand& x, int kv_head) const {
     return {blocks, (T*)x.data + kv_head * x.head + (PAGED ? 0 : blocks.row() * x.batch), x.batch, x.row, x.aligned};
   }
-  // The keys of a range that are in memory: none of a sequence that has no valid row of a contiguous cache.
+  // The keys of a range that are in memory: none if the sequence has no valid row of a contiguous cache.
   __device__ Range readable(Range keys) const { return blocks.exists() ? keys : Range{0, 0}; }
 #else
   template <typename T>

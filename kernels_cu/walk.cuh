@@ -71,7 +71,7 @@ struct Walk {
     int last = start + (tiles - 1) * STEP;  // @last-tile-of-range
     return {max(min(start, last), first), min(max(start, last) + SIZE, visible.end)};
   }
-  // Restricts the walk to positions within `limits`, the first of which starts a tile.
+  // Restricts the walk to positions within `limits`, which begin at the start of a tile.
   __device__ void clip(Range limits) {
     static_assert(ORDER == Order::FIRST_TO_LAST, "the last tile is not clipped");
     start = max(start, limits.begin);

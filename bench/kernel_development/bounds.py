@@ -52,7 +52,7 @@ SECONDS_OF_ONE = 90.0
 
 
 def run(cases: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return one record per case that has a fastest tile: the counters of its kernels, or in left_out the reason."""
+    """Return one record per case that has a fastest tile: its kernels' counters, or why there are none (left_out)."""
     begin = time.monotonic()
     records = []
     for case in cases:
@@ -82,7 +82,7 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
     arguments = [repr(Regime.of(case)._asdict()), tile]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        # Keep the clocks of all other measurements: ncu's default is to lock them at the lower base clock.
+        # Measure at the same clocks as all other commands, because ncu by default locks them at the lower base clock.
         command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += [
             "--log-file",

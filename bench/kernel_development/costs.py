@@ -25,8 +25,8 @@ from cupy_flash.problem.records import Problem
 from ..gpu import Regime, fastest, kind, our_tflops
 from ..report import NOTHING, Table
 
-# Cost models by engine and, for wgmma, direction or fp8: the module with `seconds`, and its constants that a GPU
-# measurement has to calibrate. CLOCK scales all of them.
+# {engine, for wgmma with the direction or "fp8": (module of the cost model `seconds`, those of its constants that a GPU
+# measurement has to calibrate)}. CLOCK scales the time of all of them.
 CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "mma": (mma, ("CLOCK", "MULTIPLY_ADDS_OF_SERVERS", "SHARED_BYTES", "CACHE_BYTES", "INSTRUCTIONS", "LATENCY")),
     "simt": (simt, ("FMA_PER_SECOND",)),
@@ -70,7 +70,7 @@ def choices(cases: Iterable[dict[str, Any]]) -> Table:
 
 
 def predictions(cases: Iterable[dict[str, Any]]) -> Table:
-    """Return measured over predicted time, grouped by kind of tile (its name without sizes) and by size."""
+    """Return measured time / predicted time, grouped by kind of tile (its name without sizes) and by size."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for case in cases:
         direction = "backward" if case["backward"] else "forward"

@@ -91,6 +91,6 @@ def regenerate(text: str, results: Path) -> str:
 
 
 def without_block(text: str, results: Path) -> list[str]:
-    """Return the result files without a block in a page."""
+    """Return the result files for which a page has no block."""
     stems = {stem(match["name"]) for match in MARKED.finditer(text)}
     return [path.name for path in sorted(results.glob("*.json")) if path.stem not in stems]

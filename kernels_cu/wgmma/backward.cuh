@@ -417,7 +417,7 @@ __device__ void wait_dK(float (&dK)[1][N_K][4], LeftOperand& dS) {
 template <int N_Q>
 __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
   if constexpr (DQ_IN_BULK) {
-    // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
+    // The fragments are staged in the layout of the workspace, in which those of 16 rows are contiguous.
     int bytes = 4 * 16 * min(8 * N_Q, DqSums::COLUMNS - column);
     if (lane_id() == 0) bulk_wait_group_read<0>();  // @wait-dQ-buffer
     __syncwarp();                                   // @waited-dQ-buffer

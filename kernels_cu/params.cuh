@@ -88,7 +88,7 @@ struct Params {
   Operand k_new;  // rows to append; null: none
   Operand v_new;
   Operand q_unrotated;  // with rotary tables: the caller's q; `q` is then a workspace with the rotated rows
-  int* cache_seqlens;   // keys of each sequence before the append, or with slots after it; null: cache_length
+  int* cache_seqlens;   // number of keys of each sequence before the append (with slots: after it); null: cache_length
   int* cache_batch_idx;
   int* cache_leftpad;
   int* block_table;

@@ -62,7 +62,7 @@ class Channel(NamedTuple):
 
     @contextmanager
     def agreement(self, function: str, check_ranks: bool) -> Iterator[Request]:
-        """Context for a rank's checks of its call, which fill in the request: the arguments that ranks must agree on.
+        """Context in which a rank checks its call and fills in the request, the arguments on which ranks must agree.
 
         On exit it raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
         other communication, in which ranks that expect different sizes would deadlock. It sends one int64 per rank
@@ -114,7 +114,7 @@ class Channel(NamedTuple):
         return requests
 
     def _differences(self, function: str, request: Request) -> str:
-        """Return an error message with the entries that differ, or the errors of the ranks that refused."""
+        """Return an error message with the entries that differ, or with the errors of the ranks that refused their call."""
         seed = request["seed"]
         seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
         requests = self._gather_requests(request | {"function": function, "seed": seed})

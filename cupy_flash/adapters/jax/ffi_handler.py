@@ -30,7 +30,7 @@ CALL, OUTPUTS = b"call", b"outputs"  # attributes: the call's text; indices of i
 
 
 class Memory:
-    """The buffers of one call frame, as the owner of the operands: it allocates an array by handing out a result."""
+    """The owner of one call frame's operands: asked for a new array, it hands out a result buffer of the frame."""
 
     __slots__ = ("device", "results", "stream", "unused")
 

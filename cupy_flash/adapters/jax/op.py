@@ -189,7 +189,7 @@ def attention_jvp(
 
 
 def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
-    """Return out or (out, lse) for the operands and the arrays among the options."""
+    """Compute attention on the operands and the arrays among the options: out, or (out, lse) with return_lse."""
     static, operands, _ = _read(function, operands, options, **sizes)
     results = run(FORWARD, static, operands)
     return (results["out"], results["lse"]) if static.return_lse else results["out"]

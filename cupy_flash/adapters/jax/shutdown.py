@@ -21,7 +21,7 @@ _PROCESS = os.getpid()  # a forked child has none of XLA's threads
 
 
 class Call:
-    """One running call of the handler. `_running` refers to it weakly, so no exception can leave it there."""
+    """A running call of the handler. `_running` refers to it weakly, so that no exception can leave an entry there."""
 
 
 _running: WeakSet[Call] = WeakSet()

@@ -95,7 +95,7 @@ def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[
 
 
 def _moves(name: str) -> str:
-    """Return the operand of a tangent, and any other name as it is."""
+    """Return the operand that a tangent belongs to (q for tq); any other name is returned unchanged."""
     return name[1:] if name[:1] in TANGENTS else name
 
 

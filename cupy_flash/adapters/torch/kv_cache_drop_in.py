@@ -205,7 +205,7 @@ def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
 
 
 def _check_new_rows(function: str, k: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any, rotary_cos: Any) -> None:
-    """Raise ValueError for rotary without k, UnsupportedError if k and v are not packed as q, with its lengths."""
+    """Raise ValueError for rotary without k, UnsupportedError unless k and v are packed with the lengths of q."""
     if k is None:
         if rotary_cos is not None:
             raise ValueError(f"{function}: rotary_cos and rotary_sin need k and v, as in flash-attn")

@@ -114,7 +114,7 @@ class Channel(NamedTuple):
         return requests
 
     def _differences(self, function: str, request: Request) -> str:
-        """Return an error message with the entries that differ, or with the errors of the ranks that refused their call."""
+        """Return an error message with the entries that differ, or with the errors of ranks that refused their call."""
         seed = request["seed"]
         seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
         requests = self._gather_requests(request | {"function": function, "seed": seed})

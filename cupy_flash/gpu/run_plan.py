@@ -43,7 +43,7 @@ class Work(NamedTuple):
     def arguments(self, launch: Launch, params: np.ndarray, address: Address, encode: Encode) -> tuple[np.ndarray, ...]:
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
-            # The kernel does not know `captured`, the last member of the struct.
+            # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
             constants = dict(launch.constants)
             members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
             size = dtypes(**members)["Params"].itemsize

@@ -78,7 +78,7 @@ class Engine(Protocol[TileT]):
         """Return predicted seconds (the cost model) for `pairs` unmasked (query, key) pairs per sequence and head."""
 
     def alike(self, tile: TileT) -> object:
-        """Return a key. Tiles with equal keys rank alike at any length, so that compile() builds only the best of them."""
+        """Return a key. Tiles with equal keys rank alike at any length, so compile() builds only the best of them."""
 
     def threads(self, device: Device, tile: TileT, cost: float) -> int:
         """Return the threads per block of a GPU, or on the CPU the threads for a problem of `cost` core seconds."""

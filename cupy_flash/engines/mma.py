@@ -378,7 +378,7 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
-    """Return predicted seconds of one kernel. Resident blocks share an SM; a single warp uses one of its units at a time."""
+    """Return predicted seconds of one kernel. Resident blocks share an SM; a warp uses one of its units at a time."""
     k, v = _padded(problem, tile.column_warps)
     scores, sums = {
         "forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v),

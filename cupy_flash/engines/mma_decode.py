@@ -323,7 +323,7 @@ def _pieces(problem: Problem, keys: int) -> int:
 
 
 def _partial_results(problem: Problem, tile: Tile) -> int:
-    """Return the number of partial results: two per block (its first and last tile), or with split_size one per piece."""
+    """Return the number of partial results: two per block (first and last tile), with split_size one per piece."""
     assert problem.cache is not None
     split = problem.cache.split_size
     return 2 * _grid(problem, tile) if split is None else most_iterations(problem, tile.rows, split)

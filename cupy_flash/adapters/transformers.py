@@ -160,7 +160,7 @@ class LazyMask(torch.Tensor):
     Any torch operator receives the materialised mask, from `dense`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
+    __torch_function__ = torch._C._disabled_torch_function_impl  # operators on it reach only __torch_dispatch__
 
     make_elements: Callable[[], Any]
     elements: Any  # the boolean tensor, once an operator has read it; else None
@@ -405,7 +405,7 @@ def attention_forward(
     )  # fmt: skip
     if kwargs.get("cache") is not None:
         return _attend_on_pages(module, query, key, value, options, kwargs), None
-    if k.shape[2] != v.shape[2]:  # in Nemotron 3, k or v has Hq heads and the other fewer
+    if k.shape[2] != v.shape[2]:  # in Nemotron 3, one of them already has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     if indices is not None:
         selected = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)

@@ -126,6 +126,6 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Return the reasons why an engine would not serve a simple problem on a device; `requested` is its engine=."""
+    """Return the reasons why an engine would not serve a simple problem, with engine=`requested`, on a device."""
     problem = ahead.example(engine, requested)
     return [*engine_refusals(engine, problem, on), *unproved(engine, problem, on)]

@@ -202,7 +202,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 def _gradient_tasks(
     plan: Plan, call: Call, pieces: int, differentiate: Callable[..., None]
 ) -> list[Callable[[], None]]:
-    """Return the tasks, calls of differentiate(sequence, kv_heads, piece), for all sequences, heads and pieces."""
+    """Return tasks that call differentiate(sequence, kv_heads, piece) for all sequences, heads and pieces."""
     if pieces == 1:
         return call.gradient_tasks(partial(differentiate, piece=0))
     return [
@@ -219,7 +219,7 @@ def _pieces_of(sequence: Sequence, plan: Plan, pieces: int) -> int:
 
 
 def rounded(total: Any, operand: Array | tuple[Array, ...], like: Array) -> Any:
-    """Return a gradient: the sum `total` in the shape and dtype of its operand (or of each operand)."""
+    """Return the gradient of an operand: the sum `total` in the operand's shape and dtype; None without a sum."""
     if isinstance(operand, tuple):
         return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
     if total is None:

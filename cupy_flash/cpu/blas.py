@@ -230,7 +230,7 @@ def _region() -> Region | None:
     import torch
 
     try:
-        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # also searches the libraries that it depends on
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found in torch's dependencies too
     except AttributeError:
         return None
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -295,5 +295,5 @@ def product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
 
 
 def square_sum(tile: np.ndarray) -> float:
-    """Return the sum of squares by one BLAS dot: the fastest test, as it is finite only if all numbers are."""
+    """Return the sum of squares by one BLAS dot: the fastest test of whether all numbers are finite."""
     return float(np.vdot(tile, tile))

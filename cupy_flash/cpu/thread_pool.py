@@ -220,7 +220,7 @@ class _BlasLimit:
             disown(force=True)
 
     def _reset(self) -> None:
-        """Drop the users and lock of the parent's threads, which a forked child lacks, and restore the limits."""
+        """Drop the users and the lock, as a forked child lacks the parent's other threads, and restore the limits."""
         self._lock = threading.RLock()
         self._users = WeakSet()
         self.leave(_User())

@@ -138,7 +138,7 @@ class Schedule(NamedTuple):
 def ring_schedule(
     q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], mask: Mask, rank: int, ranks: int, sharding: str
 ) -> Schedule:
-    """Return the schedule of a rank, whose steps end with the last that any rank needs, which a window makes earlier.
+    """Return the schedule of a rank; all ranks have the same number of steps, which a window can reduce.
 
     Step 0 pairs each query chunk with the key chunk of the same index even if it sees none of its keys, so that every
     row has a result, and exactly one partial result includes the sink.

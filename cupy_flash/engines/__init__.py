@@ -1,7 +1,7 @@
 """The engines, one module per kernel family: the problems it serves, its legal tiles, cost model and launches.
 
 To add an engine, write a module that satisfies `Engine` and add it to MODULES, its name to `records.ENGINES`;
-CONTRIBUTING.md lists the other files. No module outside this folder names an engine.
+CONTRIBUTING.md lists the other files. Other modules find engines in MODULES.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ LARGEST = 256  # maximum head dimension
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
-ACCUMULATORS_IN_FP8 = 144  # the same with an fp8 cache, whose conversions take registers
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S with an fp8 cache, which is converted
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 LIVE_WITH_MASK_MOD = 100  # the same with a mask_mod, whose walk over the tiles takes registers

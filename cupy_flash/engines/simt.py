@@ -128,7 +128,7 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return the workspaces: delta (and delta_tangent) of a backward; the rotated rows of q of a KV cache call."""
+    """Return the workspaces: delta (and delta_tangent) for a backward, the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
@@ -178,7 +178,7 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
 
 
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
-    """Return the launches, used by all engines, that add to gradients of captured arrays which no block owns."""
+    """Return the launches that add to gradients of captured arrays whose elements no block owns, for all engines."""
     if all(read.is_owned for read in captured_reads(problem)):
         return []
     largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))

@@ -274,7 +274,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def writable_mode(folder: Path) -> int:
-    """Return the mode of a folder; PermissionError if its owner may not write, even for root, who still could."""
+    """Return the mode of a folder; PermissionError if it is read-only, which would not stop root from writing."""
     mode = os.lstat(folder).st_mode
     if has_owners() and not mode & stat.S_IWUSR:
         raise PermissionError(f"{folder} is read-only")

@@ -50,7 +50,7 @@ class Saved(NamedTuple):
     lse: AnyArray
     dlse: AnyArray | None = None
     bias_gradient: bool = True
-    captured_gradient: tuple[bool, ...] | None = None  # for each captured array; None: all floating ones
+    captured_gradient: tuple[bool, ...] | None = None  # which captured arrays get one; None: all floating ones
 
 
 class Tangents(NamedTuple):

@@ -136,7 +136,7 @@ def types(call: Any, operands: Any) -> list[Any]:
 
 
 def _check(call: Call, operands: Any) -> None:
-    """Raise the errors of the call about shapes, dtypes and options, or that no engine serves it."""
+    """Raise the call's errors: about shapes, dtypes and options, or because no engine serves it."""
     named = zip(call.names, operands, strict=True)
     problem, _ = call.pose({name: _stand_in(x) for name, x in named if name not in NUMBERS})
     dispatch.plan_for(problem)

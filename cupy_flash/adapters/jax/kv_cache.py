@@ -80,7 +80,7 @@ class CacheCall(NamedTuple):
 
     @property
     def _has_pool(self) -> bool:
-        """Whether the first axis of a cache counts pages, slots or cache rows, not the call's sequences."""
+        """Whether sequences choose their rows of a cache, such as pages, so that its first axis is not the batch."""
         packed = "cu_seqlens" in self.names or "cu_seqlens_q" in self.names
         return packed or any(name in self.names for name in ADDRESSES)
 

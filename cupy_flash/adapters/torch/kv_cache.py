@@ -95,7 +95,7 @@ def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *other
 
 
 def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
-    """Compute `attend` without its operator: for mods, which no schema can express, or if torch observes nothing."""
+    """Compute `attend` without its operator: for mods, which no schema can express, or if torch need not see it."""
     reasons = _recorded(given | _captured(options))
     with on_device_of(q):
         result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options, reasons))
@@ -217,7 +217,7 @@ def _append_then_attend(*arguments: Any) -> tuple[Any, Any]:
     given, options = _options(ATTEND, tuple(shared))
     arrays = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     with on_device_of(q):
-        pose_with_cache(*arrays, options)  # the checks that need q beside k and v
+        pose_with_cache(*arrays, options)  # checks q, k and v together
         k, v, before = given["k"], given["v"], options.cache_seqlens
         appended = CacheOptions(**{x.name: getattr(options, x.name) for x in CACHE_FEATURES if x.appends})
         rows = pose_append(k, v, k_cache, v_cache, None, appended)
@@ -238,7 +238,7 @@ def _positions(q: Any, lengths: Any, advance: bool) -> Any:
 
 
 def _returned(given: dict[str, Any], results: Any) -> tuple[Any, Any]:
-    """Return an operator's results, and count the writes to its arguments."""
+    """Return an operator's results, and tell autograd which arguments it has written."""
     result, lse = results
     _bump(*(given[name] for name in ("out", *(("k_cache", "v_cache") if given["k"] is not None else ()))))
     # An operator must not return a tensor to which it writes, so `attend` returns `out` itself.

@@ -60,7 +60,7 @@ class _Saved(saved_tensors_hooks):
     def _entering(self, name: str) -> Any:
         def enter(module: Any, _: Any) -> None:
             self.running.append(name)
-            # The pre-hook collects them, because only now has FSDP replaced the parameters by gathered ones.
+            # Read the parameters in the pre-hook: FSDP has only just replaced them by gathered ones.
             constants = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             self.constants.update(x.untyped_storage() for x in constants)
 

@@ -56,7 +56,7 @@ def _backward(*arguments: Any) -> Any:
     def of_gradient(name: str, axes: str) -> Any:
         x = getattr(call, name)
         if x is None or (name == "bias" and not saved.bias_gradient):
-            return Replicate()  # of a tensor without elements
+            return Replicate()  # the operator returns a tensor without elements
         placement = _placement(call, name, x.shape, axes)
         return Partial() if placement == Replicate() and axes else placement
 

@@ -87,9 +87,9 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
         arguments = arguments_of(arrays, options, packed, fp8)
         mod = mod_of_options(options)
     except (TypeError, ValueError):
-        # torch.compile cannot trace what pose does with memory, and a DTensor has none.
+        # torch.compile cannot trace what pose does with memory, and a DTensor has no memory of its own.
         if not torch.compiler.is_compiling() and not is_dtensor(arrays[0]):
-            pose(function, arrays, options, packed)  # raises the same reason together with all others
+            pose(function, arrays, options, packed)  # raises an error with the same reason and all others
         raise
     captured = [] if mod is None else list(mod.arrays)
     if not torch.compiler.is_compiling() and is_transformed():

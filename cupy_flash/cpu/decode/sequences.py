@@ -146,7 +146,10 @@ def _queries(rows: int, group: int) -> np.ndarray:
 
 
 def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
-    """Yield the row tiles of a sequence, of `block_q` queries each, from a multiple of that on with split_size."""
+    """Yield the row tiles of a sequence, of `block_q` queries each.
+
+    With split_size their positions are multiples of `block_q`.
+    """
     problem, q_len = plan.problem, len(sequence.q)
     fixed = problem.cache is not None and problem.cache.split_size is not None
     first = sequence.position // plan.block_q * plan.block_q if fixed else sequence.position

@@ -126,7 +126,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     clocks += SHARED_WEIGHT * shared + STEP
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
-    # The mean overestimate of `visited`: a mask edge cuts fewer steps if tile sizes have a common divisor.
+    # `visited` is this much too large on average: a mask edge cuts fewer steps if tile sizes have a common divisor.
     edge = problem.mask.edges * math.gcd(tile.block_q, tile.block_kv) / 2
     steps = (visited - edge) / tile.block_kv if problem.mask.edges else -(-visited // tile.block_kv)
     waves, clear = float(-(-blocks // device.units)), 0.0

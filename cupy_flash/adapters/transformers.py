@@ -145,8 +145,8 @@ class Padding:
 class StaticKeys(NamedTuple):
     """The keys that exist in a cache of fixed size, as tensors on its device; the queries are at the last Sq of them.
 
-    A causal mask has it as `static_keys`: a LazyMask, or under torch.compile the tensor of elements. A tensor that a
-    model computes from such a mask does not.
+    It is the attribute `static_keys` of a causal mask, which is a LazyMask, or a tensor under torch.compile. A tensor
+    that a model computes from such a mask lacks the attribute.
     """
 
     lengths: Any  # int32 (B,)

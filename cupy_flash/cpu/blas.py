@@ -185,8 +185,8 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     """Return torch's operations for torch tensors, and NumPy's for other arrays, small calls and those with options.
 
     Score modifications, dropout and masks of pairs are computed by NumPy, one head at a time; windows and mask_mod need
-    small tiles. In a forked child, which lacks the threads of torch's pool, a region would wait for them forever. Where
-    the caller lets torch round the factors of fp32 products, its products are not exact.
+    small tiles. In a forked child, which lacks the threads of torch's pool, a region would wait for them forever. If
+    the caller lets torch round the factors of fp32 products, torch's products are not exact.
     """
     of_one_head = problem.softcap is not None or problem.score_mod or problem.mask_mod or problem.dropout
     given = (operands.mask, operands.bias, operands.alibi_slopes)

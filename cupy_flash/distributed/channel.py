@@ -65,8 +65,8 @@ class Channel(NamedTuple):
         """Context in which a rank checks its call and fills in the request, the arguments on which ranks must agree.
 
         On exit it raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
-        other communication, in which ranks that expect different sizes would deadlock. It sends one int64 per rank
-        while they agree, and nothing without check_ranks. Raises TypeError if check_ranks is not a bool.
+        other communication, in which ranks that expect different sizes would deadlock. If requests agree, it sends
+        one int64 per rank; without check_ranks it sends nothing. Raises TypeError if check_ranks is not a bool.
         """
         is_flag = isinstance(check_ranks, (bool, np.bool_))
         compares = self.ranks > 1 and (not is_flag or bool(check_ranks))

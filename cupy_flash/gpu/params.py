@@ -90,8 +90,8 @@ def pack(
 ) -> np.ndarray:
     """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
 
-    All members but addresses, the seed, a common length and captured arrays are equal in calls with the same shapes and
-    strides, and are cached.
+    All members are cached but those for addresses, the seed, captured arrays, and the length of a KV cache if that is
+    one number: the others are equal in calls with the same shapes and strides.
     """
     arrays, cache = operands.arrays(), operands.cache
     if problem.cache is not None and problem.cache.rotary is not None and operands.q.shape[-1]:

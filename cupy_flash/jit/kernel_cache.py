@@ -2,10 +2,10 @@
 
 An entry is a folder `<kernel>.<digest>` with source.cu, kernel.ptx or kernel.cubin, log.txt, and entry.json with flags,
 compiler and checksums. The digest covers text, flags and compiler identity, so entries never go stale. A note beside
-the entries records the compiler's identity while its library file is unchanged. Entries are published by an atomic
-rename, without locks: processes that compile the same kernel concurrently only duplicate work. An entry that fails its
-checksum is recompiled. A cubin is executable code, so the folder must belong to the user or root and must not be
-writable by others; otherwise, or if it cannot be written, kernels are kept in memory only.
+the entries records the compiler's identity; it is valid as long as the file of the library is unchanged. Entries are
+published by an atomic rename, without locks: processes that compile the same kernel concurrently only duplicate work.
+An entry that fails its checksum is recompiled. A cubin is executable code, so the folder must belong to the user or
+root and must not be writable by others; otherwise, or if it cannot be written, kernels are kept in memory only.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from typing import Any
 from .source import CONFIG, IDENTIFIER, Constant, kernel_folder
 
 SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
-# {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their precedence
-# differs in Python; that of `|` differs only beside a comparison, so the kernels' definitions use it beside arithmetic.
+# {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their
+# precedence differs in Python. That of `|` differs only beside a comparison, so definitions use it beside arithmetic.
 OPERATORS = {x: x for x in ("+", "-", "*", "%", "|", "<", ">", "<=", ">=", "==", "!=")}
 OPERATORS |= {"/": "//", "&&": "and", "||": "or", "true": "True", "false": "False"}
 # Strings, so that importing the package compiles no pattern.

@@ -117,7 +117,7 @@ def plan(problem: Problem, device: Device, tile: Tile | None = None) -> Plan:
     """Return the plan of a problem on a device; UnsupportedError with every engine's reasons if none serves it.
 
     Engine, tile and threads are chosen for the problem's bucket, launches and workspaces for its exact lengths. `tile`
-    replaces the tile of the chosen engine that has the smallest cost.
+    is used, if given, instead of the best tile of the chosen engine.
     """
     last = last_of_bucket(problem)
     choice = _choice(last, device)

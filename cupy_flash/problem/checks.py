@@ -442,8 +442,8 @@ def check_shape(
 ) -> bool:
     """Check the shape of an array among the options, and return whether it is legal.
 
-    `lengths` has the sizes of the axes; with packed queries on a KV cache that of padded ones is absent. `layout` is
-    that of rows.
+    `lengths` has the sizes of the axes, without that of padded queries (i) if the queries on a KV cache are packed.
+    `layout` is the layout of options with `rows`.
     """
     legal_axes = [in_layout(axes, layout) for axes in feature.axes] if feature.rows else feature.axes
     shapes = _shapes(legal_axes, lengths)

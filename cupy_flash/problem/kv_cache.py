@@ -1,4 +1,4 @@
-"""Checks a call on a KV cache, as part of the checks of its facts in build.py, by the columns of CACHE_FEATURES.
+"""Checks the facts of a call on a KV cache, for build.py, by the columns of CACHE_FEATURES.
 
 The Problem has the capacity of the cache, not the lengths. The contents of lengths, tables and positions are not facts:
 they are checked at every call if they are in host memory, and never read from a GPU.

@@ -286,8 +286,8 @@ class _Sdpa(torch.overrides.TorchFunctionMode):
 def _routed(func: Any) -> Any:
     """Return the replacement of a torch function inside `sdpa`, by default the function itself.
 
-    torch disables the mode while F.multi_head_attention_forward runs, so its inner SDPA call would be torch's. It is
-    replaced by a copy whose globals refer to ours.
+    torch disables the mode while F.multi_head_attention_forward runs, so that its inner call of SDPA would be torch's.
+    This function is therefore replaced by a copy whose globals refer to ours.
     """
     if func is F.scaled_dot_product_attention:
         return scaled_dot_product_attention

@@ -353,7 +353,7 @@ def _pattern(
         return None
     if _is_causal(mask_function) or mask_function is bidirectional_mask_function:
         return _is_causal(mask_function), None
-    # Any other mask function is opaque; the skip flags imply that it is the model's plain window or chunks.
+    # Other mask functions are opaque, but a skip flag implies that the mask is the model's plain window or chunks.
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if local_size is None or local_size != window or local_size == chunk:
         return None

@@ -230,7 +230,7 @@ def _region() -> Region | None:
     import torch
 
     try:
-        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found in torch's dependencies too
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # also finds symbols of torch's dependencies
     except AttributeError:
         return None
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -161,7 +161,7 @@ def count_tiles(
 
 
 class VisitCounts(NamedTuple):
-    """The visits of a sequence, the pairs in them, and the visits and pairs to which the mask_mod is applied."""
+    """Numbers of visits of a sequence and of (query, key) pairs in them: all, and those that apply the mask_mod."""
 
     visits: int
     pairs: int
@@ -217,7 +217,10 @@ def runs(classes: np.ndarray, grain: int, block: int, first: int = 0) -> list[li
 
 
 def _run_columns(classes: np.ndarray, per_block: int, offset: int = 0) -> tuple[np.ndarray, ...]:
-    """Return arrays (row, start, stop, cut start, cut stop) of all runs, split at multiples of per_block - offset."""
+    """Return arrays (row, start, stop, cut start, cut stop) of all runs.
+
+    A run also ends where offset + column is a multiple of per_block.
+    """
     seen = np.pad(classes != EMPTY, ((0, 0), (1, 1)))
     column = np.arange(offset, offset + classes.shape[1])
     rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))

@@ -21,7 +21,7 @@ REFUSED = 0  # sent instead of a digest by a rank whose own checks failed
 
 
 class Arrival(NamedTuple):
-    """Tensors being received, with the pending works of the exchange."""
+    """Tensors that are being received, and torch's Work objects of the pending exchange."""
 
     tensors: list[torch.Tensor]
     works: list[distributed.Work]

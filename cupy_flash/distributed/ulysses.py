@@ -209,7 +209,7 @@ def _attend(
 
 
 def _empty_sequences(packed: Packed) -> Packed:
-    """Return the same number of sequences, all with length 0."""
+    """Return a packed batch with the same number of sequences, all of length 0."""
     names = ("cu_seqlens_q", "cu_seqlens_k")
     given = {name: bounds for name in names if isinstance(bounds := getattr(packed, name), torch.Tensor)}
     return packed._replace(**{name: torch.zeros_like(bounds) for name, bounds in given.items()})

@@ -59,7 +59,7 @@ ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instea
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 LIVE_WITH_MASK_MOD = 100  # the same with a mask_mod, whose walk over the tiles takes registers
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
-SHORTEST_RUN = 4  # as in split_kv.cuh
+SHORTEST_RUN = 4  # minimum iterations of a run, as in split_kv.cuh
 WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
 STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the number of slots that a producer warp fills
 WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")  # architectures that have clusters

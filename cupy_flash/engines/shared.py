@@ -212,7 +212,7 @@ def _loaded_by(problem: Problem) -> Iterator[frozenset[str]]:
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
-    """Return the launches of backward_bias that sum the gradients of captured arrays, one per read with owner blocks.
+    """Return the launches of backward_bias, one for each read of a captured array whose gradient blocks own.
 
     `tile` is (queries, keys) of a block; `launch` makes the launch for a grid.
     """

@@ -134,7 +134,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: int) -> Launch:
-    """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row.
+    """Return the launch that merges partial results, with one warp per row of lse, (B, H, S) or (H, T).
 
     The kernel loops over the heads and sequences that exceed the grid.
     """

@@ -44,7 +44,7 @@ failures = itertools.count()  # failed uses of the folder in this process
 
 @lru_cache(maxsize=256)
 def compiled(text: str, name: str, target: str) -> Compiled:
-    """Return `nvrtc.compile(text, name, target)`; a text that was compiled before comes from memory or the folder.
+    """Return `nvrtc.compile(text, name, target)`; a text that was compiled before comes from the cache.
 
     The text of a failed compilation is stored too; the CompileError names the file.
     """

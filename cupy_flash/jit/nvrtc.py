@@ -91,7 +91,7 @@ class CompileError(RuntimeError):
 class UnusableCompilerError(CompileError, ImportError):
     """NVRTC cannot compile any text for a target: it is too old, or its library of built-in functions is missing."""
 
-    name: str  # that of CompileError
+    name: str  # as in CompileError
 
 
 # NVRTC's status codes of compilations that fail for other reasons than the text.

@@ -159,7 +159,7 @@ def _texts(folder: Path, file: str, seen: set[str]) -> Iterator[tuple[str, str]]
 
 
 def _definitions(text: str) -> Iterator[Definition]:
-    """Yield the definitions in a text."""
+    """Yield the Definition of every constant and function in a text."""
     for struct, body in [("", text), *re.findall(STRUCT, text, re.MULTILINE)]:
         for numbers in re.findall(rf"^{'  static ' if struct else ''}{NUMBERS}", body, re.MULTILINE):
             for number in re.split(r",\s+(?=\w+\s+=\s)", numbers):

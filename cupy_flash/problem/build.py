@@ -303,7 +303,7 @@ class Facts(NamedTuple):
     Options are as the caller passed them; without a type checker that may be anything.
     """
 
-    options: tuple[bool | float | str | None, ...]  # the plain ones
+    options: tuple[bool | float | str | None, ...]  # those whose kind is not in NOT_PLAIN
     window: tuple[int | None, int | None] | None
     backend: str | None  # the option `backend`, by default the environment variable
     mods: str  # the text of the mods, or ""

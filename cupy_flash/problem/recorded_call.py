@@ -293,7 +293,7 @@ class Trial:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The number of blocks of keys, and keys per block: sequences, or pages."""
+        """The number of blocks of keys, and the keys per block; a block is a sequence, or a page."""
         if self.cache is None or self.cache.page is None:
             return self.batch, self.kv_len
         return self.cache.blocks or self.batch * -(-self.kv_len // self.cache.page), self.cache.page

@@ -86,7 +86,7 @@ WHOLE = Shard()
 
 
 def _applied(function: Callable[..., object], gradients: object) -> Any:
-    """Apply the function to each array of a tuple whose elements are arrays, such tuples, or None."""
+    """Return a nested tuple of arrays with the function applied to each array; None stays None."""
     if isinstance(gradients, tuple):
         return tuple(_applied(function, gradient) for gradient in gradients)
     return None if gradients is None else function(gradients)

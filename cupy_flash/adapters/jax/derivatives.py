@@ -36,7 +36,7 @@ def _differentiate_step(primals: Any, tangents: Any, *, call: str, **_: Any) -> 
     """The JVP rule of a step: return its results and their tangents; a tangent that is 0 is ad.Zero."""
     step, static, names = parsed = static_call.parse(call)
     operands, given = (dict(zip(names, arrays, strict=True)) for arrays in (primals, tangents))
-    if step not in OF_STEP or "starts" in names:  # in a ring, the merged lse is not the lse over the shard's keys
+    if step not in OF_STEP or "starts" in names:  # in a ring, the saved lse covers the keys of all shards
         refuse_derivative(static.function)
     results = dict(zip(parsed.result_names, bind_primitive(step_p, *primals, call=call), strict=True))
     direction, second = _direction(parsed, given), _second_tangents(given)

@@ -26,7 +26,7 @@ from .static_call import parse
 
 TARGET = "cupy_flash"
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # {jax's platform name: name of XLA's target}
-CALL, OUTPUTS = b"call", b"outputs"  # attributes: the call's text; indices of its results
+CALL, OUTPUTS = b"call", b"outputs"  # names of the attributes: the call as text, the indices of its results
 
 
 class Memory:

@@ -201,7 +201,7 @@ def _read(
     """Return the static options, all operands by name, and the arrays that mods capture."""
     settings = Options.of(function, options)
     captured: tuple[Any, ...] = ()
-    text: str | None = None  # of the mods
+    text: str | None = None  # the text of the mods
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
         operands["seed"], settings.seed = seed_words(function, settings.seed), None

@@ -126,7 +126,7 @@ def _starts(sharding: str, device: Any, devices: int, size: int) -> tuple[list[A
 
 
 class _Pair(NamedTuple):
-    """The piece of the queries and the piece of the keys of one call; on at least one device some pair is visible."""
+    """The piece of queries and the piece of keys of one call; on at least one device a query sees one of the keys."""
 
     q_piece: int
     kv_piece: int

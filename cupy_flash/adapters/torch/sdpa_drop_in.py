@@ -225,7 +225,7 @@ def _zeros(query: Any, key: Any, value: Any) -> Any:
 
 
 def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, trailing: int) -> tuple[Any, Any, Any, Any]:
-    """Expand query, key, value (views) and attn_mask to equal leading dimensions, all but the last `trailing`."""
+    """Expand query, key, value (views) and attn_mask to equal dimensions, except for the last `trailing` ones."""
     try:
         query, key, value = tensors
         if not query.shape[:-trailing] == key.shape[:-trailing] == value.shape[:-trailing]:
@@ -294,8 +294,8 @@ def _routed(func: Any) -> Any:
     return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
 
 
-# The globals contain the copy, because it passes itself, looked up by name, to other modes (torch.set_default_device).
-# They lack __name__, by which torch.compile would look up globals in torch's module instead.
+# The globals of the copy contain the copy, because it passes itself, looked up by name, to other modes, such as
+# torch.set_default_device. They lack __name__, by which torch.compile would look up globals in torch's module.
 _globals = {name: value for name, value in vars(F).items() if name != "__name__"}
 _multi_head_attention_forward = types.FunctionType(
     F.multi_head_attention_forward.__code__, _globals, argdefs=F.multi_head_attention_forward.__defaults__

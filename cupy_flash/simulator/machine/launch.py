@@ -73,7 +73,6 @@ def launch(
             raise TypeError(f"{name} must be a tuple of three sizes (x, y, z), not {sizes!r}")
     module = ptx if isinstance(ptx, Module) else parse(ptx)
     function = _function(module, kernel, parameters)
-    _check_sizes(kernel, grid, block, dynamic_shared)
     program = _program(module, kernel)
     if ptx not in memory.variables:
         memory.variables[ptx] = _variable_addresses(module, memory)
@@ -81,6 +80,7 @@ def launch(
     counters = Counters(function)
     shared, static_bytes = _shared_layout(function, module)
     _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
+    _check_sizes(kernel, grid, block, dynamic_shared)
     blocks = grid[0] * grid[1] * grid[2]
     warps = -(-block[0] * block[1] * block[2] // 32)
     cluster = _cluster(function, grid)

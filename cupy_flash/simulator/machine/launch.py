@@ -66,11 +66,7 @@ def launch(
     unknown name of a check or order; TypeError for a grid or block that has not three sizes.
     """
     skipped = named_checks.names(unchecked)
-    if order not in get_args(Order):
-        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, not {order!r}")
-    for name, sizes in (("grid", grid), ("block", block)):
-        if not isinstance(sizes, tuple) or len(sizes) != 3 or not all(isinstance(size, Integral) for size in sizes):
-            raise TypeError(f"{name} must be a tuple of three sizes (x, y, z), not {sizes!r}")
+    _check_arguments(grid, block, order)
     module = ptx if isinstance(ptx, Module) else parse(ptx)
     function = _function(module, kernel, parameters)
     program = _program(module, kernel)
@@ -150,6 +146,15 @@ def _add_asynchronous_units(context: Context, order: Order) -> None:
 @functools.lru_cache(maxsize=64)
 def _program(module: Module, name: str) -> Program:
     return Program(module.kernels[name])
+
+
+def _check_arguments(grid: object, block: object, order: object) -> None:
+    """Raise ValueError for an unknown order, TypeError for a grid or block that has not three sizes."""
+    if order not in get_args(Order):
+        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, not {order!r}")
+    for name, sizes in (("grid", grid), ("block", block)):
+        if not isinstance(sizes, tuple) or len(sizes) != 3 or not all(isinstance(size, Integral) for size in sizes):
+            raise TypeError(f"{name} must be a tuple of three sizes (x, y, z), not {sizes!r}")
 
 
 def _check_sizes(kernel: str, grid: tuple[int, ...], block: tuple[int, ...], dynamic_shared: int) -> None:

@@ -176,7 +176,7 @@ def _end_with(parent: int) -> None:
 
 
 def _obstacle(error: Exception) -> type[Exception] | None:
-    """Return the type in OBSTACLES of an error, or None if its reason is the work itself."""
+    """Return the type in OBSTACLES to which an error belongs, or None if the work itself failed."""
     if getattr(error, "status", None) == OUT_OF_GPU_MEMORY:
         return MemoryError
     return next((kind for kind in OBSTACLES if isinstance(error, kind)), None)

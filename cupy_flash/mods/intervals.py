@@ -30,7 +30,7 @@ IntervalT = TypeVar("IntervalT")
 
 
 class Domain(Protocol[IntervalT]):
-    """A domain in which the rules are executed; it has its own types of intervals, truths and bits."""
+    """An abstract domain: the operations that the rules need, with its own types of intervals, truths and bits."""
 
     def constant(self, value: int) -> IntervalT:
         """Return the interval of one number."""
@@ -45,7 +45,7 @@ class Domain(Protocol[IntervalT]):
         """Return the interval of the elements of a captured bool or integer array, at intervals of clamped indices."""
 
     def call(self, function: str, *operands: Any) -> Any:
-        """Return the result of a function of tiles.py or range.cuh; numbers in `operands` are constants of a rule."""
+        """Return the result of a function of tiles.py or range.cuh; a plain int in `operands` is a constant."""
 
     def fits(self, interval: IntervalT, kind: str) -> bool:
         """Return whether an interval certainly holds only values of an integer kind that are exact in sums."""
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 
 
 class Abstraction(Generic[IntervalT]):
-    """The rules of every operator over a domain, each node evaluated once."""
+    """Evaluates masks in a domain, by a rule for every operator; each node is evaluated once."""
 
     def __init__(self, domain: Domain[IntervalT]) -> None:
         self.domain, self.call = domain, domain.call

@@ -49,7 +49,7 @@ def arrays(operands, dtype=jnp.float32):
 
 
 def out_and_gradients(function, options, operands, weights):
-    """out, and the gradients of all operands for a sum of out with fixed random weights."""
+    """Return out, and the gradients of all operands for a sum of out with fixed random weights."""
 
     def loss(operands):
         given = {name: x for name, x in operands.items() if name == "bias"}
@@ -66,9 +66,7 @@ def eager(function):
 
 @functools.cache
 def run_of_jax(case, dtype):
-    """jax's results in float64 on inputs rounded to `dtype`, and the least accurate of several runs of the reference in
-    `dtype`.
-    """
+    """Return jax's float64 results on inputs rounded to `dtype`, and the least accurate of several runs in `dtype`."""
     operands, options, options_of_jax = CALLS[case]
     rounded = {name: np.asarray(x) for name, x in arrays(operands, dtype).items()}
     with jax.enable_x64(True):
@@ -263,7 +261,7 @@ TABLE, IDS = jnp.asarray(normal(11, H, 9), jnp.float32), jnp.asarray(np.arange(6
 
 
 def modified(q, k, v, table):
-    """Attention inside documents with a learned bias of the distance."""
+    """Return attention inside documents with a learned bias of the distance."""
 
     def bias(score, b, h, i, j):
         return 2 * jnp.tanh(score) + table[h, jnp.clip(i - j, -4, 4) + 4]

@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 def call_of(name):
-    """(function from tensors to out and lse, those tensors)."""
+    """Return (function from tensors to out and lse, those tensors)."""
     options, moving = OPTIONS[name]
     arrays = [x.transpose(1, 2) if options.get("layout") == "bhsd" else x for x in (Q, K, V)]
 
@@ -129,7 +129,7 @@ def differentiated_twice(f):
 
 
 def reverse_over_forward(f):
-    """The loss of the example mean_flow.py, without its stop-gradient."""
+    """Return the loss of the example mean_flow.py, without its stop-gradient."""
     inputs = [x.clone().requires_grad_() for x in (*X, *MOVED)]
     out, tout = jvp(f, tuple(inputs[:3]), tuple(inputs[3:]))
     return torch.autograd.grad((out + tout).square().sum(), inputs)

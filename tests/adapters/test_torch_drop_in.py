@@ -21,7 +21,7 @@ def normal(*shape, seed=0):
 
 
 def parameters(function):
-    """(name, default, is_positional) of every parameter; default is `empty` if there is none."""
+    """Return (name, default, is_positional) of every parameter; default is `empty` if there is none."""
     return [
         (parameter.name, parameter.default, parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
         for parameter in inspect.signature(function).parameters.values()
@@ -122,7 +122,7 @@ SDPA = {
 
 
 def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options):
-    """torch's formula; it refuses a mask with is_causal, so the causal mask is merged into the mask."""
+    """Return the result of torch's function. It refuses attn_mask with is_causal, so they are merged into one mask."""
     if attn_mask is not None and is_causal:
         hidden = torch.ones(attn_mask.shape[-2:], dtype=torch.bool).triu(1)
         value_of_hidden = False if attn_mask.dtype == torch.bool else -torch.inf
@@ -131,7 +131,7 @@ def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options)
 
 
 def results(function, shapes, options, dtype):
-    """out and the gradients of query, key, value and a floating-point mask."""
+    """Return out and the gradients of query, key, value and a floating-point mask."""
     tensors = [normal(*shape, seed=number).to(dtype).requires_grad_() for number, shape in enumerate(shapes)]
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point():
@@ -380,7 +380,7 @@ OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])
 
 
 def jagged(values, offsets):
-    """A nested tensor (B, H, S, E) with ragged S, from values (T, H, E)."""
+    """Return a nested tensor (B, H, S, E) with ragged S, from values (T, H, E)."""
     return nested_tensor_from_jagged(values, offsets).transpose(1, 2)
 
 
@@ -612,7 +612,7 @@ def test_flash_attn_refuses_tensors_as_options(value):
 
 
 def attend_with_sdpa(layer, x):
-    """CausalSelfAttention by torch's own functions."""
+    """Return the output of a CausalSelfAttention layer, computed by torch's own functions."""
     heads, kv_heads, _ = layer.heads
     q, k, v = layer.qkv(x).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(layer.heads, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -43,7 +43,7 @@ IDS = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) // 5
 
 
 def dense(q, k, v, score_mod, mask_mod):
-    """The formula on all scores."""
+    """Return the formula on all scores."""
     b, h = torch.arange(BATCH)[:, None, None, None], torch.arange(HEADS)[:, None, None]
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
     scores = score_mod(torch.einsum("bihd,bjhd->bhij", q, k) / DIM**0.5, b, h, i, j)
@@ -125,7 +125,7 @@ def test_packed_sequences_and_checkpoint():
 
 
 def functions_of(table):
-    """A Mod with a learned bias and a mask."""
+    """Return a Mod with a learned bias and a mask."""
     return cupy_flash.Mod(lambda s, b, h, i, j: s + table[h, i - j + LENGTH - 1], document(IDS))
 
 

@@ -38,13 +38,14 @@ def inputs(dtype=torch.float32, requires_grad=True, layout="bshd"):
 
 
 def padded(options):
-    """Positional arguments and options of a call of `attention`."""
+    """Return positional arguments and options of a call of `attention`."""
     return inputs(layout=options.get("layout", "bshd")), options
 
 
 def packed(options):
-    """A call of `attention_varlen` with four sequences, one of them without queries and one without keys, and extra
-    rows.
+    """Return a call of `attention_varlen` with rows after the last sequence.
+
+    One of the four sequences has no queries, and one has no keys.
     """
     q, k, v = normal(8, HEADS, HEAD_DIM), normal(9, KV_HEADS, HEAD_DIM, seed=1), normal(9, KV_HEADS, HEAD_DIM_V, seed=2)
     arrays = tuple(x.requires_grad_() for x in (q, k, v))
@@ -52,7 +53,7 @@ def packed(options):
 
 
 def strided():
-    """q with heads before the sequence, k as every second row, v with a broadcast head."""
+    """Return q with heads before the sequence, k as every second row, v with a broadcast head."""
     q = normal(BATCH, HEADS, Q_LEN, HEAD_DIM).transpose(1, 2)
     k = normal(BATCH, 2 * KV_LEN, KV_HEADS, HEAD_DIM + 3)[:, ::2, :, :HEAD_DIM]
     v = normal(BATCH, KV_LEN, 1, HEAD_DIM_V).expand(-1, -1, KV_HEADS, -1)
@@ -498,7 +499,7 @@ def test_settings_of_torch_apply_to_calls_without_gradients(monkeypatch):
 
 
 def of_ended_transform(x):
-    """A tensor that a transform of torch.func wrapped and that outlives it."""
+    """Return a tensor that a transform of torch.func wrapped and that outlives it."""
     wrapped = []
     torch.func.jvp(lambda y: wrapped.append(y * 2) or y, (x,), (x,))
     return wrapped[0]

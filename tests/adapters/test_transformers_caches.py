@@ -28,7 +28,7 @@ def drawn(*shape):
 
 
 def static_mask(rows, capacity, length, padding=None):
-    """The mask of `rows` new tokens, the last of `length` keys, with the arguments that a static cache passes."""
+    """Return the mask of `rows` new tokens, the last of `length` keys, for the arguments that a static cache passes."""
     offset = torch.tensor(length - rows)
     return adapter.attention_mask(
         **mask_arguments(q_length=rows, kv_length=capacity, q_offset=offset, attention_mask=padding, batch_size=2)

@@ -577,7 +577,7 @@ def test_outputs_that_cannot_be_written_are_refused():
 
 
 def immutable(cls):
-    """A subclass of `cls` in a module of TensorFlow, whose arrays are immutable."""
+    """Return a subclass of `cls` in a module of TensorFlow, whose arrays are immutable."""
     return type("Tensor", (cls,), {"__module__": "tensorflow.python.framework.ops"})
 
 

@@ -348,7 +348,7 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
 
 
 def peak_beyond_results(step, *arrays, **options):
-    """Peak number of allocated bytes minus those of the results."""
+    """Return the peak number of allocated bytes minus those of the results."""
     tracemalloc.start()
     result = step(*arrays, **options)
     held, peak = tracemalloc.get_traced_memory()

@@ -119,7 +119,7 @@ def test_keys_that_no_query_sees_have_no_gradient(backend):
 
 
 def gradients(call, backend, dout=None, dlse=None):
-    """Gradients of a call with this dout and dlse."""
+    """Return gradients of a call with this dout and dlse."""
     out, lse = cupy_flash.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
     dout = np.zeros_like(out) if dout is None else dout
     return cupy_flash.attention_backward(

@@ -23,7 +23,7 @@ def int32(*values):
 
 
 def good_arguments(function):
-    """Keyword arguments of a valid call of a public function."""
+    """Return keyword arguments of a valid call of a public function."""
     dense = dict(q=zeros(2, 3, 4, 8), k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 6))
     packed = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
     packed |= dict(cu_seqlens_q=int32(0, 4, 6), cu_seqlens_k=int32(0, 0, 9), max_seqlen_q=4, max_seqlen_k=9)
@@ -466,7 +466,7 @@ def test_unsupported(function, arguments, words):
 
 
 def cupy_without_gpu(ndarray):
-    """CuPy's behaviour on a machine without a GPU."""
+    """Return a module that behaves like CuPy on a machine without a GPU."""
 
     def no_device(index):
         raise RuntimeError(f"cudaErrorInvalidDevice: {index}")

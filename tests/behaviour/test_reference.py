@@ -31,12 +31,12 @@ def inputs(q_length=Q_LENGTH, kv_length=KV_LENGTH):
 
 
 def random_mask(*shape):
-    """Every option alone, and all of them together, by name."""
+    """Return a random bool mask in which 70 % of the elements are True."""
     return np.random.default_rng(5).random(shape) < 0.7
 
 
 def option_sets(q_length):
-    """Every option alone and all of them together, by name."""
+    """Return {name: options} with every option alone, and all of them together."""
     return {
         "plain": {},
         "causal": dict(causal=True),
@@ -123,7 +123,7 @@ def test_drawn_masks(q_length, kv_length, options, picture):
 
 
 def one_row(q, k, v, b, h, i, o):
-    """out and lse of one query, computed by Python loops that follow the docstring of `attention`."""
+    """Return out and lse of one query, computed by Python loops that follow the docstring of `attention`."""
     q_length = o.get("q_lengths", [q.shape[1]] * BATCH)[b]
     kv_length = o.get("kv_lengths", [k.shape[1]] * BATCH)[b]
     causal, (left, right) = o.get("causal", False), o.get("window", (None, None))

@@ -27,7 +27,7 @@ HIDERS = {
 
 
 def seen(case):
-    """bool (B, Hq, Sq, Sk): the keys that each query sees."""
+    """Return which keys each query sees, bool (B, Hq, Sq, Sk)."""
     *_, options, _, _, _ = case.call()
     shape = (case.batch, case.heads, LENGTH, LENGTH)
     visible = np.broadcast_to(options.get("mask", True), shape).copy()

@@ -18,7 +18,7 @@ OLD = result(
 
 
 def changed(**new):
-    """A copy of the old run in which some cases have other speeds."""
+    """Return a copy of the old run in which some cases have other speeds."""
     return result(
         *(
             case(each, *new[name]) if name in new else one

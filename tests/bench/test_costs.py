@@ -16,7 +16,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def predicted(measured):
-    """A sweep in which every wgmma tile takes the time that the cost model predicts."""
+    """Return a sweep in which every wgmma tile takes the time that the cost model predicts."""
     words = dict(
         dtype=measured.dtype, head_dim=measured.head_dim, causal=measured.causal, layout="bhsd", engine="wgmma"
     )

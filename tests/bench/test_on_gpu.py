@@ -297,7 +297,7 @@ def test_flex_attention_computes_the_same(causal, monkeypatch):
 
 
 def measure_patiently(measure_one, regime, lost, announce):
-    """gpu.measure_with_matmul without time limits."""
+    """Call gpu.measure_with_matmul without time limits."""
     return gpu.measure_with_matmul(measure_one, regime, lost, patiently(announce))
 
 
@@ -359,7 +359,7 @@ def test_clock_and_power_of_the_samples():
 
 
 def kernels_of_derivatives(case):
-    """The kernels of a JVP and of a double backward with the same tangents."""
+    """Return the kernels of a JVP and of a double backward with the same tangents."""
     kernels, call = set(), case.call()
     out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
     options = Options(**call.options | mods_of(case), backend="simulator")

@@ -178,7 +178,7 @@ def test_published_figures(regime, tflops):
 
 
 def stored(causal, tflops):
-    """A record in which the second mma tile, or the only wgmma tile, may be the fastest."""
+    """Return a record in which the second mma tile, or the only wgmma tile, may be the fastest."""
     tiles = [
         dict(name=f"{engine} {size}", engine=engine, size=size, predicted_ms=1.0)
         for engine, size in (("mma", "64x64/128"), ("mma", "128x64/256"), ("wgmma", "128x128/384"))

@@ -29,7 +29,7 @@ CALLS = {
 
 
 def planned(options):
-    """(plan, operands) of a backward of one key/value head in tiles of 16 x 16."""
+    """Return (plan, operands) of a backward of one key/value head in tiles of 16 x 16."""
     q, dout, k, v = (
         np.random.default_rng(n).normal(size=(1, LENGTH, heads, HEAD_DIM)).astype(np.float32)
         for n, heads in enumerate((HEADS, HEADS, 1, 1))

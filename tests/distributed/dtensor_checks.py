@@ -39,7 +39,7 @@ class Case:
     options: dict = field(default_factory=dict)
 
     def tensors(self):
-        """(q, k, v) and the tensors among the options, whole."""
+        """Return (q, k, v) and the tensors among the options, whole."""
         rng = np.random.default_rng(0)
         shapes = [(self.batch, 5, self.heads, 8), *((self.batch, 6, self.kv_heads, 8) for _ in range(2))]
         arrays = [torch.from_numpy(rng.normal(size=shape)) for shape in shapes]
@@ -60,7 +60,7 @@ class Case:
         return arrays, options
 
     def run(self, arrays, options):
-        """(out, lse, *gradients) of a call, for cotangents that are the same for whole and sharded tensors."""
+        """Return (out, lse, *gradients) of a call, for cotangents that are the same for whole and sharded tensors."""
         tensors = [*arrays, *options.values()]
         leaves = [x.requires_grad_() for x in tensors if x.dtype == torch.float64]
         named = {name: x for name, x in self.options.items() if name != "lengths"}

@@ -59,7 +59,7 @@ class Case:
         return 0 if self.packed else 2 if self.options.get("layout") == "bhsd" else 1
 
     def whole(self):
-        """NumPy arrays q, k, v, dout, dlse of the whole sequence, and the options."""
+        """Return NumPy arrays q, k, v, dout, dlse of the whole sequence, and the options."""
         rng = np.random.default_rng(0)
         options = dict(self.options)
         if self.sink:
@@ -86,7 +86,7 @@ class Case:
 
 
 def mods_over(factor, table, ids):
-    """The score_mod and mask_mod of a case, which read NumPy or torch arrays."""
+    """Return the score_mod and mask_mod of a case, which read NumPy or torch arrays."""
     return dict(
         score_mod=lambda s, b, h, q, kv: s * factor + table[h, abs(q - kv)],
         mask_mod=lambda b, h, q, kv: (ids[q] == ids[kv]) | (kv % 3 == h % 3) | (q - kv == 1),
@@ -98,7 +98,7 @@ def boundaries(lengths):
 
 
 def on_one(case, arrays):
-    """(out, lse, dlse, gradients) of one process on the whole arrays."""
+    """Return (out, lse, dlse, gradients) of one process on the whole arrays."""
     q, k, v, dout, dlse, options = arrays
     options = dict(options)
     options |= mods_over(*options.pop("mods", ())) if case.mods else {}
@@ -115,7 +115,7 @@ def on_one(case, arrays):
 
 
 def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
-    """(out, lse, dq, dk, dv, dsink) of this rank's shard, and the rows of its queries and keys."""
+    """Return (out, lse, dq, dk, dv, dsink) of this rank's shard, and the rows of its queries and keys."""
     q, k, v, dout, _, options = arrays
     options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if case.packed and scheme == "ring":

@@ -31,7 +31,7 @@ class Card:
         self.lost: int | None = None
 
     def attributes(self) -> dict[int, int]:
-        """Values by cudaDeviceAttr. CuPy reads others too, which get 0 because they do not matter here."""
+        """Return values by cudaDeviceAttr. CuPy reads others too, which get 0 because they do not matter here."""
         major, minor = self.capability
         return {
             1: THREADS_PER_BLOCK,
@@ -70,7 +70,7 @@ class Devices:
         return getattr(self._thread, "has_context", False)
 
     def use(self) -> Card:
-        """The current device; its context becomes current, as in every runtime call that works on a device."""
+        """Return the current device; its context becomes current, as in every runtime call that works on a device."""
         self._thread.has_context = True
         card = self.current
         if card.lost is not None:

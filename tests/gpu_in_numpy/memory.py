@@ -72,14 +72,14 @@ class Heap:
         self._pool_attributes: dict[tuple[int, int], int] = {}
 
     def card_of(self, address: int):
-        """The device of an address; None for host memory."""
+        """Return the device of an address; None for host memory."""
         return next((card for card in self.machine.devices.cards if card.memory.contains(address)), None)
 
     def is_pinned(self, address: int) -> bool:
         return any(start <= address < start + len(buffer) for start, buffer in self.pinned.items())
 
     def _bytes(self, address: int, size: int) -> np.ndarray:
-        """The bytes at an address of a device or of the host."""
+        """Return the bytes at an address of a device or of the host."""
         if card := self.card_of(address):
             return card.memory.view(address, size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

@@ -49,7 +49,7 @@ FAILED = {"int": -1, "float": -1}  # handles, addresses and objects are 0
 
 
 def compiler() -> str | None:
-    """The path of a C compiler; None if there is none."""
+    """Return the path of a C compiler; None if there is none."""
     return shutil.which("cc")
 
 
@@ -71,7 +71,7 @@ class Trampolines:
         self._library.raise_later(type(error), error)
 
     def around(self, name: str, callback: int) -> int:
-        """The address of the trampoline that calls a callback."""
+        """Return the address of the trampoline that calls a callback."""
         ctypes.c_void_p.in_dll(self._library, f"answer_{name}").value = callback
         address = ctypes.cast(getattr(self._library, f"raising_{name}"), ctypes.c_void_p).value
         assert address is not None
@@ -95,5 +95,5 @@ def _trampoline(name: str, signature: str) -> str:
 
 
 def _plain(signature: str) -> str:
-    """A C signature with pointers instead of CuPy's structs, and without parameter names."""
+    """Return a C signature with pointers instead of CuPy's structs, and without parameter names."""
     return re.sub(r"struct \w+ \*\w*", "void *", signature).replace("int __pyx_skip_dispatch", "int")

@@ -84,19 +84,19 @@ def _checked(
 
 
 def _signature(capsule: Any) -> str:
-    """The C signature of a capsule's function."""
+    """Return the C signature of a capsule's function."""
     return _api.PyCapsule_GetName(capsule).decode()
 
 
 def _caller() -> str:
-    """The Python function and line that called CuPy."""
+    """Return the Python function and line that called CuPy."""
     here = Path(__file__).parent
     frame = next(x for x in reversed(traceback.extract_stack()) if Path(x.filename).parent != here)
     return f"{frame.name}, {frame.filename}:{frame.lineno}"
 
 
 def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., Any]) -> Any:
-    """A capsule with the signature of `capsule` that calls the answer."""
+    """Return a capsule with the signature of `capsule` that calls the answer."""
     signature = _signature(capsule)
     result, text = re.fullmatch(r"(.*?)\s*\((.*)\)", signature).groups()
     arguments = [argument.strip() for argument in text.split(",") if argument.strip() != "void"]

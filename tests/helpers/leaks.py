@@ -67,7 +67,7 @@ class Kept:
         self.before = []
 
     def beyond(self, *allowed: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors that share no storage with `allowed` or with a tensor older than the context."""
+        """Return tensors that share no storage with `allowed` or with a tensor older than the context."""
         gc.collect()
         older = [tensor for reference in self.before if (tensor := reference()) is not None]
         known = {_address(tensor) for tensor in (*older, *allowed)}
@@ -97,7 +97,7 @@ class Allocated(TorchDispatchMode):
 
 
 def _tensors_of_python() -> list[torch.Tensor]:
-    """All dense tensors that have a storage."""
+    """Return all dense tensors that have a storage."""
     # type() instead of isinstance(): the latter reads __class__ of every object, which makes lazy modules import.
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     plain = [x for x in tensors if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]

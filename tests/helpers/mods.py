@@ -4,7 +4,7 @@ import numpy as np
 
 
 def arrays_of(case):
-    """The arrays that the mods of a case capture, by name."""
+    """Return the arrays that the mods of a case capture, by name."""
     rng = np.random.default_rng([case.seed, 2])
     rows, batch, heads = max(case.q_len, case.kv_len), case.batch, case.heads
     floating = {
@@ -35,7 +35,7 @@ def relative(xp, a):
 
 
 def learned_twice(xp, a):
-    """A table that is read twice, with indices from other tables."""
+    """Return a table that is read twice, with indices from other tables."""
 
     def mod(s, b, h, q, kv):
         first, second = a["buckets"][q], a["buckets"][kv]
@@ -45,7 +45,7 @@ def learned_twice(xp, a):
 
 
 def hides_by_score(xp, a):
-    """Hides keys by position and by their score; some rows lose all keys by their score and see none."""
+    """Return a score_mod that hides keys by position and by score; the scores of some rows hide all their keys."""
 
     def mod(s, b, h, q, kv):
         largest = xp.where(q % 5 == 2, -1000.0, 0.7)
@@ -81,7 +81,7 @@ MASK_MODS = {
 
 
 def mods_of(case, xp=np, arrays=None):
-    """The options score_mod and mask_mod of a case."""
+    """Return the options score_mod and mask_mod of a case."""
     if case.score_mod is None and case.mask_mod is None:
         return {}
     arrays = arrays_of(case) if arrays is None else arrays

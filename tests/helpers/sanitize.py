@@ -74,7 +74,7 @@ FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
 def engines() -> list[str]:
-    """The engines that this GPU supports."""
+    """Return the engines that this GPU supports."""
     return ["simt", "mma", "cache", "derivatives", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
 
 
@@ -96,7 +96,7 @@ def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
 
 
 def best_having(name: str) -> TileOf:
-    """A function that returns a plan's cheapest tile with a given property, or None if no tile has it."""
+    """Return a function that returns a plan's cheapest tile with a given property, or None if no tile has it."""
 
     def tile(chosen: Plan) -> Any:
         return next(tile for tile, _ in candidates(chosen, chosen.engine) if getattr(tile, name, True))
@@ -105,7 +105,7 @@ def best_having(name: str) -> TileOf:
 
 
 def run_in(call: Call, tile: TileOf) -> Result:
-    """Results of a call on CuPy copies of its arrays, in the given tile."""
+    """Return results of a call on CuPy copies of its arrays, in the given tile."""
     import cupy
 
     q, k, v, dout, dlse = map(cupy.asarray, (call.q, call.k, call.v, call.dout, call.dlse))
@@ -166,7 +166,7 @@ def _block_mask(checked: bool) -> None:
 
 
 def _with_mods(case: Case) -> Call:
-    """The call of a case with mods that read CuPy arrays."""
+    """Return the call of a case with mods that read CuPy arrays."""
     import cupy
 
     call = case.call()

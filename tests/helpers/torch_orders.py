@@ -43,7 +43,7 @@ class InAnotherOrder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def rounding(self, x):
-        """A random number for each element, up to one rounding of fp32."""
+        """Return a random number for each element, up to one rounding of fp32."""
         return x * (EPS * (2 * torch.rand(x.shape, generator=self.generator) - 1)).to(x.dtype)
 
 
@@ -56,6 +56,6 @@ def in_several_orders(run: Callable[[], Result], orders: int = 4) -> Iterator[Re
 
 
 def furthest(exact: torch.Tensor, *runs: torch.Tensor) -> torch.Tensor:
-    """For each element, the value of the run that is furthest from the exact value."""
+    """Return for each element the value of the run that is furthest from the exact value."""
     each = torch.stack([run.to(exact.dtype) for run in runs])
     return each.gather(0, (each - exact).abs().argmax(0, keepdim=True))[0]

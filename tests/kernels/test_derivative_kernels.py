@@ -190,7 +190,7 @@ def test_work_relative_to_the_forward_and_the_backward(moving, monkeypatch):
 
 
 def run_mma(case, moving=ALL, which=0, **how):
-    """The JVP by mma, in its best tile unless `which` selects another, followed by the double backward by mma."""
+    """Return the JVP by mma, in its best tile unless `which` selects another, and the double backward by mma."""
 
     def tile(chosen):
         return mma.tiles(chosen.problem, chosen.device)[which]

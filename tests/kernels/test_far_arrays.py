@@ -44,7 +44,7 @@ ROWS, COLUMNS, HEADS = 2**27 + 16, 16, 2
 
 
 def far_call(case):
-    """The call of a case with far rows, and a bias, a mask and dlse that are far in all axes."""
+    """Return the call of a case with far rows, and a bias, a mask and dlse that are far in all axes."""
     call = case.call()
     options = dict(call.options)
     for name in options.keys() & {"bias", "mask"}:

@@ -33,14 +33,14 @@ LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), hea
 
 
 def planned(call, tile=None):
-    """The plan of a call in this tile (by default the best one), and its operands."""
+    """Return the plan of a call in this tile (by default the best one), and its operands."""
     options = Options(**call.options | HOPPER)
     problem, operands = pose("case", call[:3], options, call.packed)
     return plan(problem, dispatch.device_of(problem), tile), operands
 
 
 def forward(call, tile=None, blocks=None, start=start):
-    """(out, lse) of a call with `blocks` blocks per head; None: one block per query tile."""
+    """Return (out, lse) of a call with `blocks` blocks per head; None: one block per query tile."""
     chosen, operands = planned(call, tile)
     if blocks is not None:
         *others, last = chosen.launches
@@ -245,7 +245,7 @@ def zeros(heads, dim):
 
 
 def arguments(**changes):
-    """Arguments of a small call in fp8."""
+    """Return the arguments of a small call in fp8."""
     return dict(q=zeros(4, 32), k=zeros(2, 32), v=zeros(2, 32)) | changes
 
 

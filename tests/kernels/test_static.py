@@ -155,7 +155,7 @@ def test_wgmma_per_score():
 
 
 def gpu_scope_fences(kernel, **constants):
-    """Number of GPU-scope memory fences (MEMBAR) after the first wgmma of a kernel."""
+    """Return the number of GPU-scope memory fences (MEMBAR) after the first wgmma of a kernel."""
     on = device.named("sm_90a", "cuda")
     launches = ahead.launches(on, dtype="bfloat16", head_dim=128, engine="wgmma")
     launch = next(each for each in launches if each.kernel == kernel)

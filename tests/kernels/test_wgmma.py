@@ -45,7 +45,7 @@ PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=
 
 
 def forward(case, tile=TILE, blocks=None, start=start, call=None):
-    """(out, lse) of a case in a tile (None: the planned one); a persistent grid has `blocks` blocks."""
+    """Return (out, lse) of a case in a tile (None: the planned one); a persistent grid has `blocks` blocks."""
     chosen, operands = planned(case, None, "sm_90a", tile, call, engine="wgmma")
     if blocks is not None:
         *others, step = chosen.launches
@@ -268,7 +268,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def posed_forward(**words):
-    """The forward problem of these options of `cupy_flash.compile`."""
+    """Return the forward problem of these options of `cupy_flash.compile`."""
     (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="wgmma", backward=False) | words)
     return problem
 
@@ -322,7 +322,7 @@ def test_switches_of_the_tiles(dims):
 
 
 def refused(case=None, arch="sm_90a", call=None, **changes):
-    """The reasons for which wgmma refuses a problem."""
+    """Return the reasons for which wgmma refuses a problem."""
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
     problem, _ = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)

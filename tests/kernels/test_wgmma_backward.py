@@ -34,7 +34,7 @@ LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)
 
 
 def run(case, tile=None, **how):
-    """Results with this tile in the backward, and the planned tile in the forward."""
+    """Return results with this tile in the backward, and the planned tile in the forward."""
     return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(tile), **how)
 
 
@@ -99,7 +99,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
 def posed_backwards(dims, **words):
-    """The backward problems of these head dimensions."""
+    """Return the backward problems of these head dimensions."""
     words = dict(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", engine="wgmma") | words
     return [problem for problem in ahead.problems(**words) if problem.backward]
 

@@ -68,7 +68,7 @@ def wrong_in_clusters(task, announce):
 
 
 def hangs(task, announce):
-    """The simt kernel loops for ever; only the step that runs it has a time limit."""
+    """Do the work of a check in which the simt kernel loops for ever; only the step that runs it has a time limit."""
 
     def limited(step, seconds):
         announce(step, 1.0 if step == task.name and task.engine == "simt" else FOREVER)

@@ -35,7 +35,7 @@ def planned(problem, on):
 
 
 def words(case):
-    """Arguments of compile() for a case: dtypes in place of arrays."""
+    """Return the arguments of compile() for a case: dtypes in place of arrays."""
     given = {}
     for name, value in case.call().options.items():
         if isinstance(value, np.ndarray):

@@ -51,9 +51,7 @@ def passed(device, engine, reason=None):
 
 
 def measured(problem, device, *fastest, **changes):
-    """Store measurements in which these (engine, tile) are the fastest, in this order, and the planned tile the
-    slowest.
-    """
+    """Store measurements in which these (engine, tile) are the fastest, in order, and the planned tile the slowest."""
     bucket = last_of_bucket(problem)
     default = predicted(bucket, device)
     names = [*fastest, (default.engine, repr(default.tile))]
@@ -66,7 +64,7 @@ def measured(problem, device, *fastest, **changes):
 
 
 def slowest(problem, device, engine):
-    """(engine, tile) with the largest predicted time, which a plan would not choose by prediction."""
+    """Return (engine, tile) with the largest predicted time, which a plan would not choose by prediction."""
     tile, _ = candidates(plan(problem, device), engine)[-1]
     return engine, repr(tile)
 
@@ -182,7 +180,7 @@ SMALL = SMALL._replace(device="cuda:0", aligned=True)  # simt is predicted to ta
 
 
 def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
-    """Store measurements of a bucket: the predicted time of each engine times its factor."""
+    """Store measurements of a bucket: the predicted time of each engine, multiplied by the engine's factor."""
     bucket = last_of_bucket(problem)
     best = {engine: candidates(predicted(bucket, CARD), engine)[0] for engine in factors}
     costs = {engine: each.cost for engine, (_, each) in best.items()}
@@ -198,7 +196,7 @@ def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
 
 
 def longer(length, problem=SMALL):
-    """The plan for another length, in another bucket."""
+    """Return the plan for another length, in another bucket."""
     return plan(problem._replace(q_len=length, kv_len=length), CARD)
 
 

@@ -23,7 +23,7 @@ WRITTEN = {"source.cu", "captured.cuh", "traced.cuh", "reverse.cu"}
 
 
 def missing_names(root):
-    """(file, name) of every file name in a checkout that is not the end of an existing path."""
+    """Return (file, name) of every file name in a checkout that is not the end of an existing path."""
     paths = [
         path
         for folder in READ

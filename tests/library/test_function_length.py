@@ -40,7 +40,7 @@ def functions(text):
 
 
 def lengths(folder):
-    """Number of lines by (file, function) for all kernel files and headers of a folder."""
+    """Return the number of lines by (file, function) for all kernel files and headers of a folder."""
     return {
         (path.relative_to(folder).as_posix(), name): lines
         for path in sorted(folder.rglob("*.cu*"))
@@ -84,7 +84,7 @@ def test_other_blocks_are_no_functions(text):
 
 
 def python_lengths():
-    """Lines of code by "file: function" for the package and the bench."""
+    """Return lines of code by "file: function" for the package and the bench."""
     files = code_lines.texts("cupy_flash") | code_lines.texts("bench")
     return {f"{path}: {name}": lines for path, text in files.items() for name, lines in code_lines.of_functions(text)}
 

@@ -267,7 +267,7 @@ sys.addaudithook(record)
 
 
 def python(code: str, **variables: str) -> str:
-    """The output of `code` in a fresh process that imports this checkout."""
+    """Return the output of `code` in a fresh process that imports this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -276,7 +276,7 @@ def python(code: str, **variables: str) -> str:
 
 
 def module_name(path: Path) -> str:
-    """The name in FLOW: a folder's __init__ has the folder's name, the package's own is __init__."""
+    """Return the name in FLOW: a folder's __init__ has the folder's name, the package's own is __init__."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -285,7 +285,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def package_of(module: str) -> str:
-    """The package to which the relative imports of `module` refer."""
+    """Return the package to which the relative imports of `module` refer."""
     return ".".join(("cupy_flash", *MODULES[module].parent.relative_to(PACKAGE).parts))
 
 

@@ -64,7 +64,10 @@ def test_parameters_of_megatron_turing():
 
 
 def paper(training, a, s, h, t):
-    """Bytes of one layer, divided by s b h, by table 2 of Korthikanti et al. 2022: a heads, hidden size h, t GPUs."""
+    """Return the bytes of one layer, divided by s b h, by table 2 of Korthikanti et al. 2022.
+
+    a is the number of heads, s the length, h the hidden size, t the number of tensor-parallel GPUs.
+    """
     scores = 0 if training.checkpoint == "selective" else 5 * a * s / (h * t)
     if training.checkpoint == "full":
         return 2 / t if training.sequence_parallel else 2
@@ -461,7 +464,7 @@ def test_nothing_fits():
 
 
 def run(*words):
-    """Output of the command."""
+    """Return the output of the command."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["memory", *words]) == 0

@@ -46,7 +46,7 @@ def test_any_subset_of_members_is_packed(name, data):
 
 
 def expected_params(problem, operands, results):
-    """The record, filled field by field as the comments in params.cuh specify."""
+    """Return the record, filled field by field as the comments in params.cuh specify."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
     arrays = {name: getattr(operands, name) for name in operands._fields} | results

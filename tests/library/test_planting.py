@@ -51,12 +51,12 @@ __device__ int size() {
 
 
 def joined(text):
-    """The text without comments, with one space between tokens."""
+    """Return the text without comments, with one space between tokens."""
     return " ".join(token[0] for token in planting._words(text))
 
 
 def with_bug(text, bug, folder):
-    """The text of a kernel in which a bug is planted."""
+    """Return the text of a kernel in which a bug is planted."""
     path = folder / "kernel.cuh"
     path.write_text(text)
     for step, edit in bug:

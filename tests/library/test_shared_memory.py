@@ -40,7 +40,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def layout(*members: str, before: str = "") -> str:
-    """The text of a kernel with these members of its SharedMemory."""
+    """Return the text of a kernel with these members of its SharedMemory."""
     body = "".join(f"  static constexpr int {member};\n" for member in members)
     return f'#include "../config.cuh"\n{before}struct SharedMemory {{\n{body}}};\n'
 
@@ -123,7 +123,7 @@ CALLS = {
 
 
 def launches_of(arch: str, tangents: tuple[str, ...] = (), **config: object) -> dict[tuple[str, int], Launch]:
-    """Launches with dynamic shared memory that engines offer for a call, some tiles of each kernel."""
+    """Return launches with dynamic shared memory that engines offer for a call: some tiles of each kernel."""
     gpu = device.named(arch, "cuda")
     found: dict[tuple[str, int], Launch] = {}
     for problem in ahead.problems(**config):

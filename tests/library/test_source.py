@@ -36,7 +36,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 def without_config(text: str) -> str:
-    """The assembled text without the lines of config.cuh."""
+    """Return the assembled text without the lines of config.cuh."""
     return text.split("#define BIAS", 1)[1].split("\n", 1)[1]
 
 

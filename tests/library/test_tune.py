@@ -269,7 +269,7 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
 
 
 def peer_of(task):
-    """The time of a peer that beats every tile; the other peers crash or refuse the call."""
+    """Return the time of a peer that beats every tile; the other peers crash or refuse the call."""
     if task.tile == "SDPA flash":
         return 1e-9
     raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
@@ -461,7 +461,7 @@ def ones(*shape):
 
 
 def call(options=None, layout="bshd", **kwargs):
-    """The problem and operands of a plain call with these options."""
+    """Return the problem and operands of a plain call with these options."""
     q = ones(2, 40, 2, 16) if layout == "bshd" else ones(2, 2, 40, 16)
     return pose("attention", (q, q, q), Options(**options or {}, layout=layout, backend="simulator", **kwargs))
 

@@ -154,7 +154,7 @@ def words(text):
 
 
 def fields_of_records(path):
-    """{class.field: annotation} of the NamedTuples, TypedDicts and dataclasses of a module."""
+    """Return {class.field: annotation} of the NamedTuples, TypedDicts and dataclasses of a module."""
     classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
     return {
         f"{record.name}.{ast.unparse(field.target)}": ast.unparse(field.annotation)

@@ -70,7 +70,7 @@ MOST_INSTRUCTIONS = 500  # SASS instructions to classify a tile, counting the bo
 
 
 def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
-    """The text of a kernel that contains the struct of a mod."""
+    """Return the text of a kernel that contains the struct of a mod."""
     program = mod.program
     by = None if program.score is None else derivative(program.score)
     headers = {
@@ -84,7 +84,7 @@ def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
 
 
 def table_of(array):
-    """The table of extremes of a captured array's chunks, (rows, chunks, 2)."""
+    """Return the table of extremes of a captured array's chunks, (rows, chunks, 2)."""
     bounds = Extremes(array).chunks
     number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
     return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
@@ -121,7 +121,7 @@ def run(mod, kernel, inputs, outputs, constants=(), **options):
 
 
 def pairs_of(mod, real, length=LENGTH, constants=(), **options):
-    """((scores, slopes, seen) of random pairs by the kernel, the same by NumPy)."""
+    """Return ((scores, slopes, seen) of random pairs by the kernel, the same by NumPy)."""
     rng = np.random.default_rng(0)
     heads = rng.integers(0, 3, 512).astype(np.int32)
     q, kv = (rng.integers(0, length, 512).astype(np.int32) for _ in range(2))
@@ -143,7 +143,7 @@ def pairs_of(mod, real, length=LENGTH, constants=(), **options):
 
 
 def classes_of(mod, length, block, **options):
-    """(EMPTY, CUT or FULL of each tile by the kernel, the same by NumPy)."""
+    """Return (EMPTY, CUT or FULL of each tile by the kernel, the same by NumPy)."""
     starts = np.arange(0, length, block)
     q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
     inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
@@ -277,7 +277,7 @@ LIMIT, HUGE = 12, 2**31 - 1  # a run-time number, and a constant of the text
 
 
 def folded_reads(s, b, h, q, kv):
-    """Reads at clamped distances, of which the last two wrap."""
+    """Add elements at clamped distances; the sums inside the last two indices wrap."""
     near = RELATIVE[h, np.clip(q - kv, -LIMIT, LIMIT) + LIMIT] + RELATIVE[1, np.minimum(abs(q - kv), 40)]
     return s + near + RELATIVE[h, np.maximum(q - kv, 3) + HUGE] + RELATIVE[h, np.minimum(kv - q, 9) - HUGE - 9]
 

@@ -51,7 +51,7 @@ FUNCTIONS = {
 
 
 def evaluate(mod, score, q=0, kv=0, b=0, h=0):
-    """(score, slope) of a Mod in fp64."""
+    """Return (score, slope) of a Mod in fp64."""
     indices = (np.int32(b), np.int32(h), np.int32(q), np.int32(kv))
     with np.errstate(all="ignore"):
         modified, slope, _ = slope_of(mod.text, (False,) * len(mod.arrays)).evaluate(
@@ -83,7 +83,7 @@ def test_no_nan_comes_from_a_branch_that_is_not_taken():
 
 
 def unguarded(adjoints, adjoint, factor):
-    """A product in which 0 times an infinite factor is NaN."""
+    """Return a product in which 0 times an infinite factor is NaN."""
     return adjoints.make("mul", adjoint, factor)
 
 
@@ -202,7 +202,7 @@ class Expressions:
 
 
 def evaluate_tile(mod, score, arrays):
-    """(score, slope, {slot: gradient of the sum of scores with respect to the array}) over LENGTH queries and keys."""
+    """Return (score, slope, {slot: gradient of the sum of scores}) over LENGTH queries and keys."""
     q, kv = np.arange(LENGTH, dtype=np.int32)[:, None], np.arange(LENGTH, dtype=np.int32)[None, :]
     gradients = {slot: np.zeros(array.shape) for slot, array in enumerate(arrays) if array.dtype == np.float64}
     with np.errstate(all="ignore"):

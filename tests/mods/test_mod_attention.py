@@ -85,7 +85,7 @@ def test_masked_visits_that_cost_more_are_fewer(monkeypatch):
 
 
 def captured_gradients(case):
-    """({name: gradient} of the floating arrays that the mods of a case capture, all gradients)."""
+    """Return ({name: gradient} of the floating arrays that the mods of a case capture, all gradients)."""
     call, arrays = case.call(), arrays_of(case)
     mods = mods_of(case, arrays=arrays)
     options = call.options | mods
@@ -110,7 +110,7 @@ def captured_gradients(case):
 
 
 def by_autograd(case, dtype="float64"):
-    """Gradients of captured arrays by torch's autograd on all scores, in `dtype`."""
+    """Return gradients of captured arrays by torch's autograd on all scores, in `dtype`."""
     torch = pytest.importorskip("torch")
     call, dtype = case.call(), getattr(torch, dtype)
     arrays = {name: torch.tensor(x) for name, x in arrays_of(case).items()}

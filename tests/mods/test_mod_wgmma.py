@@ -37,13 +37,13 @@ OPTIONS = {
 
 
 def long_case(options):
-    """A case with these options and several tiles; lengths are replaced by ones that fit it."""
+    """Return a case with these options and several tiles; lengths are replaced by ones that fit it."""
     lengths = {name: (30, 141) if name == "q_lengths" else (199, 70) for name in options if name.endswith("lengths")}
     return Case(**LONG | dict(batch=2 if lengths else 1) | options | lengths)
 
 
 def forward(case, tile=TILE, blocks=None, start=start):
-    """(out, lse) of a case in a tile; a persistent grid has `blocks` blocks."""
+    """Return (out, lse) of a case in a tile; a persistent grid has `blocks` blocks."""
     chosen, operands = planned(case, None, "sm_90a", tile, engine="wgmma")
     grids = {"forward": (blocks, 1, 1)} if blocks is not None else {}
     launches = tuple(each._replace(grid=grids.get(each.function, each.grid)) for each in chosen.launches)
@@ -109,7 +109,7 @@ BACKWARD = {
 
 
 def run(case, tile="keys", **how):
-    """All results of a case, with one of the BACKWARD tiles."""
+    """Return all results of a case, with one of the BACKWARD tiles."""
     backward_tile = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
     return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile, **how)
 

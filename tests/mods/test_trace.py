@@ -148,7 +148,7 @@ class Module(torch.nn.Module):
 
 
 def ways_to_capture(table):
-    """Mods that read table[h, (q - kv) % 4], each with the table captured in another way."""
+    """Return mods that read table[h, (q - kv) % 4], each with the table captured in another way."""
 
     def inner(h, distance):
         return table[h, distance % 4]
@@ -760,7 +760,7 @@ class PrintedOtherwise:
 
 
 def other_library(x):
-    """An array of a library that is known by DLPack alone."""
+    """Return an array of a library that is known by DLPack alone."""
     array = Producer(x)
     array.shape, array.dtype = x.shape, PrintedOtherwise(str(x.dtype))
     return array

@@ -160,7 +160,7 @@ def test_a_cut_tile_that_counts_as_full_is_found(monkeypatch):
 
 
 def count_dense(seen, block_q, block_kv):
-    """The number of tiles of each class, from a dense mask."""
+    """Return the number of tiles of each class, from a dense mask."""
     tiles = [
         seen[i : i + block_q, j : j + block_kv]
         for i in range(0, seen.shape[0], block_q)

@@ -127,7 +127,7 @@ def _descriptor(case, array, tile):
 
 
 def _fields(case, name, array, address, tiles):
-    """The (alignment, bytes) of the fields of an argument; a descriptor has a tensor map, shape and strides."""
+    """Return the (alignment, bytes) of the fields of an argument; a descriptor has a tensor map, shape and strides."""
     if array is None:
         value = case.arguments[name]
         return [(4, struct.pack("<i" if isinstance(value, int) else "<f", value))]

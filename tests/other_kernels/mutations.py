@@ -394,7 +394,7 @@ def forget(mutation):
 
 
 def functions_called(case):
-    """The code objects of the functions that a run of a case calls."""
+    """Return the code objects of the functions that a run of a case calls."""
     called = set()
 
     def record(frame, event, _):
@@ -410,7 +410,7 @@ def functions_called(case):
 
 
 def notices(case, mutation):
-    """Whether a case, whose result is otherwise right, has a wrong result or raises an error under the mutation.
+    """Return whether a case, whose result is otherwise right, has a wrong result or raises an error under the mutation.
 
     In the first run asynchronous instructions take effect as late as possible, which shows a missing wait; in the
     second one they take effect at random times.
@@ -425,7 +425,7 @@ def notices(case, mutation):
 
 
 def evidence(names):
-    """{belief: the names of at most three cases that notice its mutation, those with the shortest kernels}."""
+    """Return {belief: the names of at most three cases that notice its mutation, those with the shortest kernels}."""
     noticed = {mutation.belief: [] for mutation in ALL}
     for case, name in sorted(((CASES[name](), name) for name in names), key=lambda pair: (length(pair[0]), pair[1])):
         called = functions_called(case)
@@ -441,7 +441,7 @@ def length(case):
 
 
 def table(noticed):
-    """The tables of docs/simulator_evidence.md."""
+    """Return the tables of docs/simulator_evidence.md."""
     lines = []
     for row, mutations in MUTATIONS.items():
         lines += [f"### {row}", "", "| belief | broken: | noticed by |", "|---|---|---|"]

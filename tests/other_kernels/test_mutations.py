@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulator_evidence.md"
 
 
 def rows():
-    """{belief: the names in its row of the page}."""
+    """Return {belief: the names in its row of the page}."""
     cells = re.findall(r"^\| (.+?) \| .+? \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {belief: re.findall("`([^`]+)`", names) for belief, names in cells if belief != "belief"}
 

@@ -46,12 +46,15 @@ DOCUMENTS = np.sort(np.random.default_rng(3).integers(0, 6, (4, CAPACITY)).astyp
 
 
 def documents(b, h, q_idx, kv_idx):
-    """The kernels classify tiles by the extremes of the captured array, for the rows that captured_start selects."""
+    """Let a query see the earlier keys of its document.
+
+    The kernels classify tiles by the extremes of the captured array, in the rows that captured_start selects.
+    """
     return (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (q_idx >= kv_idx)
 
 
 def windows(b, h, q_idx, kv_idx):
-    """Each head sees a window of its own and the first keys, so the heads of a GQA group visit different tiles."""
+    """Let each head see a window of its own and the first keys, so that heads of a GQA group visit different tiles."""
     return ((q_idx - kv_idx <= 40 * (h + 1)) | (kv_idx < 4)) & (kv_idx <= q_idx)
 
 
@@ -72,8 +75,9 @@ def test_masks_with_hidden_tiles(mask, engine, positions):
 
 
 def neighbours(b, h, q_idx, kv_idx):
-    """Keys of the same document before and after the query. The first head of a group does not see the first keys, and
-    no query sees the third tile of a decode.
+    """Let a query see nearby keys of its document, before and after it.
+
+    Heads of even index do not see the first 100 keys, and no query sees the third tile of a decode.
     """
     nearby = (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (abs(q_idx - kv_idx) <= 40)
     return nearby & ((kv_idx >= 100) | (h % 2 == 1)) & (kv_idx // 64 != 2)

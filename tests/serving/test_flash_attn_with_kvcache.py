@@ -11,7 +11,7 @@ from cupy_flash.adapters.torch import flash_attn_with_kvcache
 
 
 def tensors(**changes):
-    """(q, k_cache, v_cache) and the other arguments of a call as torch tensors, and the NumPy call."""
+    """Return (q, k_cache, v_cache) and the other arguments of a call as torch tensors, and the NumPy call."""
     call = CacheCase(**dict(appended=2, q_len=2) | changes).call()
     options = {n: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
     return [torch.from_numpy(x.copy()) for x in call[:3]], options, call
@@ -171,7 +171,7 @@ def test_refusals(options, error, text):
 
 
 def given_to_flash(sizes):
-    """(q, k_cache, v_cache) and the keyword arguments of a call that appends."""
+    """Return (q, k_cache, v_cache) and the keyword arguments of a call that appends."""
     arrays, options, _ = tensors(**sizes)
     kept = ("k", "v", "cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q")
     return arrays, {name: options[name] for name in kept if name in options} | {"causal": True}

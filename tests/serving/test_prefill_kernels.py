@@ -77,7 +77,7 @@ def test_any_gpu_and_head_dimension(arch, dim, dim_v):
 
 
 def planned(case):
-    """The plan of a case on sm_80 by mma."""
+    """Return the plan of a case on sm_80 by mma."""
     return dispatch.plan_for(posed(case.call(), backend="simulator", engine="mma")[0])
 
 

@@ -34,7 +34,7 @@ def saved(example, tmp_path):
 
 
 def serve(example, saved, *options):
-    """The tokens of every request, the expected tokens, and the server at the end."""
+    """Return the tokens of every request, the expected tokens, and the server at the end."""
     arguments = example.parse_arguments(["--model", str(saved), *options])
     model = example.load_model(saved)
     server = example.Server(model, arguments)

@@ -45,7 +45,7 @@ def on_hopper(call, **options):
 
 
 def assert_same_bits(call, **options):
-    """The results, after a comparison with those of the same blocks without a producer warp."""
+    """Return the results, after a comparison with those of the same blocks without a producer warp."""
     results = on_hopper(call, tma=True, **options)
     for a, b in zip(results, on_hopper(call, **options), strict=True):
         assert a.tobytes() == b.tobytes()

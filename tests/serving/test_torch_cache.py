@@ -50,7 +50,7 @@ def test_the_formula(case):
 
 
 def step(**changes):
-    """(q and the caches, options) of a call that appends."""
+    """Return (q and the caches, options) of a call that appends."""
     arrays, options = tensors_of(CacheCase(appended=1, **changes).call())
     return arrays, options
 

@@ -26,7 +26,7 @@ def result(case, body=None, **options):
 
 
 def swizzle(byte, span):
-    """The address of a byte after swizzling (PTX ISA 9.2, swizzling modes).
+    """Return the address of a byte after swizzling (PTX ISA 9.2, swizzling modes).
 
     In a span of 32, 64 or 128 bytes, the index of a 16-byte chunk in its span is XORed with the index of its 128-byte
     row modulo 2, 4 or 8.

@@ -60,7 +60,7 @@ FENCE = "@%q6 fence.mbarrier_init.release.cluster;"
 
 
 def with_first_barrier(case, barrier):
-    """The kernel with other instructions in place of its first cluster barrier."""
+    """Return the kernel with other instructions in place of its first cluster barrier."""
     first, last = case.body.index("barrier.cluster.arrive"), case.body.index("barrier.cluster.wait")
     return case.body[:first] + barrier + case.body[case.body.index(";", last) + 1 :]
 
@@ -127,7 +127,7 @@ def test_copy_over_bytes_that_the_other_block_still_reads():
 
 
 def without_the_last_barrier(case):
-    """The kernel without the barrier that keeps a block from exiting while the other one uses its shared memory."""
+    """Return the kernel without the barrier that keeps a block alive while the other one uses its shared memory."""
     return case.body[: case.body.rindex("barrier.cluster.arrive")]
 
 

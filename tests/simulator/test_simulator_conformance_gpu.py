@@ -62,8 +62,9 @@ WATCHED = (
 
 
 def forms(ptx):
-    """The forms of instructions that only a GPU can verify: their names and, for wgmma, the location of A and the
-    transposed operands. bf16 counts as f16.
+    """Return the forms of instructions that only a GPU can verify.
+
+    A form is a name and, for wgmma, the location of A and the transposed operands. bf16 counts as f16.
     """
     names = set()
     for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
@@ -91,7 +92,7 @@ def compiled(launch, arch):
 
 
 def confirmed_by_nobody(ptx):
-    """Forms of instructions that neither another code generator's kernel nor the PTX ISA confirms."""
+    """Return forms of instructions that neither another code generator's kernel nor the PTX ISA confirms."""
     return [row.form for row in evidence_for([ptx]) if row.other_kernel is None and row.micro_kernel is None]
 
 
@@ -191,7 +192,7 @@ class CUDADriverError(Exception):
 
 
 def stand_in(number, announce):
-    """Replaces micro_kernels.work: runs a kernel on the simulator, or fails in the way that its name selects."""
+    """Stand in for micro_kernels.work: run a kernel on the simulator, or fail in the way that its name selects."""
     if number is None:
         return 90
     name = (kernel := kernels()[number]).name

@@ -20,7 +20,7 @@ STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
 
 
 def result(body, threads=32, register="%r1", **options):
-    """The final value of %r1 of each thread."""
+    """Return the final value of %r1 of each thread."""
     out = np.zeros(threads, np.uint32)
     run(body + STORE.format(register), out, threads=threads, **options)
     return out
@@ -275,7 +275,7 @@ def test_a_spinning_lane_does_not_block_its_own_warp():
 
 
 def shuffled(mode, lane, b, c):
-    """PTX ISA, shfl.sync, transcribed from its pseudo code: (source lane, predicate)."""
+    """Return (source lane, predicate) of shfl.sync, by the pseudo code of the PTX ISA."""
     segment, clamp = c >> 8 & 31, c & 31
     most, least = lane & segment | clamp & ~segment, lane & segment
     if mode == "up":

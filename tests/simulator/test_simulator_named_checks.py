@@ -23,7 +23,7 @@ TWO_WARPS = {"threads": 64, **WGMMA.options}
 
 
 def without(case, *removed):
-    """The kernel of a case without some of its instructions."""
+    """Return the kernel of a case without some of its instructions."""
     body = case.body
     for text in removed:
         assert text in body
@@ -32,13 +32,13 @@ def without(case, *removed):
 
 
 def changed(case, old, new):
-    """The kernel of a case with another text in its body."""
+    """Return the kernel of a case with another text in its body."""
     assert old in case.body
     return case, case.body.replace(old, new)
 
 
 def with_leading_offset(case, operand, leading):
-    """The kernel of a case with another leading dimension byte offset in the descriptors of an operand."""
+    """Return the kernel of a case with another leading dimension byte offset in the descriptors of an operand."""
     changed = operand.constant & ~(0x3FFF << 16) | leading >> 4 << 16
     assert str(operand.constant) in case.body
     return case, case.body.replace(str(operand.constant), str(changed))

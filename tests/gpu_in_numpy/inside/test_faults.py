@@ -45,7 +45,7 @@ class Scarce:
 
 
 def given(engine: str) -> list[Any]:
-    """q, k, v and dout; q has to be copied, in the forward and in the backward."""
+    """Return q, k, v and dout; q has to be copied, in the forward and in the backward."""
     q, *others = inputs("cupy", engine)
     return [q.T.copy().T, *others]
 

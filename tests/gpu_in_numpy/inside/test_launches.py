@@ -168,7 +168,7 @@ def test_shared_memory_that_was_not_allowed_is_found(monkeypatch: pytest.MonkeyP
 
 
 def planted_function(launch: Launch, arch: str) -> Any:
-    """cuda._function without setting the attribute of dynamic shared memory."""
+    """Return the function of cuda._function, without setting its attribute of dynamic shared memory."""
     result = run_plan.compile_launch(launch, arch)
     return cupy.RawModule(path=str(result.path)).get_function(launch.function)
 

@@ -34,7 +34,7 @@ def new_stream() -> Any:
 
 
 def late_inputs() -> tuple[list[Any], list[Any]]:
-    """(values, arrays of zeros of the same shapes), ready on the host."""
+    """Return (values, arrays of zeros of the same shapes), ready on the host."""
     values = inputs("cupy", "simt")
     late = [cupy.zeros_like(x) for x in values]
     cupy.cuda.Device().synchronize()
@@ -50,7 +50,7 @@ def step(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
 
 
 def on_one_stream() -> list[Any]:
-    """Inputs are written, and results are read, on the stream of the call."""
+    """Return the results of a step whose inputs are written, and whose results are read, on the stream of the call."""
     values, late = late_inputs()
     with new_stream():
         assign(late, values)
@@ -58,7 +58,7 @@ def on_one_stream() -> list[Any]:
 
 
 def from_another_stream() -> list[Any]:
-    """Inputs become ready on another stream, which their __cuda_array_interface__ names."""
+    """Return the results of a step whose inputs are written on a stream named by their __cuda_array_interface__."""
     values, late = late_inputs()
     producer, consumer = new_stream(), new_stream()
     with producer:
@@ -68,7 +68,7 @@ def from_another_stream() -> list[Any]:
 
 
 def after_a_blocking_stream() -> list[Any]:
-    """The legacy default stream waits for a blocking stream, on which inputs are written."""
+    """Return the results of a step on the legacy default stream, which waits for the blocking stream of the inputs."""
     values, late = late_inputs()
     producer = cupy.cuda.Stream()
     with producer:

@@ -24,7 +24,7 @@ def new_stream() -> Any:
 
 
 def results_in_all_orders(work: Any) -> set[object]:
-    """The set of results of the work in the first orders of execution."""
+    """Return the set of results of the work in the first orders of execution."""
     results = set()
     for seed in ORDERS:
         machine.reset(seed)

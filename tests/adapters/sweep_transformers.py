@@ -310,7 +310,8 @@ def refused(name: str, model_class: type, config_class: type, refusal: Exception
     return Verdict(name, "error", f"is built although {refusal}")
 
 
-# Their additive masks are float32 beside float64 queries, for which torch's sdpa returns wrong numbers on a CPU.
+# The additive masks of these models are float32 even for float64 queries. torch's sdpa on a CPU then returns wrong
+# numbers.
 MASKS_IN_FLOAT32 = {"EomtForUniversalSegmentation"}
 
 

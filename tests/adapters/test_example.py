@@ -255,7 +255,7 @@ def test_checkpoint_keeps_the_input_of_every_block(example):
     sizes = memory.Transformer(2, 32, 4, 256, 128, dropout=False)
     for more, checkpoint in (((), "none"), (("--checkpoint",), "full")):
         training = memory.Training(4, 128, checkpoint=checkpoint, precision="float32")
-        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets; the measurement leaves out the loss
+        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets of the loss, which is not measured
         modelled = memory.estimate(sizes, training)
         assert kept[more] == pytest.approx(modelled.blocks + modelled.ends - logarithms, rel=0.02)
 

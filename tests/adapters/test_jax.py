@@ -146,7 +146,7 @@ def test_an_array_as_seed_may_change_per_call():
         expected = attention(q, q, q, dropout=0.5, seed=seed)
         np.testing.assert_array_equal(out(q, jnp.asarray(seed)), expected)
         np.testing.assert_array_equal(attention(q, q, q, dropout=0.5, seed=jnp.asarray([seed], "uint8")), expected)
-    minus_one = jnp.asarray(-1)  # its int64 bits are those of 2**64 - 1
+    minus_one = jnp.asarray(-1)  # int64 -1 has the same bits as uint64 2**64 - 1
     np.testing.assert_array_equal(out(q, minus_one), attention(q, q, q, dropout=0.5, seed=2**64 - 1))
 
 
@@ -237,7 +237,7 @@ def test_refused(case, transform):
         )
     with pytest.raises(error, match=message) as caught:
         transform(call)(ZEROS)
-    assert type(caught.value) is error  # cupy_flash's error, not one of jax
+    assert type(caught.value) is error  # the error of cupy_flash, not one that jax derives from it
 
 
 def test_errors_name_every_traced_option():

@@ -196,7 +196,7 @@ def test_sdpa_result_is_laid_out_as_an_expanded_query(order):
 
 
 def test_sdpa_result_of_a_broadcast_query_is_contiguous():
-    """torch then computes the result by a matmul, which returns a contiguous tensor."""
+    """For a broadcast query torch computes the result by a matmul, which returns a contiguous tensor."""
     q, k = normal(1, L, 4, E).transpose(1, 2), normal(2, 4, S, E)
     assert F.scaled_dot_product_attention(q, k, k).is_contiguous()
     assert adapter.scaled_dot_product_attention(q, k, k).is_contiguous()
@@ -253,14 +253,14 @@ def test_sdpa_takes_the_causal_biases_of_torch(bias):
     exact = F.scaled_dot_product_attention(q.double(), k.double(), k.double(), mask)
     runs = in_several_orders(lambda: F.scaled_dot_product_attention(q, k, k, mask))
     assert_matches_reference(actual, exact, furthest(exact, *runs), "float32", "out")
-    for x, y in ((q, k), (k, q)):  # with is_causal the smaller of the two diagonals counts
+    for x, y in ((q, k), (k, q)):  # with is_causal a query sees the keys that both diagonals allow
         seen = torch.ones(x.shape[-2], y.shape[-2], dtype=torch.bool)
         both = seen.tril() & seen.tril(0 if bias is causal_upper_left else y.shape[-2] - x.shape[-2])
         actual = adapter.scaled_dot_product_attention(x, y, y, bias(*both.shape), is_causal=True)
         torch.testing.assert_close(actual, adapter.scaled_dot_product_attention(x, y, y, both))
     with pytest.raises(ValueError, match="causal for 7 queries and 7 keys, and there are 5 and 7"):
         adapter.scaled_dot_product_attention(q, k, k, bias(S, S))
-    with pytest.raises(TypeError, match="contents of their own"):  # their own contents are uninitialised
+    with pytest.raises(TypeError, match="contents of their own"):  # the contents of a CausalBias are uninitialised
         adapter.attention(q, k, k, layout="bhsd", bias=bias(L, S))
 
 

@@ -150,7 +150,7 @@ def test_opcheck(case):
     (forward, forward_arguments), (backward, backward_arguments) = recorder.calls
     assert (forward.name(), backward.name()) == ("cupy_flash::attention_forward", "cupy_flash::attention_backward")
     torch.library.opcheck(forward, forward_arguments)
-    # The gradient has no gradient of its own here, so its arguments must not require one.
+    # opcheck would differentiate the backward operator, which is not tested here, if an argument required a gradient.
     torch.library.opcheck(backward, tree_map_only(torch.Tensor, torch.Tensor.detach, backward_arguments))
 
 
@@ -509,7 +509,10 @@ def of_ended_transform(x):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["plain", "recorded"])
 def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_grad):
-    """It unwraps them, or allocates them; their type is torch.Tensor, and no mode or transform is active."""
+    """The dispatcher unwraps such tensors or allocates their memory.
+
+    Nothing else reveals them: their type is torch.Tensor, and no mode or transform is active.
+    """
     q, k, v = inputs(requires_grad=False)
     k.requires_grad_(requires_grad)
     zero = torch._efficientzerotensor(q.shape)
@@ -526,7 +529,7 @@ def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_
 @pytest.mark.parametrize("value", [np.complex64(1), np.timedelta64(1)], ids=["complex", "timedelta"])
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_scalars_of_numpy_that_are_no_numbers(name, value):
-    """float() would convert them, so their type is checked, with the registered operator and without it."""
+    """float() would accept these scalars, so their type is checked, with the registered operator and without it."""
     q, k, v = inputs(requires_grad=False)
     for x in (q, q.clone().requires_grad_()):
         with pytest.raises(TypeError, match=f"{name} must be a number"):

@@ -142,7 +142,7 @@ def test_a_compiled_step_of_a_static_cache(backend):
         cache, programs = StaticCache(config=model.config, max_cache_len=20), []
         with torch.no_grad():
             model(tokens(), past_key_values=cache)
-            for layer in cache.layers:  # keys that do not exist
+            for layer in cache.layers:  # slots of the cache that hold no key yet
                 layer.keys[:, :, 12:] = layer.values[:, :, 12:] = torch.nan if implementation == "cupy_fa" else 0
             torch._dynamo.reset()
             step = torch.compile(model.forward, backend=backend, fullgraph=True)

@@ -100,7 +100,7 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
     ],
 )
 def test_rows_that_see_no_key_have_no_gradient(case, backend):
-    """Their gradients are 0 although dout and dlse are NaN there, as for a loss that contains lse = -inf."""
+    """The gradients of such rows are 0 although dout and dlse are NaN there, as for a loss that contains lse = -inf."""
     call, result = case.call(), run(case, backend)
     dout, dlse = call.dout.copy(), call.dlse.copy()
     empty = np.isneginf(result.lse)

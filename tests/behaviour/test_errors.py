@@ -492,7 +492,7 @@ def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
 
 
 def test_cuda_arrays_are_never_copied_to_the_host():
-    """Array options, a backward and a packed batch are checked too, whose cu_seqlens must not be read."""
+    """Array options are not copied either, nor the arrays of a backward, nor the cu_seqlens of a packed batch."""
     options = dict(
         bias=CudaArray((3, 5)), mask=CudaArray((3, 5), "|b1"), sink=CudaArray((4,)), alibi_slopes=CudaArray((4,))
     )

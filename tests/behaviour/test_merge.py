@@ -256,7 +256,7 @@ def stacked(backend, outs, lses, layout="bshd"):
 @pytest.mark.parametrize("backend", ["cpu", "simulator"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_any_number_of_parts(count, backend):
-    """One row of each part has no key there, another row has none in any part, and a whole part may have none."""
+    """Each part has a row that sees none of its keys, one row sees no key in any part, and a part may have no keys."""
     rng = np.random.default_rng(count)
     outs = rng.normal(size=(count, 2, 9, 3, 40)).astype(np.float32)
     lses = (rng.normal(size=(count, 2, 3, 9)) * 5).astype(np.float32)

@@ -442,7 +442,7 @@ def test_another_order_rounds_every_result_differently():
 
 
 def test_a_backward_rounds_its_scores_apart_from_lse():
-    """A single key has probability 1, with an error of 0 if the backward reuses the forward's rounded scores."""
+    """P of a single key is 1. Its error is 0 only if the backward uses the same rounded scores as lse (errors[0])."""
     q, k, v, dout = normal(4, 1, 1, 1, 64).astype(np.float32)
     errors = [
         np.abs(reference.attention_backward(dout, q, k, v, scale=4.0, dtype=np.float32, order=order).dv - dout).max()

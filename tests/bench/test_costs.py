@@ -47,7 +47,7 @@ def planted(monkeypatch):
 def test_fit_recovers_the_constants_of_a_sweep(planted):
     written = {name: getattr(forward, name) for name in ("STEP", "CLOCK", "BLOCK")}
     rows = {row[1]: row for row in costs.constants(planted["cases"], planted["device"]).rows}
-    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants of the module
+    assert {name: getattr(forward, name) for name in written} == written  # the fit restores the module's constants
     assert {row[0] for row in rows.values()} == {"wgmma forward"}
     step, clock, block = (float(rows[name][3]) for name in ("STEP", "CLOCK", "BLOCK"))
     assert step / clock == pytest.approx(3 / 1.2 * written["STEP"] / written["CLOCK"], rel=0.15)

@@ -172,8 +172,9 @@ def test_regimes_by_hand(regime, flops, name):
 
 
 class WorkerInThisProcess:
-    """Replaces the worker process: it does the work in this process, and tests choose the calls that fail as if it were
-    lost.
+    """Stand in for the worker process: do its work in this process.
+
+    Tests choose the calls that fail as if the worker process were lost.
     """
 
     def __init__(self, work):
@@ -219,7 +220,7 @@ def test_a_run_out_of_time_is_continued(tmp_path, clock, capsys):
 
     regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 2, 3, 4)]
     words = (regimes, measure, 44, tmp_path / "x.json", ["python -m bench", "forward", "--gpu"])
-    assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next regime may take 15 s
+    assert gpu.run(*words) == 3 and measured == [1, 2]  # 14 of 44 s are left, and the next regime may take 15 s
     told, complaint = capsys.readouterr()
     assert complaint == "out of time: 2 regimes are left, run again to resume\n"
     assert told.index("2.0 TFLOP/s, 1.000 ms: fast") < told.index("1.0 TFLOP/s, 1.000 ms: slow")
@@ -371,7 +372,10 @@ def kernels_of_derivatives(case):
 
 
 def test_sanitized_calls_start_every_kernel():
-    """They also cover every kind of wgmma tile; fp8 calls are rows of its tests. `_block_mask` runs block_classes."""
+    """The calls also cover every kind of wgmma tile.
+
+    Calls in fp8 are rows of the fp8 tests, and `sanitize._block_mask` runs the kernel block_classes.
+    """
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words, tile in sanitize.calls(engine):
@@ -440,7 +444,7 @@ def test_a_process_that_lost_its_gpu_ends(monkeypatch):
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    with pytest.raises(CUDARuntimeError):  # without xdist the error is raised
+    with pytest.raises(CUDARuntimeError):  # outside a process of xdist the error is raised
         gpu_backend.leave_a_lost_gpu()
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     with pytest.raises(CUDARuntimeError):

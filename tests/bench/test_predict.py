@@ -171,13 +171,15 @@ def test_stale_predictions_are_named(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_turns_of_one_head(causal):
-    """One head of 4 tiles of keys and of queries, an SM each: a block of a full mask adds to a tile when the block of
-    higher keys has passed its turn on; blocks of a causal mask never wait, as that block starts at a later query.
+    """One head has 4 tiles of keys and 4 of queries, and each block runs on an SM of its own.
+
+    Under a full mask a block waits until the block of the next higher keys has added to a tile of dQ. Under a causal
+    mask that block starts at a later query and so is always ahead: no block waits.
     """
     step, regime = 3000.0, Regime("bfloat16", 2048, 512, causal, backward=True, tokens=512)
     waited = 0.0 if causal else 3 * (semaphore.WAIT + semaphore.PASS)
     assert regime.batch * regime.heads == 1
     efficiency = semaphore.efficiency(regime, 128, 128, step, overhead=1, units=4)
     assert efficiency == pytest.approx(5 * step / (5 * step + waited))
-    # One SM runs one block after the other: the last turn has long been passed on.
+    # One SM runs one block after the other, so a block finds that the previous one has added to every tile already.
     assert semaphore.efficiency(regime, 128, 128, step, overhead=1, units=1) == pytest.approx(1)

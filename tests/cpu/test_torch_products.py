@@ -134,7 +134,7 @@ def test_calls_that_numpy_computes(call, chosen):
     assert [type(one) for one in chosen] == [Products]
 
 
-ROUNDING = {  # (module of the setting, its value, class of the products)
+ROUNDING = {  # (module of torch's setting fp32_precision, its value, the class that computes the products)
     "one-backend": (torch.backends.mkldnn.matmul, "bf16", Products),
     "all-of-one-backend": (torch.backends.mkldnn, "bf16", Products),
     "all-backends": (torch.backends, "tf32", Products),
@@ -165,7 +165,7 @@ def test_rounded_products_by_the_older_setting_are_not_used(chosen):
 
 
 def test_few_threads_are_obeyed(monkeypatch):
-    """A call takes as many threads as both torch and BLAS may use, though a region has two at least."""
+    """A call computes on the smaller of torch's and BLAS's numbers of threads, although a region has at least two."""
     threads, poll = set(), thread_pool.Stop.poll
     monkeypatch.setattr(thread_pool.Stop, "poll", lambda stop: (threads.add(threading.get_ident()), poll(stop)))
     before = torch.get_num_threads()
@@ -245,7 +245,7 @@ def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
     reach the caller all the same.
     """
     region, errors = blas._region(), np.geterr()
-    thread_pool.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
+    thread_pool.run_tasks(2, [lambda: None], region=region)  # the first call looks for the libraries of BLAS
     for moment in itertools.count():
         moments = itertools.count()
 

@@ -31,8 +31,8 @@ class Case:
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
-    kv_dims: tuple[int | None, ...] | None = None  # of k and v, if others than those of q
-    dk: tuple | None = None  # placements of dk and dv, if others than those of out
+    kv_dims: tuple[int | None, ...] | None = None  # of k and v; None: those of q
+    dk: tuple | None = None  # placements of dk and dv; None: those of out
     array: str = ""  # a key of ARRAYS; replicated
     gradient: tuple = ()  # placements of its gradient
     packed: bool = False
@@ -161,7 +161,7 @@ def refused_dtensors(world):
 
 
 def sums_with_dropout(world):
-    """A sum over ranks is reduced before the call, and not scattered: masks of a shard would be those of another."""
+    """Partial sums are reduced before the call and not scattered: dropout masks depend on the position in the whole."""
     mesh = init_device_mesh("cpu", (2,))
     case = CASES["replicated"]
     arrays, options = case.tensors()

@@ -301,7 +301,7 @@ def keys_outside_a_window_are_not_sent(world):
         out = ring_attention(q, k, v, causal=True, window=(8, 0), sharding="contiguous")
         assert len(sent) == 1
         out.sum().backward()
-        assert len(sent) == 1 + 3  # keys, their gradients, and the last transfer of the gradients
+        assert len(sent) == 1 + 3  # the backward sends keys, then gradients, and returns the gradients at the end
 
 
 @check
@@ -359,7 +359,7 @@ def one_rank_that_changes_an_option_is_an_error_on_all(world):
 
 @check
 def requires_grad_on_some_ranks_only_is_refused(world):
-    """The backward of such a rank would wait for the other ranks, which never run theirs."""
+    """A rank that requires gradients would wait in its backward for the other ranks, which run none."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     sink = torch.zeros(4, requires_grad=odd)
     alone = q.clone().requires_grad_(odd)
@@ -436,7 +436,7 @@ def agreement_sends_8_bytes_per_rank_or_nothing(world):
             gathered.clear()
             with pytest.MonkeyPatch.context() as without:
                 without.delattr(distributed, "all_gather")
-                without.delattr(channel, "blake2b")  # no digest is computed either
+                without.delattr(channel, "blake2b")  # with check_ranks=False no digest is computed either
                 assert torch.equal(out, attend(q, q, q, check_ranks=False))
                 with pytest.raises(ValueError, match="one length"):
                     attend(q, q, q[:, :7], check_ranks=False)

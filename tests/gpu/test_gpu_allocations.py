@@ -50,7 +50,7 @@ def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @on_every_engine
 def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str, deterministic: bool) -> None:
-    """It allocates nothing else: no copies, and no array whose size depends on values."""
+    """A call allocates nothing else: no copies, and no array whose size depends on values."""
     q, k, v, dout = empty("cupy", engine, LENGTHS[0])
     options = dict(causal=True, engine=engine, deterministic=deterministic)
     memory, results = MEMORY["cupy"], []

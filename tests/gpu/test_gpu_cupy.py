@@ -60,7 +60,7 @@ VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
 
 
 class Exporter:
-    """Device memory of an unknown library: it has either __cuda_array_interface__ or, as DlpackExporter, DLPack."""
+    """Device memory of an unknown library, with __cuda_array_interface__; DlpackExporter has DLPack instead."""
 
     def __init__(self, array: cupy.ndarray, protocol: str) -> None:
         self.array = array
@@ -149,7 +149,7 @@ def test_addresses_that_are_multiples_of_an_element_only(engine: str, elements: 
 
 
 def test_an_address_inside_an_element_is_refused() -> None:
-    """A kernel that read it would corrupt the CUDA context of the process."""
+    """A kernel that read such an address would corrupt the CUDA context of the process."""
     bytes_ = cupy.zeros(1 + 4 * 64, cupy.uint8)
     inside = cupy.ndarray((1, 4, 1, 16), np.float32, bytes_.data + 1)
     aligned = cupy.zeros((1, 4, 1, 16), np.float32)

@@ -52,8 +52,8 @@ class Machine:
         self.lock = threading.RLock()  # held during every call
         self.errors: list[str] = []
         self.refusals: list[str] = []
-        self.faults: dict[str, list[int]] = {}  # by call: successes left before it fails, its status, failures left
-        self.trampolines: Trampolines | None = None  # raise the errors of calls from Cython code
+        self.faults: dict[str, list[int]] = {}  # {function: [successes left before it fails, status, failures left]}
+        self.trampolines: Trampolines | None = None  # None without a C compiler (raising.py)
         self._handles = itertools.count(0x1000)
         self.devices = Devices(archs)
         self.heap = Heap(self)

@@ -12,7 +12,7 @@ from .errors import INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, CudaError
 from .memory import DeviceMemory
 
 DRIVER_VERSION = 13020  # CUDA 13.2
-DEVICE_ATTRIBUTES = 150  # larger values are no attributes
+DEVICE_ATTRIBUTES = 150  # the values of cudaDeviceAttr are smaller
 SHARED_BYTES = 48 << 10  # per block, unless an attribute allows more
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)

@@ -93,7 +93,7 @@ class Heap:
     def _allocate(self, size: int) -> int:
         card = self.machine.devices.use()
         if card.memory.used + size > self.memGetInfo()[1]:
-            self.machine.streams.finish(card)  # stream-ordered frees may be queued
+            self.machine.streams.finish(card)  # queued frees may make memory available
         free, _ = self.memGetInfo()
         if size > free:
             raise CudaError(OUT_OF_MEMORY, f"{size} bytes, {free} are free")
@@ -135,7 +135,7 @@ class Heap:
         """Do nothing: pools keep no memory here."""
 
     def memPoolSetAttribute(self, pool: int, attribute: int, value: object) -> None:
-        """Store the attribute; CuPy sets its limit by the release threshold, which has no effect here."""
+        """Store the attribute; the release threshold, which CuPy sets for a limited pool, has no effect here."""
         self._pool_attributes[pool, attribute] = int(value)  # type: ignore[call-overload]
 
     def memPoolGetAttribute(self, pool: int, attribute: int) -> int:
@@ -174,7 +174,7 @@ class Heap:
     # Copies
 
     def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Read pageable host memory at the call, and write it before the call returns."""
+        """Copy in stream order, but read pageable host memory at the call, or write it before the call returns."""
         if size == 0:
             return
         if self.card_of(source) is None and not self.is_pinned(source):

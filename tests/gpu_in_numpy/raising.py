@@ -1,4 +1,4 @@
-"""Trampolines in C, with which a failed runtime call of CuPy's Cython code raises, as a ctypes callback cannot.
+"""Trampolines in C, which raise the error of a failed call inside CuPy's Cython code; a ctypes callback cannot.
 
 A trampoline calls the callback. If the callback has stored an exception with `raise_later`, the trampoline raises it
 and returns the value by which CuPy's function reports an error. Trampolines exist only if there is a C compiler.
@@ -45,7 +45,7 @@ TRAMPOLINE = """
     return raises() ? ({result}){failed} : value;
 }}
 """
-FAILED = {"int": -1, "float": -1}  # handles, addresses and objects are 0
+FAILED = {"int": -1, "float": -1}  # other results (handles, addresses and objects) are 0
 
 
 def compiler() -> str | None:

@@ -206,7 +206,7 @@ class Streams:
         self.executed.append((chosen.stream.handle, chosen.name))
         try:
             chosen.run()
-        except Exception as error:  # the next call that waits reports it, as on a real card
+        except Exception as error:  # the next call that waits for the device reports the error, as on a real card
             status = ILLEGAL_ADDRESS if isinstance(error, (MemoryFault, CudaError)) else LAUNCH_FAILED
             self._lose(chosen, status, error)
         except BaseException as error:  # a second Ctrl-C leaves the operation half done

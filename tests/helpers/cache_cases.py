@@ -104,7 +104,7 @@ class CacheCase:
     softcap: float | None = None
     alibi: str | None = None  # axes: "h" or "bh"
     sink: bool = False
-    mask: str | None = None  # axes: letters of bhqs or 1; s, the number of last keys, is 3
+    mask: str | None = None  # axes: letters of bhqs, or 1; s stands for the last 3 keys
     split_size: int | None = None
     descales: bool = False
     seed: int = 0

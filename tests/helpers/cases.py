@@ -157,7 +157,7 @@ def _pack(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _stretch(q: np.ndarray, k: np.ndarray, keys: np.ndarray) -> None:
-    """Set q and k so that q.k is keys[j] for every query."""
+    """Set q and k so that the product of every query with key j is keys[j]."""
     q[...], k[...] = 0, 0
     q[..., 0] = 1
     k[..., 0] = keys[:, None]

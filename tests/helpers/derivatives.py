@@ -185,7 +185,7 @@ def _errors_of(exact: Derivatives, low: Derivatives) -> list[float]:
 
 
 def check(case: Case, result=None, backend="cpu", moving=ALL, references=references, names=Derivatives._fields) -> None:
-    """Compare derivatives, by default all of the public functions, with the formula by the rule of tolerance.py."""
+    """Compare derivatives (by default those of the public functions) with the formula, by the rule of tolerance.py."""
     result = run(case, backend, moving) if result is None else result
     exact, low = references(case, moving)
     dtypes = dict.fromkeys(Derivatives._fields, DTYPES[case.dtype])

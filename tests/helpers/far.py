@@ -21,7 +21,7 @@ FAR = 2**31 + 64  # in elements
 
 
 def empty(shape: tuple[int, ...], dtype: Any, axes: Iterable[int]) -> np.ndarray:
-    """Return an array of zeros, of which neighbours along these axes are at least FAR elements apart."""
+    """Return an array of zeros in which neighbours along these axes are at least FAR elements apart."""
     dtype = np.dtype(dtype)
     near = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
     strides = [stride + FAR * (axis in axes) for axis, stride in enumerate(near)]
@@ -33,7 +33,7 @@ def empty(shape: tuple[int, ...], dtype: Any, axes: Iterable[int]) -> np.ndarray
 
 
 def spread(array: np.ndarray, axes: Iterable[int]) -> np.ndarray:
-    """Return a copy of an array, of which neighbours along these axes are at least FAR elements apart."""
+    """Return a copy of an array in which neighbours along these axes are at least FAR elements apart."""
     far = empty(array.shape, array.dtype, axes)
     far[...] = array
     return far
@@ -47,7 +47,7 @@ def spread_rows(array: np.ndarray) -> np.ndarray:
 class FarMemory(Memory):
     """Memory whose arrays are so far apart that a wrong offset from one of them lies in no other.
 
-    It keeps no record of the initialised bytes, of which there would be as many as of the data.
+    It does not record which bytes are initialised: the record would be as large as the data.
     """
 
     def add(self, array: np.ndarray, name: str, *, writable: bool = True, initialised: bool = True) -> int:

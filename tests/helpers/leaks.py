@@ -54,9 +54,7 @@ class SavedTensors(saved_tensors_hooks):
 
 
 class Kept:
-    """Context manager that finds tensors which were made inside it and which Python still holds; compared by
-    storage.
-    """
+    """Context manager that finds tensors which were made inside it and whose storage Python still holds."""
 
     def __enter__(self) -> Kept:
         gc.collect()
@@ -83,7 +81,7 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch dispatches it again as operations on the shards
+            return NotImplemented  # torch then dispatches the operation again, on the shards
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if type(tensor) is torch.Tensor:

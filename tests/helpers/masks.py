@@ -50,7 +50,7 @@ def document(window=None, causal=False, logical=False, dtype=np.int32):
 
     def mask(b, h, q, kv):
         same = ids[q] == ids[kv]
-        if logical:  # positions relative to the start of the document
+        if logical:  # use positions relative to the start of the document
             i, j = q - starts[ids[q]], kv - starts[ids[kv]]
         else:
             i, j = q, kv
@@ -183,7 +183,7 @@ def permuted():
 
 
 class Tokens(NamedTuple):
-    """Operands of random expressions."""
+    """The values from which random expressions are made: positions, the head, and elements of captured arrays."""
 
     q: Any
     kv: Any
@@ -206,7 +206,7 @@ def random_mask(seed, depth):
     hidden = np.arange(320) % 150 > 100
     huge = np.sort(rng.integers(-(2**63), 2**63 - 1, 320))
 
-    choices = f"{seed} {depth}"  # a string, because a captured number stays symbolic in a trace
+    choices = f"{seed} {depth}"  # a string, because a trace would replace captured numbers by stand-ins
 
     def mask(b, h, q, kv):
         seed, depth = map(int, choices.split())
@@ -274,8 +274,8 @@ def _small(rng, low, high):
     return np.int32(rng.integers(low, high))
 
 
-# name: (mask, smallest fraction of the empty tiles to be classified as empty, and of the full tiles as full); tiles of
-# 128 x 128
+# name: (mask, smallest fraction of empty tiles that must be classified as empty, and of full tiles as full); a tile
+# is 128 x 128.
 MASKS = {
     "causal": (causal, 1, 1),
     "sliding": (sliding(512), 1, 1),

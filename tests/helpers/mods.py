@@ -21,7 +21,7 @@ def arrays_of(case):
         "buckets": rng.integers(0, 6, rows).astype(np.int32),
         "blocks": rng.random((batch, *(2 * [max(8, -(-rows // 4))]))) < 0.6,
     }
-    # Memory layouts that callers use: contiguous, transposed and repeated.
+    # The plane is the view of a transposed array, because callers pass such views.
     strided = {"plane": np.ascontiguousarray(floating["plane"].swapaxes(2, 3)).swapaxes(2, 3)}
     return (
         {name: np.asarray(x, np.float32) for name, x in floating.items()}
@@ -35,7 +35,7 @@ def relative(xp, a):
 
 
 def learned_twice(xp, a):
-    """Return a table that is read twice, with indices from other tables."""
+    """Return a score_mod that reads one table twice, with indices from another table."""
 
     def mod(s, b, h, q, kv):
         first, second = a["buckets"][q], a["buckets"][kv]
@@ -72,7 +72,7 @@ MASK_MODS = {
     "sliding": lambda xp, a: lambda b, h, q, kv: (q - kv < 6) & (kv - q < 3),
     "borders": lambda xp, a: lambda b, h, q, kv: (q < 16) | (kv < 16) | ((q - kv < 6) & (kv - q < 3)),
     "document": lambda xp, a: lambda b, h, q, kv: a["ids"][b, q] == a["ids"][b, kv],
-    # Hides tiles of 64 keys or queries, and smaller ones, between tiles that it cuts.
+    # Hides whole tiles of up to 64 keys or queries between tiles that it cuts.
     "gaps": lambda xp, a: lambda b, h, q, kv: ((q % 128 < 40) & (kv % 128 < 50)) | ((q >= 140) & (kv >= 200)),
     "blocks": lambda xp, a: lambda b, h, q, kv: a["blocks"][b, q // 4, kv // 4],
     "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # some rows, and all rows of a head, see no key

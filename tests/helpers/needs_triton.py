@@ -1,4 +1,4 @@
-"""Whether tests/other_kernels can run here: they need the version of Triton that setup.cfg pins."""
+"""Finds whether tests/other_kernels can run here: they need the version of Triton that setup.cfg pins."""
 
 import configparser
 import importlib.metadata

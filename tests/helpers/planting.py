@@ -30,7 +30,7 @@ CLOSED = {")": "(", "]": "[", "}": "{"}
 
 
 class StalePlant(Exception):
-    """A plant that no longer applies: no kernel has its step, or the step lacks the text to change."""
+    """A planted bug no longer applies: no kernel has its step, or the step lacks the text to change."""
 
 
 # A bug is a tuple of pairs: the name of a step, and a function that turns the text of its statement into the wrong
@@ -103,7 +103,7 @@ def steps(text):
     tokens, named = [], []
     for match in TOKEN.finditer(text):
         if match["comment"]:
-            # Behind code, a comment names the statement that ends there, otherwise the next one.
+            # A comment behind code names the statement that ends before it, and a comment line the next statement.
             behind = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip() != ""
             named += [(name, len(tokens) - behind, behind) for name in MARKER.findall(match[0])]
         elif not match["directive"]:

@@ -142,7 +142,7 @@ def test_transposed_values(packed):
 # Sums over long rows
 
 
-# O has a single part here, and the plant adds all tiles to it in the tensor core.
+# This bug accumulates PV of all tiles in the tensor core. O has a single part here.
 PLAIN_SUMS = (
     change("O-of-tile", "float sums[1][PART][4]", "float sums[1][PART][4] = {}")
     + change("PV-of-tile", "k > 0", "true")
@@ -223,7 +223,7 @@ def test_launches_set_every_constant_that_their_kernels_use():
 
 
 def test_every_tile_compiles_without_spills():
-    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either."""
+    """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg."""
     for words in (
         dict(head_dim=128),
         dict(head_dim=256, softcap=1.0, bias=True, mask=True, sink=True, dropout=0.5, kv_lengths=True),

@@ -159,7 +159,7 @@ def test_any_tiles_accumulate_dq(tile, arch):
 
 @pytest.mark.parametrize(("left", "right"), [(46, 30), (47, 31), (30, 46), (31, 47)])
 def test_tiles_on_the_edge_of_a_window(left, right):
-    """Tiles at either end of the window, covered by it exactly or but for one key: only covered tiles skip the mask."""
+    """The window covers a tile at either end exactly, or all but one key; only covered tiles skip the mask."""
     case = Case(96, 96, batch=1, heads=1, kv_heads=1, window=(left, right), dtype="bfloat16")
     check(case, run_mma(case, tile=small_tile))
 
@@ -382,7 +382,7 @@ def test_layouts_and_steps_backwards():
     ],
 )
 def test_rows_that_see_no_key_have_no_gradient(case, dq):
-    """Gradients are finite although dout and dlse are NaN in these rows, as for a loss that contains lse = -inf."""
+    """Gradients are finite although dout and dlse are NaN in such rows, as for a loss that contains lse = -inf."""
     case = replace(case, dtype="bfloat16")
     call, how = case.call(), dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     out, lse = (array.numpy() for array in dispatch.run_forward(*planned(case, **how)))

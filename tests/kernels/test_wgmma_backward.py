@@ -49,7 +49,7 @@ def check_gradients(case, result):
 BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
 
 
-# Options with another code path if warpgroups share keys.
+# Options that have a code path of their own if warpgroups share keys.
 SHARED_KEYS_OPTIONS = (
     "causal",
     "window-empty-tiles",
@@ -149,7 +149,7 @@ CAUSAL = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, causal=True))
 @pytest.mark.parametrize("blocks", [1, exhaustive(2)])
 @pytest.mark.parametrize("case", [CAUSAL, exhaustive(IN_ORDER)], ids=["causal", "window"])
 def test_no_deadlock_in_any_order_of_blocks(case, blocks):
-    """Whichever blocks start first, and however few at a time: a block waits for none that has not started."""
+    """No block waits for one that has not started, in any order of starts and with any number of resident blocks."""
     how = dict(tile=TILES["keys"], deterministic=True)
     first = run(case, **how)
     for seed in range(2):
@@ -370,7 +370,7 @@ def test_planted_bug_of_unequal_shares_is_found(bug, monkeypatch):
     ids=str,
 )
 def test_every_tile_compiles_without_spills(dims, words):
-    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either."""
+    """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg."""
     (problem,) = posed_backwards(dims, **words)
     hopper = device.named("sm_90a", "cuda")
     for tile in wgmma.backward.tiles(problem, hopper):

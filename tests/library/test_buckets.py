@@ -115,8 +115,8 @@ def test_a_growing_cache_of_keys_plans_once_per_bucket():
         assert plan.cache_info().misses == 1024
 
 
-# Chosen by exact length, the tiles of engine cpu would differ within a bucket: (128, 128) would have a tile of its own,
-# and (129 .. 160, 129 .. 160) several.
+# If engine cpu chose tiles by the exact lengths, they would differ within a bucket: (128, 128) would have a tile of its
+# own, and the bucket (129 .. 160, 129 .. 160) several tiles.
 LENGTHS = [*product((129, 144, 160), (129, 150, 160)), (128, 128), (113, 120), (120, 113), (1, 129), (1, 160)]
 
 

@@ -132,5 +132,5 @@ def test_a_stream_that_has_been_destroyed() -> None:
         step(arrays, "simt")
     assert raised.value.status == INVALID_HANDLE
     machine.reset(0)
-    stream.ptr = 0  # its destructor would destroy it again
+    stream.ptr = 0  # otherwise the destructor of the stream would destroy it again
     assert_right(step(arrays, "simt"), "simt")

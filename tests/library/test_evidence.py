@@ -77,7 +77,7 @@ def test_an_engine_on_request_needs_a_passed_check_and_a_measurement():
     assert "no check has passed on this card yet (python -m cupy_flash check)" in plan(HALF, HOPPER).explain()
     tile = slowest(HALF, HOPPER, "wgmma")
     measured(HALF, HOPPER, tile)
-    assert plan(HALF, HOPPER).engine == "mma"  # faster, but not checked
+    assert plan(HALF, HOPPER).engine == "mma"  # wgmma is faster, but has not passed a check
     passed(HOPPER, "wgmma")
     chosen = plan(HALF, HOPPER)
     assert (chosen.engine, repr(chosen.tile)) == tile
@@ -241,7 +241,7 @@ NO_REFIT = {
 def test_measurements_that_do_not_refit_predictions(why):
     tune = refit(simt=0.4, mma=1.0, **NO_REFIT[why])
     assert longer(100).engine == "mma" and "refitted" not in longer(100).explain()
-    assert longer(64).engine == "simt"  # they still count in their own bucket
+    assert longer(64).engine == "simt"  # measurements still count in their own bucket
     ignored = f"ignored    {tune.path}: its predictions alone: they are of another cost model"
     assert (ignored in longer(100).explain()) == (why == "another-model")
 
@@ -417,7 +417,7 @@ def test_a_parent_that_others_can_write_to(where, folder, tmp_path, monkeypatch)
 
 
 def test_measurements_without_the_default_are_ignored():
-    """Without a time of the default tile, the record does not show that its fastest tile is faster."""
+    """Without a measurement of the default tile, a record does not show that its fastest tile is faster than that."""
     path = measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt"))
     rewritten(path, lambda record: record["measured"].pop())
     forget_plans()
@@ -530,7 +530,7 @@ def test_storing_fewer_measurements_keeps_the_others():
     assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
     assert measurements.tune_of(key, AMPERE) == stored
     other = measurements.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), {}, False)
-    assert len(other.measured) == 1 and not other.complete  # it was measured against another default tile
+    assert len(other.measured) == 1 and not other.complete  # those have another default tile
 
 
 # ---- commands

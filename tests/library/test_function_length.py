@@ -8,8 +8,8 @@ import pytest
 from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
-LONGEST_IN_PYTHON = 60  # lines of code, with those of functions inside it
-# Python functions that are longer. A number may only fall; a function that fits is no exception.
+LONGEST_IN_PYTHON = 60  # lines of code of a Python function, with those of functions inside it
+# Python functions that are longer. A number may only fall; a function that no longer exceeds the limit is removed.
 LONGER = {
     "cupy_flash/reference.py: attention_with_kv_cache": 100,
 }
@@ -25,7 +25,7 @@ FUNCTION = re.compile(r"[^=]*?(?P<name>\w+|operator\W+)\s*\(.*", re.DOTALL)
 def functions(text):
     """(name, number of lines) of every function in C++ code, without those inside another function."""
     code = NO_BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
-    names = []  # of the functions whose blocks are open; None for other blocks
+    names = []  # a name for each open block of a function, None for each other open block
     start = 0  # start of the current declaration
     for mark in re.finditer(r"[{};]", code):
         if mark[0] == "{":

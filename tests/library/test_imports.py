@@ -352,7 +352,7 @@ def test_numpy_attention_needs_no_optional_library() -> None:
 
 
 def test_numpy_attention_works_where_importing_cupy_fails(tmp_path: Path) -> None:
-    # CuPy raises this instead of ImportError if it cannot create its cache folder.
+    # CuPy raises FileNotFoundError instead of ImportError if it cannot create its cache folder.
     (tmp_path / "cupy.py").write_text('raise FileNotFoundError("no place for the kernel cache")')
     assert "no place" in python(
         "try:\n    import cupy\nexcept FileNotFoundError as error:\n    print(error)", PYTHONPATH=str(tmp_path)

@@ -179,7 +179,7 @@ def test_partials_of_a_stack():
     ],
 )
 def test_alignment_of_rows(dtype, elements, strides, aligned):
-    """The largest of 8, 4 and 1 that divides the start address and every stride, in elements."""
+    """The alignment is the largest of 8, 4 and 1 elements that divides the start address and every stride."""
     batch, head, row = strides
     item = np.dtype(dtype)
     array = Array(4096, (2, 2, 2, 8), (batch, row, head, 1), item, "cpu", "numpy", None)

@@ -31,7 +31,7 @@ __device__ int f(int n) {
 }
 __device__ int size() { return 2 * n; }  // @size
 """
-# The same, written otherwise
+# The same steps in another order and format
 MOVED = """
 __device__ int other(int k) {
   // @few
@@ -64,7 +64,7 @@ def with_bug(text, bug, folder):
     return path.read_text()
 
 
-# name -> (bug, what it changes, to what)
+# name -> (bug, text that it replaces, new text)
 ANYWHERE = {
     "a loop": (skip("all"), "for (int i = 0; i < n; ++i) g(i);", ""),
     "a block": (skip("few"), "if (n) { return h([](int i) { return i; }); }", ""),
@@ -115,7 +115,7 @@ def test_a_stale_plant_is_an_error(bug, message, tmp_path):
 
 
 def test_a_stale_plant_does_not_pass_for_a_bug_that_is_found(monkeypatch):
-    """As tests write it, `planted` stands before the expected error."""
+    """Tests enter `planted` before pytest.raises, so a StalePlant is not taken for the expected error."""
     with pytest.raises(StalePlant), planted(monkeypatch, skip("renamed")), pytest.raises(AssertionError):
         raise AssertionError
 
@@ -135,7 +135,7 @@ def plants_of_tests():
 
 
 def test_all_plants_apply():
-    """A plant of an exhaustive test that is stale fails here already, and each name in a kernel has a plant."""
+    """Stale plants fail here even if their test is exhaustive, and each step named in a kernel has a plant."""
     statements = {}
     for path in source.kernel_folder().rglob("*.cu*"):
         text = path.read_text(encoding="utf-8")

@@ -94,7 +94,7 @@ def run(copy, code):
 
 
 def test_an_option_that_no_engine_names_is_refused(copy):
-    """Also if the code of an engine implements it: only OPTIONS says what the engine serves."""
+    """The option is refused even if the code of an engine implements it: only OPTIONS says what an engine serves."""
     run(copy, REFUSED)
     edit(copy, IMPLEMENTED)
     run(copy, REFUSED)

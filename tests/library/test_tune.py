@@ -142,7 +142,7 @@ def test_a_tune_out_of_time_resumes():
     first = run(card, [CALL, other], minutes=15 / 60)
     assert not first.complete and first.left == 1 and len(card.calls) == 2
     assert "not all tiles are measured yet: run again to resume" in str(first) and "1 of 2 calls left" in str(first)
-    assert plan_of(24).measured  # measurements of an unfinished tune count already
+    assert plan_of(24).measured  # plans use the measurements of an unfinished tune
     again = run(card, [CALL, other])
     assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
     lines = []
@@ -314,7 +314,7 @@ def test_an_engine_measured_four_times_as_fast_wins_in_other_buckets(monkeypatch
 def test_peers_are_reported_and_never_chosen(monkeypatch):
     monkeypatch.setattr(
         other_libraries.importlib.util, "find_spec", lambda name: None
-    )  # flash-attn counts as not installed
+    )  # as if flash-attn were not installed
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
     card = FourTimesAsFast()
     results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
@@ -471,7 +471,7 @@ def call_on_cache(q, *caches, **options):
 
 
 CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
-V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append into one array for K and V is refused
+V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append to one array for both K and V is refused
 TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
 SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
 PAGES = dict(block_table=TABLE, cache_seqlens=30)

@@ -95,7 +95,7 @@ WRONG = (
 )
 
 
-# Reads of fields that no record has, and values of a wrong type.
+# Expressions with errors: reads of fields that no record has, and values of a wrong type.
 NO_FIELDS = (
     "o.casual",
     "c.block_tables",

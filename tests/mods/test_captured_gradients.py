@@ -85,7 +85,8 @@ def check_gradients(case, how):
             assert_matches_reference([x] * runs, [y] * runs, z, x.dtype, f"gradient of array{slot} of {case}")
 
 
-# Arrays whose elements any score may add to: read at computed indices, read twice, a single number, a number per head.
+# Any score may add to the gradients of these arrays: they are read at computed indices, read twice, or have only one
+# number, or one per head.
 ADDED = {
     "table": Case(score_mod="relative", mask_mod="document"),
     "read-twice": Case(score_mod="learned-twice", causal=True, head_dim=16),

@@ -77,7 +77,7 @@ def test_only_ints_whose_sums_cannot_wrap_are_arguments():
 
 @pytest.mark.parametrize("strides, refused", [((1, 2**29), True), ((1, 2**29 - 1), False), ((2**29, 1), False)])
 def test_strides_that_kernels_cannot_index_are_refused(strides, refused):
-    """A dimension at a computed index is indexed by bytes, others by elements, both with 32 bits."""
+    """Kernels index with 32 bits: by bytes in a dimension with a computed index, and by elements in the others."""
     table = np.zeros((1, 1), np.float32)
     mod = Mod(lambda s, b, h, q, kv: s + table[h, q - kv])
     array = SimpleNamespace(shape=(1, 1), strides=strides, dtype=np.dtype(np.float32))

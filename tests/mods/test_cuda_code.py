@@ -224,7 +224,7 @@ def test_struct_compiles_within_its_limits(row, target, monkeypatch):
 
 
 PLACES = np.arange(320, dtype=np.int32)
-# (bug of the interval arithmetic, mask of 320 tokens of which some 40 x 40 tiles are then classified wrongly)
+# (bug of the interval arithmetic, mask of 320 tokens for which it classifies some 40 x 40 tiles wrongly)
 PLANTS = {
     "less for less or equal": (
         change("interval-less-equal", "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}"),
@@ -272,8 +272,8 @@ def test_a_missing_clamp_is_found(monkeypatch):
         pairs_of(mod, np.float32)
 
 
-RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # its rows are not contiguous
-LIMIT, HUGE = 12, 2**31 - 1  # a run-time number, and a constant of the text
+RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # the rows are not contiguous
+LIMIT, HUGE = 12, 2**31 - 1  # LIMIT becomes a run-time number, HUGE a constant of the text
 
 
 def folded_reads(s, b, h, q, kv):
@@ -286,7 +286,7 @@ def test_folded_clamps_read_what_numpy_reads():
     (score, _, _), (expected, _, _) = pairs_of(Mod(folded_reads), np.float32)
     np.testing.assert_allclose(score, expected, 1e-5, 1e-5)
     text = cuda_code.mod_struct(Mod(folded_reads).program)
-    assert text.count("clamped(") == 2  # in the reads that wrap, which keep their clamps
+    assert text.count("clamped(") == 2  # the two reads whose sums wrap keep their clamps
 
 
 def test_a_clamp_that_is_folded_away_is_found(monkeypatch):
@@ -295,7 +295,7 @@ def test_a_clamp_that_is_folded_away_is_found(monkeypatch):
         pairs_of(Mod(lambda s, b, h, q, kv: s + RELATIVE[h, np.maximum(q - kv, 3)]), np.float32)
 
 
-# name -> (mask_mod, rounds in which a warp may classify the 8,192 tiles of 2^20 keys; tile by tile these are 256)
+# name -> (mask_mod, most rounds in which a warp classifies the 8,192 tiles of 2^20 keys; tile by tile they are 256)
 NARROW = {
     "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),
     "sinks": (lambda b, h, q, kv: (q >= kv) & ((q - kv < 512) | (kv < 4)), 18),
@@ -306,7 +306,7 @@ LONG_QUERIES = np.repeat(np.array([0, 128 * 4000, 128 * 4095, 2**20 - 128], np.i
 
 
 def walk(name, order):
-    """Compare the tiles that a warp visits with the classes of NumPy; return the most rounds of a warp."""
+    """Compare the tiles that a warp visits with the classes of NumPy; return the largest number of rounds of a warp."""
     mod, outputs = Mod(mask_mod=NARROW[name][0]), (np.empty((4, 128), np.int32), np.empty(128, np.int32))
     kernel = WALK.replace("Order::ORDER", f"Order::{order}")
     visited, rounds = run(mod, kernel, (LONG_QUERIES,), outputs, {"MASK_MOD": True}, header="walk.cuh")

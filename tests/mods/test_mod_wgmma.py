@@ -189,7 +189,7 @@ def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
         check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
 
 
-# The same for values that are staged by key
+# name -> (bug, errors), for values that are staged by key
 PLANTED_STAGING = {
     "values of another slot": (
         change("read-staged-keys", "(K.index - 1)", "K.index"),
@@ -213,7 +213,7 @@ def test_planted_bug_of_staged_values_is_found(plant, monkeypatch):
         check_forward(case, forward(case, DRAWING, blocks=1))
 
 
-# The same for the deterministic backward
+# name -> (bug, errors), for the deterministic backward
 PLANTED_BACKWARD = {
     "cut tiles count as full": (change("record-of-queries", "(q_tiles.may_hide & 1 ? CUT : 0)", "0"), AssertionError),
     "records not waited for": (skip("wait-record-of-queries"), errors.Race),
@@ -230,6 +230,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     bug, error = plant
     with planted(monkeypatch, bug), pytest.raises(error):
-        # A deterministic backward would wait forever for the turn of another head: no check ends that wait.
+        # This bug makes a deterministic backward wait forever for the turn of another head, which no check detects.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

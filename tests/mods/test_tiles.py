@@ -66,7 +66,7 @@ def test_no_class_of_a_random_mask_is_wrong(seeds):
 
 
 def test_a_wrong_comparison_is_found(monkeypatch):
-    """The planted `<` is never false where `<=` may hold, and is wrong at equality."""
+    """The planted bug evaluates `<` as `<=`, which differs for equal operands."""
     monkeypatch.setitem(tiles.FUNCTIONS, "less", lambda x, y: tiles.Truth(x.lo <= y.hi, x.hi > y.lo))
     assert wrong_classes(range(100))[0] > 0
 

@@ -147,7 +147,7 @@ def test_runs_are_split_at_blocks_and_at_empty_classes():
     first, second = runs(classes, 10, 20)
     assert [run[:2] for run in first] == [(0, 20), (20, 40), (40, 50), (60, 70)]
     assert [run.cut_stop > run.cut_start for run in first] == [False, True, False, False]
-    assert first[1][2:] == (20, 30)  # (start, stop) of the part where the mask may hide a pair
+    assert first[1][2:] == (20, 30)  # cut_start and cut_stop: the part of the run where the mask may hide a pair
     assert second == []
     (inner,), _ = runs(np.array([[FULL, CUT, FULL, CUT, FULL], [EMPTY] * 5], np.uint8), 10, 50)
     assert inner == (0, 50, 10, 40)
@@ -183,7 +183,7 @@ def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
 
 
 EXACT = {name: MASKS[name][0] for name in ("causal", "sliding", "natten morton")}
-# cuts tiles of several grains, but no tile of one grain
+# This mask cuts tiles of several grains, but no tile of one grain.
 EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN
 
 

@@ -13,8 +13,8 @@ from .products import exactly, farthest, matrix, product
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 DTYPES = {"f16": np.float16, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "tf32": np.float32}
-CLUSTER = [[1, 0]]  # each of the two blocks of a cluster has half of the rows
-BOTH = [[0, 0]]  # each block has all rows
+CLUSTER = [[1, 0]]  # layout of a tile in a cluster of two blocks, each of which has half of the rows
+BOTH = [[0, 0]]  # layout of a tile in a cluster of two blocks, both of which have all rows
 
 
 def bits_of_sums(capability, dtype):

@@ -26,7 +26,7 @@ ORDERS = {"early": {"order": "early"}, "late": {"order": "late"}, "random": {"or
 
 
 class Expected(NamedTuple):
-    """An array that a kernel writes: its values in float64, and its initial values.
+    """An array that a kernel writes: the expected values in float64, and the initial values.
 
     low_precision: what low-precision runs write, or None if the kernel writes the bits of the reference.
     """

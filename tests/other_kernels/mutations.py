@@ -1,4 +1,4 @@
-"""Beliefs of the simulator about the hardware, each broken once: which kernels of other code generators notice?"""
+"""Breaks each belief of the simulator about the hardware, to find which kernels of other code generators notice."""
 
 import __future__
 
@@ -19,7 +19,7 @@ from .launching import ORDERS, compiled_kernel, run
 
 
 class Mutation(NamedTuple):
-    """A belief, what the broken simulator believes instead, and (function, old text, new text) of each change."""
+    """A belief, what the broken simulator does instead, and (function, old text, new text) of each change."""
 
     belief: str
     instead: str
@@ -387,7 +387,7 @@ def changed_code(function, old, new):
 
 
 def forget(mutation):
-    """Empty the caches of the functions that changed."""
+    """Empty the caches of the changed functions."""
     for function, _, _ in mutation.changes:
         if isinstance(function, functools._lru_cache_wrapper):
             function.cache_clear()

@@ -1,4 +1,4 @@
-"""Products of matrices as tolerances need them: in float64, and in float32 with sums in several orders."""
+"""Products of matrices in float64, and in float32 with several orders of sums, from which tolerances are derived."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def sums(a, b):
 
 
 def truncated_sums(a, b, bits):
-    """a @ b in blocks of 32 products, with the blocks forwards and backwards.
+    """Yield a @ b, summed in blocks of 32 products, with the blocks forwards and then backwards.
 
     All terms of a block, the sum so far among them, are truncated to the last of the `bits` bits of the largest one.
     """

@@ -1,4 +1,4 @@
-"""docs/simulator_evidence.md is true: the kernels that it names notice if a belief of the simulator is broken."""
+"""docs/simulator_evidence.md is right: the kernels that it names notice if a belief of the simulator is broken."""
 
 import re
 from pathlib import Path

@@ -160,7 +160,7 @@ def test_the_batch_changes_no_bit(mask):
 
 @pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma"), exhaustive("simt")])
 def test_invalid_positions_are_clamped(engine):
-    """No captured array is read out of bounds, and the other sequence's result does not change."""
+    """Invalid positions cause no read of a captured array out of bounds, nor change the other sequence's result."""
     case = CacheCase(lengths=(5, 9), q_len=2, positions=True, dtype="float16")
 
     def spoil(operands):
@@ -204,7 +204,7 @@ def test_compile_covers_mods(arch):
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("mask_mod", [None, lambda b, h, q_idx, kv_idx: DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]])
 def test_every_tile_compiles_without_spills(arch, dim, page, mask_mod, monkeypatch):
-    """The registers of the loop over the parts of a block are live in the mainloop."""
+    """Spills are likely, because the registers of the loop over a block's parts stay live in the mainloop."""
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     call = CacheCase(lengths=(500,), capacity=CAPACITY, heads=8, kv_heads=1, dtype="float16", head_dim=dim,
                      head_dim_v=dim, page=page).call()  # fmt: skip

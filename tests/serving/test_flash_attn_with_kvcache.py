@@ -107,16 +107,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in REFUSED), ("rows-of-the-table", True)])
 def test_a_refused_call_writes_nothing(name, compiled):
-    """Also if flash-attn's rotation needs two steps, an append and then an attention: all is checked before either
-    writes.
-    """
+    """All is checked before anything is written, also if flash-attn's rotation needs two steps: append and attention."""
     changes, error, text = REFUSED[name]
     (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = [cache.clone() for cache in caches]
     arguments = {"q": q, "k_cache": caches[0], "v_cache": caches[1]} | given | changes
     function = flash_attn_with_kvcache
-    if compiled:  # without functionalization, which would write to clones first
+    if compiled:  # the backend eager has no functionalization, which would write to clones
         function = torch.compile(function, backend="eager", fullgraph=True)
     with pytest.raises(error, match=text):
         function(**arguments)
@@ -210,7 +208,7 @@ def test_reasons(sizes, change, error, text):
 
 
 def select_rows(given):
-    """Move the block table's rows to a table of three, from which cache_batch_idx selects them."""
+    """Return options with the block table's rows in a table of three rows, from which cache_batch_idx selects them."""
     table = torch.full((3, given["block_table"].shape[1]), 7, dtype=torch.int32)
     table[[2, 0]] = given["block_table"]
     return dict(block_table=None, page_table=table, cache_batch_idx=torch.tensor([2, 0], dtype=torch.int32))
@@ -226,7 +224,7 @@ def select_rows(given):
     ids=["equal-bounds", "rows-of-a-table"],
 )
 def test_arguments_of_flash_attention_3(sizes, change, compiled):
-    """In a graph equal bounds cannot be compared, so there the same tensor is given twice."""
+    """In a graph two cu_seqlens tensors cannot be compared by value, so one tensor must be passed for both."""
     results = []
     function = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
     for changes in (lambda given: {}, change):
@@ -243,7 +241,7 @@ def test_arguments_of_flash_attention_3(sizes, change, compiled):
 
 
 def test_a_row_that_no_table_has_is_refused_in_a_graph():
-    """Its pages do not exist, so the operator refuses it although the graph reads no indices."""
+    """The operator refuses the row because its pages do not exist; the graph itself does not check indices."""
     (q, *caches), given = given_to_flash(PAGED)
     before = [cache.clone() for cache in caches]
     given["cache_batch_idx"] = torch.tensor([0, 2], dtype=torch.int32)

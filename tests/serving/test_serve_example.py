@@ -57,7 +57,8 @@ def serve(example, saved, *options):
 def test_tokens_are_those_without_a_cache(example, saved, options, preempts):
     tokens, expected, server = serve(example, saved, *options)
     assert tokens == expected
-    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])  # the model does not repeat a single token
+    # A model that repeats a single token would hide errors.
+    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])
     assert bool(server.preemptions) == preempts
     assert sorted(server.free) == list(range(server.arguments.pages))
     assert server.most_pages <= server.arguments.pages

@@ -133,7 +133,7 @@ def test_what_tma_cannot_load_is_no_choice(options, arch):
 
 
 def test_a_tune_chooses_the_producer_warp():
-    """It is a candidate with a predicted time, but not the default before it is measured."""
+    """A tile with a producer warp is a candidate with a predicted time, but no plan uses it before it is measured."""
     problem, _ = posed(CacheCase(dtype="float16", capacity=4096, **WIDE).call(), backend="simulator:sm_90a")
     assert not plan(problem, HOPPER).tile.tma
     tile = max((x for x in mma_decode.choices(problem, HOPPER) if x.tma), key=lambda x: x.stages)

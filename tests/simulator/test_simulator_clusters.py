@@ -75,10 +75,10 @@ def test_a_relaxed_barrier_after_the_fence_of_the_initialisation(case, order):
     assert body.count(FENCE) == 1
     for planted in (
         body.replace(FENCE, ""),
-        body.replace(FENCE, FENCE.replace("@%q6", "@!%q6")),  # not by the thread that has initialised
+        body.replace(FENCE, FENCE.replace("@%q6", "@!%q6")),  # a thread other than the initialising one executes it
         body.replace(FENCE, "").replace(init, init.replace("%r50", "%r50+8") + FENCE + init),
         body.replace(FENCE, "").replace(RELAXED, RELAXED + FENCE),
-        body.replace(FENCE, "@%q6 fence.proxy.async;"),  # for the copies, but it releases nothing
+        body.replace(FENCE, "@%q6 fence.proxy.async;"),  # orders copies only, and releases nothing
     ):
         with pytest.raises(errors.Race, match=r"without a barrier after its mbarrier\.init"):
             result(case, planted, order=order)

@@ -150,7 +150,7 @@ CALLS = {
 @pytest.mark.usefixtures("flags_of_users")
 @pytest.mark.parametrize("call", in_tiers(CALLS, ["simt-f64"]))
 def test_every_instruction_of_the_kernels_is_confirmed(call):
-    """By a kernel of Triton or Gluon, or by a micro-kernel whose results follow from the PTX ISA."""
+    """A kernel of Triton or Gluon, or a micro-kernel with results of the PTX ISA, confirms each instruction's form."""
     arch, words = call
     kernels = {launch.kernel: launch for launch in ahead.launches(device.named(arch, "cuda"), **words)}
     assert {name: confirmed_by_nobody(compiled(launch, arch)) for name, launch in kernels.items()} == dict.fromkeys(
@@ -163,9 +163,7 @@ def test_an_instruction_that_nobody_confirms_is_named():
 
 
 def test_ptxas_assembles_every_micro_kernel_of_several_threads():
-    """A kernel with setmaxnreg must also start with the number of registers that it assumes, or it would wait
-    forever.
-    """
+    """A kernel with setmaxnreg must start with the number of registers that it assumes, or it would wait forever."""
     kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
     compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
     assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100

@@ -149,8 +149,8 @@ def ldmatrix_element(lane, i, *, transposed):
 @pytest.mark.parametrize("count", [1, 2, 4], ids=["x1", "x2", "x4"])
 def test_ldmatrix_distributes_as_documented(count, transposed):
     matrices = np.arange(count * 64, dtype=np.uint16).reshape(count, 8, 8)
-    stride = 48  # bytes between rows; rows do not touch each other
-    offsets = np.full(32, 1 << 20, np.uint32)  # an invalid address, for lanes whose address is unused
+    stride = 48  # bytes between the starts of rows, more than the 16 of a row
+    offsets = np.full(32, 1 << 20, np.uint32)  # lanes whose address is unused keep an invalid one
     memory = np.zeros((count * 8, stride // 2), np.uint16)
     for lane in range(32):
         place = ldmatrix_row(lane, count)

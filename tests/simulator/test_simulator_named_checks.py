@@ -52,7 +52,7 @@ PLANTED = {
     "wgmma-fence": without(WGMMA, "wgmma.fence.sync.aligned;"),
     "wgmma-registers": without(WGMMA, "wgmma.wait_group.sync.aligned 0;"),
     "early-exit": (LOAD, LOAD.body[: LOAD.body.index(wait().strip())]),
-    # Blocks that synchronise are meant to fix the order of their sums.
+    # Only blocks that synchronise are checked, because they are meant to fix the order of their sums.
     "float-order": (SUMS, SUMS.body + "ld.acquire.gpu.global.b32 %r0, [%p0];"),
     "setmaxnreg-aligned": changed(
         REGISTERS, DECREASE, f"setp.lt.u32 %q1, %t, 32; @%q1 bra APART; {DECREASE} bra DONE; APART: {DECREASE}"

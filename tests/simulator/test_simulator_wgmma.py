@@ -219,7 +219,7 @@ def test_sums_of_fp8_keep_14_bits():
     assert np.all(sums_of_fp8(0, 256, 2**-5) == 256 + 127 * 2**-5)
     assert np.all(sums_of_fp8(0, 256, 2**-6) == 256)
     assert np.all(sums_of_fp8(256, 2**-6, 2**-6) == 256)
-    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # truncation is towards 0
+    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # sums are truncated towards 0
     assert np.all(sums_of_fp8(0, 2**-6, 2**-6) == 2)
 
 

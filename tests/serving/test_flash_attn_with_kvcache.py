@@ -107,7 +107,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in REFUSED), ("rows-of-the-table", True)])
 def test_a_refused_call_writes_nothing(name, compiled):
-    """All is checked before anything is written, also if flash-attn's rotation needs two steps: append and attention."""
+    """All is checked before anything is written, also if flash-attn's rotation needs an append, then an attention."""
     changes, error, text = REFUSED[name]
     (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}

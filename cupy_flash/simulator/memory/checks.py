@@ -393,7 +393,7 @@ class Checks(Unit):
         return base | (np.asarray(issue.agents, np.uint64) << np.uint64(_AGENT))
 
     def _async_require_order(self, tags: npt.NDArray[np.uint64], issue: Issue, units: Indices, what: str) -> None:
-        """Report last accesses that do not happen before the issue or, if made by warps, have no proxy fence after them."""
+        """Report last accesses that do not happen before the issue or, if by warps, have no proxy fence after them."""
         last = tags[units]
         if not last.any():
             return

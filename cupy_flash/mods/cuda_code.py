@@ -381,7 +381,7 @@ class _Writer:
         return [*lines, f"    return {{head, position, KV_CACHE || {OFFSET}{values}}};", "  }"]
 
     def _key(self) -> list[str]:
-        """Return the device functions of a key, which compute its values, and add its position to them."""
+        """Return the device functions that compute a key's values, and that add the key's position to them."""
         position, values = POSITION.format(first="kv_first"), self._kept(KEY)
         return [
             "  __device__ KeyValues key_values(Position at) const {",
@@ -565,7 +565,7 @@ class _Writer:
         return renamed[root]
 
     def _clamped_once(self, load: Node, axis: int, index: Node) -> Node | None:
-        """Return an index of a score within its dimension, with one clamp for its own clamps and the dimension's."""
+        """Return the index clamped to its dimension, by one clamp that replaces those of the index itself, or None."""
         graph = load.graph
         last = graph.node(LAST, INT, value=(load.value, axis))
         fold = folded(index, last, lambda node: stage(node) == BATCH, self._may_wrap) if stage(index) == SCORE else None
@@ -611,7 +611,7 @@ class _Writer:
         return [f"{TYPES[node.kind]} v{self.number[node]}" for node in self._kept(name)]
 
     def _body(self, name: str, targets: Sequence[Node], declare: bool = True) -> list[str]:
-        """Return code for the values of a stage that `targets` need; members of Mod are assigned, not declared."""
+        """Return code for the values of a stage that `targets` need; declare=False only assigns the members of Mod."""
         self.at = name
         kept = set() if declare else set(self._kept(name))
         lines = []
@@ -750,7 +750,7 @@ def _integer(value: int, kind: str) -> str:
 
 
 class _Bounds(TileDomain):
-    """The domain of bounds that hold in every call: positions below `largest`, elements of any value."""
+    """The domain of bounds that hold in every call: positions are below `largest`, and elements may have any value."""
 
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))
@@ -787,7 +787,7 @@ class _Value:
 
     @property
     def type(self) -> str:
-        """The C++ type of its bounds."""
+        """The C++ type of the variable's bounds."""
         return "int" if all(-(2**31) <= int(bound) < 2**31 for bound in self.known) else "long long"
 
 

@@ -44,7 +44,7 @@ class Read(NamedTuple):
 
 @lru_cache(maxsize=256)
 def gradient_reads(mods: str, captured_gradient: tuple[bool, ...], part: bool = False) -> tuple[Read, ...]:
-    """Return the reads of arrays whose gradients are wanted; in a part of a call no block owns elements."""
+    """Return the reads of arrays whose gradients are wanted; if the call is a `part`, no block owns their elements."""
     score = parse(mods).score if any(captured_gradient) else None
     if score is None:
         return ()

@@ -129,7 +129,7 @@ class Abstraction(Generic[IntervalT]):
         return self.call("unknown")
 
     def _comparison(self, op: str, x: Node, y: Node) -> Any:
-        """Compare integers; by their difference if they share terms and neither wraps."""
+        """Compare integers. If they share terms and neither wraps, compare their difference, which is narrower, with 0."""
         forms = self._form(x), self._form(y)
         difference = forms[0].plus(forms[1], -1)
         left, right = self.interval(x), self.interval(y)
@@ -181,7 +181,7 @@ class Abstraction(Generic[IntervalT]):
         return self.call("any_int" if kind == INT else "any_long")
 
     def _narrowed(self, interval: IntervalT, kind: str) -> IntervalT:
-        """Return the interval of a value of a kind, which is unbounded if the value may wrap."""
+        """Return the interval of a value of this kind: all ints, if it is an int that may wrap."""
         if kind == LONG or self.domain.fits(interval, kind):
             return interval
         return self.call("wrapped", interval)

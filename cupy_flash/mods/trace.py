@@ -535,7 +535,7 @@ class _Namespace:
 
 
 def _accepting_stand_ins(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function of jax or CuPy that is recorded when an argument is a stand-in, or the stand-in of math's."""
+    """Wrap a function of jax or CuPy, so that calls with stand-ins are recorded, or a function of math."""
     name = getattr(function, "__name__", "")
     if _library(getattr(function, "__module__", None)) == "math":
         return _of_python_numbers(function, name)
@@ -544,7 +544,7 @@ def _accepting_stand_ins(function: Callable[..., object]) -> Callable[..., objec
     def either(*args: object, **kwargs: object) -> object:
         if not any(isinstance(x, Traced) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
-        if name == "gelu":  # jax approximates by default, torch does not
+        if name == "gelu":  # jax's gelu approximates by default, torch's does not
             kwargs.setdefault("approximate", True)
         return call(name, args, kwargs, function)
 

@@ -1,4 +1,4 @@
-"""A process exits with programs in flight that call attention, on 1, 2 and 8 devices, with or without their results."""
+"""A process can exit while programs that call attention run on 1, 2 or 8 devices, whether it holds results or not."""
 
 import os
 import subprocess

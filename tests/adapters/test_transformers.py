@@ -302,7 +302,10 @@ CALLS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that reach cupy_flash: (function, shape of k, options, names of given ones but scale and dropout)."""
+    """Return a list of the calls that reach cupy_flash.
+
+    A call is (function, shape of k, options, names of the options that are set, except scale and dropout).
+    """
     seen = []
 
     def recorded(name, function):

@@ -159,7 +159,7 @@ def test_a_compiled_step_of_a_static_cache(backend):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-softcap-window"])
 def test_generation_with_a_static_cache(family):
-    """The tokens of eager attention, with left padding; a window of keys fills up and moves."""
+    """Tokens equal those of eager attention, with left padding, and with a window of keys that fills up and moves."""
     model, results = model_of(family), []
     valid = torch.ones_like(tokens())
     valid[0, :3] = 0
@@ -199,7 +199,7 @@ class Pages:
 
 @pytest.mark.parametrize("by_table", [False, True], ids=["indices", "block-table"])
 def test_the_pages_of_continuous_batching(by_table):
-    """Sequences of 5 and 9 keys get 2 and 1 more, and their queries then give attention on each sequence alone."""
+    """Sequences of 5 and 9 keys get 2 and 1 more; the result is that of attention on each sequence alone."""
     lengths, new, size = (5, 9), (2, 1), 4
     table = torch.tensor([[3, 1, -1], [0, 5, 2]], dtype=torch.int32)
     cache, whole = Pages(6, size), []

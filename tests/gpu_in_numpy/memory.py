@@ -193,7 +193,7 @@ class Heap:
                 raise CudaError(CAPTURE_UNSUPPORTED, "a copy to pageable memory synchronises, which a capture forbids")
             try:
                 self.machine.streams.finish_operation(operation)
-            except BaseException:  # the caller may free the host memory
+            except BaseException:  # cancel the copy, because the caller may now free the host memory
                 operation.run = lambda: None
                 raise
 

@@ -1,4 +1,4 @@
-"""Delays calls of the jax adapter's handler in a script until it exits.
+"""Delays calls of the jax adapter's handler in a script until the script exits.
 
 It is a module of its own because XLA keeps the handler, and so the globals of functions that replace it: those of a
 script hold arrays, which would keep XLA's client from being deleted.

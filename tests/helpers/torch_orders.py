@@ -16,7 +16,7 @@ MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.d
 
 
 class InAnotherOrder(TorchDispatchMode):
-    """Permutes the terms of every matmul and sum, of backwards too, and adds a rounding of fp32 to some results.
+    """Permutes the terms of every matmul and sum, also in the backward, and adds a rounding of fp32 to some results.
 
     FlashAttention rounds scores again where it computes them again, which the formula does not, and its delta is
     rowsum(dO * O) instead of rowsum(dP * P): every matmul, and delta in the gradient of a softmax, get this rounding.

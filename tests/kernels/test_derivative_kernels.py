@@ -364,7 +364,7 @@ def test_tangents_of_any_size_in_fp16(case, arch):
     check(case, run_mma(case, arch=arch))
 
 
-# OF_TINY omits dq and dk: through the row sums of dout * tout they also contain the error of tout, a subnormal number.
+# OF_TINY omits dq and dk, because the row sums of dout * tout add the error of tout, a subnormal number, to them.
 TINY, OF_TINY = replace(IN_FP16, tangent_size=2.0**-18, dout_size=2.0**5), ("tout", "tlse", "dv")
 
 

@@ -290,7 +290,7 @@ def package_of(module: str) -> str:
 
 
 def imports_of(module: str) -> Iterator[tuple[str, bool]]:
-    """The modules of cupy_flash that `module` imports; True if the import is inside a function."""
+    """Yield (module of cupy_flash that `module` imports, whether the import is inside a function)."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}

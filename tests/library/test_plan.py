@@ -157,7 +157,7 @@ def test_a_check_and_a_compilation_take_every_engine(toy):
 
 
 def test_the_registry_is_the_only_list_of_engines():
-    """Checks know the names, in the order of the registry; other modules outside engines/ have no name of an engine."""
+    """Outside engines/ only problem/records.py lists the engines' names, in the order of the registry."""
     assert tuple(MODULES) == ENGINES
     names = set(ENGINES) - set(BACKENDS)
     instructions = {"mma", "wgmma"}  # these two are also names of PTX instructions, which the modules below may mention
@@ -314,7 +314,7 @@ def test_an_explicit_choice_is_kept():
 
 
 def test_explain():
-    """The engine, its tiles, the reason, and a line per reason against each other engine; nothing is computed."""
+    """The text has the engine, its tiles, the reason, and a line per reason against each other engine."""
     case = Case(q_len=300, kv_len=500, causal=True, dropout=0.1)
     q, k, v, options, *_ = case.call()
     text = cupy_flash.explain(q, k, v, **options)

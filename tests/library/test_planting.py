@@ -121,7 +121,7 @@ def test_a_stale_plant_does_not_pass_for_a_bug_that_is_found(monkeypatch):
 
 
 def plants_of_tests():
-    """(place in a test, name of the step, the edit or None if it depends on variables) of all plants of the tests."""
+    """Yield (place in a test, name of the step, its edit or None if that depends on variables) of all planted bugs."""
     operations = {each.__name__: each for each in (skip, before, after, change, never, always)}
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")

@@ -194,8 +194,9 @@ def test_tables_of_extremes_equal_numpy():
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))
 def test_random_masks_equal_numpy(seeds):
-    """Elements equal NumPy's. NumPy finds every tile empty or full that the kernel does, and may find more, because it
-    knows the mod's run-time numbers.
+    """Elements equal NumPy's. Tiles that the kernel finds empty or full, NumPy finds so too.
+
+    NumPy may find more such tiles, because it knows the mod's run-time numbers.
     """
     for seed in seeds:
         mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))

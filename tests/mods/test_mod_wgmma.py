@@ -72,7 +72,7 @@ WIDE = {"document": dict(mask_mod="document"), "row-bias": dict(score_mod="row-b
 
 @pytest.mark.exhaustive
 def test_blocks_of_a_cluster_stage_their_own_values():
-    """Two blocks load half of K and V each for both, and each stages the values of all keys."""
+    """Each of two blocks loads half of K and V for both, and stages the values of all keys for itself."""
     case = long_case(dict(score_mod="row-bias"))
     check_forward(case, forward(case, TILE._replace(paired=True)))
 

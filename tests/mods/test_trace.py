@@ -247,7 +247,7 @@ def test_a_choice_of_minus_infinity_at_the_root_is_a_mask():
 
 
 def test_a_condition_that_reads_the_score_stays_in_the_score():
-    """Masks are computed without scores. Conditions of positions become a mask also outside or inside such a choice."""
+    """Masks are computed without scores, so such a condition stays; conditions of positions around or in it do not."""
     inf, where = np.inf, np.where
     small = "score: where((score <= 1), score, -inf)"
     assert expressions(lambda s, b, h, q, kv: where(s <= 1, s, -inf)) == small
@@ -719,7 +719,7 @@ def test_singledispatch_of_the_score_and_a_later_registration(kept):
 
 
 def test_a_wrapper_gives_what_its_function_takes():
-    """functools.wraps names the function inside, with other parameters than those of the wrapper."""
+    """functools.wraps gives a wrapper the signature of the function inside, whose parameters may differ."""
 
     def scaled(score, b, h, q_idx, kv_idx, *, width):
         return score * width

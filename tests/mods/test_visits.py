@@ -73,7 +73,7 @@ def use_small_super_tiles(monkeypatch):
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(30), "many": range(30, 300)}, ["few"]))
 def test_super_tiles_change_no_visit(monkeypatch, seeds):
-    """The visits of known and of random masks, with lengths that are not multiples of a super-tile."""
+    """Visits are the same, for known and random masks, with lengths that are not multiples of a super-tile."""
     cases = [(row[0], 1000, 1500, 192, 256, WHOLE) for row in MASKS.values()]
     for seed in seeds:
         cases.append((random_mask(seed, 1 + seed % 4), 301, 320, 64, 128, WHOLE))

@@ -150,7 +150,7 @@ CALLS = {
 @pytest.mark.usefixtures("flags_of_users")
 @pytest.mark.parametrize("call", in_tiers(CALLS, ["simt-f64"]))
 def test_every_instruction_of_the_kernels_is_confirmed(call):
-    """A kernel of Triton or Gluon, or a micro-kernel with results of the PTX ISA, confirms each instruction's form."""
+    """Each form of an instruction is confirmed by a kernel of Triton or Gluon, or by a result from the PTX ISA."""
     arch, words = call
     kernels = {launch.kernel: launch for launch in ahead.launches(device.named(arch, "cuda"), **words)}
     assert {name: confirmed_by_nobody(compiled(launch, arch)) for name, launch in kernels.items()} == dict.fromkeys(

@@ -44,7 +44,7 @@ def forms(ptx: str) -> set[str]:
     parameters read at once, and the width N of wgmma. The form of a wgmma also says whether A comes from registers.
     """
     found = (_form(name, operands) for name, operands in _INSTRUCTION.findall(_COMMENT.sub("", ptx)))
-    return {form for form in found if "." in form}  # without bra, exit and ret
+    return {form for form in found if "." in form}  # leave out bra, exit and ret
 
 
 def _form(name: str, operands: str) -> str:

@@ -35,7 +35,7 @@ class Use(Enum):
 
 
 class Exits(Unit):
-    """Exited blocks of one set of resident blocks, and the accesses that each must be ordered after at its exit."""
+    """Exited blocks of one set of resident blocks, and the accesses that must be ordered before each block's exit."""
 
     def __init__(self, context: Context):
         super().__init__(context)

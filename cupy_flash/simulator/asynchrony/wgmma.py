@@ -273,7 +273,7 @@ class WgmmaQueue(Unit):
     def _read(self, form: _Form, rows: Indices) -> npt.NDArray[np.float32]:
         """Return the accumulators as (n, 64, columns), "Matrix D" of m64nNk16."""
         words = self.context.matrix_registers[form.accumulators[:, None, None], rows]
-        # register = (block of 8 columns, upper or lower 8 rows, odd column), then n, warp, lane = (row, pair)
+        # axes: register as (block of 8 columns, upper or lower 8 rows, odd column), n, warp, lane as (row, pair)
         split = words.view(np.float32).reshape(-1, 2, 2, len(rows), 4, 8, 4)
         return split.transpose(3, 4, 1, 5, 0, 6, 2).reshape(len(rows), 64, form.columns)
 
@@ -285,7 +285,7 @@ class WgmmaQueue(Unit):
     def _registers_a(self, form: _Form, rows: Indices) -> Values:
         """Return A from registers as (n, 64, depth), "Matrix A" of m64nNk8, k16 and k32."""
         words = self.context.matrix_registers[form.registers[:, None, None], rows]
-        # register = (right half of K, lower 8 rows), n, warp, lane = (row, word)
+        # axes: register as (right half of K, lower 8 rows), n, warp, lane as (row, word)
         split = words.reshape(2, 2, len(rows), 4, 8, 4).transpose(2, 3, 1, 4, 0, 5)
         return elements(split, form.types[0]).reshape(len(rows), 64, -1)
 

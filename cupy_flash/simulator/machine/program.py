@@ -1,4 +1,4 @@
-"""A kernel's basic blocks and register allocation. Independent of the launch: one Program per kernel, cached."""
+"""A kernel's basic blocks and register allocation. A Program does not depend on the launch, so it is cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warp scheduler: groups of lanes at one basic block, lowest block first, split by branches and merged again."""
+"""The warp scheduler. It runs the group of lanes at the lowest basic block; branches split groups, which then merge."""
 
 from __future__ import annotations
 

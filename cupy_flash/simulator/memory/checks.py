@@ -311,7 +311,7 @@ class Checks(Unit):
         self.atomics[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
 
     def conflicting_stores(self, group: Group, position: int, name: str, instruction: Instruction) -> None:
-        """Report Race: two lanes of one instruction store different values to one address."""
+        """Report a Race between two lanes of one instruction that store different values to one address."""
         rows = group.active_rows()
         thread = self.context.thread_name(int(rows[position]), int(group.active_lanes()[position]))
         self.context.report(

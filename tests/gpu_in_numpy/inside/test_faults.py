@@ -61,7 +61,7 @@ def allocations_of_a_step(engine: str, deterministic: bool) -> int:
 @on_every_engine
 def test_out_of_memory_at_every_allocation(engine: str, deterministic: bool) -> None:
     count, arrays = allocations_of_a_step(engine, deterministic), given(engine)
-    assert count > 6  # out, lse, dq, dk, dv, two copies and workspaces
+    assert count > 6  # the step allocates out, lse, dq, dk, dv, two copies and workspaces
     for after in range(count):
         scarce = Scarce(after)
         with cupy.cuda.using_allocator(scarce):

@@ -116,7 +116,7 @@ def clip(graph: Graph, x: Node, low: Node | None = None, high: Node | None = Non
 
 
 def _extremum_of_numbers(op: str) -> Callable[..., Node]:
-    """Return fmax or fmin, which return the number for a number and a NaN."""
+    """Return fmax or fmin of x and y, which is the other operand if one is NaN."""
 
     def function(graph: Graph, x: Node, y: Node) -> Node:
         of_numbers = graph.make("where", isnan(graph, y), x, graph.make(op, x, y))

@@ -129,7 +129,7 @@ class Abstraction(Generic[IntervalT]):
         return self.call("unknown")
 
     def _comparison(self, op: str, x: Node, y: Node) -> Any:
-        """Compare integers. If they share terms and neither wraps, compare their difference, which is narrower, with 0."""
+        """Compare integers. If they share terms and neither wraps, compare their difference with 0: it is narrower."""
         forms = self._form(x), self._form(y)
         difference = forms[0].plus(forms[1], -1)
         left, right = self.interval(x), self.interval(y)

@@ -122,7 +122,7 @@ def test_derivatives_equal_those_of_attention_in_jax(case):
 
 @pytest.mark.exhaustive
 def test_tangents_of_a_bias_without_sink_are_folded():
-    """vmap's axis is folded into the batch; a bias without that axis gets it together with its tangent."""
+    """The adapter folds vmap's axis into the batch. A bias without that axis gets it if its tangent has it."""
     plain = {name: X[name] for name in "qkv"}
 
     def tangent(bias, direction):

@@ -302,7 +302,7 @@ def one_process(rank, rendezvous, reports):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """(results with cupy_flash, results with the leaky attention) of each process."""
+    """Return (results with cupy_flash, results with the leaky attention) of each process."""
     context = torch.multiprocessing.get_context("spawn")
     reports = context.SimpleQueue()
     rendezvous = f"file://{tmp_path_factory.mktemp('sharded') / 'rendezvous'}"

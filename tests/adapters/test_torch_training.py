@@ -178,7 +178,7 @@ def gradients_of(run):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """A list with one entry per run of the forward."""
+    """Return a list that gets an entry at each run of the forward."""
     runs = []
     original = dispatch.forward
     monkeypatch.setattr(dispatch, "forward", lambda *arguments: runs.append(None) or original(*arguments))

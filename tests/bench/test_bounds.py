@@ -73,7 +73,7 @@ assert words[-3] == "bench.kernel_development.bounds" and words[-1] == "wgmma 1"
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """A function that installs a fake ncu."""
+    """Return a function that installs a fake ncu."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def install(said):

@@ -29,7 +29,7 @@ def changed(**new):
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Exit status and output of the command for two results."""
+    """Return a function that compares two results, and returns the exit status and the output of the command."""
 
     def both(old, new, *words):
         paths = tmp_path / "old.json", tmp_path / "new.json"

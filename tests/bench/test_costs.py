@@ -36,7 +36,7 @@ def predicted(measured):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """A sweep of a GPU on which a step of the mainloop waits three times as long as the cost model assumes."""
+    """Return a sweep of a GPU on which a step of the mainloop waits three times as long as the cost model assumes."""
     sizes = [regime(dim, seqlen, causal) for dim in (64, 128) for seqlen in (1024, 16384) for causal in (False, True)]
     with monkeypatch.context() as patch:
         patch.setattr(forward, "STEP", 3.0 * forward.STEP)

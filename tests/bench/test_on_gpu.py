@@ -192,7 +192,7 @@ class WorkerInThisProcess:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A fake clock on a machine that seems to have a GPU; the worker is in this process."""
+    """Return a fake clock on a machine that seems to have a GPU; the worker is in this process."""
     now = [0.0]
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -413,7 +413,7 @@ ONLY_ON_A_GPU = [
 
 
 def names_of(library, text):
-    """Every dotted name of a library in Python source, such as cuda.Stream for torch.cuda.Stream().cuda_stream."""
+    """Yield each dotted name of a library in Python source: cuda.Stream for torch.cuda.Stream().cuda_stream."""
     for node in ast.walk(ast.parse(text)):
         words = []
         while isinstance(node, ast.Attribute):

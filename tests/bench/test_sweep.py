@@ -18,7 +18,7 @@ from cupy_flash.plan.plan import candidates, plan
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A sweep on a simulated H100 with two tiles per engine and one other implementation, which refuses.
+    """Return a sweep on a simulated H100 with two tiles per engine and one other implementation, which refuses.
 
     Yields the list of kernels that are compiled in advance.
     """

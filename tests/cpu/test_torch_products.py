@@ -106,7 +106,7 @@ def test_large_calls_on_tensors_are_recorded_by_autograd_as_usual():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """A list to which each later call adds the Products object that it chose."""
+    """Return a list to which each later call adds the Products object that it chose."""
     calls = []
     monkeypatch.setattr(cpu, "products_of", lambda *arguments: calls.append(blas.products_of(*arguments)) or calls[-1])
     return calls

@@ -576,7 +576,7 @@ SIZES = {2: CHECKS | DTENSORS, 4: CHECKS | ON_4}
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory):
-    """Errors by check and rank of a group of `size` processes; each group runs once."""
+    """Return a function from the size of a group of processes to its errors by check and rank; a group runs once."""
     return cache(lambda size: ranks.run(SIZES[size], size, tmp_path_factory.mktemp("ranks")))
 
 

@@ -99,7 +99,7 @@ def plant(folder, step, edit):
 
 
 def steps(text):
-    """(name, start, end) of every statement of a kernel that a comment names."""
+    """Yield (name, start, end) of every statement of a kernel that a comment names."""
     tokens, named = [], []
     for match in TOKEN.finditer(text):
         if match["comment"]:

@@ -48,7 +48,7 @@ class InAnotherOrder(TorchDispatchMode):
 
 
 def in_several_orders(run: Callable[[], Result], orders: int = 4) -> Iterator[Result]:
-    """Results of `run` with torch's own order of summation, then with other orders and SDPA's math backend."""
+    """Yield results of `run` with torch's own order of summation, then with other orders and SDPA's math backend."""
     yield run()
     for seed in range(1, orders):
         with sdpa_kernel(SDPBackend.MATH), InAnotherOrder(seed):

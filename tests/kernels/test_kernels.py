@@ -46,7 +46,7 @@ def test_the_simulator_knows_every_inline_instruction():
 
 
 def layout_assertions(structs):
-    """static_asserts compare the size of every struct with its NumPy dtype, and the offset of every field."""
+    """Yield static_asserts that compare sizes of structs and offsets of fields with the NumPy dtypes."""
     for name, dtype in structs.items():
         yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
         for member, (kind, offset, *_) in dtype.fields.items():

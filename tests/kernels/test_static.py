@@ -25,7 +25,7 @@ def unseen(_):
 
 @pytest.fixture(scope="module")
 def problems(pytestconfig):
-    """Problems with high register pressure; `python -m bench static` compiles all problems."""
+    """Return problems with high register pressure; `python -m bench static` compiles all problems."""
     return ["fp16 D 128", *(["fp64 D 64", "KV cache fp16 D 64"] if pytestconfig.option.exhaustive else [])]
 
 

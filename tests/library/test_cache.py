@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that NVRTC compiled, in order."""
+    """Return a list of the names of the kernels that NVRTC compiles, in order."""
     names: list[str] = []
     compile = nvrtc.compile
 

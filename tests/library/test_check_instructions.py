@@ -25,7 +25,7 @@ def test_the_stored_results_are_the_simulators(kernels):
 
 @pytest.fixture
 def results(monkeypatch):
-    """The results of two kernels; afterwards a simulation raises an error."""
+    """Return the results of two kernels, and make any further simulation an error."""
     results = {kernel.name: micro_kernels.simulate(kernel) for kernel in (EXACT, BOUNDED)}
 
     def fail(kernel):

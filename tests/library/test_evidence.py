@@ -35,7 +35,7 @@ SINGLE = posed(Case(dtype="float32", **SIZES))[0].problem._replace(backend="simu
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A new cache folder without evidence."""
+    """Use a new cache folder without evidence."""
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_FLASH_EVIDENCE_DIR", raising=False)
     forget_plans()

@@ -23,7 +23,7 @@ FUNCTION = re.compile(r"[^=]*?(?P<name>\w+|operator\W+)\s*\(.*", re.DOTALL)
 
 
 def functions(text):
-    """(name, number of lines) of every function in C++ code, without those inside another function."""
+    """Yield (name, number of lines) of every function in C++ code, without those inside another function."""
     code = NO_BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
     names = []  # a name for each open block of a function, None for each other open block
     start = 0  # start of the current declaration

@@ -129,7 +129,7 @@ def forgotten():
 
 @pytest.fixture(scope="module")
 def alone():
-    """The result of every call with empty caches."""
+    """Return the result of every call, made with empty caches."""
     results = {}
     for name, call in CALLS.items():
         forget()

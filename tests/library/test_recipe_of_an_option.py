@@ -71,7 +71,7 @@ assert "  - simt: it takes no temperature" in served(backend="simulator")
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package and its kernels, in which the option is declared."""
+    """Return a copy of the package and its kernels, in which the option is declared."""
     for folder in ("cupy_flash", "kernels_cu"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     edit(tmp_path, DECLARED)

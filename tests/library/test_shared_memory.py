@@ -26,7 +26,7 @@ SIZES = {"ROWS": 48, "BUFFERED": True, "element": "half16", "CLUSTERS": False}
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A function that writes a kernel folder from {path: text}, with CONFIG as its config.cuh."""
+    """Return a function that writes a kernel folder from {path: text}, with CONFIG as its config.cuh."""
     monkeypatch.setattr(shared_memory, "kernel_folder", lambda: tmp_path)
     shared_memory._layout.cache_clear()
 

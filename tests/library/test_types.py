@@ -116,7 +116,7 @@ NO_FIELDS = (
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
+    """Return mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
     folder = tmp_path_factory.mktemp("types")
     calls = {"right": (HEAD, RIGHT), "wrong": (HEAD, WRONG), "records": (HEAD + "    pass\n" + RECORDS, NO_FIELDS)}
     for name, (head, lines) in calls.items():

@@ -56,7 +56,7 @@ def test_equals_attention_with_kv_cache(sizes, flash_options):
 @pytest.mark.parametrize("rows, appended", [(3, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}], ids=["full", "causal", "local"])
 def test_queries_are_rotated_as_flash_attn_does(rows, appended, options):
-    """flash-attn rotates query i by n_b + i if the call is causal or local, else by n_b, the length before appending."""
+    """flash-attn rotates query i by n_b + i if the call is causal or local, else by n_b, the length before the call."""
     arrays, given, call = tensors(q_len=rows, appended=appended, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = given["cache_seqlens"].clone()

@@ -25,7 +25,7 @@ def example():
 
 @pytest.fixture
 def saved(example, tmp_path):
-    """A file with a random model, large enough that its tokens depend on the tokens that it attends to."""
+    """Return a file with a random model, large enough that its tokens depend on the tokens that it attends to."""
     generator = torch.Generator().manual_seed(3)
     model = example.train_gpt.GPT(example.train_gpt.parse_arguments([f"--{n}={x}" for n, x in SIZES.items()]))
     weights = {name: torch.randn(x.shape, generator=generator) * 0.5 for name, x in model.state_dict().items()}

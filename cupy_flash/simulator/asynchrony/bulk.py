@@ -301,7 +301,7 @@ Reader = tuple[Callable[[Group], Indices], Callable[[Group, SharedAddresses], Pi
 
 
 def _global_operand(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
-    """Return two functions of the global operand, a box or a range: to its keys (n,), and to its Pieces.
+    """Return two functions of a group, for the global operand (a box or a range): one gives keys (n,), one the Pieces.
 
     Lanes with equal keys issue one copy.
     """

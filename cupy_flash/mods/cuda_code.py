@@ -578,7 +578,7 @@ class _Writer:
         return inside
 
     def _real_sum(self, x: Node) -> Node:
-        """Return an int or bool as a real. If all terms of a sum are exact as reals, the terms are converted and added."""
+        """Return an int or bool as a real. If all terms of a sum are exact as reals, they are converted and added."""
         is_sum = stage(x) == SCORE and x.op in ("abs", "neg", "add", "sub", "mul")
         if not is_sum or not all(self._is_exact(term) for term in (x, *x.args)):
             return x.graph.cast(x, REAL)

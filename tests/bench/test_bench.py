@@ -25,7 +25,7 @@ CASE = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="float32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the output folder of a full run, in which FlexAttention gets no time to compile: it would need a minute."""
+    """Yield the output folder of a full run, in which FlexAttention gets no time to compile: it would need a minute."""
     threads = torch.get_num_threads()
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:

@@ -41,9 +41,7 @@ case "$*" in *{failing}*) exit 7 ;; esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs bench/on_gpu.sh with fake versions of python and of the GPU tools, which record their
-    arguments.
-    """
+    """Return a function that runs bench/on_gpu.sh with fakes of python and GPU tools, which record their arguments."""
     calls, tools = tmp_path / "calls", tmp_path / "tools"
     tools.mkdir()
 

@@ -46,7 +46,7 @@ CASES = {
 # Properties of wgmma tiles that a plan chooses only for larger problems, or never.
 OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
-# These run in any order alone, because the gradient of the table is summed in no fixed order.
+# The gradient of the table is summed in no fixed order.
 MODS = Case(**LONG, score_mod="relative", mask_mod="document")
 CACHES = {
     "cache": CacheCase(

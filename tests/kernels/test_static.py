@@ -36,9 +36,7 @@ def compiled(problems):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Instruction counts of kernels compiled with the flags of a user's call, which unroll more than the tests'
-    flags.
-    """
+    """Yield instruction counts of kernels compiled with the flags of a user's call, which unroll more than in tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
         kernel_cache.compiled.cache_clear()

@@ -65,7 +65,7 @@ class Worker(Generic[T]):
     def __init__(self, work: Callable[..., T]) -> None:
         self.work = work
         self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: Any = None  # a Connection while there is a process
+        self.pipe: Any = None  # a Connection as long as the process exists
 
     def __enter__(self) -> Worker:
         return self

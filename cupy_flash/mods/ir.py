@@ -249,7 +249,7 @@ def _mul(graph: Graph, kind: str, x: Node, y: Node) -> Node | None:
 def _div(graph: Graph, kind: str, x: Node, y: Node) -> Node | None:
     if y.op != "const" or not 2.0**-100 <= abs(y.value) <= 2.0**100:
         return None
-    power_of_two = abs(math.frexp(y.value)[0]) == 0.5  # its inverse is exact
+    power_of_two = abs(math.frexp(y.value)[0]) == 0.5  # then 1 / y is exact
     return graph.make("mul", x, graph.const(1 / y.value)) if power_of_two else None
 
 

@@ -641,7 +641,7 @@ def _elementwise(
             return Value(trace, function(trace.graph, *nodes, **{key: _nth(x, n) for key, x in named.items()}))
         except Untraceable:
             raise
-        except TypeError as error:  # the function has no such operand
+        except TypeError as error:  # the call has an operand that the function does not take
             raise Untraceable(f"{name}: {error}") from None
 
     return Row(trace, [apply(n) for n in range(lengths.pop())]) if lengths else apply(0)

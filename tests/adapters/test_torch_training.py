@@ -82,7 +82,7 @@ def test_compile(function):
         "aot_eager",
         pytest.param(
             "inductor",
-            # raised by torch's import of its mkldnn module
+            # torch's import of its mkldnn module gives this warning
             marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
         ),
     ],

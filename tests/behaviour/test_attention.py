@@ -298,7 +298,7 @@ def test_calls_from_many_threads():
 
 
 def test_blas_limit_nests_and_overlaps():
-    """Two calls may enter and leave in any order: the limit is lifted when the second one leaves."""
+    """Two calls may enter and leave in any order: the limit is lifted when the last one leaves."""
     limit, before = thread_pool._single_threaded_blas, blas_limits()
     first, second = thread_pool._User(), thread_pool._User()
     limit.enter(first)

@@ -226,7 +226,7 @@ def test_a_run_out_of_time_is_continued(tmp_path, clock, capsys):
     assert gpu.run(*words[:2], 1000, *words[3:]) == 0 and measured == [1, 2, 3, 4]
     stored = json.loads((tmp_path / "x.json").read_text())
     assert stored["command"] == "python -m bench forward --gpu"
-    # measured by the process that measured the case
+    # the worker that measured a case has also measured the matmul
     assert [case["matmul_tflops"] for case in stored["cases"]] == [700] * 4
     assert stored["device"]["multiprocessors"] == 132
 

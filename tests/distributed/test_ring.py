@@ -351,7 +351,7 @@ def one_rank_that_changes_an_option_is_an_error_on_all(world):
     ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-2]) if odd else 2**64 - 2)
     with pytest.raises(ValueError, match="  - seed: 3 on rank 0.* 18446744073709551615 on rank"):
         ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-1 if odd else 3]))
-    # every rank has the same number of rows
+    # the bounds differ between ranks, but not the number of rows
     bounds = [0, 4 * world.size, 8 * world.size] if odd else [0, 8 * world.size]
     with pytest.raises(ValueError, match="  - lengths: "):
         ring_attention_varlen(q[0], q[0], q[0], bounds, bounds)

@@ -113,7 +113,7 @@ def test_a_graph_serves_lengths_that_grow() -> None:
     lengths = call.options["cache_seqlens"]
     for attend_in_form in (attend, *in_every_form(call)):
         lengths[...] = 1
-        attend_in_form(call)  # loads the kernels, because a capture cannot
+        attend_in_form(call)  # this call loads the kernels, because a capture cannot
         with new_stream() as stream:
             stream.begin_capture()
             out, lse = attend_in_form(call)

@@ -277,7 +277,7 @@ def posed_forward(**words):
     "words", [dict(head_dim=128), exhaustive(dict(head_dim=64, causal=True, packed=True))], ids=str
 )
 def test_the_largest_tiles_compile_without_spills(words):
-    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either.
+    """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg.
 
     `python -m bench static` compiles every tile that a plan may choose.
     """
@@ -361,7 +361,7 @@ def test_strides_and_addresses_that_tma_cannot_load():
         return wide[..., by : by + x.shape[-1]]
 
     repeated = np.broadcast_to(call.k[:, :1], call.k.shape)
-    columns = np.asfortranarray(call.v)  # copied to contiguous rows before the launch
+    columns = np.asfortranarray(call.v)  # a call copies such a V to contiguous rows before the launch
     for arrays, aligned in (
         (dict(q=shifted(call.q, 8)), True),
         (dict(q=shifted(call.q, 1)), False),

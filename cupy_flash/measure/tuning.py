@@ -359,7 +359,7 @@ def work(task: Task, announce: Announce) -> Any:
 
 
 def find_candidates(task: Task) -> Candidates | dict[str, str]:
-    """Return the tiles of every engine that may serve a call; {engine: its reasons} where none does."""
+    """Return the tiles of every engine that may serve a call; if none does, {engine: reasons of its refusal}."""
     assert task.trial is not None
     stated, _ = _stated(task.backend, task.trial, None)
     on = dispatch.device_of(stated)

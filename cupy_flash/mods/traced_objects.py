@@ -41,7 +41,8 @@ class Held(Delegate):
             return own[name]
         try:
             value = getattr(owner, name)
-        except AttributeError:  # from hasattr(), say; no condition can check if a later call has the attribute
+        except AttributeError:
+            # The mod may call hasattr(), and no condition can check whether a later call has the attribute.
             rebuilder.sources.reproducible = False
             raise
         plain = name.isidentifier() and not keyword.iskeyword(name)

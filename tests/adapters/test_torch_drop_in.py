@@ -351,7 +351,7 @@ def test_sdpa_context_serves_the_layers_of_torch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_sdpa_context_leaves_the_fast_path_of_encoders():
-    """torch does not use the fast path of encoders inside any mode, so neither inside `sdpa()`.
+    """torch does not use the fast path of encoders inside a mode, and `sdpa()` is a mode.
 
     Only the fast path sets padded rows to 0; otherwise they are outputs of the layers.
     """

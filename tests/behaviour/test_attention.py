@@ -238,7 +238,7 @@ def test_bitwise_independent_of_the_threads_of_blas(length):
 
 
 def test_bitwise_equal_over_ten_runs():
-    """Runs on several CPU threads; test_kernels.py checks the kernels in any order of blocks and warps."""
+    """The call runs on several CPU threads; test_kernels.py checks the kernels in any order of blocks and warps."""
     case = Case(q_len=300, kv_len=300, causal=True, bias="11qk", sink=True, dropout=0.1, head_dim=32)
     first = run(case)
     for _ in range(9):

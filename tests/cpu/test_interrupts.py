@@ -155,7 +155,7 @@ def test_an_error_in_one_thread_stops_the_other():
         began.clear()
 
 
-# Runs in a separate process without other threads; an alarm ends a child that hangs.
+# This program runs in a separate process without other threads; an alarm ends a child that hangs.
 FORK = """
 import os, signal, threading, time
 import numpy as np

@@ -203,7 +203,7 @@ def test_without_a_region_numpy_computes(chosen, monkeypatch):
     assert [type(one) for one in chosen] == [Products]
 
 
-# Runs in a separate process; an alarm ends a child that hangs.
+# This program runs in a separate process; an alarm ends a child that hangs.
 FORK = """
 import os, signal
 import torch

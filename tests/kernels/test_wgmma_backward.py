@@ -108,7 +108,7 @@ def posed_backwards(dims, **words):
     "dims", [(64, 64), (128, 128), (192, 128), (256, 256), exhaustive((96, 96)), exhaustive((160, 192))], ids=str
 )
 def test_every_tile(dims):
-    """Runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
+    """The test runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
     dim, dim_v = dims
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
     hopper = device.named("sm_90a", "cuda")

@@ -359,7 +359,7 @@ def test_the_peers_of_a_call(changes, count, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_peer_computes_the_call(backward):
-    """Runs on the CPU, where torch has a flash kernel as well."""
+    """The peers run on the CPU, where torch has a flash kernel as well."""
     trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
     call = other_libraries.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
     shapes = [tuple(x.shape) for x in (call() if backward else [call()])]

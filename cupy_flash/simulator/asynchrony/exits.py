@@ -92,7 +92,7 @@ class Exits(Unit):
         rows = np.flatnonzero(context.block_of_row == block)
         users = np.flatnonzero((context.cluster_of_row == cluster) & (uses[_DONE] > 0))
         agent = None if use is Use.READ else clocks.agent(("mbarrier", offset, rank))
-        # A lane keeps its block alive until it exits, so a wait by any single lane of the block is enough.
+        # A lane keeps its block alive until the lane exits, so a wait by any single lane of the block is enough.
         known = clocks.known_by_leaders[cluster, context.warp_in_cluster[rows]].max(0).astype(np.int64)
         done = np.zeros(len(users), bool) if agent is None else known[agent] >= uses[_DONE, users]
         done |= known[context.warp_in_cluster[users]] >= uses[_CLOCK, users]

@@ -45,7 +45,7 @@ class Mbarriers(Unit):
         self._fenced = np.zeros(shape, bool)
         self._copies = np.zeros(shape, np.int64)  # bulk copies in flight that signal this mbarrier
         self._copied = np.zeros(shape, np.int64)  # completed phases once its last bulk copy is complete
-        self._used_at = np.zeros((*shape, context.warps_per_block * context.cluster), np.uint64)  # by warp
+        self._used_at = np.zeros((*shape, context.warps_per_block * context.cluster), np.uint64)  # clock, by warp
         self._arrived: dict[
             int, npt.NDArray[np.bool_]
         ] = {}  # offset -> (block, warp, lane): arrivals of the current phase

@@ -22,7 +22,7 @@ BY_NAME = pytest.mark.parametrize("feature", FEATURES, ids=NAMES)
 
 
 def documented(name):
-    """The entry of an option in attention()'s docstring, joined to one line; None if there is none."""
+    """Return the entry of an option in attention()'s docstring, joined to one line; None if there is none."""
     arguments = attention.__doc__.partition("Args:")[2].partition("Returns:")[0]
     names = rf"(?:\w+, )*{name}(?:, \w+)*"
     match = re.search(rf"(?:^ +|\. ){names}: (.*?)(?=^ {{8}}\w[\w, ]*: |\Z)", arguments, re.M | re.S)
@@ -35,7 +35,7 @@ def test_the_signature_has_the_options_of_the_table():
 
 
 def types_of(options):
-    """{option: type} of a TypedDict of argument_types.py, for arrays of any library."""
+    """Return {option: type} of a TypedDict of argument_types.py, for arrays of any library."""
     return {name: re.sub(r"\bT\b", "AnyArray", kind.__forward_arg__) for name, kind in options.__annotations__.items()}
 
 

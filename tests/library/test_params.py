@@ -46,7 +46,7 @@ def test_any_subset_of_members_is_packed(name, data):
 
 
 def expected_params(problem, operands, results):
-    """The record, filled field by field as the comments in params.cuh specify."""
+    """Return the record, filled field by field as the comments in params.cuh specify."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
     arrays = {name: getattr(operands, name) for name in operands._fields} | results
@@ -179,7 +179,7 @@ def test_partials_of_a_stack():
     ],
 )
 def test_alignment_of_rows(dtype, elements, strides, aligned):
-    """The largest of 8, 4 and 1 that divides the start address and every stride, in elements."""
+    """The alignment is the largest of 8, 4 and 1 elements that divides the start address and every stride."""
     batch, head, row = strides
     item = np.dtype(dtype)
     array = Array(4096, (2, 2, 2, 8), (batch, row, head, 1), item, "cpu", "numpy", None)

@@ -122,7 +122,7 @@ def test_an_engine_is_a_module_and_an_entry(toy):
     ids=["arch", "derivative", "cache", "cache-option", "split", "cache-dtype", "no-cache", "request"],
 )
 def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
-    """The same problem is served by an engine that names it."""
+    """The toy engine serves the problem as long as it names its options, dtypes and derivatives."""
     named_by_all = dict(OPTIONS=simt.OPTIONS, CACHE_OPTIONS=simt.CACHE_OPTIONS | {"split_size"}, CACHE_DTYPES=(FP8,))
     vars(toy).update(named_by_all, DERIVATIVES=(JVP,))
     problem = PROBLEM._replace(backend="simulator", head_dim=16, head_dim_v=16, bias=None, **asked)
@@ -133,7 +133,7 @@ def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
 
 
 def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
-    """The toy option is a row of the table whose fact is a field of Cache."""
+    """The toy option is a row of CACHE_FEATURES whose fact is a field of Cache."""
     toy = Feature("toy_slots", ARRAY, fact="slots")
     monkeypatch.setattr(kv_cache_records, "CACHE_FEATURES", (*CACHE_FEATURES, toy))
     problem = PROBLEM._replace(dtype=np.dtype("float16"), cache=CACHE._replace(dtype=np.dtype("float16")))
@@ -145,7 +145,7 @@ def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
 
 
 def test_a_check_and_a_compilation_take_every_engine(toy):
-    """The calls of a check are those that the engine names; its kernels are found by the name of their folder."""
+    """A check makes calls with the options that the engine names, and finds its kernels by the name of their folder."""
     toy.OPTIONS, toy.HEAD_DIMS = simt.OPTIONS, ((16, 16), (32, 32))
     covering = trials("toy", named("sm_80"), True, quick=False)
     assert {trial.dtype for trial in covering} == set(toy.DTYPES) and {trial.head_dim for trial in covering} == {16}
@@ -157,10 +157,10 @@ def test_a_check_and_a_compilation_take_every_engine(toy):
 
 
 def test_the_registry_is_the_only_list_of_engines():
-    """Checks know the names, in the order of the registry; other modules outside engines/ have no name of an engine."""
+    """Outside engines/ only problem/records.py lists the engines' names, in the order of the registry."""
     assert tuple(MODULES) == ENGINES
     names = set(ENGINES) - set(BACKENDS)
-    instructions = {"mma", "wgmma"}  # also names of PTX instructions, which these modules speak of
+    instructions = {"mma", "wgmma"}  # these two are also names of PTX instructions, which the modules below may mention
     of_instructions = {"measure/checks/micro_kernels.py", "measure/checks/evidence.py"}
     package = Path(cupy_flash.__file__).parent
     for path in package.rglob("*.py"):
@@ -174,8 +174,10 @@ def test_the_registry_is_the_only_list_of_engines():
 
 
 def test_every_option_is_named_by_an_engine():
-    """An engine names options of the tables alone. A plan cannot see, and so not refuse, an option that is part of
-    another fact, or whose array is only read: such a row needs an entry here.
+    """Engines name all options of the tables, and no others.
+
+    A plan cannot refuse an option that it does not see, because it is part of another fact or an array that is only
+    read: such a row needs an entry here.
     """
     part_of_a_fact = {"causal", "window", "seed"}
     only_read = {"v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "positions", "rotary_sin", "out"}
@@ -312,7 +314,7 @@ def test_an_explicit_choice_is_kept():
 
 
 def test_explain():
-    """The engine, its tiles, the reason, and a line per reason against each other engine; nothing is computed."""
+    """The text has the engine, its tiles, the reason, and a line per reason against each other engine."""
     case = Case(q_len=300, kv_len=500, causal=True, dropout=0.1)
     q, k, v, options, *_ = case.call()
     text = cupy_flash.explain(q, k, v, **options)
@@ -425,7 +427,7 @@ def test_deterministic_has_no_unordered_additions():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("q_len", [70, 300])
 def test_small_problems_run_on_tensor_cores(q_len, backward):
-    """The latency of loads decides, not the products: simt waits for two tiles in every step."""
+    """mma is cheaper even here: latency costs more than products, and simt waits for two tiles per step."""
     problem = posed(Case(q_len, q_len, kv_heads=4, head_dim=32, head_dim_v=32, dtype="float16"))[0].problem
     assert plan(problem._replace(backward=backward), named("sm_80")).engine == "mma"
 

@@ -71,7 +71,7 @@ assert "  - simt: it takes no temperature" in served(backend="simulator")
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package and its kernels, in which the option is declared."""
+    """Return a copy of the package and its kernels, in which the option is declared."""
     for folder in ("cupy_flash", "kernels_cu"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     edit(tmp_path, DECLARED)
@@ -94,7 +94,7 @@ def run(copy, code):
 
 
 def test_an_option_that_no_engine_names_is_refused(copy):
-    """Also if the code of an engine implements it: only OPTIONS says what the engine serves."""
+    """The option is refused even if the code of an engine implements it: only OPTIONS says what an engine serves."""
     run(copy, REFUSED)
     edit(copy, IMPLEMENTED)
     run(copy, REFUSED)

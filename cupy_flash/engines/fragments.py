@@ -18,13 +18,7 @@ RESCALE_ABOVE = 8.0  # softmax2.cuh: P reaches 2^8, which fp16 (2^16) and fp32 r
 ROWS = 64  # rows per block of the row kernels
 SQUARE = 16  # dq_sums.cuh: dQ is summed in squares of 16 x 16
 
-CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
 KEEPS_SCORE = tuple(feature for feature in FEATURES if feature.keeps_score)
-
-
-def is_modified(problem: Problem) -> bool:
-    """Return whether anything but a scale is applied between q.k and the softmax."""
-    return any(is_given(problem, feature) for feature in CHANGES_SCORE)
 
 
 def keeps_scores(problem: Problem) -> bool:
@@ -42,7 +36,7 @@ def fragment_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         # P <= 1 in a JVP, which in fp16 multiplies it by up to 2^15 (factor_scale.cuh).
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,
-        "MODIFIED": is_modified(problem) or problem.derivative != "" or not low <= problem.scale <= high,
+        "MODIFIED": problem.is_modified or problem.derivative != "" or not low <= problem.scale <= high,
     }
     return MappingProxyType(constants)
 

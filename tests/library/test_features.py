@@ -6,6 +6,7 @@ import re
 import pytest
 
 from cupy_flash import api, append_to_kv_cache, attention, attention_with_kv_cache
+from cupy_flash.engines import MODULES
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
@@ -95,6 +96,18 @@ def test_the_reference_takes_the_options_of_the_definition():
     assert argument_types.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
 
 
+@pytest.mark.parametrize(
+    ("table", "attribute"), [(FEATURES, "OPTIONS"), (CACHE_FEATURES, "CACHE_OPTIONS")], ids=["attention", "cache"]
+)
+def test_every_option_of_the_definition_has_an_engine(table, attribute):
+    """Engines name options of the table alone, and all but cpu_decode, which is for few queries, the common ones."""
+    named = {name: options for name, x in MODULES.items() if (options := getattr(x, attribute)) is not None}
+    assert set().union(*named.values()) == {feature.name for feature in table if feature.definition}
+    common = {feature.name for feature in table if feature.common}
+    lacking = {name: common - options for name, options in named.items() if not common <= options}
+    assert lacking.keys() <= {"cpu_decode"}
+
+
 @BY_NAME
 def test_every_option_is_documented(feature):
     text = documented(feature.name)
@@ -137,7 +150,9 @@ def test_each_kind_of_feature_has_its_columns():
     for feature in FEATURES:
         assert (feature.kind == features.ARRAY) == bool(feature.axes) == bool(feature.dtypes)
         assert (feature.kind == features.NUMBER) == bool(feature.range)
+        assert (feature.kind == features.NUMBER and bool(feature.constant)) == bool(feature.example)
         assert not feature.element or feature.dtypes == features.FLOATING
+        assert not feature.common or feature.definition
         assert set("".join(feature.axes)) <= SIZES.keys()
 
 
@@ -160,6 +175,8 @@ def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
     if feature.kind == features.ARRAY and feature.name != "out":
         member = "cu_seqlens_q" if feature.name == "cu_seqlens_q" else FIELDS.get(feature.name, feature.name)
         assert member in members and member in (*CacheOperands._fields, *Operands._fields)
+    if feature.constant:
+        assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     assert {conflict.other for conflict in feature.conflicts} <= set(names)
     if feature.rows:
         assert [len(axes) for axes in feature.axes] == [4]

@@ -18,7 +18,7 @@ from ..arrays import named_dtype
 from .build import TABLE
 from .checks import Requirements, check_options
 from .features import ARRAY, FEATURES, FLOATING, NUMBER, Options
-from .kv_cache_records import Cache
+from .kv_cache_records import CACHE_FEATURES, Cache
 from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
 
 if TYPE_CHECKING:
@@ -377,6 +377,9 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
+NOT_RECORDED = tuple(x for x in CACHE_FEATURES if x.field in Cache._fields and not hasattr(CacheTrial, x.field))
+
+
 def obstacle(problem: Problem) -> str:
     """Return the reason why a call has no Trial; "" if it has one."""
     if problem.derivative:
@@ -387,6 +390,8 @@ def obstacle(problem: Problem) -> str:
         return "an array is empty"
     if problem.cache is not None and problem.cache.split_size is not None:
         return "with split_size its tile does not depend on measurements"
+    if problem.cache is not None and any(is_given(problem.cache, feature) for feature in NOT_RECORDED):
+        return "the record of a call lacks an option of its cache"
     if problem.mods:
         from ..mods.ir import order, parse
 

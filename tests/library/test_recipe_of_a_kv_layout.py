@@ -108,6 +108,16 @@ for backend in ("cpu", "simulator"):
     for actual, wanted in zip(result(backend, page_rows=4 * table), expected):
         np.testing.assert_array_equal(actual, wanted)
 """
+NOT_RECORDED = """
+from cupy_flash.problem.build import pose_with_cache
+from cupy_flash.problem.kv_cache_records import CacheOptions
+from cupy_flash.problem.recorded_call import obstacle
+reasons = [
+    obstacle(pose_with_cache(q, *pages, CacheOptions(cache_seqlens=lengths, **layout))[0])
+    for layout in (dict(block_table=table), dict(page_rows=4 * table))
+]
+assert reasons == ["", "the record of a call lacks an option of its cache"], reasons
+"""
 
 
 @pytest.fixture
@@ -123,7 +133,7 @@ def test_a_layout_that_no_engine_names_is_refused(copy):
 
 def test_a_layout_is_served_on_the_cpu_and_by_the_kernels(copy):
     copy.edit(IMPLEMENTED)
-    copy.run(CALLS + SERVED)
+    copy.run(CALLS + SERVED + NOT_RECORDED)
 
 
 def test_a_layout_takes_few_files():

@@ -377,7 +377,7 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-NOT_RECORDED = tuple(x for x in CACHE_FEATURES if x.field in Cache._fields and not hasattr(CacheTrial, x.field))
+NOT_RECORDED = [x for x in CACHE_FEATURES if x.field in {*Cache._fields} - {*dir(CacheTrial), *dir(Trial)}]
 
 
 def obstacle(problem: Problem) -> str:

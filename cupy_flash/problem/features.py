@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -101,9 +102,7 @@ def option(kind: str, default: Any = None, **columns: Any) -> Any:
     return field(default=default, metadata={"kind": kind, **columns})
 
 
-def common(kind: str, default: Any = None, **columns: Any) -> Any:
-    """Return the field of an option that all engines implement; one that `option` returns is refused by most."""
-    return option(kind, default, common=True, **columns)
+common = partial(option, common=True)  # the field of an option that all engines implement
 
 
 @dataclass(slots=True)

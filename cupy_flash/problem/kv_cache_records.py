@@ -119,7 +119,6 @@ class CacheOptions:
         dtypes=INT32,
         shape_text="must be ({b}, pages), not {given}",
         fact="page",
-        constant="PAGED",
         leading_stride="table_row",
         addresses="keys",
         appends=True,

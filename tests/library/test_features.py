@@ -96,16 +96,10 @@ def test_the_reference_takes_the_options_of_the_definition():
     assert argument_types.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
 
 
-@pytest.mark.parametrize(
-    ("table", "attribute"), [(FEATURES, "OPTIONS"), (CACHE_FEATURES, "CACHE_OPTIONS")], ids=["attention", "cache"]
-)
-def test_engines_name_the_common_options(table, attribute):
+def test_engines_name_the_common_options():
     """All do but cpu_decode, which is for few queries; what is not common is named by some."""
-    named = {name: options for name, x in MODULES.items() if (options := getattr(x, attribute)) is not None}
-    common = {feature.name for feature in table if feature.common}
-    assert {name for name, options in named.items() if not common <= options} <= {"cpu_decode"}
-    of_all = frozenset.intersection(*(options for name, options in named.items() if name != "cpu_decode"))
-    assert of_all == common
+    named = [x.OPTIONS for name, x in MODULES.items() if x.OPTIONS is not None and name != "cpu_decode"]
+    assert frozenset.intersection(*named) == {feature.name for feature in FEATURES if feature.common}
 
 
 @BY_NAME
@@ -175,8 +169,6 @@ def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
     if feature.kind == features.ARRAY and feature.name != "out":
         member = "cu_seqlens_q" if feature.name == "cu_seqlens_q" else FIELDS.get(feature.name, feature.name)
         assert member in members and member in (*CacheOperands._fields, *Operands._fields)
-    if feature.constant:
-        assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     assert {conflict.other for conflict in feature.conflicts} <= set(names)
     if feature.rows:
         assert [len(axes) for axes in feature.axes] == [4]

@@ -11,7 +11,7 @@ DECLARED = (
     (
         "cupy_flash/problem/kv_cache_records.py",
         "    slots: AnyArray | None = common(\n",
-        '    page_rows: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=INT32, constant="PAGE_ROWS",\n'
+        '    page_rows: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=INT32,\n'
         '        shape_text=OF_SEQUENCES, leading_stride="page_rows_row", addresses="keys")\n'
         "    slots: AnyArray | None = common(\n",
     ),
@@ -50,6 +50,12 @@ DECLARED = (
     ("kernels_cu/params.cuh", "  long long cos_row;\n", "  long long page_rows_row;\n  long long cos_row;\n"),
 )
 IMPLEMENTED = (
+    (
+        "cupy_flash/engines/shared.py",
+        '        "PAGED": problem',
+        '        "PAGE_ROWS": problem.cache is not None and problem.cache.page_rows,\n        "PAGED": problem',
+    ),
+    ("cupy_flash/engines/shared.py", '("KV_CACHE", "PAGED",', '("KV_CACHE", "PAGED", "PAGE_ROWS",'),
     (
         "cupy_flash/problem/kv_cache_records.py",
         "page_rows: AnyArray | None = option(",
@@ -137,4 +143,4 @@ def test_a_layout_is_served_on_the_cpu_and_by_the_kernels(copy):
 
 
 def test_a_layout_takes_few_files():
-    assert len(files_of(RECIPE)) <= 10
+    assert len(files_of(RECIPE)) <= 11

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from cupy_flash import api, append_to_kv_cache, attention, attention_with_kv_cache
+from cupy_flash.engines import MODULES
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
@@ -95,6 +96,12 @@ def test_the_reference_takes_the_options_of_the_definition():
     assert argument_types.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
 
 
+def test_engines_name_the_common_options():
+    """All do but cpu_decode, which is for few queries; what is not common is named by some."""
+    named = [x.OPTIONS for name, x in MODULES.items() if x.OPTIONS is not None and name != "cpu_decode"]
+    assert frozenset.intersection(*named) == {feature.name for feature in FEATURES if feature.common}
+
+
 @BY_NAME
 def test_every_option_is_documented(feature):
     text = documented(feature.name)
@@ -137,7 +144,9 @@ def test_each_kind_of_feature_has_its_columns():
     for feature in FEATURES:
         assert (feature.kind == features.ARRAY) == bool(feature.axes) == bool(feature.dtypes)
         assert (feature.kind == features.NUMBER) == bool(feature.range)
+        assert (feature.kind == features.NUMBER and bool(feature.constant)) == bool(feature.example)
         assert not feature.element or feature.dtypes == features.FLOATING
+        assert not feature.common or feature.definition
         assert set("".join(feature.axes)) <= SIZES.keys()
 
 

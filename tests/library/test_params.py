@@ -15,6 +15,7 @@ from cupy_flash.arrays import Array, as_array
 from cupy_flash.engines.launch import Workspace
 from cupy_flash.gpu import params
 from cupy_flash.gpu.params import dtypes, pack, pack_partials
+from cupy_flash.problem.features import NUMBERS
 from cupy_flash.problem.records import Saved
 
 
@@ -75,7 +76,9 @@ def expected_params(problem, operands, results):
     if problem.alibi and len(operands.alibi_slopes.shape) == 2:
         expected["alibi_batch"] = operands.alibi_slopes.strides[0]
     expected["seed"] = operands.seed if isinstance(operands.seed, int) else 0
-    expected["scale"], expected["softcap"] = problem.scale, problem.softcap or 0
+    for feature in NUMBERS:
+        if feature.member:
+            expected[feature.member] = getattr(problem, feature.field) or 0
     expected["keep_scale"] = dropout.keep_scale(problem.dropout)
     expected["drop_below"] = dropout.threshold(problem.dropout)
     expected["step"], expected["first_head"], expected["whole_heads"] = 1, 0, problem.heads

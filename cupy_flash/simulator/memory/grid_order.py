@@ -120,10 +120,11 @@ class GridOrder:
         `converged_at` is each warp's clock when it last converged.
         """
         self.context, self.clocks, self.converged_at = context, clocks, converged_at
-        self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since then
+        self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since their warp last converged
         self._read = np.zeros((context.warps, 32), np.int64)  # release number and kind of each lane's last read
-        self._fenced: dict[tuple[int, int], _Release] = {}  # released by the thread's next strong write
-        # Acquired by the thread's next fence: of each releasing thread, scope, and scope of the read, the last release.
+        # By thread: the release that its next strong write publishes; and what its next fence acquires, the last release
+        # by each releasing thread, scope of the release, and scope of the read.
+        self._fenced: dict[tuple[int, int], _Release] = {}
         self._seen: dict[tuple[int, int], dict[tuple[int, int, str, str], _Release]] = {}
         return self
 

@@ -122,8 +122,8 @@ class GridOrder:
         self.context, self.clocks, self.converged_at = context, clocks, converged_at
         self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since their warp last converged
         self._read = np.zeros((context.warps, 32), np.int64)  # release number and kind of each lane's last read
-        # By thread: the release that its next strong write publishes; and what its next fence acquires, the last release
-        # by each releasing thread, scope of the release, and scope of the read.
+        # By thread: the release that its next strong write publishes; and what its next fence acquires, the last
+        # release by each releasing thread, scope of the release, and scope of the read.
         self._fenced: dict[tuple[int, int], _Release] = {}
         self._seen: dict[tuple[int, int], dict[tuple[int, int, str, str], _Release]] = {}
         return self

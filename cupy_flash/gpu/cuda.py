@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Kernel(Protocol):
-        """A loaded kernel, as CuPy's functions of a module are called; a stream is anything with a `ptr`."""
+        """The signature of a loaded kernel, a function of a CuPy module; `stream` is anything with a `ptr`."""
 
         def __call__(
             self,
@@ -94,7 +94,7 @@ def _explained() -> Iterator[None]:
 
 
 def _advise(error: RuntimeError) -> None:
-    """Raise the error with advice if it is of an allocation in a capture; CuPy's errors have a status."""
+    """Raise the error with advice if it is of an allocation in a capture; CuPy's CUDARuntimeError has a status."""
     if getattr(error, "status", None) == CAPTURE_UNSUPPORTED:
         raise RuntimeError(
             "results and workspaces would have to be allocated during a CUDA graph capture that forbids cudaMalloc: "
@@ -116,7 +116,7 @@ def _start(work: run_plan.Work) -> None:
     # CuPy asks NumPy to describe an argument's dtype, which takes 100 times longer for a struct than for raw bytes.
     params = params.view(f"V{params.nbytes}")
     with cupy.cuda.Device(index) as card:
-        card.use()  # makes the context current in a new thread, which cuTensorMapEncodeTiled needs
+        card.use()  # cuTensorMapEncodeTiled needs a current context, which a new thread lacks
         _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
             function = _ready(launch, index, work.arch, stream.ptr)

@@ -200,5 +200,5 @@ def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
         ]
         for row in rows
     ]  # fmt: skip
-    heading = "SASS instructions of a thread per score, products excluded, that mods add to the steady loop (bf16, D 128)"
+    heading = "SASS instructions of a thread per score that mods add to the steady loop, without products (bf16, D 128)"
     return [Table(heading, columns, lines)] if lines else []

@@ -64,9 +64,9 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     return compiled(text, launch.kernel, target)
 
 
-def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate = empty) -> tuple[Array, Array]:
+def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> tuple[Array, Array]:
     """Run the forward and return (out, lse)."""
-    problem, q = plan.problem, operands.q
+    problem, q, allocate = plan.problem, operands.q, allocate or empty
     out = None if operands.cache is None else operands.cache.out
     if out is None:
         out = allocate((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
@@ -90,8 +90,9 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
     start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 
-def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate = empty) -> Gradients:
+def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> Gradients:
     """Run the backward, or with tangents the double backward, and return the gradients."""
+    allocate = allocate or empty
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients = {f"d{name}": allocate(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     work = _work(plan, operands, {**gradients}, allocate)
@@ -173,9 +174,15 @@ def copied(plan: Plan, operands: Operands) -> dict[str, Array]:
 
 
 def _work(
-    plan: Plan, operands: Operands, results: Results, allocate: Allocate = empty, *, without_workspaces: bool = False
+    plan: Plan,
+    operands: Operands,
+    results: Results,
+    allocate: Allocate | None = None,
+    *,
+    without_workspaces: bool = False,
 ) -> Work:
     """Return the launches of a plan with these outputs, and with workspaces and copies by the caller's framework."""
+    allocate = allocate or empty
     inputs = operands.arrays()
     rows = {name: contiguous(array) for name, array in copied(plan, operands).items()}
     if rows:

@@ -11,7 +11,7 @@ BUDGET = {
     "cupy_flash": [
         (21711, "the package when the budget began"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
-        (401, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
+        (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

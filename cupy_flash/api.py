@@ -16,6 +16,7 @@ from .problem.records import Gradients, Packed, Saved, SecondGradients, Tangents
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .device import Device
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
         Causal,
@@ -352,6 +353,7 @@ def attention_vjp(
     """
     settings = Options.of("attention_vjp", options)
     problem, operands = pose("attention_vjp", (q, k, v), settings)
+    since = dispatch.device_of(problem)  # an import of torch between the two does not change the backward's engine
     out, lse = (array.result() for array in dispatch.forward(problem, operands))
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
@@ -362,7 +364,7 @@ def attention_vjp(
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
         q, k, v, out, lse = kept
-        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse), since=since)
 
     return ((out, lse) if settings.return_lse else out), vjp
 
@@ -728,10 +730,15 @@ def _forward(
 
 
 def _backward(
-    function: str, arrays: Inputs[ArrayT], options: Options, saved: Saved, packed: Packed | None = None
+    function: str,
+    arrays: Inputs[ArrayT],
+    options: Options,
+    saved: Saved,
+    packed: Packed | None = None,
+    since: Device | None = None,
 ) -> Gradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved)
-    gradients = dispatch.backward(problem, operands)
+    gradients = dispatch.backward(problem, operands, since)
     return gradients.map(Array.result)
 
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
 
-NO_TORCH = "torch is not imported in this process, and is never imported for an array of another library"
+NO_TORCH = (
+    'torch is not imported: once it is, this engine may compute the call, with other bits (engine="cpu" pins cpu)'
+)
 
 
 class Device(NamedTuple):

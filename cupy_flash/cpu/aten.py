@@ -50,7 +50,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Compute attention: out, of q's shape, and lse (B, Hq, Sq), or (Hq, Tq) if packed, the natural logarithm."""
     problem = plan.problem
     call = Call(problem, operands)
-    if not call.is_aligned:
+    if not call.is_served:
         return engine_cpu.forward(_of_cpu(plan), operands)
     out, lse = Result(problem, operands.q), empty(problem.lse_shape(operands.q), problem.accumulation, operands.q)
     lse_rows = call.rows_of(lse)
@@ -84,7 +84,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     problem = plan.problem
     call = Call(problem, operands)
     assert operands.dout is not None and operands.out is not None and operands.lse is not None
-    if not call.is_aligned:
+    if not call.is_served:
         return engine_cpu.backward(_of_cpu(plan), operands)
     dout, out = (call.rows(x) for x in (operands.dout, operands.out))
     lse_rows = call.rows_of(operands.lse)
@@ -114,6 +114,18 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     return Gradients(dq, dk, dv, dsink=engine_cpu.rounded(dsink, operands.sink, operands.q))
 
 
+def lines(problem: Problem) -> str:
+    """Return the lines of `explain` about what decides besides the problem: contents, and the import of torch."""
+    text = "\ncontents   decide too: cpu computes again what is not finite, and rows of zeros with lse 0"
+    if problem.has_lengths and problem.mask.right is not None:
+        text += ", and causal sequences of unequal lengths"
+    if problem.framework != "torch":
+        text += (
+            '\nbits       are others than before the import of torch, when cpu computes the call: engine="cpu" pins it'
+        )
+    return text
+
+
 class Call:
     """The operands of one call as tensors (B, H, S, D); for a packed batch, (1, H, T, D)."""
 
@@ -132,8 +144,10 @@ class Call:
             self.mask = torch.from_numpy(numbers)
 
     @property
-    def is_aligned(self) -> bool:
-        """Whether the operators align the causal mask of every sequence as the problem does."""
+    def is_served(self) -> bool:
+        """Whether no sink is NaN or +inf, and the operators align the causal mask of every sequence as the problem."""
+        if self.sink is not None and not (self.sink < np.inf).all():
+            return False
         if not self.is_causal or self.problem.mask.top_left:
             return True
         return all(sequence.q_len == sequence.kv_len for sequence in self.sequences)

@@ -38,12 +38,13 @@ KERNELS = "cpu.aten"
 FRAMEWORKS = ("torch", "numpy")  # whose arrays the operators read without a copy
 MASK_BYTES = 2**26  # of the largest mask, which the operators read as numbers of q's dtype
 
-# Cost model in nanoseconds on one core, in the units of the engine cpu. Tuples are (forward, backward).
-FLOP = 0.0095  # per floating-point operation of a matmul
-SCORE = (0.55, 1.0)  # per score between the matmuls
-LOAD = 0.35  # per element of Q, K, V, O or a gradient
-MASK = 1.0  # per score with a mask: its load and addition
-CALL = 3e4  # per call of an operator, one for each sequence of a packed batch
+# Cost model in nanoseconds on one core, fitted to calls that alternate with those of the engine cpu on one thread (S 16
+# to 4096, D 32 to 128, float32) and scaled to the units of that engine. Tuples are (forward, backward).
+FLOP = 0.006  # per floating-point operation of a matmul
+SCORE = (0.45, 1.0)  # per score between the matmuls
+LOAD = 0.45  # per element of K and V, which a call reads once for each head
+MASK = 0.5  # per score with a mask: its load and addition
+CALL = 8e3  # per call of an operator, one for each sequence of a packed batch
 KEYS = 512  # of the operators' key tiles
 
 
@@ -103,13 +104,14 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     Copies of arrays whose rows are not contiguous are left out, because the engine cpu makes them too.
     """
     backward, dims = problem.backward, 2 * problem.head_dim
-    block_q = max(min(tile.block_q, problem.q_len), 1)
-    computed = min(pairs + problem.mask.edges * problem.q_len * block_q / 2, problem.q_len * problem.kv_len)
-    score = dims * FLOP * (5 if backward else 2) + SCORE[backward] + LOAD * dims / block_q * (2 if backward else 1)
+    heads, rows = problem.batch * problem.heads, min(tile.block_q, problem.q_len)
+    # Each edge of the mask adds half a tile of masked scores per query tile.
+    computed = min(pairs + problem.mask.edges * problem.q_len * rows / 2, problem.q_len * problem.kv_len)
+    score = dims * FLOP * (5 if backward else 2) + SCORE[backward]
     if problem.dense_mask is not None or problem.bias is not None:
         score += MASK
     calls = problem.batch if problem.has_lengths else 1
-    return (problem.batch * problem.heads * computed * score + calls * CALL) * 1e-9
+    return (heads * (computed * score + problem.kv_len * dims * LOAD) + calls * CALL) * 1e-9
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:

@@ -144,8 +144,8 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, with the sink and before dropout.
-        deterministic: make gradients bitwise equal from run to run. Those of the CPU engine always are; for any
-            number of threads, too, except those of large torch tensors.
+        deterministic: make gradients bitwise equal from run to run. Those of a CPU engine always are; for any
+            number of threads, too, except those of large torch tensors in the engine cpu.
         backend: "cpu", "cuda" or "simulator"; None selects the arrays' own. There is no fallback to another backend.
             "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -130,6 +129,8 @@ def torch_flash() -> str:
 @cache
 def _changed_schema() -> str:
     """Return which flash operator this version of torch lacks or has with other arguments, logged once; else ""."""
+    import logging
+
     import torch
 
     for name, arguments in FLASH_OPERATORS.items():

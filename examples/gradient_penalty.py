@@ -1,4 +1,4 @@
-"""Train a critic with a gradient penalty: its loss holds a gradient of attention, which is differentiated again.
+"""Train a critic with a gradient penalty: the loss contains a gradient of attention, which is differentiated again.
 
     python -m pip install -e ".[torch]"
     python examples/gradient_penalty.py
@@ -54,7 +54,7 @@ class Critic(nn.Module):
 
 
 def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
-    """Return critic(fake) - critic(real), plus the penalty (norm of the gradient at mix - 1)^2."""
+    """Return critic(fake) - critic(real) + 10 (norm of the critic's gradient at the mixed points - 1)^2."""
     between = (mix * real + (1 - mix) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
@@ -62,7 +62,7 @@ def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
 
 
 def batch(points: int, size: int, generator: torch.Generator) -> tuple[Any, Any, Any]:
-    """Return (real, fake, mix): sets on a ring, random sets, and random points between them for the gradient."""
+    """Return (real, fake, mix): sets of points on a ring, sets of random points, and random weights that mix them."""
     angle = 2 * math.pi * torch.rand(size, points, generator=generator)
     fake = torch.randn(size, points, 2, generator=generator)
     return torch.stack([angle.cos(), angle.sin()], dim=-1), fake, torch.rand(size, 1, 1, generator=generator)
@@ -86,7 +86,7 @@ def train(attention: str, steps: int, learning_rate: float) -> list[float]:
 
 
 def peak_bytes(attention: str, points: int) -> int:
-    """Return the peak memory of this process after one step on sets of `points` points; 0 stands for the least, 8."""
+    """Return the peak memory of this process after one step on sets of `points` points, or of 8 for points = 0."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     critic = Critic(ATTENTIONS[attention])
@@ -96,7 +96,7 @@ def peak_bytes(attention: str, points: int) -> int:
 
 
 def memory(attention: str, lengths: Sequence[int]) -> dict[int, int]:
-    """Return {points: bytes of a step beyond those of the process}, each measured in a process of its own."""
+    """Return {points: bytes of a step beyond those of a minimal step}, each measured in a process of its own."""
     used = {}
     for points in (0, *lengths):
         with get_context("spawn").Pool(1) as process:

@@ -35,7 +35,7 @@ def initial(key: Any) -> Parameters:
 
 
 def sample(key: Any, batch: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return words (B, ENTRIES), their numbers (B, ENTRIES), questions (B, QUESTIONS), which are words, and answers."""
+    """Return words and their numbers (B, ENTRIES), and questions, which are words, and answers (B, QUESTIONS)."""
     words_key, numbers_key, questions_key = jax.random.split(key, 3)
     words = jax.vmap(lambda k: jax.random.permutation(k, VOCABULARY)[:ENTRIES])(jax.random.split(words_key, batch))
     numbers = jax.random.normal(numbers_key, (batch, ENTRIES))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Must be set before jax first uses its devices. It makes four devices of the CPU, and does not affect a GPU.
+# The flag must be set before jax first uses its devices. It makes four devices of the CPU, and does not affect GPUs.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax

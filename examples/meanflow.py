@@ -38,7 +38,7 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {"cupy_flash": cupy_flash.attention,
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block whose attention sees every point."""
+    """Pre-norm transformer block with unmasked attention."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class AverageVelocity(nn.Module):
 
 
 def rings(generator: torch.Generator) -> Any:
-    """Return sets of points, (BATCH, POINTS, 2)."""
+    """Return sets of points on rings, (BATCH, POINTS, 2)."""
     angle = 2 * math.pi * torch.rand(BATCH, POINTS, generator=generator)
     center = torch.randn(BATCH, 1, 2, generator=generator) * 0.5
     radius = 0.5 + torch.rand(BATCH, 1, 1, generator=generator)
@@ -82,7 +82,7 @@ def meanflow_loss(model: nn.Module, generator: torch.Generator) -> Any:
     x = rings(generator)
     noise = torch.randn(x.shape, generator=generator)
     r, t = torch.rand(2, BATCH, 1, 1, generator=generator).sort(dim=0).values
-    r = torch.where(torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r)  # with r = t, u is v
+    r = torch.where(torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r)  # half of them: u(z, t, t) is v
     z, v = (1 - t) * x + t * noise, noise - x
     moving = (v, torch.zeros_like(r), torch.ones_like(t))
     u, derivative = torch.func.jvp(model, (z, r, t), moving)

@@ -276,7 +276,7 @@ def shard(model: GPT, arguments: argparse.Namespace) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    torch.manual_seed(arguments.seed + rank)  # after equal initial weights, different dropout per process
+    torch.manual_seed(arguments.seed + rank)  # the initial weights are equal; dropout must differ per process
 
 
 # --------------------------------------------------------------------------------------------------- the saved state
@@ -316,7 +316,7 @@ def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
-    """Return the rate of step 1, 2, ...: linear warm-up over a tenth of the steps, then cosine decay to 0.1 x peak."""
+    """Return the learning rate of a step >= 1: linear warm-up for a tenth of the steps, cosine decay to 0.1 x peak."""
     warm_up = arguments.steps // 10 + 1
     if step <= warm_up:
         return arguments.learning_rate * step / warm_up

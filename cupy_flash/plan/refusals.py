@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 from ..device import Device
 from ..engines import MODULES, Engine, Tile
+from ..engines.shared import COMMON
 from ..problem.features import FEATURES, Feature
 from ..problem.records import FP8, Problem, is_given
 from . import measurements
 from .measurements import Tune
 
-# {option that an engine does not name: the reason}, where "it takes no <option>" is not enough
+# {option that an engine does not serve: the reason}, where "it takes no <option>" is not enough
 REASONS = {
     **dict.fromkeys(("score_mod", "mask_mod"), "it takes no score_mod or mask_mod"),
     "split_size": "it does not compute the keys in pieces of split_size",
@@ -42,20 +43,21 @@ def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
     elif module.ARCHES is not None and device.arch not in module.ARCHES:
         reasons.append(f"{device.arch} lacks the instructions of {', '.join(module.ARCHES)}")
     if problem.cache is None and module.OPTIONS is None:
-        return reasons  # the engine's own `refusals` would read the cache
+        return reasons  # the engine's own `refusals` would read problem.cache
     return reasons + module.refusals(problem, device)
 
 
 def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
-    """Yield a reason for each option and derivative of a problem that an engine does not name."""
+    """Yield a reason for each option and derivative of a problem that an engine does not serve."""
     cache = problem.cache
     served, dtypes = (module.OPTIONS, module.DTYPES) if cache is None else (module.CACHE_OPTIONS, module.CACHE_DTYPES)
     if served is None:
         yield "it serves attention on a KV cache alone" if cache is None else "it reads no KV cache in this version"
     else:
         # An engine without fp8 already refuses the dtype, so the options of fp8 are not listed as further reasons.
-        options = (feature for feature in _given(problem) if FP8 in dtypes or not feature.fp8)
-        yield from (REASONS.get(x.name, f"it takes no {x.name}") for x in options if x.name not in served)
+        options = (x for x in _given(problem) if FP8 in dtypes or not x.fp8)
+        lacking = (x.name for x in options if x.name not in served and not (x.common and COMMON in served))
+        yield from (REASONS.get(name, f"it takes no {name}") for name in lacking)
         if cache is not None and cache.dtype.name not in (problem.dtype.name, *dtypes):
             yield f"it reads no caches of {cache.dtype.name}{_others(module, cache.dtype.name)}"
     if problem.derivative and problem.derivative not in module.DERIVATIVES:
@@ -79,7 +81,7 @@ def _others(module: Engine[Tile], dtype: str) -> str:
 
 
 def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> list[str]:
-    """Return the reasons in the evidence against an engine that the call does not request by name."""
+    """Return the reasons that evidence gives against an engine; none if the call requests an engine by name."""
     if problem.engine is not None or device.backend == "cpu":
         return []
     check = measurements.check_of(engine, device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class Feature(NamedTuple):
     name: str  # the keyword, and for an array the member of Params
     kind: str
     default: object = None
-    definition: bool = True  # changes the function; False: only how it is computed, or which results it returns
+    definition: bool = True  # changes what is computed; False: only how, or which results are returned
     result: bool = False  # only selects results, so that a Problem does not have it
+    common: bool = False  # all engines implement it; if only some do, each names it in OPTIONS or CACHE_OPTIONS
 
     # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES
@@ -66,9 +68,9 @@ class Feature(NamedTuple):
     fp8: bool = False  # for float8 only
     gradient: bool = False  # the backward returns d<name>, with the shape and dtype of the array
     optional_gradient: bool = False  # the gradient is computed only on request, by a kernel of its own
-    ranks: bool = False  # supported over several ranks; each passes the whole array, or the part for its heads
+    ranks: bool = False  # supported over several ranks; each passes the whole array, or the part of its heads
     once: bool = False  # is applied once per row even if the row's keys are in several shards, as a sink is
-    addresses: str = ""  # says which blocks of a KV cache a call accesses: "keys", or only to append "rows"
+    addresses: str = ""  # gives the blocks of a KV cache that a call accesses for "keys", or only for appended "rows"
 
     # Columns of a KV cache
     appends: bool = False  # an option of append_to_kv_cache too
@@ -76,8 +78,8 @@ class Feature(NamedTuple):
 
     # Columns of numbers
     range: str = ""
-    example: float = 0.0  # the value that the command compile uses: kernels serve all values
-    multiple: int = 0  # of a whole number: it must be a positive multiple
+    example: float = 0.0  # the value that compile, check and tune use: kernels serve all values
+    multiple: int = 0  # a whole number must be a positive multiple of this
 
     # In a Problem and in the kernels
     # The field of Problem or Cache (default: the name): a number, a shape (broadcast), or whether it is given.
@@ -85,7 +87,7 @@ class Feature(NamedTuple):
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
     member: str = ""  # the member of Params that holds the number, or the array if it has another name there
-    leading_stride: str = ""  # the member for the stride of an array's first axis, if it has all axes
+    leading_stride: str = ""  # the member for the stride of the first axis, if the array has all axes
     changes_score: bool = False  # is applied between q.k and the softmax
     keeps_score: bool = False  # its gradient needs a second value per score
 
@@ -100,6 +102,9 @@ def option(kind: str, default: Any = None, **columns: Any) -> Any:
     return field(default=default, metadata={"kind": kind, **columns})
 
 
+common = partial(option, common=True)  # the field of an option that all engines implement
+
+
 @dataclass(slots=True)
 class Options:
     """The options of a call as the caller passed them, which `cupy_flash.attention` describes.
@@ -107,13 +112,13 @@ class Options:
     `checks.py` has not checked them yet, so they may have any type.
     """
 
-    causal: Causal = option(CAUSAL, False)
-    window: Window = option(WINDOW)
-    scale: float | None = option(NUMBER, range=FINITE, member="scale")
-    softcap: float | None = option(
-        NUMBER, range=CAP, example=1.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
+    causal: Causal = common(CAUSAL, False)
+    window: Window = common(WINDOW)
+    scale: float | None = common(NUMBER, range=FINITE, member="scale")
+    softcap: float | None = common(
+        NUMBER, range=CAP, example=15.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
     )
-    alibi_slopes: AnyArray | None = option(
+    alibi_slopes: AnyArray | None = common(
         ARRAY,
         axes=("h", "bh"),
         dtypes=("float32",),
@@ -123,7 +128,7 @@ class Options:
         leading_stride="alibi_batch",
         changes_score=True,
     )
-    bias: AnyArray | None = option(
+    bias: AnyArray | None = common(
         ARRAY,
         axes=("bhij",),
         broadcast=True,
@@ -138,7 +143,7 @@ class Options:
         element="bias_element",
         changes_score=True,
     )
-    mask: AnyArray | None = option(
+    mask: AnyArray | None = common(
         ARRAY,
         axes=("bhij",),
         broadcast=True,
@@ -150,7 +155,7 @@ class Options:
         fact="dense_mask",
         constant="DENSE_MASK",
     )
-    sink: AnyArray | None = option(
+    sink: AnyArray | None = common(
         ARRAY,
         axes=("h",),
         dtypes=FLOATING,
@@ -161,20 +166,20 @@ class Options:
         constant="SINK",
         element="sink_element",
     )
-    q_lengths: AnyArray | None = option(
+    q_lengths: AnyArray | None = common(
         ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"
     )
-    kv_lengths: AnyArray | None = option(
+    kv_lengths: AnyArray | None = common(
         ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"
     )
-    score_mod: ScoreMod = option(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
-    mask_mod: MaskMod = option(MOD, ranks=True, constant="MASK_MOD")
-    dropout: float = option(NUMBER, 0.0, range=PROBABILITY, example=0.5, constant="DROPOUT")
-    seed: int | AnyArray | None = option(SEED)
+    score_mod: ScoreMod = common(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
+    mask_mod: MaskMod = common(MOD, ranks=True, constant="MASK_MOD")
+    dropout: float = common(NUMBER, 0.0, range=PROBABILITY, example=0.25, constant="DROPOUT")
+    seed: int | AnyArray | None = common(SEED)
     q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     k_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
-    layout: Layout = option(CHOICE, "bshd")
+    layout: Layout = common(CHOICE, "bshd")
     return_lse: bool = option(FLAG, False, definition=False, result=True)
     deterministic: bool = option(FLAG, False, definition=False)
     backend: str | None = option(CHOICE, definition=False)
@@ -215,6 +220,7 @@ ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
 NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
 FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
 MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
+CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 

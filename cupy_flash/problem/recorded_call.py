@@ -17,8 +17,8 @@ import numpy as np
 from ..arrays import named_dtype
 from .build import TABLE
 from .checks import Requirements, check_options
-from .features import ARRAY, FEATURES, NUMBER, Options
-from .kv_cache_records import Cache
+from .features import ARRAY, FEATURES, FLOATING, NUMBER, Options
+from .kv_cache_records import CACHE_FEATURES, Cache
 from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
-NUMBERS = {"softcap": 15.0, "dropout": 0.25}
 NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
 
 
@@ -37,7 +36,7 @@ SEED = 20
 
 
 def check_fields(name: str, kind: type[CacheTrial | Trial], record: object) -> None:
-    """Check that a JSON record is a mapping whose keys are fields of a dataclass; `name` is the record's in errors."""
+    """Check that a JSON record is a mapping whose keys are fields of a dataclass; errors call the record `name`."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{name} must be a mapping of names to values, not {record!r}")
     names = [field.name for field in fields(kind)]
@@ -52,7 +51,7 @@ class CacheTrial:
 
     page: int | None = None  # keys per page; None for a contiguous cache
     blocks: int | None = None  # pages of the pool; None for as many as full sequences need
-    appended: int | None = None  # rows of k per sequence; with packed queries any number stands for one per query
+    appended: int | None = None  # rows of k per sequence; with packed queries any number means one per query
     slots: bool = False
     rotary: int = 0  # rotated dimensions
     rotary_interleaved: bool = True
@@ -293,7 +292,7 @@ class Trial:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The number of blocks of keys, and keys per block: sequences, or pages."""
+        """The number of blocks of keys, and the keys per block; a block is a sequence, or a page."""
         if self.cache is None or self.cache.page is None:
             return self.batch, self.kv_len
         return self.cache.blocks or self.batch * -(-self.kv_len // self.cache.page), self.cache.page
@@ -334,17 +333,17 @@ class Trial:
 
     def option(self, name: str, rng: np.random.Generator, dtype: np.dtype) -> Array | float:
         """Return a value for a member of OPTIONS; `dtype` is used for floating arrays that may have any dtype."""
-        if name in NUMBERS:
-            return NUMBERS[name]
-        sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
         feature = next(feature for feature in FEATURES if feature.name == name)
+        if feature.kind == NUMBER:
+            return feature.example
+        sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
         shape = [sizes[axis] for axis in feature.axes[0]]
-        if name == "mask":
+        if feature.dtypes == ("bool",):
             return rng.random(shape) < 0.8
         if feature.longest:
             longest = self.q_len if feature.longest == "q_len" else self.kv_len
             return rng.integers(longest // 2, longest, shape, dtype=np.int32, endpoint=True)
-        if name in ("bias", "sink"):
+        if feature.dtypes == FLOATING:
             return rng.standard_normal(shape, np.float32).astype(dtype)
         return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
 
@@ -378,6 +377,9 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
+NOT_RECORDED = [x for x in CACHE_FEATURES if x.field in {*Cache._fields} - {*dir(CacheTrial), *dir(Trial)}]
+
+
 def obstacle(problem: Problem) -> str:
     """Return the reason why a call has no Trial; "" if it has one."""
     if problem.derivative:
@@ -388,6 +390,8 @@ def obstacle(problem: Problem) -> str:
         return "an array is empty"
     if problem.cache is not None and problem.cache.split_size is not None:
         return "with split_size its tile does not depend on measurements"
+    if problem.cache is not None and any(is_given(problem.cache, feature) for feature in NOT_RECORDED):
+        return "the record of a call lacks an option of its cache"
     if problem.mods:
         from ..mods.ir import order, parse
 
@@ -410,7 +414,7 @@ def recorded_line(problem: Problem, operands: Operands) -> dict[str, Json]:
 
 
 def append_line(record: Mapping[str, Json], file: str) -> None:
-    """Append a line of JSON in one write: processes that record to one file do not mix lines."""
+    """Append a line of JSON in one write, so that processes that record to one file do not mix lines."""
     import json
 
     # The file may be a FIFO: with O_NONBLOCK, open fails instead of blocking until a process reads it.

@@ -9,7 +9,7 @@ from ...device import Device
 from ...jit.shared_memory import shared_bytes
 from ...problem.records import Problem
 from .. import mma
-from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
+from ..fragments import backward_workspaces, fragment_backward, fragment_constants, keeps_scores
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import known_constants, loads_by_key, sequences
 from .hopper import (
@@ -133,15 +133,15 @@ def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 def _live(problem: Problem, tile: Tile) -> int:
     """Return the registers per thread for S, dP, dK and dV, plus those for the options."""
-    # Two consumer warpgroups split an odd number of panels unequally, dK and dV in opposite ways. Count the larger
-    # share of both accumulators, as if one warpgroup held them: with its own shares a softcap at D 192 spills.
+    # Two consumer warpgroups split an odd number of panels unequally: one has more of dK, the other more of dV. The
+    # larger share of both is counted: the shares of one warpgroup would allow a softcap at D 192, which spills.
     sums = (
         columns(dim) if tile.shares == 1 else PANEL * -(-dim // (PANEL * tile.shares))
         for dim in (problem.head_dim, problem.head_dim_v)
     )
     scores = tile.block_q // tile.shares // 2
     loads_in_mask = problem.mask_mod and loads_by_key(problem)
-    passes = is_modified(problem), problem.dense_mask is not None or loads_in_mask
+    passes = problem.is_modified, problem.dense_mask is not None or loads_in_mask
     option_registers = LIVE_OF_SCORES if any(passes) else 0
     option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
     option_registers += scores if keeps_scores(problem) else 0

@@ -250,6 +250,16 @@ def test_rows_without_a_key(monkeypatch):
     assert again == ([], ["backward"])
 
 
+@pytest.mark.parametrize("name", ["mask-causal", "mask-per-key-causal", "sink-of-minus-infinity"])
+def test_known_rows_are_not_computed_again(name, monkeypatch):
+    """Under a causal mask a row has no key if the mask hides all keys up to it; its lse is -inf also beside a sink."""
+    again = reaches(monkeypatch, "forward"), reaches(monkeypatch, "backward")
+    call = SERVED[name].call()
+    call.options["mask"][..., :5] = False
+    result = run(SERVED[name], call)
+    assert again == ([], []) and (name.startswith("sink") or (result.out[:, :5] == 0).all())
+
+
 def test_rows_whose_scores_overflow(monkeypatch):
     """Scores that are all -inf leave lse 0 and out 0 in the operator, which are legal for other rows."""
     again = reaches(monkeypatch, "forward")

@@ -10,6 +10,7 @@ import pytest
 BUDGET = {
     "cupy_flash": [
         (21711, "the package when the budget began"),
+        (335, "the engine aten: torch's flash operators on the CPU, with the semantics of attention over them"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
     ],

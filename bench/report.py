@@ -29,6 +29,16 @@ class Table:
         lines = [self.columns, ["--:"] * len(self.columns), *self.rows]
         return "\n".join([f"{self.title}:", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
+    def split(self, column: str, title: str, shared: int = 1) -> list[Table]:
+        """Return the table in two, the second from `column` on, that have the first `shared` columns in common."""
+        at = self.columns.index(column)
+
+        def halves(cells: list[str]) -> tuple[list[str], list[str]]:
+            return cells[:at], [*cells[:shared], *cells[at:]]
+
+        (left, right), rows = halves(self.columns), [halves(row) for row in self.rows]
+        return [Table(self.title, left, [row[0] for row in rows]), Table(title, right, [row[1] for row in rows])]
+
     def plain(self) -> str:
         """Return the table for a terminal, in columns of equal width."""
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]

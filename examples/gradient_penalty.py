@@ -1,4 +1,4 @@
-"""Train a critic whose loss holds a gradient of attention, differentiated again.
+"""Train a critic whose loss contains a gradient of attention, differentiated again.
 
     python -m pip install -e ".[torch]"
     python examples/gradient_penalty.py
@@ -60,7 +60,7 @@ class Critic(nn.Module):
 
 
 def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
-    """Return critic(fake) - critic(real) + (norm of the gradient at mix - 1)^2."""
+    """Return critic(fake) - critic(real) + 10 (norm of the gradient at mix - 1)^2."""
     between = (mix * real + (1 - mix) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
@@ -68,7 +68,7 @@ def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
 
 
 def batch(points: int, size: int, generator: torch.Generator) -> tuple[Any, Any, Any]:
-    """Return (real, fake, mix): sets on a ring, random sets, random points between."""
+    """Return (real, fake, mix): rings of points, random points, mixing weights."""
     angle = 2 * math.pi * torch.rand(size, points, generator=generator)
     fake = torch.randn(size, points, 2, generator=generator)
     return (
@@ -96,7 +96,7 @@ def train(attention: str, steps: int, learning_rate: float) -> list[float]:
 
 
 def peak_bytes(attention: str, points: int) -> int:
-    """Return the peak memory of this process after one step; 0 points stand for 8."""
+    """Return this process's peak memory after one step on `points` (0: 8) points."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     critic = Critic(ATTENTIONS[attention])
@@ -108,7 +108,7 @@ def peak_bytes(attention: str, points: int) -> int:
 
 
 def memory(attention: str, lengths: Sequence[int]) -> dict[int, int]:
-    """Return {points: bytes that a step adds}, each measured in its own process."""
+    """Return {points: bytes beyond those of a minimal step}, each in a process."""
     used = {}
     for points in (0, *lengths):
         with get_context("spawn").Pool(1) as process:

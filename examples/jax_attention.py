@@ -42,7 +42,7 @@ def initial(key: Any) -> Parameters:
 
 
 def sample(key: Any, batch: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return words, numbers (B, ENTRIES); questions (words), answers (B, QUESTIONS)."""
+    """Return words, their numbers (B, ENTRIES); questions, answers (B, QUESTIONS)."""
     words_key, numbers_key, questions_key = jax.random.split(key, 3)
     words = jax.vmap(lambda k: jax.random.permutation(k, VOCABULARY)[:ENTRIES])(
         jax.random.split(words_key, batch)

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Must be set before jax first uses its devices. It makes four devices of the CPU, and
-# does not affect a GPU.
+# The flag must be set before jax first uses its devices. It makes four devices of the
+# CPU, and does not affect GPUs.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
@@ -81,8 +81,7 @@ def normalised(x: jax.Array) -> jax.Array:
 
 
 def loss_of(parameters: Parameters, windows: jax.Array, attend: Any) -> jax.Array:
-    """Return the mean cross entropy of the next byte in nats (a uniform guess: "
-    "5.55)."""
+    """Return the mean cross entropy of the next byte in nats (uniform: 5.55)."""
     x = parameters["bytes"][windows[:, :-1]] + parameters["positions"]
 
     def block(x: jax.Array, layer: Parameters) -> tuple[jax.Array, None]:

@@ -44,7 +44,7 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block whose attention sees every point."""
+    """Pre-norm transformer block with unmasked attention."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class AverageVelocity(nn.Module):
 
 
 def rings(generator: torch.Generator) -> Any:
-    """Return sets of points, (BATCH, POINTS, 2)."""
+    """Return sets of points on rings, (BATCH, POINTS, 2)."""
     angle = 2 * math.pi * torch.rand(BATCH, POINTS, generator=generator)
     center = torch.randn(BATCH, 1, 2, generator=generator) * 0.5
     radius = 0.5 + torch.rand(BATCH, 1, 1, generator=generator)
@@ -94,7 +94,7 @@ def meanflow_loss(model: nn.Module, generator: torch.Generator) -> Any:
     r, t = torch.rand(2, BATCH, 1, 1, generator=generator).sort(dim=0).values
     r = torch.where(
         torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r
-    )  # with r = t, u is v
+    )  # half of them: u(z, t, t) is v
     z, v = (1 - t) * x + t * noise, noise - x
     moving = (v, torch.zeros_like(r), torch.ones_like(t))
     u, derivative = torch.func.jvp(model, (z, r, t), moving)

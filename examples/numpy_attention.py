@@ -25,8 +25,8 @@ def fit(steps: int, learning_rate: float) -> tuple[np.ndarray, np.ndarray, list[
     """Return the curve, the fit, and the mean squared error before each step."""
     x, centers = np.linspace(-3.0, 3.0, POINTS), np.linspace(-3.0, 3.0, KEYS)
     curve = np.sin(2.0 * x) + 0.3 * x
-    # (1, S, 1, 2): q.k = x * center - center^2 / 2 is -(x - center)^2 / 2 up to
-    # -x^2 / 2, which cancels in the softmax.
+    # (1, S, 1, 2): q.k = x * center - center^2 / 2 = -(x - center)^2 / 2 + x^2 / 2; the
+    # softmax cancels the last term.
     q = np.stack([x, np.ones(POINTS)], axis=-1)[None, :, None, :].astype(np.float32)
     k = np.stack([centers, -(centers**2) / 2], axis=-1)[None, :, None, :].astype(
         np.float32

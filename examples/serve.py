@@ -92,7 +92,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Request:
-    """A prompt and its generated tokens; `cached` of them have keys in `pages`."""
+    """A prompt and its generated tokens; `pages` has keys of the first `cached`."""
 
     tokens: list[int]
     length: int  # tokens of prompt and result
@@ -101,7 +101,7 @@ class Request:
 
 
 def load_model(path: Path) -> train_gpt.GPT:
-    """Return the model of a file that train_gpt.py has saved."""
+    """Return the model that train_gpt.py saved in a file; train it if missing."""
     if not path.exists():
         train_gpt.main(["--save", str(path)])
     state = torch.load(path, weights_only=True)
@@ -114,7 +114,7 @@ def load_model(path: Path) -> train_gpt.GPT:
 
 
 class Server:
-    """The model, its cache, and the requests that wait and run."""
+    """The model, its cache, and the waiting and running requests."""
 
     def __init__(self, model: train_gpt.GPT, arguments: argparse.Namespace) -> None:
         self.model, self.arguments = model, arguments

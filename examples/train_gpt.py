@@ -160,8 +160,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_text() -> tuple[Tensor, Tensor]:
-    """Return (training, validation) bytes of the standard library's .py files, "
-    "uint8."""
+    """Return (training, validation) bytes of the standard library's .py files."""
     library = Path(sysconfig.get_path("stdlib"))
     # Skip installed packages, and the tests, which some systems do not ship.
     entries = [
@@ -407,7 +406,7 @@ def shard(model: GPT, arguments: argparse.Namespace) -> None:
     fully_shard(model, mesh=mesh)
     torch.manual_seed(
         arguments.seed + rank
-    )  # after equal initial weights, different dropout per process
+    )  # the initial weights are equal; dropout must differ per process
 
 
 # ---------------------------------------------------------------------- the saved state
@@ -454,7 +453,7 @@ def load_state(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
-    """Return the rate of step 1, 2, ...: linear warm-up, cosine decay to 0.1 x peak."""
+    """Return the rate of a step >= 1: linear warm-up, cosine decay to 0.1 x peak."""
     warm_up = arguments.steps // 10 + 1
     if step <= warm_up:
         return arguments.learning_rate * step / warm_up

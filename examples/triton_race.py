@@ -1,8 +1,8 @@
 """A Triton kernel with a race, of which the simulator names both accesses.
 
-Every block stores its part of a sum and counts itself; the last one adds the parts.
-With sem="relaxed" nothing orders the parts of the other blocks before their loads. On a
-GPU the sum is nearly always right, so a test does not find it.
+Every block stores its part of a sum and increments a counter; the last one adds the
+parts. With sem="relaxed" nothing orders the stores of the other blocks before the loads
+of the last. On a GPU the sum is nearly always right, so a test does not find the race.
 """
 
 import argparse
@@ -58,12 +58,13 @@ def run(order: str, seed: int = 0) -> np.float32:
         memory.add(parts, "parts", initialised=False),
     )
     addresses += memory.add(count, "count"), memory.add(out, "out", initialised=False)
-    # Triton adds two pointers to scratch memory, which it does not use.
-    parameters = pack(ptx, name, *addresses, 0, 0)
+    parameters = pack(
+        ptx, name, *addresses, 0, 0
+    )  # Triton adds two pointers to scratch memory, which is unused here
     launch(
         ptx, name, (BLOCKS, 1, 1), (threads, 1, 1), parameters, memory=memory,
-        dynamic_shared=kernel.metadata.shared, unchecked=UNENFORCED,
-        order="random", seed=seed,
+        dynamic_shared=kernel.metadata.shared,
+        unchecked=UNENFORCED, order="random", seed=seed,
     )  # fmt: skip
     return out[0]
 

@@ -1,7 +1,8 @@
-"""Names the axes of a call's operands and results, along which sharding splits them and vmap folds its axis in.
+"""Letters for the axes of a call's operands and results.
 
-An axis is a letter, as in features.SIZES: b sequences, h query heads, g key/value heads, i queries, j keys, d and e the
-head dimensions, and "." for an axis that is none of them.
+Sharding splits a call along such an axis, and vmap folds its own axis into one. The letters are those of
+features.SIZES: b sequences, h query heads, g key/value heads, i queries, j keys, d and e the head dimensions, and "."
+for an axis that is none of them.
 """
 
 from __future__ import annotations

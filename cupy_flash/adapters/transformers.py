@@ -143,10 +143,10 @@ class Padding:
 
 
 class StaticKeys(NamedTuple):
-    """The keys that exist in a cache of fixed size, of which the last Sq are the queries; all on the device.
+    """The keys that exist in a cache of fixed size, as tensors on its device; the queries are at the last Sq of them.
 
-    A causal mask has it as `static_keys`: a LazyMask, or under torch.compile the tensor of elements. A tensor that a
-    model computes from such a mask does not.
+    It is the attribute `static_keys` of a causal mask, which is a LazyMask, or a tensor under torch.compile. A tensor
+    that a model computes from such a mask lacks the attribute.
     """
 
     lengths: Any  # int32 (B,)
@@ -160,7 +160,7 @@ class LazyMask(torch.Tensor):
     Any torch operator receives the materialised mask, from `dense`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # operators reach only __torch_dispatch__
+    __torch_function__ = torch._C._disabled_torch_function_impl  # operators on it reach only __torch_dispatch__
 
     make_elements: Callable[[], Any]
     elements: Any  # the boolean tensor, once an operator has read it; else None
@@ -228,14 +228,14 @@ def attention_mask(
     is_tensor_offset = isinstance(q_offset, torch.Tensor)  # of a cache of fixed size
     pattern = _pattern(**arguments)
     if is_tensor_offset and q_length == 1 and _is_causal(**arguments):
-        pattern = True, None  # transformers builds this mask in every step of such a cache, and reads no element of it
+        pattern = True, None  # a static cache: transformers builds this mask at every step, and never reads it
     tokens = arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
     is_padding = tokens is None or (tokens.dim() == 2 and tokens.dtype == torch.bool)
     # While tracing, tensors cannot be read.
     is_known = isinstance(q_offset, int) and is_padding and not is_tracing(tokens)
-    # Layers that share keys and values (Gemma 4) may get only the last queries, for which they slice the mask. None
-    # cannot be sliced: the queries would get the positions of the first ones.
+    # Layers that share keys and values (Gemma 4) may get only the last queries, and slice the mask for them. A mask of
+    # None cannot be sliced: these queries would then be taken for the first ones.
     is_sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     if is_sliced:
         arguments["allow_is_causal_skip"] = False
@@ -305,7 +305,7 @@ def _valid_keys(tokens: Any, length: int, device: Any) -> Any:
 
 
 def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Return the LazyMask of a mask function that can be traced to a Mod, else, and for one query, its tensor."""
+    """Return a LazyMask if the mask function can be traced to a Mod, else its tensor; for one query always a tensor."""
     batch_size, q_length, kv_length, q_offset, kv_offset = sizes.values()
     function, tokens = arguments.get("mask_function", causal_mask_function), arguments.get("attention_mask")
     device = arguments.get("device", "cpu")
@@ -322,7 +322,7 @@ def _mask_by_function(sizes: dict[str, Any], arguments: dict[str, Any]) -> Any:
         mod = None
     if mod is None:
         return sdpa_mask(**sizes, **arguments)
-    # `dense` is a tensor. A function that can be traced takes whole tensors too, and vmap fails in __torch_dispatch__.
+    # use_vmap=False: `dense` runs in __torch_dispatch__, where vmap fails. A function that can be traced needs no vmap.
     arguments |= dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=False)
     return LazyMask.of(
         shape=(batch_size, 1, q_length, kv_length),
@@ -353,7 +353,7 @@ def _pattern(
         return None
     if _is_causal(mask_function) or mask_function is bidirectional_mask_function:
         return _is_causal(mask_function), None
-    # Any other mask function is opaque; the skip flags imply that it is the model's plain window or chunks.
+    # Other mask functions are opaque, but a skip flag implies that the mask is the model's plain window or chunks.
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if local_size is None or local_size != window or local_size == chunk:
         return None
@@ -405,7 +405,7 @@ def attention_forward(
     )  # fmt: skip
     if kwargs.get("cache") is not None:
         return _attend_on_pages(module, query, key, value, options, kwargs), None
-    if k.shape[2] != v.shape[2]:  # in Nemotron 3 one of them has Hq heads
+    if k.shape[2] != v.shape[2]:  # in Nemotron 3, one of them already has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     if indices is not None:
         selected = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)
@@ -445,7 +445,7 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
         raise UnsupportedError(
             'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
         )
-    # With position_ids that restart in each sequence, transformers has built a mask from them.
+    # If position_ids restart in each sequence, transformers has made a mask that separates the sequences.
     is_separated = attention_mask is not None and getattr(attention_mask, "mod", True) is not None
     sequences = kwargs.get("cu_seq_lens_q")
     is_separated |= kwargs.get("cache") is not None
@@ -496,7 +496,7 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> 
 
 
 def _attend_on_static_cache(keys: StaticKeys, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    """Return attention on the keys that exist in a static cache; as a KV cache if options and gradients allow it."""
+    """Return attention on the existing keys of a static cache, by `attend` if options and gradients allow it."""
     options |= dict(causal=True, window=keys.window)
     records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if records or keys.valid is not None or options["dropout"] or options["bias"] is not None:

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, _SubParsersAction
     from typing import TypeAlias
 
-    Commands: TypeAlias = _SubParsersAction[ArgumentParser]  # to which `add` adds its command
+    Commands: TypeAlias = _SubParsersAction[ArgumentParser]  # the argument of `add`

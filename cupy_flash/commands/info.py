@@ -78,7 +78,7 @@ def installed(distributions: Sequence[str]) -> str:
 
 
 def import_cupy() -> str:
-    """Return a line on whether `import cupy` works: if it cannot create its cache folder it may raise any exception."""
+    """Return a line on whether `import cupy` works; it may raise anything if CuPy cannot create its cache folder."""
     try:
         import cupy
 
@@ -105,7 +105,7 @@ def compiler() -> str:
 
 
 def engines() -> dict[str, str]:
-    """Return {engine: a line that it serves this machine, or why not and which backend runs it}."""
+    """Return {engine: a line that says that it serves this machine, or why not, and which backend can run it}."""
     try:
         gpu, missing = ahead.device_for(None), ""
     except RuntimeError as error:
@@ -126,6 +126,6 @@ def engines() -> dict[str, str]:
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:
-    """Return the reasons why an engine would not serve a simple problem on a device; `requested` is its engine=."""
+    """Return the reasons why an engine would not serve a simple problem, with engine=`requested`, on a device."""
     problem = ahead.example(engine, requested)
     return [*engine_refusals(engine, problem, on), *unproved(engine, problem, on)]

@@ -99,7 +99,7 @@ def _add_engine(command: argparse.ArgumentParser, flag: str, feature: Feature) -
     command.add_argument(flag, choices=engines, help="default: the one with the smallest predicted time")
 
 
-CHOOSES_KERNELS = (CAUSAL, WINDOW, FLAG)  # kinds on which a plan depends although their rows name no constant
+CHOOSES_KERNELS = (CAUSAL, WINDOW, FLAG)  # options without a constant in config.cuh that still affect the plan
 KINDS: dict[str, Callable[[argparse.ArgumentParser, str, Feature], None]] = {
     ARRAY: _add_array,
     NUMBER: _add_number,

@@ -1,4 +1,4 @@
-"""python -m cupy_flash ptx: print the PTX of a problem's kernels, or which other kernels confirm their instructions."""
+"""python -m cupy_flash ptx: print the PTX of a problem's kernels, or what confirms the simulator's execution of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(out: Path | None, evidence: bool, **arguments: Any) -> int:
 
 
 def table(rows: list[Evidence]) -> str:
-    """Return the table of the kernels that confirm each form, with the number of forms that no kernel confirms."""
+    """Return a table of the kernels that confirm each form of an instruction, and the number of unconfirmed forms."""
     width = max(len(row.form) for row in rows)
     lines = [f"{'instruction':<{width}}  {'other kernel':<28}  micro-kernel"]
     lines += [f"{row.form:<{width}}  {row.other_kernel or '-':<28}  {row.micro_kernel or '-'}" for row in rows]

@@ -49,6 +49,6 @@ def run(out: Path | None) -> int:
 
 
 def _failed(records: Iterable[Any]) -> list[Any]:
-    """Return the cases of checks that have not passed."""
+    """Return the cases of the records whose verdict is not "passed"."""
     cases = [case for record in records for case in record.get("cases", ())]
     return [case for case in cases if case.get("verdict") != "passed"]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from . import Commands
 
 SEQLENS = (512, 2048, 8192)
-TOKENS = 16384  # by default B * S, so that calls of all lengths take similar times
-HIDDEN = 2048  # by default H * D, the width of a model of a billion parameters
+TOKENS = 16384  # default of B * S, so that calls of all lengths take similar times
+HIDDEN = 2048  # default of H * D, the width of a model with a billion parameters
 
 
 def add(commands: Commands) -> None:

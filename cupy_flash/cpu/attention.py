@@ -109,7 +109,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, slice, range], None]) -> None:
-    """Run `attend(sequence, heads, starts)` on the plan's threads, where starts are those of some query tiles."""
+    """For all query tiles, run attend(sequence, heads, starts of some tiles) on the plan's threads."""
     pairs = [
         (sequence, heads)
         for sequence in call.sequences
@@ -133,7 +133,7 @@ def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, slice, r
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
-    """Compute dq, dk, dv, and dbias and dsink if asked for, from the forward's (out, lse) and from (dout, dlse).
+    """Compute the gradients from the forward's (out, lse) and from (dout, dlse); dbias and dsink only on request.
 
     Each gradient has the shape and dtype of its input; sums run in the accumulation dtype and are rounded once.
     """
@@ -202,7 +202,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 def _gradient_tasks(
     plan: Plan, call: Call, pieces: int, differentiate: Callable[..., None]
 ) -> list[Callable[[], None]]:
-    """Return tasks of differentiate(sequence, kv_head, piece): heads as `Call` groups them, or all pieces of heads."""
+    """Return tasks that call differentiate(sequence, kv_heads, piece) for all sequences, heads and pieces."""
     if pieces == 1:
         return call.gradient_tasks(partial(differentiate, piece=0))
     return [
@@ -214,12 +214,12 @@ def _gradient_tasks(
 
 
 def _pieces_of(sequence: Sequence, plan: Plan, pieces: int) -> int:
-    """Return the number of pieces that have a key tile of a sequence, at least one."""
+    """Return the number of pieces that get a key tile of the sequence, but at least 1."""
     return max(1, min(pieces, -(-sequence.kv_len // plan.block_kv)))
 
 
 def rounded(total: Any, operand: Array | tuple[Array, ...], like: Array) -> Any:
-    """Return a sum reduced to the shape and rounded to the dtype of its operand; None for None; a tuple elementwise."""
+    """Return the gradient of an operand: the sum `total` in the operand's shape and dtype; None without a sum."""
     if isinstance(operand, tuple):
         return tuple(rounded(one, array, like) for one, array in zip(total, operand, strict=True))
     if total is None:
@@ -256,16 +256,16 @@ def _best_positional_tile(
 
 
 def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Place) -> tuple[engine.Tile, float]:
-    """Return the tile with the cheapest visits, and its predicted core seconds."""
+    """Return the tile with the lowest predicted cost under the mask_mod, and that cost in core seconds."""
     estimate = VisitEstimate(classes, *place)
-    unbounded = problem._replace(mask=Mask())  # the count of pairs includes the mask's edges
+    unbounded = problem._replace(mask=Mask())  # the estimate has applied the positional mask already
     of_pairs = [node for node in order((classes.mask,)) if "kv" in node.inputs and node.inputs & {"q", "h"}]
     masking = (len(of_pairs) + 1) / 2 * engine.EDGE
     by_query, heads = not problem.backward, problem.batch * problem.heads
 
     def cost(tile: engine.Tile) -> float:
         visits, pairs, masked, cut = estimate.count(*tile, by_query)
-        # Visits end where the mask_mod hides the rest of a tile, so their mean size determines their cost.
+        # A visit covers only the part of a tile that the mask_mod leaves, so predict with the mean size of visits.
         if by_query:
             tiles = -(-problem.q_len // tile.block_q)
             visited = tile._replace(block_kv=max(pairs // max(visits * tile.block_q, 1), 1))
@@ -389,7 +389,7 @@ class Call:
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # int64 seeds are reinterpreted as uint64
         self.sequences = _sequences(problem, operands)
-        # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
+        # Scaling Q costs less than scaling the scores, but a scale above 1 could make Q overflow where scores do not.
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.score_steps = steps(problem, operands)
@@ -402,7 +402,7 @@ class Call:
             self.visits = Visits(self.mask_mod.classes(), plan.block_q, plan.block_kv)
 
     def scale(self, product: np.ndarray) -> None:
-        """Apply the part of the scale that is not in Q."""
+        """Multiply scores by the part of the scale that is not folded into Q."""
         if self.product_scale != 1:
             product *= self.product_scale
 
@@ -432,7 +432,7 @@ class Call:
         return [slice(start, min(start + batch, heads)) for start in range(0, heads, batch)]
 
     def heads_of(self, kv_heads: slice) -> list[slice]:
-        """Return the query heads of some key/value heads: slices with one head of each, in the same order."""
+        """Return slices of query heads, one per head of a GQA group; each has one query head per key/value head."""
         group = self.problem.group
         return [slice(kv_heads.start * group + i, kv_heads.stop * group, group) for i in range(group)]
 
@@ -449,7 +449,7 @@ class Call:
         return self.visits.kv_tiles(*place, q_start)
 
     def _place(self, sequence: Sequence, head: int) -> Place:
-        """Return the place of a sequence's head, in the whole call if this one is a part of it."""
+        """Return the Place of a head of a sequence; if this call is a part of a larger one, the place in that one."""
         problem = self.problem
         return problem.first_batch + sequence.batch, problem.first_head + head, sequence.band, sequence.positions
 
@@ -518,14 +518,14 @@ class _QueryRows:
         problem, self.call, self.band = plan.problem, call, sequence.band
         rows = (sequence.row, heads, sequence.queries)
         assert call.dout is not None and call.out is not None and call.lse is not None
-        # A row that sees no key has lse -inf; lse = inf instead makes its P = exp(S - lse) = 0.
+        # A row that sees no key has lse -inf; replacing that by inf makes its P = exp(S - lse) = 0.
         empty = call.lse[rows] == -np.inf
         self.lse = np.where(empty, np.inf, call.lse[rows])
         self.undefined = bool(np.isnan(self.lse).any())
         self.Q = _with_column(call.q[rows], problem.accumulation, 0)
         self.Q *= call.q_scale
         self.dO = _with_column(call.dout[rows], problem.accumulation, 0)
-        self.dO[empty] = 0  # dO of such a row may be NaN, and 0 * NaN is NaN
+        self.dO[empty] = 0  # dO of an empty row may be NaN, and 0 * NaN is NaN
         self.delta = np.vecdot(self.dO[..., :-1], load_rows(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
@@ -547,7 +547,7 @@ class _QueryRows:
         self.call.scale(S)
         saved = [step.apply(S[0], tile, save=True) for step in self.call.score_steps]
         if not self.folded:
-            hidden = np.isneginf(S) if self.undefined else False  # hidden by a bias or score_mod; -inf - NaN is NaN
+            hidden = np.isneginf(S) if self.undefined else False  # by a bias or score_mod; -inf - NaN is NaN
             products.subtract(S, self.lse[:, rows])
             np.copyto(S, -np.inf, where=hidden)
         products.exp(S, self.folded)
@@ -566,7 +566,7 @@ class _QueryRows:
         for step, value in zip(self.call.score_steps[::-1], saved[::-1], strict=True):
             step.gradient(dS[0], tile, value)
         if may_hide and saved:
-            hide_gradient(dS, P)  # the softcap slope at a masked NaN is NaN
+            hide_gradient(dS, P)  # softcap's derivative is NaN at a masked NaN
         if problem.dropout:
             P *= keep
         return P, dS

@@ -1,4 +1,4 @@
-"""The arithmetic on tiles of the CPU engine: in NumPy, or for torch tensors in torch, on arrays (heads, rows, columns).
+"""The CPU engine's arithmetic on tiles (heads, rows, columns), in NumPy, or in torch for torch tensors.
 
 Torch's OpenMP threads spin for a while after each operation of the caller and would compete with our own threads. Tasks
 therefore run on torch's threads, in one parallel region per call. Inside a region torch and its BLAS use one thread per
@@ -24,9 +24,9 @@ from .thread_pool import Region
 
 LINE = 64  # bytes of a cache line, to which scratch arrays are aligned
 
-# Torch's operations are faster than NumPy's from 2^18 scores a head on, except for few queries or few keys. The tiles
-# (forward, backward) and the number of heads at once are those with the shortest times for S 512 to 2048; with
-# TORCH_ROWS a task takes no more memory than one of NumPy at S 16k.
+# Torch's operations are faster than NumPy's if a head has at least 2^18 scores, and not few queries or few keys. The
+# tiles (forward, backward) and the number of heads at once are the fastest ones for S 512 to 2048. TORCH_ROWS limits
+# the memory of a task to that of a task in NumPy at S 16k.
 TORCH_SCORES = 2**18
 TORCH_QUERIES, TORCH_KEYS = 32, 128
 TORCH_TILES = ((256, 512), (512, 256))
@@ -147,7 +147,7 @@ class TorchProducts(Products):
         self.view(O).div_(self.view(rows[..., None]))
 
     def exp(self, S: np.ndarray, moderate: bool) -> None:
-        """Replace scores by their exponentials. MKL's exp takes 50 times as long where it underflows; exp2 does not."""
+        """Replace scores by their exponentials; MKL's exp takes 50 times as long where it underflows, exp2 does not."""
         scores = self.view(S)
         if moderate:
             scores.exp_()
@@ -173,7 +173,7 @@ class TorchProducts(Products):
         self.view(X).mul_(self.view(Y))
 
     def hide(self, S: np.ndarray, band: Band, queries: tuple[int, int], keys: tuple[int, int], value: float) -> None:
-        """Set the scores of a tile that the band hides to `value`; for 0, clear a triangle on each side."""
+        """Set the scores of a tile that the band hides to `value`; for 0, torch clears a triangle on each side."""
         if value == 0:
             diagonal = queries[0] - keys[0]
             self.view(S).tril_(diagonal + band.high).triu_(diagonal + band.low)
@@ -185,8 +185,8 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     """Return torch's operations for torch tensors, and NumPy's for other arrays, small calls and those with options.
 
     Score modifications, dropout and masks of pairs are computed by NumPy, one head at a time; windows and mask_mod need
-    small tiles. In a forked child, which lacks the threads of torch's pool, a region would wait for them forever. Where
-    the caller lets torch round the factors of fp32 products, its products are not exact.
+    small tiles. In a forked child, which lacks the threads of torch's pool, a region would wait for them forever. If
+    the caller lets torch round the factors of fp32 products, torch's products are not exact.
     """
     of_one_head = problem.softcap is not None or problem.score_mod or problem.mask_mod or problem.dropout
     given = (operands.mask, operands.bias, operands.alibi_slopes)
@@ -204,7 +204,7 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     if region is None or torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee"):
         return Products()
     rows = max(problem.q_len, problem.kv_len)
-    # Not the threads of the plan, which concurrent calls reduce: the number of heads at once affects the last bits.
+    # Not plan.threads, which concurrent calls reduce: heads_at_once affects rounding, so it must not depend on them.
     heads_per_thread = problem.batch * problem.kv_heads // torch.get_num_threads()
     heads_at_once = min(TORCH_HEADS, heads_per_thread, TORCH_ROWS // rows)
     return TorchProducts(region, max(1, heads_at_once))
@@ -230,7 +230,7 @@ def _region() -> Region | None:
     import torch
 
     try:
-        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # also searches the libraries that it depends on
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # also finds symbols of torch's dependencies
     except AttributeError:
         return None
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -246,7 +246,7 @@ _free: list[np.ndarray] = []
 
 
 class Scratch:
-    """Uninitialised arrays, whose memory is reused when the object is collected, because its first touch is slow."""
+    """Uninitialised arrays whose memory later objects reuse, because the first access to new memory is slow."""
 
     def __init__(self, dtype: np.dtype, *sizes: int) -> None:
         rounded = [-(-size * dtype.itemsize // LINE) * LINE for size in sizes]
@@ -295,5 +295,5 @@ def product(W: np.ndarray, X: np.ndarray) -> np.ndarray:
 
 
 def square_sum(tile: np.ndarray) -> float:
-    """Return the sum of squares, which is finite only if every number is, by one BLAS dot, the fastest such test."""
+    """Return the sum of squares by one BLAS dot: the fastest test of whether all numbers are finite."""
     return float(np.vdot(tile, tile))

@@ -193,7 +193,7 @@ class _Statistics(NamedTuple):
         dtype = call.problem.accumulation
         empty_rows = call.lse[here] == -np.inf
         dO = np.array(load_rows(call.dout[here], dtype))
-        dO[empty_rows] = 0  # dO of such a row may be NaN, which P = 0 would not hide
+        dO[empty_rows] = 0  # dO of an empty row may be NaN, and 0 * NaN is NaN
         delta = np.vecdot(dO, load_rows(call.out[here], dtype))
         if call.dlse is not None:
             delta -= np.where(empty_rows, 0, call.dlse[here])
@@ -261,14 +261,17 @@ class _Direction:
     def gradients(
         self, rows: _Rows, keys: _Keys, statistics: _Statistics, sequence: Sequence, tile: ScoreTile
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the gradients of a tile with respect to q.k and to its tangent, before the scale, and m P c for dV."""
+        """Return (dS, dtS, m P c) of a tile.
+
+        dS and dtS are the gradients with respect to q.k and its tangent, before the scale; dV is (m P c)^T dO.
+        """
         call, queries, columns = self.call, slice(*tile.queries), slice(*tile.keys)
         dO, lse, lse_tangent, delta, delta_tangent = (
             x[queries] if x.ndim == 2 else x[queries, None] for x in statistics
         )
         S, tS, saved = self.scores(rows, keys, tile, save=True)
         assert tS is not None
-        hidden = np.isneginf(S) if np.isnan(lse).any() else False  # hidden by a bias or score_mod: -inf - NaN is NaN
+        hidden = np.isneginf(S) if np.isnan(lse).any() else False  # by a bias or score_mod; -inf - NaN is NaN
         S -= lse
         np.copyto(S, -np.inf, where=hidden)
         call.hide(S, sequence.band, tile, -np.inf)
@@ -286,5 +289,5 @@ class _Direction:
         for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
             step.second_gradient(dS, dtS, tile, value)
         for gradient in (dS, dtS):
-            hide_gradient(gradient, P)  # softcap's derivative at a masked NaN is NaN
+            hide_gradient(gradient, P)  # softcap's derivative is NaN at a masked NaN
         return dS, dtS, c

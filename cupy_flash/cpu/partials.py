@@ -35,10 +35,10 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
 
 
 def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the lse of all parts and the weight of each, with the shape of a part's lse; lse -inf has weight 0.
+    """Return the lse over all parts, and the weight of each part, which is 0 for an lse of -inf.
 
-    If all are -inf, so is lse. Weights are normalised by their sum, because exp(lse of a part - lse) has the rounding
-    error of lse, which is 1e-3 for scores of 1e4.
+    All have the shape of a part's lse. If all parts have lse -inf, so has the result. Weights are normalised by their
+    sum, because exp(lse of a part - lse) has the rounding error of lse, which is 1e-3 for scores of 1e4.
     """
     largest = reduce(np.maximum, lses)
     reference = np.where(largest == -np.inf, 0, largest)

@@ -59,7 +59,7 @@ class Coordinates(Protocol):
 
     @property
     def head(self) -> int | np.ndarray:
-        """The query head, or those of all scores, an array that broadcasts to them."""
+        """The query head of all scores, or an array of heads that broadcasts to the scores."""
 
     @property
     def distances(self) -> np.ndarray:
@@ -70,7 +70,7 @@ class Coordinates(Protocol):
         """The q_idx (queries, 1) and kv_idx (1, keys) of mods, int32."""
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
-        """Return this tile of an array with an element for each score."""
+        """Return the tile's part of an array that has an element for each score of the call."""
 
 
 class ScoreTile(NamedTuple):
@@ -83,7 +83,7 @@ class ScoreTile(NamedTuple):
     kv_start: int
     kv_stop: int
     positions: Positions
-    masked: Cut | None = None  # the part in which mask_mod may hide scores; None for the whole tile
+    masked: Cut | None = None  # the part in which mask_mod may hide scores; None: nowhere
 
     @property
     def queries(self) -> tuple[int, int]:
@@ -128,7 +128,7 @@ class ScoreTile(NamedTuple):
 
 
 class ScoreStep(Protocol):
-    """One score modification and its gradient; S and dS are (queries, keys) of the tile, of `apply` also of several."""
+    """One score modification and its gradient on a tile: S, dS (queries, keys); in `apply` S may have a head axis."""
 
     bounded: bool  # |score| never exceeds |product|
     by_sequence: bool  # different sequences add to different elements of its gradients
@@ -288,10 +288,10 @@ class Bias:
 
 
 class ModInputs:
-    """The inputs of the generated mod functions other than the score, for the tiles of one call."""
+    """The inputs, except the score, of the functions generated from mods, for the tiles of one call."""
 
     def __init__(self, problem: Problem, operands: Operands) -> None:
-        # In a JVP Modified appends the arrays' tangents, None for an array without one.
+        # For a JVP, `Modified` appends the tangents of the arrays, None for an array without a tangent.
         self.arrays: tuple[Any, ...] = tuple(array.numpy() for array in operands.captured)
         self.numbers, self.real = operands.numbers, problem.accumulation.type
         self.first_head, self.first_batch = problem.first_head, problem.first_batch
@@ -331,7 +331,7 @@ class Modified:
         if self.slope is None or not save:
             (S[...],) = self.function(S, *inputs)
             return None
-        modified, slope, reads = self.slope.evaluate(S.copy(), *inputs)  # a derivative may be the score itself
+        modified, slope, reads = self.slope.evaluate(S.copy(), *inputs)  # a derivative may return its input S
         S[...] = modified
         return slope, reads
 
@@ -340,14 +340,14 @@ class Modified:
         slope, reads = saved
         for slot, factor, indices in reads:
             total = self.dcaptured[slot]
-            assert total is not None  # reads are those of the wanted slots
+            assert total is not None  # only reads of arrays with a gradient are saved
             _add_at(total, indices, _times(dS, factor))
         dS[...] = _times(dS, slope)
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> list[Any] | None:
         """Modify S and tS; with `save`, return the derivatives of both and the reads of captured arrays."""
         assert self.direction is not None
-        inputs = (S.copy(), *self.inputs.of(tile), tS.copy())  # a derivative may be the score itself
+        inputs = (S.copy(), *self.inputs.of(tile), tS.copy())  # a derivative may return its input S
         if not save:
             S[...], tS[...] = self.direction.tangent(*inputs)
             return None
@@ -361,7 +361,7 @@ class Modified:
         slope, change, reads = saved
         for read in reads:
             total = self.dcaptured[read.slot]
-            assert total is not None  # reads are those of the wanted slots
+            assert total is not None  # only reads of arrays with a gradient are saved
             _add_at(total, read.indices, _times(dS, read.of_score) + _times(dtS, read.of_tangent))
         dS[...] = _times(dS, slope) + _times(dtS, change)
         dtS[...] = _times(dtS, slope)
@@ -394,7 +394,7 @@ class MaskMod:
         return np.asarray(visible)
 
     def hide(self, S: np.ndarray, tile: ScoreTile, value: float) -> None:
-        """Set the scores (..., queries, keys) that the mask hides to `value`, which are all inside tile.masked."""
+        """Set the scores (..., queries, keys) that the mask hides, which are all inside tile.masked, to `value`."""
         if tile.masked is None:
             return
         axis, start, stop = tile.masked

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device import blas_controller
 
-# Runs a function on some threads of a pool, one of which is the caller's.
+# Runs a function on a number of threads of a pool, among them the caller's.
 Region = Callable[[int, Callable[[], None]], None]
 
 
@@ -70,8 +70,8 @@ def run_tasks(
         try:
             for _ in range(min(threads, len(tasks)) - 1):
                 helpers.start(help_out)
-            # NumPy keeps its error state in the context: running in a copy protects the caller's even if an interrupt
-            # cuts off the exit of `errstate`.
+            # NumPy's error state belongs to the context: `work` runs in a copy of it, so that the caller's is unchanged
+            # even if an interrupt cuts off the exit of `errstate`.
             contextvars.copy_context().run(work)
             helpers.wait()
         except BaseException as error:
@@ -128,7 +128,7 @@ class OrderedSum:
         self.lock = threading.Lock()
 
     def add(self, place: int, array: np.ndarray) -> np.ndarray | None:
-        """Add the array of a place in the order; return the total if it is now complete."""
+        """Add the array that comes at `place` in the order; return the total if that completes it."""
         with self.lock:
             self.waiting[place] = array
             while self.added in self.waiting:
@@ -197,8 +197,8 @@ class _BlasLimit:
             self._users.add(user)
             if first:
                 limits = [library.num_threads for library in blas_controller().lib_controllers]
-                # If all limits are one thread, either nothing has to be set, or an interrupted call has left them: the
-                # limits to restore are still those in `_before`.
+                # If all limits are 1 already, nothing has to be set. An interrupted call may have left them at 1: then
+                # `_before` still has the limits to restore.
                 if limits != [1] * len(limits):
                     self._before = limits
                     self._set([1] * len(limits))
@@ -220,7 +220,7 @@ class _BlasLimit:
             disown(force=True)
 
     def _reset(self) -> None:
-        """Drop the users and lock of the parent's threads, which a forked child lacks, and restore the limits."""
+        """Drop the users and the lock, as a forked child lacks the parent's other threads, and restore the limits."""
         self._lock = threading.RLock()
         self._users = WeakSet()
         self.leave(_User())

@@ -1,4 +1,4 @@
-"""The tiles that the CPU engine computes under a mask_mod, those that are not EMPTY."""
+"""The tiles that the CPU engine computes under a mask_mod, which are those that are not EMPTY."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..mods.tiles import CUT, EMPTY, FULL, TileClasses, TileCounts
 from ..problem.mask import Band
 from .score import KEYS, QUERIES, Cut, Positions
 
-GRAIN = 64  # rows per class along the axis of a loop: visits start and stop at multiples
+GRAIN = 64  # rows per class along the axis of a loop: visits start and stop at multiples of it
 MOST_GRAINS = 256  # maximum grains per axis in an estimate
-AT_ONCE = 2**18  # maximum number of tiles classified at a time: intervals need dozens of arrays
+AT_ONCE = 2**18  # tiles classified at a time, at most: interval arithmetic needs dozens of arrays of that size
 SUPER = 32  # tiles per axis of a super-tile
-FEW = 2**15  # tiles that are classified without super-tiles, and whose runs are cached for positional masks
+FEW = 2**15  # up to this number of tiles, no super-tiles are needed, and the runs of positional masks are cached
 
 
 class Visit(NamedTuple):
@@ -99,7 +99,7 @@ Places = tuple[np.ndarray, np.ndarray]  # the first and the last position of eac
 def _bands(
     classes: TileClasses, batch: int, head: int, rows: Places, columns: Places, by_query: bool
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (first column, classes of tiles) of consecutive rows; tiles in columns that are left out are EMPTY.
+    """Yield (first column, classes) for groups of rows of tiles, in order; tiles in other columns are EMPTY.
 
     Super-tiles of SUPER x SUPER tiles are classified first, and only in those that are CUT is every tile classified,
     so that the time of a long sequence grows with the visited tiles, not with all of them.
@@ -161,7 +161,7 @@ def count_tiles(
 
 
 class VisitCounts(NamedTuple):
-    """The visits of a sequence, the pairs in them, and the visits and pairs to which the mask_mod is applied."""
+    """Numbers of visits of a sequence and of (query, key) pairs in them: all, and those that apply the mask_mod."""
 
     visits: int
     pairs: int
@@ -196,7 +196,7 @@ class VisitEstimate:
 
 
 class Run(NamedTuple):
-    """Consecutive positions without an EMPTY class, and the part from the first to the last class that is not FULL."""
+    """A range of positions without an EMPTY class, and the part of it from the first to the last CUT class."""
 
     start: int
     stop: int
@@ -217,13 +217,16 @@ def runs(classes: np.ndarray, grain: int, block: int, first: int = 0) -> list[li
 
 
 def _run_columns(classes: np.ndarray, per_block: int, offset: int = 0) -> tuple[np.ndarray, ...]:
-    """Return (row, start, stop, cut start, cut stop) of all runs, in columns; offset + column splits at per_block."""
+    """Return arrays (row, start, stop, cut start, cut stop) of all runs.
+
+    A run also ends where offset + column is a multiple of per_block.
+    """
     seen = np.pad(classes != EMPTY, ((0, 0), (1, 1)))
     column = np.arange(offset, offset + classes.shape[1])
     rows, first = np.nonzero(seen[:, 1:-1] & (~seen[:, :-2] | (column % per_block == 0)))
     last = np.nonzero(seen[:, 1:-1] & (~seen[:, 2:] | (column % per_block == per_block - 1)))[1]
-    # In the flattened array, the CUT class at or after the first column of a run, and at or before its last one; those
-    # of other runs are outside the run.
+    # In the flattened array: the first CUT class at or after the start of a run, and the last at or before its end. If
+    # the run has none, they lie outside of it.
     cut, start = np.flatnonzero(classes == CUT), rows * len(column)
     after = np.append(cut, classes.size)[np.searchsorted(cut, start + first)] - start
     before = np.append(-1, cut)[np.searchsorted(cut, start + last, side="right")] - start

@@ -21,7 +21,7 @@ REFUSED = 0  # sent instead of a digest by a rank whose own checks failed
 
 
 class Arrival(NamedTuple):
-    """Tensors being received, with the pending works of the exchange."""
+    """Tensors that are being received, and torch's Work objects of the pending exchange."""
 
     tensors: list[torch.Tensor]
     works: list[distributed.Work]
@@ -62,11 +62,11 @@ class Channel(NamedTuple):
 
     @contextmanager
     def agreement(self, function: str, check_ranks: bool) -> Iterator[Request]:
-        """Context for a rank's checks of its call, which fill in the request: the arguments that ranks must agree on.
+        """Context in which a rank checks its call and fills in the request, the arguments on which ranks must agree.
 
         On exit it raises ValueError on every rank if requests differ or another rank's checks raised. This precedes all
-        other communication, in which ranks that expect different sizes would deadlock. It sends one int64 per rank
-        while they agree, and nothing without check_ranks. Raises TypeError if check_ranks is not a bool.
+        other communication, in which ranks that expect different sizes would deadlock. If requests agree, it sends
+        one int64 per rank; without check_ranks it sends nothing. Raises TypeError if check_ranks is not a bool.
         """
         is_flag = isinstance(check_ranks, (bool, np.bool_))
         compares = self.ranks > 1 and (not is_flag or bool(check_ranks))
@@ -114,7 +114,7 @@ class Channel(NamedTuple):
         return requests
 
     def _differences(self, function: str, request: Request) -> str:
-        """Return an error message with the entries that differ, or the errors of the ranks that refused."""
+        """Return an error message with the entries that differ, or with the errors of ranks that refused their call."""
         seed = request["seed"]
         seed = seed.item() % 2**64 if isinstance(seed, torch.Tensor) else seed
         requests = self._gather_requests(request | {"function": function, "seed": seed})

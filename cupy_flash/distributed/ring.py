@@ -192,7 +192,7 @@ def ring_attention_varlen(
         bounds = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
         lengths = [_host_lengths(function, name, given) for name, given in bounds]
         local = [chunks(lengths_of_batch, channel.rank, channel.ranks, sharding) for lengths_of_batch in lengths]
-        # Check the call on its first chunk, because an invalid option fails on every chunk.
+        # Checking the call on its first chunk is enough, because an invalid option fails on every chunk.
         problem, _ = pose(function, (q, k, v), settings, _packed(local[0][0], local[1][0], q.device))
         longest = (max(lengths[0], default=0), max(lengths[1], default=0))
         schedule = ring_schedule(*lengths, problem.mask, channel.rank, channel.ranks, sharding)
@@ -221,7 +221,7 @@ def read_options(function: str, arrays: Tensors, options: Mapping[str, object]) 
 
 
 def describe(arrays: Tensors, settings: Options, axis: int) -> Request:
-    """Return the entries of a request: dtypes, shapes except the sharded dimension `axis`, requires_grad, options."""
+    """Return the entries of a request: dtypes, shapes without the sharded dimension `axis`, requires_grad, options."""
     request: Request = {"requires_grad": _requires_grad(arrays, settings)}
     for name, x in zip("qkv", arrays, strict=True):
         sizes = ", ".join("*" if dimension == axis else str(size) for dimension, size in enumerate(x.shape))
@@ -276,7 +276,7 @@ def _host_lengths(function: str, name: str, given: Boundaries) -> tuple[int, ...
 def require_rows(
     function: str, channel: Channel, actual: tuple[int, int], expected: tuple[int, int], sharding: str
 ) -> None:
-    """Raise ValueError if this rank's numbers of (queries, keys) are not those of the sharding."""
+    """Raise ValueError if this rank has other numbers of (queries, keys) than the sharding gives it."""
     if actual != expected:
         raise ValueError(
             f"{function}: rank {channel.rank} of {channel.ranks} has {actual[0]} queries and {actual[1]} keys, not the "
@@ -296,7 +296,7 @@ def captured_of(settings: Options) -> tuple[torch.Tensor, ...]:
 
 
 class WithoutTensors(NamedTuple):
-    """The options of a call without their tensors, and the text of its Mod: ctx must not hold tensors."""
+    """The options of a call without their tensors, and the text of its Mod; autograd's ctx must not hold tensors."""
 
     options: Options
     mods: str  # "" without mods
@@ -359,7 +359,7 @@ class _Call(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """The sharded dimension of q, k, v and out; for lse it is the last."""
+        """The sharded dimension of q, k, v and out; lse is sharded along its last dimension."""
         return {"bshd": 1, "bhsd": 2, "thd": 0}[self.layout]
 
     def request(self, arrays: Tensors, settings: Options, lengths: tuple[object, ...], sharding: str) -> Request:
@@ -372,7 +372,7 @@ class _Call(NamedTuple):
         return describe(arrays, settings, self.axis) | {"lengths": lengths, "sharding": sharding}
 
     def rows(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """View of a chunk's rows in a shard of q, k, v or out."""
+        """Return a view of a chunk's rows in x, a shard of q, k, v or out."""
         return x.narrow(self.axis, chunk.first_row, chunk.rows)
 
     def with_rows(self, x: torch.Tensor, shard: tuple[Chunk, ...]) -> tuple[int, ...]:
@@ -384,7 +384,7 @@ class _Call(NamedTuple):
     def pose(
         self, pair: Pair, arrays: Tensors, tensors: tuple[torch.Tensor | None, ...], saved: Saved | None = None
     ) -> tuple[Problem, Operands]:
-        """Return (problem, operands) of a pair of chunks; only the local pair has the sink, which must count once.
+        """Return (problem, operands) of a pair of chunks; only the local pair gets the sink, which must count once.
 
         `tensors` are the options in TENSORS, then the captured tensors.
         """
@@ -410,13 +410,13 @@ class _Call(NamedTuple):
         return Saved(self.rows(dout, queries), self.rows(out, queries), lse, dlse)
 
     def next_keys(self, step: int, kv: list[torch.Tensor]) -> Arrival | None:
-        """Start passing [K, V] on and receiving those of the next step; None at the last step."""
+        """Start sending [K, V] on and receiving those of the next step; None at the last step, which does neither."""
         if step + 1 == len(self.schedule.keys):
             return None
         return self.channel.exchange(kv, 1, [self.with_rows(x, self.schedule.keys[step + 1]) for x in kv])
 
     def pass_gradients(self, step: int, dkv: list[torch.Tensor]) -> Arrival:
-        """Start passing [dK, dV] on together with their keys; after the last step, return them to the keys' owner."""
+        """Start sending [dK, dV] to where their keys go next, or after the last step back to the owner of the keys."""
         last = step + 1 == len(self.schedule.keys)
         if last and step == 0:  # no rank needs another rank's keys
             return Arrival(dkv, [])
@@ -474,7 +474,7 @@ def _gradients(
     ]
     named = {f"d{feature.name}": total for feature, total in zip(SERVED, totals, strict=True)}
     kv = [k.contiguous(), v.contiguous()]
-    partial_dkv: Arrival | None = None  # sums of the ranks before this one
+    partial_dkv: Arrival | None = None  # sums over the ranks that had these keys before
     for step, pairs in enumerate(call.schedule.pairs):
         arrival = call.next_keys(step, kv)
         dkv = [torch.zeros_like(x, dtype=lse.dtype) for x in kv]
@@ -506,5 +506,5 @@ def _packed(queries: Chunk, keys: Chunk, device: torch.device) -> Packed:
 
 @lru_cache(maxsize=1024)
 def _on_device(numbers: tuple[int | tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    """Return an int32 tensor, cached because every layer needs the same few numbers at each step of the ring."""
+    """Return an int32 tensor of the numbers, cached because every layer needs the same ones at each ring step."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)

@@ -31,7 +31,7 @@ Starts = tuple[tuple[int, int, int], ...]  # (first query, first key, offset) of
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of a shard that form one run of positions in every sequence of the batch."""
+    """Consecutive rows of a shard whose positions are evenly spaced in every sequence of the batch."""
 
     first_row: int  # offset of the chunk in the shard
     starts: tuple[int, ...]  # position of each sequence's first row
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
     queries: Chunk
     keys: Chunk
     starts: Starts
-    local: bool  # the same slot of the rank's own query and key shards: one such pair per query chunk
+    local: bool  # both chunks have the same index in this rank's own shards: one such pair per query chunk
 
 
 def positions(length: int, rank: int, ranks: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
@@ -131,17 +131,17 @@ class Schedule(NamedTuple):
     queries: tuple[Chunk, ...]  # chunks of this rank
     keys: tuple[tuple[Chunk, ...], ...]  # chunks that are present at each step
     pairs: tuple[tuple[Pair, ...], ...]  # pairs to compute at each step
-    stride: int  # positions between neighbouring rows of a shard
+    stride: int  # distance in positions of neighbouring rows of a shard
 
 
 @lru_cache(maxsize=256)
 def ring_schedule(
     q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], mask: Mask, rank: int, ranks: int, sharding: str
 ) -> Schedule:
-    """Return the schedule of a rank, with as many steps as any rank needs: a window can make the ring shorter.
+    """Return the schedule of a rank; all ranks have the same number of steps, which a window can reduce.
 
-    Step 0 pairs each query chunk with the key chunk of its slot even if it sees none of those keys, so that every row
-    has a result, and exactly one partial result includes the sink.
+    Step 0 pairs each query chunk with the key chunk of the same index even if it sees none of its keys, so that every
+    row has a result, and exactly one partial result includes the sink.
     """
     stride = ranks if sharding == "striped" else 1
     queries, keys = (
@@ -158,7 +158,7 @@ def ring_schedule(
                 result.append(Pair(q_chunk, kv_chunk, starts, local))
         return tuple(result)
 
-    # Search from the last step, which is needed unless there is a window.
+    # The search starts at the last step, which is needed unless a window hides its keys.
     steps = next((step + 1 for step in range(ranks - 1, 0, -1) if any(pairs(r, step) for r in range(ranks))), 1)
     return Schedule(
         queries[rank],
@@ -173,7 +173,7 @@ def _sees(queries: Chunk, keys: Chunk, starts: Starts, mask: Mask, stride: int) 
     for q_len, kv_len, (_, _, offset) in zip(queries.lengths, keys.lengths, starts, strict=True):
         band = mask.band(q_len, kv_len, offset, stride)
         first, last = band.kv_range(0, q_len)
-        # With stripes, a window narrower than the stride may contain no row of the other rank: low > high.
+        # With striped shards, a window narrower than the stride may contain no row of the other rank: low > high.
         if q_len > 0 and first < last and band.low <= band.high:
             return True
     return False

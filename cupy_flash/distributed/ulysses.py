@@ -209,14 +209,14 @@ def _attend(
 
 
 def _empty_sequences(packed: Packed) -> Packed:
-    """Return the same number of sequences, all with length 0."""
+    """Return a packed batch with the same number of sequences, all of length 0."""
     names = ("cu_seqlens_q", "cu_seqlens_k")
     given = {name: bounds for name in names if isinstance(bounds := getattr(packed, name), torch.Tensor)}
     return packed._replace(**{name: torch.zeros_like(bounds) for name, bounds in given.items()})
 
 
 def _describe_sequences(packed: Packed) -> dict[str, str]:
-    """Return a packed batch's entries of the request; only the shape for boundaries on a GPU, which are not read."""
+    """Return a packed batch's entries of the request; of boundaries on a GPU, which are not read, only the shape."""
 
     def described(x: object) -> str:
         if not isinstance(x, torch.Tensor):
@@ -264,7 +264,7 @@ class _Call(NamedTuple):
         return torch.cat(self.channel.all_to_all(pieces, shapes), axes.heads)
 
     def heads_of(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's slice of a tensor (..., Hq), or None."""
+        """Return this rank's heads of a tensor (..., Hq); None for None."""
         return None if x is None else x.chunk(self.channel.ranks, -1)[self.channel.rank].contiguous()
 
     def pose(

@@ -1,7 +1,7 @@
-"""The engines: one module per kernel family, which says what it serves, with its legal tiles, cost model and launches.
+"""The engines, one module per kernel family: the problems it serves, its legal tiles, cost model and launches.
 
 To add an engine, write a module that satisfies `Engine` and add it to MODULES, its name to `records.ENGINES`;
-CONTRIBUTING.md lists the other files. Nothing outside this folder knows an engine by its name.
+CONTRIBUTING.md lists the other files. Other modules find engines in MODULES.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ TileT = TypeVar("TileT", bound=Tile)  # an engine's own type of tiles
 class Engine(Protocol[TileT]):
     """Interface of an engine module. Its tile type is a NamedTuple whose first fields are block_q and block_kv.
 
-    plan/refusals.py refuses what no attribute names; the function `refusals` has the engine's further reasons.
+    plan/refusals.py refuses what the attributes do not name; the function `refusals` returns further reasons.
     """
 
     # The problems that the engine serves
     BACKENDS: tuple[str, ...]  # backends that can run its launches
     ARCHES: tuple[str, ...] | None  # architectures of GPUs that have its instructions; None: all
     DTYPES: tuple[str, ...]  # dtypes of q, k and v; `check` runs every option in the first
-    OPTIONS: frozenset[str] | None  # options of attention() that it implements; None: it serves KV caches alone
+    OPTIONS: frozenset[str] | None  # options of attention() that it implements; None: it serves only calls on KV caches
     CACHE_OPTIONS: frozenset[str] | None  # those of attention_with_kv_cache(); None: it reads no KV cache
     CACHE_DTYPES: tuple[str, ...]  # dtypes of caches besides that of q
-    DERIVATIVES: tuple[str, ...]  # JVP, DOUBLE_BACKWARD
+    DERIVATIVES: tuple[str, ...]  # which of JVP and DOUBLE_BACKWARD it has
 
     # How it is chosen and checked
-    ON_REQUEST: bool  # chosen only by name or after a check and a tune, unless no other engine has the dtype
+    ON_REQUEST: bool  # chosen only by name, after a check and a tune, or if no other engine has the dtype
     MEASURED: str | None  # path of the benchmark results that back its cost model; None: not measured yet
-    HEAD_DIMS: tuple[tuple[int, int], ...]  # (D, Dv) of each family of tiles, with which `check` runs it
-    GROUP_ROWS: tuple[int, ...]  # sizes of tiles whose rows are (query, head of the GQA group) pairs
+    HEAD_DIMS: tuple[tuple[int, int], ...]  # (D, Dv) with which `check` runs it, one for each family of tiles
+    GROUP_ROWS: tuple[int, ...]  # rows of its tiles if a row is a (query, head of the GQA group) pair
     MICRO_KERNELS: tuple[str, ...]  # families of instructions (micro_kernels.py) that `check` runs for it
     KERNELS: str  # its folder in kernels_cu; for the CPU the module that computes in NumPy
 
@@ -69,7 +69,7 @@ class Engine(Protocol[TileT]):
         """Return the tiles that a tune measures: at least those of `tiles`, among which a prediction chooses."""
 
     def forms(self, problem: Problem, device: Device, tile: TileT) -> dict[str, Sequence[TileT]]:
-        """Return {form of the kernel that only a tune chooses: its tiles among `choices` with the rows of `tile`}."""
+        """Return {form of the kernel that only a tune may choose: tiles of this form with the rows of `tile`}."""
 
     def advantage(self, problem: Problem) -> str:
         """Return why the engine is the default for a problem that it serves; "" if predictions decide."""
@@ -78,13 +78,13 @@ class Engine(Protocol[TileT]):
         """Return predicted seconds (the cost model) for `pairs` unmasked (query, key) pairs per sequence and head."""
 
     def alike(self, tile: TileT) -> object:
-        """Return the key of tiles whose cost ranking does not depend on the length; compile() builds one per key."""
+        """Return a key. Tiles with equal keys rank alike at any length, so compile() builds only the best of them."""
 
     def threads(self, device: Device, tile: TileT, cost: float) -> int:
         """Return the threads per block of a GPU, or on the CPU the threads for a problem of `cost` core seconds."""
 
     def workspaces(self, problem: Problem, tile: TileT, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """Return the workspaces of the kernels; rows are those of one sequence, or of a whole packed batch."""
+        """Return the workspaces of the kernels; q_rows and kv_rows count one sequence, or a whole packed batch."""
 
     def launches(self, problem: Problem, device: Device, tile: TileT) -> tuple[Launch, ...]:
         """Return the kernel launches in order; () on the CPU."""

@@ -35,13 +35,13 @@ EDGE = 0.75  # per score of a partly masked tile: compare positions, write -inf
 TILE = (8e3, 16e3)  # per tile: overhead of the NumPy calls
 ROWS = 5e4  # per query tile (backward: key tile) with a mask_mod: find its visits, start and finish its sums
 MASKED = 2e4  # per visit of a tile to which a mask_mod is applied: overhead of its NumPy calls
-SPILL = 0.2  # per score and MiB of scores in a tile, which evict operands from the L2 cache
+SPILL = 0.2  # per score, for each MiB of scores in a tile: they evict operands from the L2 cache
 
 # Tiles are chosen for this many threads on every machine, because tile sizes determine the rounding and results must
 # not depend on the number of threads. By this cost model, tiles chosen per thread count would be 0.5 % faster for 1 to
 # 16 threads (average of 1,848 problems) and 9 % faster for 64.
 THREADS = 16
-PIECES = 8  # the threads for which a backward splits heads, see `pieces`
+PIECES = 8  # number of threads for which a backward splits heads, see `pieces`
 WAKING = 100e-6  # seconds of work that justify a thread, whose start takes tens of microseconds
 
 
@@ -97,7 +97,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
 
 def pieces(problem: Problem, block_kv: int) -> int:
-    """Return the number of tasks into which a backward splits the key tiles of a head, by shape alone.
+    """Return the number of tasks into which a backward splits the key tiles of a head; only shapes determine it.
 
     Heads are split where they are too few for PIECES threads, but not where they add to the same elements of a
     gradient. A piece has at least two key tiles, since each loads Q and dO and has its own dQ, which costs 3 to 20 %

@@ -14,7 +14,7 @@ from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, se
 
 # A scale within these bounds is folded into the exponents with log2(e); any other needs a pass over the scores.
 SCALES = 2.0**-60, 2.0**60
-RESCALE_ABOVE = 8.0  # softmax2.cuh: P reaches 2^8, which fp16 (2^16) and fp32 row sums of 2^40 keys can hold
+RESCALE_ABOVE = 8.0  # P may reach 2^8: fp16 holds 2^16, and an fp32 row sum 2^40 keys (softmax2.cuh)
 ROWS = 64  # rows per block of the row kernels
 SQUARE = 16  # dq_sums.cuh: dQ is summed in squares of 16 x 16
 
@@ -39,7 +39,7 @@ def fragment_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     constants = shared_constants(problem) | {
         "LARGEST_LOG2": 0,
         "KEY_BYTES": 0,
-        # P <= 1 in a JVP, which in fp16 multiplies it by up to 2^15 (factor_scale.cuh).
+        # A JVP keeps P <= 1, because in fp16 it multiplies P by up to 2^15 (factor_scale.cuh).
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,
         "MODIFIED": is_modified(problem) or problem.derivative != "" or not low <= problem.scale <= high,
@@ -77,9 +77,9 @@ def fragment_backward(
 def backward_workspaces(
     problem: Problem, q_rows: int, *, add_dq: bool, in_order: bool = False
 ) -> tuple[Workspace, ...]:
-    """Return the workspaces of a backward: delta, lse2, with `add_dq` dq_sums, with `in_order` also two of counters.
+    """Return delta and lse2; with `add_dq` also dq_sums; with `in_order` also dq_semaphore and tile_counter.
 
-    Those of a double backward are delta, delta_tangent, and row_numbers, the records of both with lse2 and lse_tangent.
+    A double backward has delta, delta_tangent, and row_numbers: for each row these two, lse2 and lse_tangent.
     """
     if problem.derivative:
         shape, strides = rows_of_heads(problem, q_rows)

@@ -16,7 +16,7 @@ BLOCKS_OF_APPEND = 128  # maximum number of blocks per sequence and head
 def static_bytes(problem: Problem, keys: int) -> int:
     """Return the bytes of static shared memory for the page numbers (tile_pages.cuh) of a tile of `keys` keys.
 
-    A contiguous cache reserves them too, so that the choice of the tile, and with it the rounding, is the same.
+    A contiguous cache reserves them too, so that it gets the same tile, and thus the same rounding.
     """
     return 0 if problem.cache is None else 2 * 4 * keys
 

@@ -38,8 +38,8 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int = 0
-    boxes: tuple[Box, ...] = ()  # a tensor map of each is the second argument
-    headers: tuple[tuple[str, str], ...] = ()  # generated from mods, (name, text): then Params has a member `captured`
+    boxes: tuple[Box, ...] = ()  # the kernel's second argument has their tensor maps
+    headers: tuple[tuple[str, str], ...] = ()  # (name, text), generated from mods; Params then has `captured`
 
     @property
     def function(self) -> str:

@@ -50,11 +50,11 @@ LIVE = {
     "second_q": 167, "second_kv": 168, "second_bias": 112,
 }  # fmt: skip
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
-LIVE_OF_MODS = 34  # subtracted instead with mods in the forward, whose loads classify the tiles of a mask_mod
+LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
-LIVE_OF_MODS_WITH_CACHE = 20  # subtracted with mods and a KV cache, for the positions of queries
+LIVE_OF_MODS_WITH_CACHE = 20  # subtracted as well with mods and a KV cache, for the positions of queries
 FREE_READS = 32  # elements per thread that a score_mod reads at no cost; each further read subtracts 2 registers
-LIVE_OF_JVP = 12  # subtracted in a JVP without tv and on sm_100, where the compiler takes more registers
+LIVE_OF_JVP = 12  # subtracted in a JVP without tv or on sm_100: the compiler takes more registers
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
 # Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.
 VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
@@ -64,8 +64,8 @@ MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120
 MULTIPLY_ADDS_OF_SERVERS = 1024  # sm_80; also sm_90 and sm_100, where mma.sync reaches at most half of the peak
 SHARED_BYTES = 128  # shared-memory bandwidth
 CACHE_BYTES = 32  # L2 bandwidth
-# Bandwidth of red to global memory, of vectors and of single numbers. FlashAttention-2 adds 4 bytes a clock on an A100
-# at its published rate, so more is possible.
+# Bandwidth of red to global memory, of vectors and of single numbers. At its published speed on an A100,
+# FlashAttention-2 adds 4 bytes per clock, so the bandwidth is at least that.
 ADDED_BYTES, ADDED_BYTES_OF_SINGLES = 16, 8
 INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
@@ -102,7 +102,7 @@ class Tiles(NamedTuple):
     """Tiles of a problem's kernels.
 
     `q_tile` is the tile of the forward or dQ kernel, None if the dK/dV kernel also accumulates dQ; `kv_tile` is that of
-    the dK/dV kernel; `bias_tile` is that of the dbias kernel, None without a bias.
+    the dK/dV kernel; `bias_tile` is that of the dbias kernel, None if neither a bias nor a captured array needs it.
     """
 
     block_q: int
@@ -113,10 +113,10 @@ class Tiles(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against dtypes except bf16 and fp16, bf16 on sm_75, and D or Dv > LARGEST."""
+    """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
     if problem.dtype.name not in ELEMENTS:
-        return reasons  # no kernel has such a type, and thus tiles
+        return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -207,7 +207,7 @@ def threads(device: Device, tile: Tiles, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return those of `backward_workspaces` for a backward, and the rotated rows of q for a KV cache."""
+    """Return `backward_workspaces` for a backward, and the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
@@ -378,7 +378,7 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
-    """Return predicted seconds of one kernel: resident blocks share an SM's throughput; a single warp overlaps none."""
+    """Return predicted seconds of one kernel. Resident blocks share an SM; a warp uses one of its units at a time."""
     k, v = _padded(problem, tile.column_warps)
     scores, sums = {
         "forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v),

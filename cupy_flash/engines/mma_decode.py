@@ -54,23 +54,23 @@ LARGEST = 256  # maximum head dimension
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
-ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S beside the conversions of an fp8 cache
+ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S with an fp8 cache, which is converted
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
-LIVE_WITH_MASK_MOD = 100  # the same beside a mask_mod, whose walk over the tiles takes registers
+LIVE_WITH_MASK_MOD = 100  # the same with a mask_mod, whose walk over the tiles takes registers
 OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
-SHORTEST_RUN = 4  # as in split_kv.cuh
+SHORTEST_RUN = 4  # minimum iterations of a run, as in split_kv.cuh
 WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
 STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the number of slots that a producer warp fills
 WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")  # architectures that have clusters
 CLUSTERS = 4, 8  # candidates for the number of blocks of a cluster; 8 is the portable maximum
-PANEL_BYTES = 128  # of a row of a TMA box, at most
-LEAST_PAGE = 8  # keys of a page: smaller boxes would load fewer bytes than a swizzle atom
+PANEL_BYTES = 128  # maximum bytes of a row of a TMA box
+LEAST_PAGE = 8  # minimum keys of a page: smaller boxes would load less than a swizzle atom
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
 MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
 MEMORY_BYTES_OF_OTHERS = 12
-PART_TILES = 2  # prologue and epilogue of a split, in units of the time of a key tile
+PART_TILES = 2  # key tiles that take as long as the prologue and epilogue of a split
 PART_TILES_OF_PRODUCER = 1  # the same with a producer warp, which loads the next split during the epilogue
 LAUNCH = 3e-6  # seconds for a launch in a stream
 
@@ -100,7 +100,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + multiply_refusals(problem, device)
     if problem.dtype.name not in ELEMENTS:
-        return reasons  # no kernel has such a type, and thus tiles
+        return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
@@ -121,7 +121,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Return the tiles whose accumulators fit the registers, by number of rows, each with its best keys and stages."""
+    """Return the tiles whose accumulators fit the registers: for each number of rows the best keys and stages."""
     by_rows = (_tiles_of_rows(problem, device, rows) for rows in ROWS)
     return [max(legal, key=lambda tile: _preference(tile, device)) for legal in by_rows if legal]
 
@@ -142,7 +142,7 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
 
 
 def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
-    """Return the tiles with the rows of `tile` and a producer warp, or in clusters of each size."""
+    """Return {form: tiles with the rows of `tile`}, for a producer warp and for each size of a cluster."""
     others: dict[str, list[Tile]] = {}
     for each in choices(problem, device):
         if each.form and each.rows == tile.rows:
@@ -151,13 +151,13 @@ def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Ti
 
 
 def advantage(problem: Problem) -> str:
-    """Return that one tile holds all queries of a sequence, and so reads each key once; "" if more are needed."""
+    """Return the reason that one tile holds all queries of a sequence and so reads each key once; "" if none does."""
     rows = problem.q_len * problem.group
     return f"one tile of mma_decode has all {rows} rows of a group, and reads each key once" if rows <= ROWS[-1] else ""
 
 
 def _has_tma(problem: Problem, device: Device) -> bool:
-    """Return whether TMA can load tiles of the caches: from pages of 8 keys on, in swizzled panels of whole rows."""
+    """Return whether TMA can load the caches: pages have at least 8 keys, and rows are whole swizzled panels."""
     cache = problem.cache
     assert cache is not None
     loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
@@ -185,7 +185,7 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
 
 
 def _preference(tile: Tile, device: Device) -> tuple[int, int, int, int, int]:
-    """Return a sort key: prefer two resident blocks, which hide latency, then the bytes in flight that memory needs."""
+    """Return a sort key: prefer more keys, then two resident blocks, which hide latency, then more keys in flight."""
     resident = tile.blocks // device.units
     in_flight = resident * (tile.stages - 1) * tile.block_kv
     return tile.block_kv, min(resident, 2), in_flight, resident, -tile.stages
@@ -230,7 +230,7 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return the workspaces of partial results, of blocks or of pieces (split_kv.cuh), and of the rotated rows of q."""
+    """Return the workspaces of the partial results, unless a cluster merges them, and of the rotated rows of q."""
     if tile.cluster:
         return rotated_rows(problem, q_rows)
     rows = _partial_results(problem, tile), tile.rows
@@ -323,7 +323,7 @@ def _pieces(problem: Problem, keys: int) -> int:
 
 
 def _partial_results(problem: Problem, tile: Tile) -> int:
-    """Return the number of partial results: two per block, of its first and last tile; with split_size all pieces."""
+    """Return the number of partial results: two per block (first and last tile), with split_size one per piece."""
     assert problem.cache is not None
     split = problem.cache.split_size
     return 2 * _grid(problem, tile) if split is None else most_iterations(problem, tile.rows, split)
@@ -334,7 +334,7 @@ def _grid(problem: Problem, tile: Tile) -> int:
     assert problem.cache is not None
     split = problem.cache.split_size
     runs = -(-most_iterations(problem, tile.rows, split or tile.block_kv) // (1 if split else SHORTEST_RUN))
-    packed = problem.layout == "thd"  # rows after the last sequence are also written
+    packed = problem.layout == "thd"  # one block must write the rows after the last sequence
     return min(tile.blocks, max(runs, packed))
 
 

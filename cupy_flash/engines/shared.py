@@ -212,7 +212,7 @@ def _loaded_by(problem: Problem) -> Iterator[frozenset[str]]:
 
 
 def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Grid], Launch]) -> list[Launch]:
-    """Return the launches of backward_bias that sum the gradients of captured arrays, one per owned read.
+    """Return the launches of backward_bias, one for each read of a captured array whose gradient blocks own.
 
     `tile` is (queries, keys) of a block; `launch` makes the launch for a grid.
     """
@@ -232,7 +232,7 @@ def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Gr
 
 
 def added_launches(problem: Problem, one: Launch) -> list[Launch]:
-    """Return the launches of backward_captured, copies of `one`; the first finds the scale of fixed-point sums."""
+    """Return the launches of backward_captured; before `one`, a deterministic call finds the scale of its sums."""
     if all(read.is_owned for read in captured_reads(problem)):
         return []
     return [one._replace(headers=_mod_headers(problem, measure=True)), one] if problem.deterministic else [one]
@@ -248,7 +248,7 @@ def reads_at_scores(problem: Problem) -> bool:
 
 
 def key_bytes(problem: Problem) -> int:
-    """Return the bytes per key of the values that mods compute from a key alone and a wgmma forward stages; else 0."""
+    """Return the bytes per key of the values that a wgmma forward stages: those that mods compute from a key alone."""
     if not problem.mods:
         return 0
     from ..mods import cuda_code
@@ -257,7 +257,7 @@ def key_bytes(problem: Problem) -> int:
 
 
 def _longest(problem: Problem) -> int:
-    """Return a bound of positions, heads and sequences in the code of mods."""
+    """Return an upper bound of the positions, heads and sequences with which the code of mods is called."""
     from ..mods import cuda_code
 
     if is_part(problem):

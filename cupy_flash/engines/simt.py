@@ -49,8 +49,8 @@ LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.
 # spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
 FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
-# A mainloop step loads two tiles one after the other and waits for each. Blocks on one SM overlap their waits, which
-# are therefore counted once, whatever the number of blocks, for steps of the largest tile.
+# A mainloop step loads two tiles one after the other and waits for each. Blocks on one SM overlap their waits, so
+# that only those of one block are counted, for steps of the largest tile.
 LOAD_SECONDS, LARGEST_STEP = 2 * 600 / 1.5e9, 64
 
 
@@ -66,7 +66,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
     reasons = dtype_refusals(problem) + grid_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
-        return reasons  # no kernel has such a type, and thus tiles
+        return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
@@ -98,7 +98,7 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Return predicted seconds: waves of blocks x time of one block, and once the latency of a block's loads.
+    """Return predicted seconds: waves of blocks x time of one block, plus the latency of the loads of one block.
 
     A block's time is that of its FMAs and of its operand loads, amortised over the scores of a tile.
     """
@@ -113,7 +113,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     # Count at least one pair, so that tiles are ranked in the usual order for a problem without any.
     scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
     computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
-    kernels = 2 if problem.backward else 1  # dK and dV; dQ
+    kernels = 2 if problem.backward else 1  # dK/dV and dQ
     return computing + kernels * -(-scores // (tile.block_q * LARGEST_STEP)) * LOAD_SECONDS
 
 
@@ -128,7 +128,7 @@ def threads(device: Device, tile: Tile, cost: float) -> int:
 
 
 def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return delta, of a double backward also delta_tangent; of a forward on a KV cache the rotated rows of q."""
+    """Return the workspaces: delta (and delta_tangent) for a backward, the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     return row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
@@ -178,7 +178,7 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
 
 
 def captured_launches(problem: Problem, device: Device) -> list[Launch]:
-    """Return the launch, for all engines, that adds to the gradients of captured arrays which no block owns."""
+    """Return the launches that add to gradients of captured arrays whose elements no block owns, for all engines."""
     if all(read.is_owned for read in captured_reads(problem)):
         return []
     largest = max(tiles(problem, device), key=lambda tile: (tile.block_q * tile.block_kv, tile.threads))

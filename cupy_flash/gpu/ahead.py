@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..problem.argument_types import DType, PaddedOptions, Presence
 
-CAPACITY = 2**20  # capacity of a cache that several blocks share, so that merge is compiled, too
+CAPACITY = 2**20  # a capacity at which several blocks share a sequence, so that merge is compiled too
 
 
 def device_for(arch: str | None) -> Device:
@@ -156,7 +156,7 @@ def _problem(
     """Return the forward problem of placeholder arrays, with one key, and Sq = Hq so that layouts have equal shapes."""
 
     def array(dtype: npt.DTypeLike, *shape: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), dtype), shape)  # without memory of this size
+        return np.broadcast_to(np.zeros((), dtype), shape)  # all elements share the memory of one
 
     usual = element if element.name in DTYPES else named_dtype("bfloat16")
     sizes = {"b": 1, "h": group, "g": 1}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Kernel(Protocol):
-        """A loaded kernel, as CuPy's functions of a module are called; a stream is anything with a `ptr`."""
+        """The signature of a loaded kernel, a function of a CuPy module; `stream` is anything with a `ptr`."""
 
         def __call__(
             self,
@@ -87,7 +87,7 @@ def _explained() -> Iterator[None]:
     """Raise an error with advice if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
     try:
         yield
-    except RuntimeError as error:  # CuPy's errors of the runtime are a subclass with a status
+    except RuntimeError as error:  # CuPy's CUDARuntimeError, a subclass, has a status
         if getattr(error, "status", None) != CAPTURE_UNSUPPORTED:
             raise
         raise RuntimeError(
@@ -110,7 +110,7 @@ def _start(work: run_plan.Work) -> None:
     # CuPy asks NumPy to describe an argument's dtype, which takes 100 times longer for a struct than for raw bytes.
     params = params.view(f"V{params.nbytes}")
     with cupy.cuda.Device(index) as card:
-        card.use()  # makes the context current in a new thread, which cuTensorMapEncodeTiled needs
+        card.use()  # cuTensorMapEncodeTiled needs a current context, which a new thread lacks
         _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
             function = _loaded.get((launch.text_key, index))

@@ -90,12 +90,12 @@ def pack(
 ) -> np.ndarray:
     """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
 
-    All members but addresses, the seed, a common length and captured arrays are equal in calls with the same shapes and
-    strides, and are cached.
+    All members are cached but those for addresses, the seed, captured arrays, and the length of a KV cache if that is
+    one number: the others are equal in calls with the same shapes and strides.
     """
     arrays, cache = operands.arrays(), operands.cache
     if problem.cache is not None and problem.cache.rotary is not None and operands.q.shape[-1]:
-        arrays["q_unrotated"] = operands.q  # `q` is a workspace
+        arrays["q_unrotated"] = operands.q  # the member `q` is a workspace, for the rotated rows
     arrays |= {
         name: array
         for name, array in results.items()
@@ -126,7 +126,7 @@ def pack(
 
 
 def _rows_of_arrays(problem: Problem, operands: Operands) -> tuple[int, int]:
-    """Return the rows of queries and keys: of one sequence, or of a whole packed batch."""
+    """Return the numbers of rows of queries and of keys, of one sequence or of a whole packed batch."""
     if problem.layout != "thd":
         return problem.q_len, problem.kv_len
     if operands.cache is None:
@@ -243,7 +243,7 @@ def _forms() -> dict[str, Form]:
 
 
 def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray:
-    """Return a `Partials`: out_a, out in `layout`, lse_a, lse; out_b, lse_b of the same shapes, or a stack of such."""
+    """Return the `Partials` of out_a, lse_a, out_b, lse_b, out and lse; out_b and lse_b may be stacks of results."""
     batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
     for name, array in arrays.items():
@@ -363,7 +363,7 @@ def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     else:
         batch, (row, head, _) = 0, strides
     elements, rest = divmod(start, array.dtype.itemsize)
-    bits = elements | batch | head | row  # a multiple of 2**n has none of the lowest n bits
+    bits = elements | batch | head | row  # all are multiples of 2**n if the lowest n bits are 0
     aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8
     if array.dtype.itemsize == 1 and bits % 16 == 0:
         aligned = 16

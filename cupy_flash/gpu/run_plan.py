@@ -43,7 +43,7 @@ class Work(NamedTuple):
     def arguments(self, launch: Launch, params: np.ndarray, address: Address, encode: Encode) -> tuple[np.ndarray, ...]:
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
         if self.captured is not None and not launch.headers:
-            # The kernel does not know `captured`, the last member of the struct.
+            # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
             constants = dict(launch.constants)
             members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
             size = dtypes(**members)["Params"].itemsize
@@ -134,7 +134,7 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, star
 
 
 def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: int) -> Launch:
-    """Return the launch that merges partial results with this lse, (B, H, S) or (H, T), with one warp per row.
+    """Return the launch that merges partial results, with one warp per row of lse, (B, H, S) or (H, T).
 
     The kernel loops over the heads and sequences that exceed the grid.
     """

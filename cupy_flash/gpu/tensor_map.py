@@ -1,7 +1,7 @@
 """TMA tensor maps (CUtensorMap): 128-byte kernel arguments that describe a tensor's layout to Hopper's TMA.
 
 TensorMap has the arguments of the driver's cuTensorMapEncodeTiled. The driver encodes them for a GPU;
-`encode_for_simulator` does for the simulator, with the same arguments and errors but an encoding of its own.
+`encode_for_simulator` encodes them for the simulator, with the same errors but in a format of its own.
 """
 
 from __future__ import annotations

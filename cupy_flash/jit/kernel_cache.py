@@ -2,10 +2,10 @@
 
 An entry is a folder `<kernel>.<digest>` with source.cu, kernel.ptx or kernel.cubin, log.txt, and entry.json with flags,
 compiler and checksums. The digest covers text, flags and compiler identity, so entries never go stale. A note beside
-the entries records the compiler's identity while its library file is unchanged. Entries are published by an atomic
-rename, without locks: processes that compile the same kernel concurrently only duplicate work. An entry that fails its
-checksum is recompiled. A cubin is executable code, so the folder must belong to the user or root and must not be
-writable by others; otherwise, or if it cannot be written, kernels are kept in memory only.
+the entries records the compiler's identity; it is valid as long as the file of the library is unchanged. Entries are
+published by an atomic rename, without locks: processes that compile the same kernel concurrently only duplicate work.
+An entry that fails its checksum is recompiled. A cubin is executable code, so the folder must belong to the user or
+root and must not be writable by others; otherwise, or if it cannot be written, kernels are kept in memory only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ failures = itertools.count()  # failed uses of the folder in this process
 
 @lru_cache(maxsize=256)
 def compiled(text: str, name: str, target: str) -> Compiled:
-    """`nvrtc.compile(text, name, target)` through the cache: from memory, the cache folder, or compiled and stored.
+    """Return `nvrtc.compile(text, name, target)`; a text that was compiled before comes from the cache.
 
     The text of a failed compilation is stored too; the CompileError names the file.
     """
@@ -76,7 +76,7 @@ def compiled(text: str, name: str, target: str) -> Compiled:
 
 
 def _log(name: str, target: str, place: Path | str) -> None:
-    """Explain the seconds that a first call takes."""
+    """Log why the first call with a kernel takes seconds."""
     logger.info("compiling %s for %s, which takes seconds; later calls load it from %s", name, target, place)
 
 
@@ -162,7 +162,7 @@ def write(path: Path, content: bytes, mode: int) -> None:
 
 
 def noted_compiler(folder: Path) -> str | None:
-    """Return the noted nvrtc.identity() of this environment's compiler; None if missing or the library has changed.
+    """Return nvrtc.identity() as noted in the folder; None if there is no note, or if libnvrtc has changed since.
 
     Finding, loading and querying NVRTC would take longer than the rest of loading a cached kernel.
     """
@@ -274,7 +274,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def writable_mode(folder: Path) -> int:
-    """Return the mode of a folder; PermissionError if its owner may not write, which would not stop root."""
+    """Return the mode of a folder; PermissionError if it is read-only, which would not stop root from writing."""
     mode = os.lstat(folder).st_mode
     if has_owners() and not mode & stat.S_IWUSR:
         raise PermissionError(f"{folder} is read-only")

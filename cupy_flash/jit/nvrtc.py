@@ -79,7 +79,7 @@ class CompileError(RuntimeError):
 
     def __init__(self, name: str, target: str, log: str, source: Path | None = None) -> None:
         super().__init__(name, target, log, source)
-        self.name: str | None = name  # None is a value of ImportError.name, which UnusableCompilerError inherits too
+        self.name: str | None = name  # UnusableCompilerError inherits from ImportError too, whose name may be None
         self.target, self.log = target, log
         self.source = source  # file with the assembled text; None if it could not be written
 
@@ -89,12 +89,12 @@ class CompileError(RuntimeError):
 
 
 class UnusableCompilerError(CompileError, ImportError):
-    """NVRTC can compile no text for a target: it is too old for it, or its library of built-in functions is missing."""
+    """NVRTC cannot compile any text for a target: it is too old, or its library of built-in functions is missing."""
 
-    name: str  # that of CompileError
+    name: str  # as in CompileError
 
 
-# The status of a compilation that failed for another reason than its text.
+# NVRTC's status codes of compilations that fail for other reasons than the text.
 OUT_OF_MEMORY, INVALID_OPTION, BUILTIN_OPERATION_FAILURE = 1, 5, 7
 
 

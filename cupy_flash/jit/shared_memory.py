@@ -26,8 +26,8 @@ from typing import Any
 from .source import CONFIG, IDENTIFIER, Constant, kernel_folder
 
 SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
-# {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because they bind differently in
-# Python; so does `|` beside a comparison, so definitions use it beside arithmetic only.
+# {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their
+# precedence differs in Python. That of `|` differs only beside a comparison, so definitions use it beside arithmetic.
 OPERATORS = {x: x for x in ("+", "-", "*", "%", "|", "<", ">", "<=", ">=", "==", "!=")}
 OPERATORS |= {"/": "//", "&&": "and", "||": "or", "true": "True", "false": "False"}
 # Strings, so that importing the package compiles no pattern.
@@ -61,7 +61,7 @@ def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], int]:
 
 
 class Translation:
-    """Lines of Python that compute numbers of a kernel; functions are inlined."""
+    """Translates constants of a kernel to lines of Python that compute them, with functions inlined."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -159,7 +159,7 @@ def _texts(folder: Path, file: str, seen: set[str]) -> Iterator[tuple[str, str]]
 
 
 def _definitions(text: str) -> Iterator[Definition]:
-    """Yield the definitions in a text."""
+    """Yield the Definition of every constant and function in a text."""
     for struct, body in [("", text), *re.findall(STRUCT, text, re.MULTILINE)]:
         for numbers in re.findall(rf"^{'  static ' if struct else ''}{NUMBERS}", body, re.MULTILINE):
             for number in re.split(r",\s+(?=\w+\s+=\s)", numbers):

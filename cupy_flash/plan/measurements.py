@@ -32,7 +32,7 @@ from ..engines import MODULES
 
 FORMAT = 3  # version of the records
 OLDER = (2,)  # versions whose records are valid, except failed verdicts; records of other versions are ignored
-RECORD_BYTES = 1 << 16  # more than a record has, so that a full disk is found before the work
+RECORD_BYTES = 1 << 16  # more than any record has; writing them first finds a full disk before the work
 FOLDER = "evidence"
 SECONDS = "s"  # the unit of measurements on a GPU; on a simulator it is INSTRUCTIONS
 INSTRUCTIONS = "warp instructions"
@@ -145,11 +145,11 @@ def tunes(device: Device) -> list[Tune]:
 
 
 def _tune(path: Path, record: Record) -> Tune | None:
-    """Return the Tune of a record; None, with a note why, if its kernel texts differ or its default is missing."""
+    """Return the Tune of a record; None, with the reason in `ignored`, if kernels differ or its default is missing."""
     current = [engine for engine, text in record["texts"].items() if text == text_of(engine)]
     measured = sorted((Measured(*each) for each in record["measured"]), key=lambda each: each.amount)
     default = tuple(record["default"])
-    # Without its default a record does not prove that its fastest tile beats the one that would be chosen without it.
+    # A record without the default tile does not show whether its fastest tile is faster than the default.
     if len(current) < len(record["texts"]) or not any(each[:2] == default for each in measured):
         _ignore(path, "it is about other kernel texts" if len(current) < len(record["texts"]) else "it has no default")
         return None
@@ -159,7 +159,7 @@ def _tune(path: Path, record: Record) -> Tune | None:
 
 
 def fits(device: Device, step: str) -> dict[str, Fit]:
-    """Return {engine: Fit} from the complete measurements of a step, such as "forward", in seconds."""
+    """Return {engine: Fit} from the complete measurements, in seconds, of a step such as "forward"."""
     return dict(_fits(device, step)) if has_card(device) else {}
 
 
@@ -339,9 +339,9 @@ def suggest(device: Device, engines: tuple[str, ...]) -> None:
 
 
 def _folders() -> Iterator[tuple[Path, ...]]:
-    """Yield the folders whose write access is checked, the last of which is an evidence folder.
+    """Yield tuples (..., evidence folder), whose folders must not be writable by other users.
 
-    The user's own evidence folder is first, then the shared one.
+    The user's own evidence folder comes first, then the shared one.
     """
     from ..jit import kernel_cache
 
@@ -443,7 +443,7 @@ def _are_texts(value: Json) -> bool:
 
 
 def require_storable(device: Device) -> None:
-    """Raise OSError with advice if records about a device cannot be stored; call it before minutes of work are lost."""
+    """Raise OSError with advice if records about a device cannot be stored; call it before minutes of measuring."""
     from ..jit import kernel_cache
 
     with _workplace(device) as (_, workplace):

@@ -54,7 +54,7 @@ class Plan(NamedTuple):
         return f"{self.block_q} queries x {self.block_kv} keys, {self.threads} thread{'s' * (self.threads != 1)}{each}"
 
     def workspaces(self, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-        """Return the workspaces of the kernels; rows are those of one sequence, or of a whole packed batch."""
+        """Return the workspaces of the kernels; q_rows and kv_rows count one sequence, or a whole packed batch."""
         return MODULES[self.engine].workspaces(self.problem, self.tile, q_rows, kv_rows)
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def plan(problem: Problem, device: Device, tile: Tile | None = None) -> Plan:
     """Return the plan of a problem on a device; UnsupportedError with every engine's reasons if none serves it.
 
     Engine, tile and threads are chosen for the problem's bucket, launches and workspaces for its exact lengths. `tile`
-    replaces the tile of the chosen engine that has the smallest cost.
+    is used, if given, instead of the best tile of the chosen engine.
     """
     last = last_of_bucket(problem)
     choice = _choice(last, device)
@@ -148,7 +148,7 @@ def forms(chosen: Plan) -> dict[str, Plan]:
 
 
 def bucket_of(length: int) -> tuple[int, int]:
-    """Return the first and the last length of a length's bucket; an octave has BUCKETS buckets of equal size."""
+    """Return the first and the last length of the bucket of `length`; an octave has BUCKETS buckets of equal size."""
     size = max((1 << max(length - 1, 0).bit_length()) // (2 * BUCKETS), 1)
     last = -(-length // size) * size
     return last - size + 1, last
@@ -229,7 +229,7 @@ def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ..
 
 @lru_cache(maxsize=1024)
 def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | None:
-    """Return the measured fastest engine and tile, or those with the smallest cost of all that serve the problem.
+    """Return the engine and tile that were measured to be fastest; without a measurement, those of smallest cost.
 
     Return None if no engine serves it. Without `measure`, ignore measurements.
     """
@@ -258,7 +258,7 @@ def _choice(problem: Problem, device: Device, measure: bool = True) -> Choice | 
 
 
 def _defaults(problem: Problem, engines: Collection[str]) -> list[str]:
-    """Return the engines among which predictions choose: those with an advantage, or all but those on request."""
+    """Return the engines among which predictions choose: those with an advantage, else all but those on request."""
     ahead = [engine for engine in engines if MODULES[engine].advantage(problem)]
     return ahead or [engine for engine in engines if not is_on_request(engine, problem)] or list(engines)
 
@@ -284,7 +284,7 @@ def _tune(problem: Problem, device: Device) -> Tune | None:
 
 
 def scales_of(problem: Problem, device: Device, engines: Iterable[str]) -> dict[str, float]:
-    """Return {engine: factor of its predictions on this card}; {} without measurements on the card.
+    """Return {engine: factor that scales its predictions to this card}; {} without measurements on the card.
 
     An engine without measurements gets the geometric mean of the others, as an estimate of the card's speed. Calls with
     split_size have no factors, because their bits must not depend on measurements.
@@ -333,7 +333,7 @@ def amount_text(amount: float, unit: str) -> str:
 
 
 def _refit_lines(chosen: Plan) -> list[str]:
-    """Return explain()'s line about the factors of the predictions that it quotes."""
+    """Return explain()'s line about the factors that scale its predicted times."""
     serving = [chosen.engine, *(engine for engine, _ in chosen.refused if engine in MODULES)]
     fits = measurements.fits(chosen.device, _step(chosen.problem))
     scales = scales_of(chosen.problem, chosen.device, serving)

@@ -14,7 +14,7 @@ from ..problem.records import FP8, Problem, is_given
 from . import measurements
 from .measurements import Tune
 
-# {option that an engine does not name: the reason}, where "it takes no <option>" is not enough
+# {option that an engine does not serve: the reason}, where "it takes no <option>" is not enough
 REASONS = {
     **dict.fromkeys(("score_mod", "mask_mod"), "it takes no score_mod or mask_mod"),
     "split_size": "it does not compute the keys in pieces of split_size",
@@ -42,12 +42,12 @@ def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
     elif module.ARCHES is not None and device.arch not in module.ARCHES:
         reasons.append(f"{device.arch} lacks the instructions of {', '.join(module.ARCHES)}")
     if problem.cache is None and module.OPTIONS is None:
-        return reasons  # the engine's own `refusals` would read the cache
+        return reasons  # the engine's own `refusals` would read problem.cache
     return reasons + module.refusals(problem, device)
 
 
 def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
-    """Yield a reason for each option and derivative of a problem that an engine does not name."""
+    """Yield a reason for each option and derivative of a problem that an engine does not serve."""
     cache = problem.cache
     served, dtypes = (module.OPTIONS, module.DTYPES) if cache is None else (module.CACHE_OPTIONS, module.CACHE_DTYPES)
     if served is None:
@@ -79,7 +79,7 @@ def _others(module: Engine[Tile], dtype: str) -> str:
 
 
 def unproved(engine: str, problem: Problem, device: Device, tune: Tune | None = None) -> list[str]:
-    """Return the reasons in the evidence against an engine that the call does not request by name."""
+    """Return the reasons that evidence gives against an engine; none if the call requests an engine by name."""
     if problem.engine is not None or device.backend == "cpu":
         return []
     check = measurements.check_of(engine, device)

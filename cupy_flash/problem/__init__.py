@@ -1,1 +1,1 @@
-"""What a call asks: options, the checks of its arrays, and the records that describe it."""
+"""What a call computes: its options, the checks of its arrays, and the records that describe it."""

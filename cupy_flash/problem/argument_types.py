@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import TypedDict  # typing.TypedDict is generic from Python 3.11
+from typing_extensions import TypedDict  # typing.TypedDict can be generic only from Python 3.11 on
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ Facts (shapes, dtypes, options) are checked once and cached; the contents of arr
 modules for KV caches are imported by the first call on one.
 """
 
-# Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
+# Annotations are evaluated here: strings in NamedTuples would take a tenth of the time of importing this package.
 import math
 import operator
 from functools import lru_cache
@@ -196,7 +196,7 @@ def _pose_on_cache(
 
 
 def _whole_length(requirements: Requirements, given: object) -> int | None:
-    """Return cache_seqlens if it is one number for all sequences, else None; 0 for one that is no int32."""
+    """Return cache_seqlens if it is one number for all sequences, else None; 0 for a number beyond int32."""
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "__dlpack__"):
         return None
     if not isinstance(given, (int, np.integer)) or isinstance(given, (bool, np.timedelta64)):
@@ -209,7 +209,7 @@ OPERANDS = frozenset(Operands._fields)
 
 
 def traced_mod(requirements: Requirements, options: "Options | CacheOptions") -> "Mod | None":
-    """Return the traced score_mod and mask_mod; None without them, or, as an unmet requirement, if tracing fails."""
+    """Return the traced score_mod and mask_mod; None without them, or if tracing fails, which is recorded."""
     if options.score_mod is None and options.mask_mod is None:
         return None
     from ..mods.ir import Untraceable  # imported by the first call that has a mod
@@ -245,13 +245,13 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None"
     return direction
 
 
-# The options that are part of the cache key as they are. A window is part of it as two sides and a mod as its text; a
-# seed and lengths are not, because no fact depends on them.
+# Kinds of options that do not enter the cache key as they are: an array enters it by its facts, a window by its sides,
+# a mod by its text; a seed and lengths do not enter it, because no fact depends on them.
 NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD)
 
 
 class _Table:
-    """The options of a class by kind."""
+    """The names of the options of a class, by kind."""
 
     def __init__(self, features: tuple[Feature, ...]) -> None:
         self.features = features
@@ -265,7 +265,7 @@ ARRAY_NAMES = TABLE.arrays
 
 
 class _OfCache(_Table):
-    """The options of a call on a KV cache, and functions of modules that other calls do not import."""
+    """The options of a call on a KV cache, and functions of modules that only such calls import."""
 
     def __init__(self) -> None:
         from .kv_cache_contents import check_contents, check_overlap
@@ -284,7 +284,7 @@ _of_cache = lru_cache(maxsize=1)(_OfCache)
 def _given(
     names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: "Options | CacheOptions", table: _Table
 ) -> dict[str, object]:
-    """Return the arrays of a call by name, as the caller passed them; only a required one may be None."""
+    """Return the arrays of a call by name, as the caller passed them, without options that are None."""
     given: dict[str, object] = dict(zip(names, arrays, strict=True))
     for name, value in zip(table.arrays, table.arrays_of(options), strict=True):
         if value is not None:
@@ -303,7 +303,7 @@ class Facts(NamedTuple):
     Options are as the caller passed them; without a type checker that may be anything.
     """
 
-    options: tuple[bool | float | str | None, ...]  # the plain ones
+    options: tuple[bool | float | str | None, ...]  # those whose kind is not in NOT_PLAIN
     window: tuple[int | None, int | None] | None
     backend: str | None  # the option `backend`, by default the environment variable
     mods: str  # the text of the mods, or ""
@@ -351,7 +351,7 @@ def _are_aligned(call: dict[str, Array], names: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=CACHED)
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, bool]:
-    """Return `has_rows` and `repeats` of an array's facts."""
+    """Return the fields has_rows and repeats of ArrayFacts."""
     has_rows = 0 in shape or shape[-1:] == (1,) or strides[-1:] == (1,)
     overlaps = any(stride == 0 and size > 1 for stride, size in zip(strides, shape, strict=True))
     return has_rows, overlaps and 0 not in shape
@@ -387,7 +387,7 @@ def cached_if_plain(function: "_lru_cache_wrapper[T]", types: tuple[type, ...]) 
 
 @lru_cache(maxsize=CACHED)
 def _check_facts(facts: Facts) -> CheckedFacts:
-    """Check the facts of a call; those of its options have a cache of their own, for calls with growing lengths."""
+    """Check the facts of a call; _check_options has a cache of its own, which serves calls of growing lengths too."""
     requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
     arrays = {described[0]: ArrayFacts(*described[1:]) for described in facts.arrays}
     options: dict[str, Any] = dict(zip(table.plain, facts.options, strict=True))
@@ -444,7 +444,7 @@ def _problem(
     cache: "Cache | None",
     others: dict[str, Any],
 ) -> Problem:
-    """Return the Problem; `others` are its fields for mods, numbers and two other options."""
+    """Return the Problem; `others` has its fields for mods, numbers, `engine` and `deterministic`."""
     like, (q_len, kv_len) = arrays["q" if "q" in arrays else "k"], longest
     assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
     step, first_head, heads, first_batch, _ = facts.shard
@@ -490,7 +490,7 @@ def _check_options(
     packed: bool,
     accumulation: type[np.floating],
 ) -> tuple[Settings, tuple[str, ...], bool]:
-    """Check the options that are not arrays: return them, their unmet requirements, and whether one is about a type."""
+    """Check the options that are not arrays; return (Settings, unmet requirements, whether one is about a type)."""
     requirements, table = Requirements(""), _of_cache() if of_cache else TABLE
     options: dict[str, object] = {**dict(zip(table.plain, plain, strict=True)), "window": window}
     settings = check_options(requirements, table.features, options, backend, packed, accumulation)

@@ -4,7 +4,7 @@ Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain o
 `build.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
 """
 
-# Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
+# Annotations are evaluated here: strings in NamedTuples would take a tenth of the time of importing this package.
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -61,7 +61,7 @@ class Requirements:
         return self.require(met, reason)
 
     def raise_if_unmet(self, arrays: dict[str, Array]) -> None:
-        """Raise TypeError if any reason is about a type, else ValueError, with all reasons and the arrays read.
+        """Raise TypeError if any reason is about a type, else ValueError, with all reasons and the arrays of the call.
 
         If all requirements are met, raise UnsupportedError for what is not supported.
         """
@@ -442,8 +442,8 @@ def check_shape(
 ) -> bool:
     """Check the shape of an array among the options, and return whether it is legal.
 
-    `lengths` has the sizes of the axes; with packed queries on a KV cache that of padded ones is absent. `layout` is
-    that of rows.
+    `lengths` has the sizes of the axes, without that of padded queries (i) if the queries on a KV cache are packed.
+    `layout` is the layout of options with `rows`.
     """
     legal_axes = [in_layout(axes, layout) for axes in feature.axes] if feature.rows else feature.axes
     shapes = _shapes(legal_axes, lengths)
@@ -472,7 +472,10 @@ def _axes_text(axes: str) -> str:
 
 
 def check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts, arrays: dict[str, ArrayFacts]) -> bool:
-    """Check the dtype of an array option and return whether it is legal; rows must have q's, or k's without q."""
+    """Check the dtype of an array option, and return whether it is legal.
+
+    An option with `rows` (k, v and out on a KV cache) must have the dtype of q, or of k if there is no q.
+    """
     if feature.dtypes == ("int32",):
         return require_int32(requirements, feature.name, array)
     dtype = dtype_name(array.dtype)

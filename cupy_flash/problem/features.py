@@ -49,7 +49,7 @@ class Feature(NamedTuple):
     name: str  # the keyword, and for an array the member of Params
     kind: str
     default: object = None
-    definition: bool = True  # changes the function; False: only how it is computed, or which results it returns
+    definition: bool = True  # changes what is computed; False: only how, or which results are returned
     result: bool = False  # only selects results, so that a Problem does not have it
 
     # Columns of arrays
@@ -66,9 +66,9 @@ class Feature(NamedTuple):
     fp8: bool = False  # for float8 only
     gradient: bool = False  # the backward returns d<name>, with the shape and dtype of the array
     optional_gradient: bool = False  # the gradient is computed only on request, by a kernel of its own
-    ranks: bool = False  # supported over several ranks; each passes the whole array, or the part for its heads
+    ranks: bool = False  # supported over several ranks; each passes the whole array, or the part of its heads
     once: bool = False  # is applied once per row even if the row's keys are in several shards, as a sink is
-    addresses: str = ""  # says which blocks of a KV cache a call accesses: "keys", or only to append "rows"
+    addresses: str = ""  # gives the blocks of a KV cache that a call accesses for "keys", or only for appended "rows"
 
     # Columns of a KV cache
     appends: bool = False  # an option of append_to_kv_cache too
@@ -77,7 +77,7 @@ class Feature(NamedTuple):
     # Columns of numbers
     range: str = ""
     example: float = 0.0  # the value that the command compile uses: kernels serve all values
-    multiple: int = 0  # of a whole number: it must be a positive multiple
+    multiple: int = 0  # a whole number must be a positive multiple of this
 
     # In a Problem and in the kernels
     # The field of Problem or Cache (default: the name): a number, a shape (broadcast), or whether it is given.
@@ -85,7 +85,7 @@ class Feature(NamedTuple):
     constant: str = ""  # the bool of config.cuh that is true if the option is given
     element: str = ""  # the type of its elements in config.cuh
     member: str = ""  # the member of Params that holds the number, or the array if it has another name there
-    leading_stride: str = ""  # the member for the stride of an array's first axis, if it has all axes
+    leading_stride: str = ""  # the member for the stride of the first axis, if the array has all axes
     changes_score: bool = False  # is applied between q.k and the softmax
     keeps_score: bool = False  # its gradient needs a second value per score
 

@@ -1,4 +1,4 @@
-"""Checks a call on a KV cache, as part of the checks of its facts in build.py, by the columns of CACHE_FEATURES.
+"""Checks the facts of a call on a KV cache, for build.py, by the columns of CACHE_FEATURES.
 
 The Problem has the capacity of the cache, not the lengths. The contents of lengths, tables and positions are not facts:
 they are checked at every call if they are in host memory, and never read from a GPU.
@@ -19,7 +19,7 @@ Arrays = dict[str, ArrayFacts]
 
 BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
 ROWS = (BY_NAME["k"], BY_NAME["v"])
-# append_to_kv_cache has the boundaries as cu_seqlens.
+# append_to_kv_cache takes the boundaries of packed rows as cu_seqlens.
 CHECKED = [feature for feature in CACHE_FEATURES if feature.axes and feature not in ROWS]
 CHECKED.append(BY_NAME["cu_seqlens_q"]._replace(name="cu_seqlens"))
 INDICES = frozenset(feature.name for feature in CHECKED if feature.dtypes in (INT32, INT64))
@@ -27,7 +27,7 @@ OWN_AXES = frozenset("prf")  # sizes that only one option has
 
 
 def own_axes(arrays: Arrays) -> dict[str, int]:
-    """Return the sizes that a call takes from an option: columns of a block table, and those of a rotary table."""
+    """Return the sizes that one option alone determines: those of a block table and of the rotary tables."""
     pairs = (
         pair
         for feature in CHECKED
@@ -116,7 +116,7 @@ def _check_queries(requirements: Requirements, arrays: Arrays, layout: str, size
 
 
 def _check_longest(requirements: Requirements, longest: Any, packed: bool, sizes: Sizes | None) -> Sizes | None:
-    """Return the sizes with max_seqlen_q, which packed queries require and others refuse."""
+    """Return the sizes with max_seqlen_q, which is required for packed queries and refused for others."""
     if not packed:
         requirements.require(longest is None, "max_seqlen_q is for packed queries, with cu_seqlens_q")
         return sizes

@@ -1,4 +1,4 @@
-"""The contents of arrays of a call on a KV cache in host memory: rows, keys and positions of its sequences, and checks.
+"""Reads and checks the index arrays of a KV cache call in host memory: rows, keys and positions of its sequences.
 
 Sequence b has n_b keys before the call, appends s_b rows and then sees L_b = n_b + s_b keys. Query i of Sq has position
 L_b - Sq + i, appended key i position n_b + i. With slots the rows may be stored anywhere: cache_seqlens then counts all
@@ -119,7 +119,7 @@ def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple
 
 
 def places_of_sequences(problem: Problem, operands: Operands) -> list[np.ndarray | tuple[int, int]]:
-    """Return the place of each sequence's first key, (block, row), or the blocks of its pages, an array."""
+    """Return for each sequence the (block, row) of its first key, or with pages the array of its blocks."""
     given = operands.cache
     assert given is not None
     if given.block_table is not None:
@@ -181,7 +181,7 @@ def _share_an_element(a: Array, b: Array) -> bool:
 
 @lru_cache(maxsize=CACHED)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the indices in memory of an array's first element and of the one after its last, relative to element 0."""
+    """Return the offsets from element [0, 0, ...] of the lowest element in memory and of the end of the highest."""
     if 0 in shape:
         return 0, 0
     steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
@@ -196,7 +196,7 @@ def _extent(array: Array) -> tuple[int, int]:
 
 
 def _addresses(array: Array) -> np.ndarray:
-    """Return a NumPy array with an array's addresses, which may be of a GPU, so its elements must not be accessed."""
+    """Return a NumPy array at an array's addresses. They may belong to a GPU, so its elements must not be accessed."""
     size = array.dtype.itemsize
     holder = SimpleNamespace(
         __array_interface__={
@@ -211,7 +211,7 @@ def _addresses(array: Array) -> np.ndarray:
 
 
 def check_contents(requirements: Requirements, problem: Problem, operands: Operands, bounds: str) -> None:
-    """Check the contents of arrays of indices in host memory; arrays on a GPU are not read, but clamped by kernels."""
+    """Check index arrays in host memory. Those on a GPU are not read here; kernels clamp their values."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
     indices = (operands.cu_seqlens_q, *given[2:8])

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Cache(NamedTuple):
-    """The facts of a KV cache that are not in its Problem, whose kv_len is the capacity; lengths are not facts."""
+    """The facts of a KV cache that are not in its Problem, whose kv_len is the capacity.
+
+    The lengths of its sequences are no facts, because they change at every step.
+    """
 
     layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
     dtype: np.dtype  # dtype of the caches: that of q, or float8_e4m3fn
@@ -67,7 +70,7 @@ class CacheOperands(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Another option beside which an option is refused, and the reason."""
+    """Another option with which an option cannot be combined, and the reason."""
 
     other: str
     reason: str
@@ -81,7 +84,7 @@ def _shared(name: str, **changes: Any) -> Any:
     return field(default=row.default, metadata={**row.metadata, **changes})
 
 
-SPLIT_UNIT = 64  # split_size must be a multiple
+SPLIT_UNIT = 64  # split_size must be a multiple of this
 INT32, INT64 = ("int32",), ("int64",)
 OF_SEQUENCES = "must be {shape}, not {given}"
 ROTARY_TABLE: dict[str, Any] = dict(

@@ -22,7 +22,7 @@ class Mask(NamedTuple):
     top_left: bool = False
 
     def offset(self, q_len: int, kv_len: int) -> int:
-        """Return the diagonal offset o of causal, window and ALiBi."""
+        """Return the offset o of the diagonal: for causal, window and ALiBi, query i has the position of key i + o."""
         return 0 if self.top_left else kv_len - q_len
 
     def band(self, q_len: int, kv_len: int, offset: int | None = None, step: int = 1) -> Band:
@@ -44,7 +44,7 @@ class Mask(NamedTuple):
         return (self.left is not None) + (self.right is not None)
 
     def visited(self, seen: float, rows: int, step: int) -> float:
-        """Return the expected extent along the other axis that a tile of `rows` visits, if each row sees `seen`.
+        """Return the expected number of keys (or queries) that a tile of `rows` visits, if each row sees `seen`.
 
         Each edge of the mask adds half a `step` and half a tile of masked scores.
         """

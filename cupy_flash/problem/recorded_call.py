@@ -37,7 +37,7 @@ SEED = 20
 
 
 def check_fields(name: str, kind: type[CacheTrial | Trial], record: object) -> None:
-    """Check that a JSON record is a mapping whose keys are fields of a dataclass; `name` is the record's in errors."""
+    """Check that a JSON record is a mapping whose keys are fields of a dataclass; errors call the record `name`."""
     if not isinstance(record, Mapping):
         raise TypeError(f"{name} must be a mapping of names to values, not {record!r}")
     names = [field.name for field in fields(kind)]
@@ -52,7 +52,7 @@ class CacheTrial:
 
     page: int | None = None  # keys per page; None for a contiguous cache
     blocks: int | None = None  # pages of the pool; None for as many as full sequences need
-    appended: int | None = None  # rows of k per sequence; with packed queries any number stands for one per query
+    appended: int | None = None  # rows of k per sequence; with packed queries any number means one per query
     slots: bool = False
     rotary: int = 0  # rotated dimensions
     rotary_interleaved: bool = True
@@ -293,7 +293,7 @@ class Trial:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The number of blocks of keys, and keys per block: sequences, or pages."""
+        """The number of blocks of keys, and the keys per block; a block is a sequence, or a page."""
         if self.cache is None or self.cache.page is None:
             return self.batch, self.kv_len
         return self.cache.blocks or self.batch * -(-self.kv_len // self.cache.page), self.cache.page
@@ -410,7 +410,7 @@ def recorded_line(problem: Problem, operands: Operands) -> dict[str, Json]:
 
 
 def append_line(record: Mapping[str, Json], file: str) -> None:
-    """Append a line of JSON in one write: processes that record to one file do not mix lines."""
+    """Append a line of JSON in one write, so that processes that record to one file do not mix lines."""
     import json
 
     # The file may be a FIFO: with O_NONBLOCK, open fails instead of blocking until a process reads it.

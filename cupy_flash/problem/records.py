@@ -4,7 +4,7 @@ tests/library/test_features.py compares their fields with the table of features.
 features, but no arrays and no decisions of a plan; `build.pose` builds it.
 """
 
-# Annotations are evaluated here: those of a NamedTuple that are strings take a tenth of the import of this package.
+# Annotations are evaluated here: strings in NamedTuples would take a tenth of the time of importing this package.
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
     lse: AnyArray
     dlse: AnyArray | None = None
     bias_gradient: bool = True
-    captured_gradient: tuple[bool, ...] | None = None  # for each captured array; None: all floating ones
+    captured_gradient: tuple[bool, ...] | None = None  # which captured arrays get one; None: all floating ones
 
 
 class Tangents(NamedTuple):
@@ -86,7 +86,7 @@ WHOLE = Shard()
 
 
 def _applied(function: Callable[..., object], gradients: object) -> Any:
-    """Apply the function to each array of a tuple whose elements are arrays, such tuples, or None."""
+    """Return a nested tuple of arrays with the function applied to each array; None stays None."""
     if isinstance(gradients, tuple):
         return tuple(_applied(function, gradient) for gradient in gradients)
     return None if gradients is None else function(gradients)
@@ -98,7 +98,7 @@ ReplacedT = TypeVar("ReplacedT", bound=AnyGradient)
 
 
 class _Gradients(NamedTuple):
-    """The fields of Gradients: NamedTuple is generic from Python 3.11."""
+    """The fields of Gradients, in a base class: only from Python 3.11 on can a NamedTuple itself be generic."""
 
     dq: AnyGradient
     dk: AnyGradient
@@ -133,7 +133,7 @@ class Gradients(_Gradients, Generic[GradientT]):
 
 
 class _SecondGradients(NamedTuple):
-    """The fields of SecondGradients: NamedTuple is generic from Python 3.11."""
+    """The fields of SecondGradients, in a base class as those of Gradients."""
 
     dq: AnyGradient | None = None
     dk: AnyGradient | None = None
@@ -204,7 +204,7 @@ class Problem(NamedTuple):
     whole_heads: int
     first_batch: int
     deterministic: bool
-    backend: str | None  # as requested; None selects the arrays' own
+    backend: str | None  # as requested; None: the backend of the arrays
     engine: str | None
     cache: "Cache | None"  # only in attention_with_kv_cache and append_to_kv_cache
 
@@ -214,11 +214,11 @@ class Problem(NamedTuple):
     dropout: float
     alibi: bool
     bias: tuple[int, ...] | None
-    bias_dtype: str  # that of out without a bias
+    bias_dtype: str  # the dtype of out if there is no bias
     bias_gradient: bool  # whether a backward computes it
     dense_mask: tuple[int, ...] | None
     sink: bool
-    sink_dtype: str  # that of out without a sink
+    sink_dtype: str  # the dtype of out if there is no sink
     q_lengths: bool
     kv_lengths: bool
     q_descale: bool
@@ -327,12 +327,12 @@ class Operands(NamedTuple):
     cache: "CacheOperands | None" = None
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays by their members of Params, but not those of mods, nor the `out` of a cache."""
+        """Return {member of Params: array}, without the arrays of mods and the `out` of a KV cache call."""
         arrays = {name: array for name, array in zip(self._fields, self, strict=True) if type(array) is Array}
         return arrays if self.cache is None else arrays | self.cache.arrays()
 
     def with_arrays(self, arrays: dict[str, Any]) -> "Operands":
-        """Return the operands with some arrays replaced, by the names of `arrays`."""
+        """Return the operands with these arrays, {name: array}, in place of those of the same names."""
         if self.cache is None:
             return self._replace(**arrays)
         of_cache = {name: array for name, array in arrays.items() if name in self.cache._fields}

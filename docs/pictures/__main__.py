@@ -9,9 +9,17 @@ from place import HERE, ROOT
 
 sys.path.insert(0, str(ROOT))  # bench is not installed
 
+import algorithm
+import cache
+import call
+import heads
+import masks
 import plots
+import ranks
+import simulator
+import training
 
-MODULES = (plots,)
+MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE

@@ -6,6 +6,7 @@ compare it. It has its own background, as a page may be dark where the system is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
 FONT = '"Inter","Segoe UI","Helvetica Neue","DejaVu Sans",Arial,sans-serif'
@@ -141,6 +142,12 @@ class Picture:
         ]
         corners = " ".join(f"{number(x)},{number(y)}" for x, y in head)
         self.parts.append(f'<polygon points="{corners}" class="{color}"/>')
+
+    def pixels(self, x: float, y: float, scale: float, color: str, runs: Iterable[tuple[int, int, int]]) -> None:
+        """Rows of squares of a size, each from its first to its last column: (row, first, end)."""
+        path = "".join(f"M{first} {row}h{end - first}v1h{first - end}z" for row, first, end in runs)
+        at = f"translate({number(x)} {number(y)}) scale({number(scale)})"
+        self.parts.append(f'<path d="{path}" class="{color}" transform="{at}" shape-rendering="crispEdges"/>')
 
     def dot(self, x: float, y: float, radius: float, color: str) -> None:
         self.parts.append(f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" class="{color}"/>')

@@ -10,7 +10,7 @@ reverse mode transposes, so that one rule per step serves both modes:
 
 The second row is its own transpose because the Hessian is symmetric. A backward reads the saved out and lse, but its
 derivative has no terms for them: they are functions of the operands, and the derivatives with respect to the operands
-include their part.
+include the parts through them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _differentiate_step(primals: Any, tangents: Any, *, call: str, **_: Any) -> 
     """The JVP rule of a step: return its results and their tangents; a tangent that is 0 is ad.Zero."""
     step, static, names = parsed = static_call.parse(call)
     operands, given = (dict(zip(names, arrays, strict=True)) for arrays in (primals, tangents))
-    if step not in OF_STEP or "starts" in names:  # in a ring, the merged lse is not the lse over the shard's keys
+    if step not in OF_STEP or "starts" in names:  # in a ring, the saved lse covers the keys of all shards
         refuse_derivative(static.function)
     results = dict(zip(parsed.result_names, bind_primitive(step_p, *primals, call=call), strict=True))
     direction, second = _direction(parsed, given), _second_tangents(given)
@@ -59,7 +59,7 @@ def _direction(call: Any, tangents: dict[str, Any]) -> dict[str, Any]:
 
 
 def _second_tangents(tangents: dict[str, Any]) -> dict[str, Any]:
-    """Return the nonzero tangents of the tangents, by the names of the tangents."""
+    """Return the nonzero tangents of those operands that are tangents themselves (tq, tk, ...), by operand name."""
     return {name: x for name, x in tangents.items() if name.startswith("t") and not _is_zero(x)}
 
 
@@ -68,13 +68,13 @@ def _is_zero(tangent: Any) -> bool:
 
 
 class Linear(Call):
-    """The derivative of a step: a call that is linear in those of its operands that are tangents."""
+    """The derivative of a step as a call of its own, which is linear in the operands that are tangents."""
 
     __slots__ = ()
 
     @property
     def tangents(self) -> tuple[str, ...]:
-        """The operands in which the call is linear: tq, ..., or uq, ... for a JVP, whose own tangents are tq, ...."""
+        """The operands in which the call is linear: tq, tk, ...; for a JVP, which has tq as an input, uq, uk, ...."""
         return tuple(name for name in self.names if name.startswith("u" if self.step == OF_JVP else "t"))
 
     @property
@@ -110,7 +110,10 @@ def _derivative(step: str, static: Static, operands: dict[str, Any], direction: 
 def _derivative_of_derivative(
     static: Static, operands: dict[str, Any], direction: dict[str, Any], second: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the tangents of tout and tlse: one term for `direction` of the operands, one for `second` of tangents."""
+    """Return the tangents of tout and tlse, the results of a JVP.
+
+    `direction` has the tangents of the JVP's operands, `second` those of its tangents; each contributes one term.
+    """
     plain = {name: x for name, x in operands.items() if not name.startswith("t")}
     along = _derivative(OF_ATTENTION, static, plain, second)
     across = _derivative(OF_JVP, static, operands, {f"u{name[1:]}": x for name, x in direction.items()})
@@ -118,7 +121,7 @@ def _derivative_of_derivative(
 
 
 def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
-    """Evaluate a derivative, for forward mode, by the step in the second column of the module's table."""
+    """Evaluate a derivative with the steps that the module's table has under "evaluated by"."""
     linear = static_call.parse(call)
     operands = dict(zip(linear.names, arrays, strict=True))
     if linear.step == OF_JVP:
@@ -136,7 +139,7 @@ def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
 
 
 def _derivative_of_backward(static: Static, known: dict[str, Any], direction: dict[str, Any]) -> dict[str, Any]:
-    """Return the tangents of the gradients, a backward of tdout and tdlse plus a double backward of the rest."""
+    """Return the tangents of the gradients: a backward of tdout and tdlse plus a double backward of the others."""
     of_backward, parts = Call(BACKWARD, static, tuple(known)), []
     of_inputs = {name: x for name, x in direction.items() if name not in ("tdout", "tdlse")}
     if of_inputs:

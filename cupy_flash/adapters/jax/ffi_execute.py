@@ -73,7 +73,7 @@ def _varying_alike(arrays: Any) -> Any:
 
 
 def _evaluate(*arrays: Any, call: str, **_: Any) -> Any:
-    """Return the results for concrete arrays: on their own memory, or by a compiled program for several devices."""
+    """Return the results for concrete arrays. Appends and calls on several devices run as a compiled program."""
     parsed = parse(call)
     operands = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in zip(parsed.names, arrays, strict=True)
@@ -94,7 +94,7 @@ def _program(call: str) -> Any:
 
 
 def _require_one_device(function: str, operands: dict[str, Any]) -> None:
-    """Raise ValueError for arrays on different devices; on a CPU those share memory, so pointers do not show it."""
+    """Raise ValueError for arrays on different devices. On a CPU a call would not fail: its devices share memory."""
     devices: dict[Any, list[str]] = {}
     for name, x in operands.items():
         if x.committed:
@@ -136,7 +136,7 @@ def types(call: Any, operands: Any) -> list[Any]:
 
 
 def _check(call: Call, operands: Any) -> None:
-    """Raise the errors of the call about shapes, dtypes and options, or that no engine serves it."""
+    """Raise the call's errors: about shapes, dtypes and options, or because no engine serves it."""
     named = zip(call.names, operands, strict=True)
     problem, _ = call.pose({name: _stand_in(x) for name, x in named if name not in NUMBERS})
     dispatch.plan_for(problem)

@@ -26,11 +26,11 @@ from .static_call import parse
 
 TARGET = "cupy_flash"
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # {jax's platform name: name of XLA's target}
-CALL, OUTPUTS = b"call", b"outputs"  # attributes: the call's text; indices of its results
+CALL, OUTPUTS = b"call", b"outputs"  # names of the attributes: the call as text, the indices of its results
 
 
 class Memory:
-    """The buffers of one call frame, as the owner of the operands: it allocates an array by handing out a result."""
+    """The owner of one call frame's operands: asked for a new array, it hands out a result buffer of the frame."""
 
     __slots__ = ("device", "results", "stream", "unused")
 

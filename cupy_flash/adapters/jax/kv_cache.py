@@ -80,7 +80,7 @@ class CacheCall(NamedTuple):
 
     @property
     def _has_pool(self) -> bool:
-        """Whether the first axis of a cache counts pages, slots or cache rows, not the call's sequences."""
+        """Whether sequences choose their rows of a cache, such as pages, so that its first axis is not the batch."""
         packed = "cu_seqlens" in self.names or "cu_seqlens_q" in self.names
         return packed or any(name in self.names for name in ADDRESSES)
 
@@ -108,7 +108,7 @@ class CacheCall(NamedTuple):
         return {letter: size for letter, size in pairs if letter != "."}
 
     def fold_axis(self, mapped: set[str]) -> str | None:
-        """Return "b" if each of the operands that vmap maps has a batch axis, else None."""
+        """Return "b" if every operand that vmap maps has a batch axis and the batch is not packed, else None."""
         ranks = {name: max(map(len, BY_NAME[name].axes)) if name in BY_NAME else 4 for name in mapped}
         batched = all("b" in self.axes(name, rank) for name, rank in ranks.items())
         return "b" if batched and not {"cu_seqlens", "cu_seqlens_q"} & {*self.names} else None
@@ -156,7 +156,7 @@ static_call.STEPS |= dict.fromkeys((APPEND, CACHED), (CacheCall, CacheStatic))
 
 
 def _as_int64(slots: Any) -> Any:
-    """Return slots that `_words` has split as an int64 array, others unchanged."""
+    """Return slots as int64, joining the halves into which `_words` has split them; other arrays stay unchanged."""
     if slots is None or slots.dtype != np.uint32:
         return slots
     if slots.device == "cpu":
@@ -259,9 +259,9 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
         **{name: getattr(settings, name, None) for name in CacheStatic._fields} | {"function": function}
     )
     call = CacheCall(step, static, tuple(operands))
-    recorder = primitive.Recorder("traced")  # only facts are checked here; the handler checks the contents
+    recorder = primitive.Recorder("traced")  # the handler checks the contents of arrays
     call.pose({name: recorder.array(x.shape, x.dtype) for name, x in operands.items()})
-    if static.cache_seqlens is not None:  # make it an operand: a static length would compile for every position
+    if static.cache_seqlens is not None:  # an operand, so that a new length does not recompile
         operands["cache_seqlens"] = jnp.full(_batch(rows, bounds), static.cache_seqlens, jnp.int32)
         call = CacheCall(step, static._replace(cache_seqlens=None), tuple(operands))
     return bind(call, operands)

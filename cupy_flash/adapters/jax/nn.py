@@ -73,7 +73,7 @@ def dot_product_attention(
         out, lse = attend("dot_product_attention", {"q": q, "k": k, "v": v}, options)
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError, UnsupportedError):
-            raise  # an error of jax about the caller's program
+            raise  # an error that jax raises about the caller's program
         words = re.compile(rf"\b({'|'.join(NAMES)})\b")
         raise type(error)(words.sub(lambda word: NAMES[word[0]], str(error))) from error
     out = out if batched else out[0]

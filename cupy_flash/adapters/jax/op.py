@@ -189,7 +189,7 @@ def attention_jvp(
 
 
 def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
-    """Return out or (out, lse) for the operands and the arrays among the options."""
+    """Compute attention on the operands and the arrays among the options: out, or (out, lse) with return_lse."""
     static, operands, _ = _read(function, operands, options, **sizes)
     results = run(FORWARD, static, operands)
     return (results["out"], results["lse"]) if static.return_lse else results["out"]
@@ -201,7 +201,7 @@ def _read(
     """Return the static options, all operands by name, and the arrays that mods capture."""
     settings = Options.of(function, options)
     captured: tuple[Any, ...] = ()
-    text: str | None = None  # of the mods
+    text: str | None = None  # the text of the mods
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
         operands["seed"], settings.seed = seed_words(function, settings.seed), None

@@ -138,4 +138,4 @@ local_p.def_abstract_eval(_abstract)
 mlir.register_lowering(local_p, _on_cpu, platform="cpu")
 mlir.register_lowering(local_p, _on_gpu, platform="cuda")
 if ffi_structs.unserved() is None:
-    ffi_handler.register()  # at import: programs loaded by jax.export call it by name
+    ffi_handler.register()  # at import, because programs loaded by jax.export call it by name

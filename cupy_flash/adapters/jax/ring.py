@@ -31,7 +31,7 @@ SHARDINGS = ("contiguous", "zigzag", "striped")
 SERVED = tuple(feature.name for feature in features.ARRAYS if feature.ranks)
 ONCE = tuple(
     feature.name for feature in features.ARRAYS if feature.once
-)  # operands that count once per query, so only with its own keys
+)  # operands that must count once per query (a sink), so only the call with the query's own keys gets them
 UNSERVED = tuple(feature.name for feature in (*features.ARRAYS, *features.MODS) if not feature.ranks)
 
 
@@ -116,7 +116,7 @@ def _require_even(function: str, length: int, devices: int, sharding: str) -> No
 
 
 def _starts(sharding: str, device: Any, devices: int, size: int) -> tuple[list[Any], int, int]:
-    """Return the first position of each piece of a device's shard of `size` rows, their row step, and their number."""
+    """Return (first position of each piece of a device's shard, step between rows, number of pieces)."""
     if sharding == "striped":
         return [device], devices, 1
     if sharding == "contiguous":
@@ -126,11 +126,11 @@ def _starts(sharding: str, device: Any, devices: int, size: int) -> tuple[list[A
 
 
 class _Pair(NamedTuple):
-    """A call: one piece of the queries and one of the keys, not fully masked on every device."""
+    """The piece of queries and the piece of keys of one call; on at least one device a query sees one of the keys."""
 
     q_piece: int
     kv_piece: int
-    own: bool  # the keys have the queries' positions; true for one call per query
+    own: bool  # the keys have the queries' positions, as in one call per piece of queries
 
 
 class _Ring(NamedTuple):
@@ -181,7 +181,7 @@ class _Ring(NamedTuple):
         return int(self._mask.offset(q_rows * self.devices, kv_rows * self.devices))
 
     def call(self, step: str, pair: _Pair, at: int, operands: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        """Return the results of `step` for a pair at ring step `at`; `operands` has the k and v of that ring step."""
+        """Return the results of `step` on a pair of pieces at ring step `at`; `operands` has that step's k and v."""
         q_rows, kv_rows = (operands[name].shape[self.axis] for name in "qk")
         device = jax.lax.axis_index(self.axis_name)
         q_start = _starts(self.sharding, device, self.devices, q_rows)[0][pair.q_piece]

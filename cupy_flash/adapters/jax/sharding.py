@@ -56,7 +56,7 @@ def _partitioned(bind: Any, text: str, shapes: tuple[tuple[int, ...], ...]) -> A
 
 @functools.lru_cache
 def example() -> Any:
-    """Return a jaxpr with a custom_partitioning, to be passed as a parameter of a primitive that is lowered to one.
+    """Return a jaxpr with a custom_partitioning, as a parameter for primitives that are lowered to one.
 
     jax gives the lowering of custom_partitioning its devices only if it finds that primitive in the program or in the
     jaxprs among the parameters of the program's primitives.
@@ -104,7 +104,7 @@ def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
         factors(name, shape) for name, (shape, _) in zip(call.result_names, call.results(avals).values(), strict=True)
     )
     written = f"{operands} -> {results}"
-    in_order = dict.fromkeys(re.findall(r"\w+", written))  # Shardy wants factors in order of appearance
+    in_order = dict.fromkeys(re.findall(r"\w+", written))  # Shardy requires them in order of appearance
     sized = {"r": group} if group > 1 else {}
     return {"sharding_rule": written, "need_replication_factors": tuple(x for x in in_order if x in whole), **sized}
 
@@ -133,7 +133,7 @@ class _Split(NamedTuple):
         )
 
     def missing(self, name: str, shape: tuple[int, ...]) -> Axes:
-        """Return the mesh axes over which a result must be summed: those of the call that do not shard it."""
+        """Return the mesh axes over which a result must be summed: those that split the call, but not the result."""
         present = {axis for axes in self.spec(name, shape) for axis in axes or ()}
         return tuple(axis for axis in (*self.batch, *self.heads) if axis not in present)
 
@@ -146,7 +146,7 @@ class _Split(NamedTuple):
         return jnp.asarray(places, jnp.int32)
 
     def places(self) -> dict[str, list[int]]:
-        """Return `first` of each device by "<process>:<ordinal>", at compile time: the host reads no GPU memory."""
+        """Return {"<process>:<ordinal>": `first` of that device}, which needs no read of GPU memory, unlike `first`."""
         places = {}
         for index, device in np.ndenumerate(self.mesh.devices):
             at = dict(zip(self.mesh.axis_names, index, strict=True))

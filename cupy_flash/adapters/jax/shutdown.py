@@ -1,8 +1,8 @@
 """Ends XLA's calls of the FFI handler before the interpreter finalizes, while XLA's threads may still run programs.
 
 jax does not wait for its programs at exit. CPython ends a thread that asks for the GIL of an interpreter that finalizes
-(from 3.14 on it blocks the thread), with the locks that the thread holds. XLA's client, which the interpreter deletes,
-joins its threads, and would wait for ever.
+(from 3.14 on it blocks the thread), so the locks that this thread holds stay locked. The interpreter also deletes XLA's
+client, which joins XLA's threads and would wait for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROCESS = os.getpid()  # a forked child has none of XLA's threads
 
 
 class Call:
-    """One running call of the handler. `_running` refers to it weakly, so no exception can leave it there."""
+    """A running call of the handler. `_running` refers to it weakly, so that no exception can leave an entry there."""
 
 
 _running: WeakSet[Call] = WeakSet()
@@ -48,7 +48,8 @@ def _finish() -> None:
     """Wait for programs in flight, then for running calls, and refuse calls from then on.
 
     There is no wait for a program that another thread has dispatched to one device, if it has not called the handler
-    yet: that call is refused, or CPython ends its thread. So the client stays alive, and joins no threads.
+    yet: that call is refused, or CPython ends its thread. A reference to the client is therefore leaked: a client that
+    is never deleted joins no threads.
     """
     global _exiting
     if not _expected or os.getpid() != _PROCESS:

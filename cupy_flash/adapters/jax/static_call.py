@@ -36,7 +36,7 @@ _Static: Any = features.record(
 
 
 class Static(_Static):
-    """The options that are not arrays; a change of one compiles a new program.
+    """The options that are not arrays; a new value of any of them compiles a new program.
 
     Besides the options of `attention` it holds the function's name for error messages and max_seqlen of a packed batch.
     A shard of a larger call also has `whole_heads`, the query heads of the whole call; `row_step`, the distance in
@@ -109,7 +109,7 @@ class Call(NamedTuple):
         return text_of(self)
 
     def on_device(self, device: str) -> Call:
-        """Return the part of a sharded call that one device runs, "<process>:<ordinal>": it has its own `place`."""
+        """Return the part of a sharded call that the device "<process>:<ordinal>" runs, with that device's `place`."""
         return self._replace(static=self.static._replace(place=self.static.places[device], places=None))
 
     def axes(self, name: str, rank: int) -> str:
@@ -126,7 +126,7 @@ class Call(NamedTuple):
         return bool(self.static.dropout or self.static.score_mod or "dropout" in self.names)
 
     def fold_axis(self, mapped: set[str]) -> str | None:
-        """Return the axis into which vmap's is folded, "b" or "h", when it maps these operands; None if neither can."""
+        """Return the axis, "b" or "h", into which vmap can fold its own, if it maps these operands; else None."""
         static = self.static
         if static.dropout or "dropout" in self.names or mapped & set(NUMBERS):
             return None

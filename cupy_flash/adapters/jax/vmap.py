@@ -1,6 +1,6 @@
 """vmap of attention as a single call: vmap's axis is folded into the batch or the heads.
 
-It is folded into the batch; into the heads for a sink, which has no batch axis, and for packed sequences. Mods are
+It is folded into the batch, but into the heads for a sink, which has no batch axis, and for packed sequences. Mods are
 rewritten so that each instance sees its own batch and head indices and its own captured arrays. The instances run one
 by one with dropout, whose random bits depend on these indices, with mapped numbers such as scale, and where an operand
 has neither axis.
@@ -95,7 +95,7 @@ def _fold(name: str, x: Any, mapped: bool, count: int, letter: str, sizes: dict[
 
 
 def _moves(name: str) -> str:
-    """Return the operand of a tangent, and any other name as it is."""
+    """Return the operand that a tangent belongs to (q for tq); any other name is returned unchanged."""
     return name[1:] if name[:1] in TANGENTS else name
 
 
@@ -113,7 +113,8 @@ def _may_broadcast(name: str, call: Any) -> bool:
 def _unfold(name: str, x: Any, count: int, letter: str, shape: Any, call: Any) -> Any:
     """Return a result with its instances along axis 0.
 
-    A gradient is summed over the axes in which `shape`, that of its operand, has size 1; `shape` is None for others.
+    A gradient is summed over the axes in which `shape`, that of its operand, has size 1. For other results `shape` is
+    None.
     """
     if name.startswith("darray"):
         return x

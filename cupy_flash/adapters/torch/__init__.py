@@ -34,7 +34,7 @@ __all__ = [
     "sdpa",
 ]
 
-# This only registers it; torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates it.
+# torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates the implementation registered here.
 register_flash_attention_impl("cupy_flash", register_fn=Activation)
 
 if distributed.is_available():  # not in every build of torch

@@ -68,8 +68,8 @@ def register_autograd(
 def are_plain(tensors: Iterable[Any]) -> bool:
     """Return whether only autograd may observe a call: no mode, transform, trace, profiler or tensor of a subclass.
 
-    A tensor without an address is not plain either: the dispatcher unwraps those of transforms, also of ended ones, and
-    allocates zero tensors.
+    A tensor without an address is not plain either: only the dispatcher unwraps the tensors of a transform, which may
+    have ended, and allocates the memory of zero tensors.
     """
     if (
         is_transformed()

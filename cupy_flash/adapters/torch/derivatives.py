@@ -123,7 +123,7 @@ def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
     )  # fmt: skip
     by_input = dict(zip(DIFFERENTIATED, gradients, strict=True))
     returned_gradients = [by_input.get(name) if needed[name] else None for name in Call._fields]
-    # out and lse are functions of the inputs, so the inputs' gradients include their part.
+    # The saved out and lse get no gradients: those of the inputs include the parts through them.
     of_saved = [ddout, None, None, None if dlse is None else ddlse, None]
     if not has_mods:
         return (*returned_gradients, *of_saved)

@@ -69,7 +69,7 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
 
 
 def append_then_attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, advance: bool) -> Any:
-    """Return the result of `attend` with other positions of the queries: n_b, plus a query's index with `advance`.
+    """Return the result of `attend` for queries at position n_b, or with `advance` at n_b + their index.
 
     n_b is the length of sequence b before the append. One operator computes both steps and checks them before it
     writes, so that a call that is refused leaves the caches unchanged, under torch.compile too.
@@ -79,13 +79,13 @@ def append_then_attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions
 
 
 def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *others: Any) -> Any:
-    """Return the result of an operator that attends; `others` are its arguments that no option has."""
+    """Return the result of an operator that attends; `others` are its arguments that are not options."""
     reasons = _recorded(given)
     try:
         arguments = _arguments(ATTEND, given, options, reasons)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():  # torch.compile cannot trace what pose does with memory
-            # raises the same reason together with all others
+            # This raises an error with the same reason and all others.
             pose_with_cache(given["q"], given["k_cache"], given["v_cache"], options, reasons)
         raise
     result, lse = operator(*arguments, *others)
@@ -95,7 +95,7 @@ def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *other
 
 
 def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
-    """Compute `attend` without the operator, whose schema has no functions, or which nothing of torch observes."""
+    """Compute `attend` without its operator: for mods, which no schema can express, or if torch need not see it."""
     reasons = _recorded(given | _captured(options))
     with on_device_of(q):
         result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options, reasons))
@@ -105,7 +105,7 @@ def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, 
 
 
 def _captured(options: CacheOptions) -> dict[str, Any]:
-    """Return the arrays that the mods capture, by their names in errors; {} if a trace fails, which pose reports."""
+    """Return the arrays that the mods capture, by their names in errors; {} if tracing fails: pose reports that."""
     if options.score_mod is None and options.mask_mod is None:
         return {}
     from ...mods.ir import Untraceable
@@ -217,7 +217,7 @@ def _append_then_attend(*arguments: Any) -> tuple[Any, Any]:
     given, options = _options(ATTEND, tuple(shared))
     arrays = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     with on_device_of(q):
-        pose_with_cache(*arrays, options)  # the checks that need q beside k and v
+        pose_with_cache(*arrays, options)  # checks q, k and v together
         k, v, before = given["k"], given["v"], options.cache_seqlens
         appended = CacheOptions(**{x.name: getattr(options, x.name) for x in CACHE_FEATURES if x.appends})
         rows = pose_append(k, v, k_cache, v_cache, None, appended)
@@ -238,7 +238,7 @@ def _positions(q: Any, lengths: Any, advance: bool) -> Any:
 
 
 def _returned(given: dict[str, Any], results: Any) -> tuple[Any, Any]:
-    """Return an operator's results, and count the writes to its arguments."""
+    """Return an operator's results, and tell autograd which arguments it has written."""
     result, lse = results
     _bump(*(given[name] for name in ("out", *(("k_cache", "v_cache") if given["k"] is not None else ()))))
     # An operator must not return a tensor to which it writes, so `attend` returns `out` itself.

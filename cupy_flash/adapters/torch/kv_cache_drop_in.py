@@ -187,8 +187,8 @@ def _one_of(function: str, block_table: Any, page_table: Any) -> Any:
 def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
     """Return the rows of a block table that cache_batch_idx selects, one per sequence.
 
-    A row that does not exist has pages of -1, which do not exist either: operators refuse them in host memory, and the
-    kernels for GPUs, where nothing reads the indices, drop what is appended to them.
+    An index of no row selects pages of -1, which do not exist either. In host memory the operators refuse such pages.
+    On a GPU the host reads no indices, and the kernels drop rows that are appended to such pages.
     """
     for name, array in (("block_table", table), ("cache_batch_idx", rows)):
         if not isinstance(array, torch.Tensor) or array.dtype != torch.int32:
@@ -205,7 +205,7 @@ def _rows_of_table(function: str, table: Any, rows: Any) -> Any:
 
 
 def _check_new_rows(function: str, k: Any, cu_seqlens_q: Any, cu_seqlens_k_new: Any, rotary_cos: Any) -> None:
-    """Raise ValueError for rotary without k, UnsupportedError if k and v are not packed as q, with its lengths."""
+    """Raise ValueError for rotary without k, UnsupportedError unless k and v are packed with the lengths of q."""
     if k is None:
         if rotary_cos is not None:
             raise ValueError(f"{function}: rotary_cos and rotary_sin need k and v, as in flash-attn")

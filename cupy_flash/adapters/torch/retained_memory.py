@@ -60,7 +60,7 @@ class _Saved(saved_tensors_hooks):
     def _entering(self, name: str) -> Any:
         def enter(module: Any, _: Any) -> None:
             self.running.append(name)
-            # In the pre-hook, because FSDP has only just replaced the parameters by gathered ones.
+            # Read the parameters in the pre-hook: FSDP has only just replaced them by gathered ones.
             constants = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             self.constants.update(x.untyped_storage() for x in constants)
 
@@ -173,7 +173,7 @@ def _search(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, 
 
 def _modules_of_parameters() -> dict[int, str]:
     """Return {id of a parameter: name of its module in the outermost module} for all existing modules."""
-    # type(), not isinstance(), which reads __class__ of every object: a lazily imported module then imports.
+    # type(x), because isinstance() also reads x.__class__, at which a lazy module imports its library.
     objects = gc.get_objects()
     modules = [x for x in objects if issubclass(type(x), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}

@@ -118,8 +118,8 @@ def scaled_dot_product_attention(
     if k.shape[1] != v.shape[1]:
         k, v = _with_equal_heads(q, k, v)
     if q.shape[-1] == k.shape[-1] == 0:
-        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # E = 1 of zeros: all scores are 0, as with E = 0
-    # torch's result is contiguous if it broadcasts query itself.
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # zeros as one dimension: scores are 0, as with E = 0
+    # torch's result is contiguous if query had to be broadcast.
     out = _attend(q, k, v, options, _order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
     if drops_all:
         out = _zeroed(out)
@@ -137,7 +137,7 @@ def _zeroed(out: Any) -> Any:
 
 
 def _attend(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> Any:
-    """Return attention of q, k, v (B, H, S, D), out (B, H, S, Dv) with dimensions in `order` in memory, Dv innermost.
+    """Return attention (B, H, S, Dv) of q, k, v (B, H, S, D), in memory in `order` with Dv innermost.
 
     Callers rely on q's order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
     kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
@@ -184,7 +184,7 @@ def _nested(query: Any, key: Any, value: Any, dropout_p: Any, is_causal: Any, sc
 
 
 def _max_seqlen(x: Any) -> Any:
-    """Return the longest sequence length; if unknown while tracing, the upper bound T, as offsets cannot be read."""
+    """Return the longest sequence length; under torch.compile, if it is not cached, the upper bound T."""
     if x._maybe_max_seqlen is None and torch.compiler.is_compiling():
         return x.values().shape[0]
     return x._get_max_seqlen()
@@ -201,7 +201,7 @@ def _order_in_memory(query: Any) -> tuple[int, ...]:
     """Order of the first three dimensions of query in memory, outermost first."""
     strides = query.stride()
     if 0 in strides[:3]:
-        # The stride 0 of an expanded dimension does not show its order. torch's result is an empty_like(query).
+        # An expanded dimension has stride 0, which does not show its order: torch's result is an empty_like(query).
         strides = torch.empty_like(query, device="meta").stride()
     # Comparisons only: torch.compile cannot sort symbolic strides.
     return next(
@@ -225,7 +225,7 @@ def _zeros(query: Any, key: Any, value: Any) -> Any:
 
 
 def _broadcast(tensors: tuple[Any, Any, Any], attn_mask: Any, trailing: int) -> tuple[Any, Any, Any, Any]:
-    """Expand query, key, value (views) and attn_mask to equal leading dimensions, all but the last `trailing`."""
+    """Expand query, key, value (views) and attn_mask to equal dimensions, except for the last `trailing` ones."""
     try:
         query, key, value = tensors
         if not query.shape[:-trailing] == key.shape[:-trailing] == value.shape[:-trailing]:
@@ -255,7 +255,7 @@ def _with_equal_heads(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def _causal_of(bias: Any, query: Any, key: Any, is_causal: bool) -> Any:
-    """Return `causal` for a CausalBias; with is_causal, the alignment of the diagonal that masks more."""
+    """Return `causal` for a CausalBias; if is_causal is set too, the alignment of the diagonal that masks more."""
     lengths = (bias.seq_len_q, bias.seq_len_kv)
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ValueError(
@@ -276,8 +276,8 @@ def _four_dimensional(x: Any) -> Any:
 class _Sdpa(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator):
-            # torch.compile traces the functions passed to checkpoint, cond etc. with this mode off, and lets them enter
-            # one of their own only if one has been entered outside before.
+            # torch.compile traces the functions passed to checkpoint, cond etc. with this mode off. They can enter a
+            # mode of their own only if one was entered outside of them before.
             with _Sdpa():
                 args = tuple(_inside_sdpa(x) if callable(x) else x for x in args)
         return _routed(func)(*args, **(kwargs or {}))
@@ -286,16 +286,16 @@ class _Sdpa(torch.overrides.TorchFunctionMode):
 def _routed(func: Any) -> Any:
     """Return the replacement of a torch function inside `sdpa`, by default the function itself.
 
-    torch disables the mode while F.multi_head_attention_forward runs, so its inner SDPA call would be torch's. It is
-    replaced by a copy whose globals refer to ours.
+    torch disables the mode while F.multi_head_attention_forward runs, so that its inner call of SDPA would be torch's.
+    This function is therefore replaced by a copy whose globals refer to ours.
     """
     if func is F.scaled_dot_product_attention:
         return scaled_dot_product_attention
     return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
 
 
-# The copy's globals contain the copy, because it passes itself by name to other modes (torch.set_default_device). They
-# lack __name__, by which torch.compile would look up globals in torch's module instead.
+# The globals of the copy contain the copy, because it passes itself, looked up by name, to other modes, such as
+# torch.set_default_device. They lack __name__, by which torch.compile would look up globals in torch's module.
 _globals = {name: value for name, value in vars(F).items() if name != "__name__"}
 _multi_head_attention_forward = types.FunctionType(
     F.multi_head_attention_forward.__code__, _globals, argdefs=F.multi_head_attention_forward.__defaults__

@@ -56,7 +56,7 @@ def _backward(*arguments: Any) -> Any:
     def of_gradient(name: str, axes: str) -> Any:
         x = getattr(call, name)
         if x is None or (name == "bias" and not saved.bias_gradient):
-            return Replicate()  # of a tensor without elements
+            return Replicate()  # the operator returns a tensor without elements
         placement = _placement(call, name, x.shape, axes)
         return Partial() if placement == Replicate() and axes else placement
 
@@ -64,7 +64,7 @@ def _backward(*arguments: Any) -> Any:
 
 
 def _strategies(call: Any, arguments: dict[str, Any], of_result: Any, results: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (placements of the results, placements of the arguments) of each way to share a call in one mesh axis."""
+    """Yield (placements of the results, placements of the arguments) of each way to split a call over a mesh axis."""
     for axes in ("", *(axes for axes in SPLITS if _divides(call, axes))):
         yield (
             [of_result(name, axes) for name in results],
@@ -76,7 +76,7 @@ def _strategies(call: Any, arguments: dict[str, Any], of_result: Any, results: A
 
 
 def _placement(call: Any, name: str, shape: Any, axes: str) -> Any:
-    """Return the placement of a tensor if ranks share `axes`; its axis of size 1 is broadcast, so all ranks hold it."""
+    """Return the placement if ranks share `axes`: sharded on such an axis, replicated if it lacks one larger than 1."""
     letters = axes_of(name, len(shape), _layout(call))
     return next((Shard(n) for n, x in enumerate(letters) if x in axes and shape[n] > 1), Replicate())
 

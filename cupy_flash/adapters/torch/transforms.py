@@ -87,9 +87,9 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
         arguments = arguments_of(arrays, options, packed, fp8)
         mod = mod_of_options(options)
     except (TypeError, ValueError):
-        # torch.compile cannot trace what pose does with memory, and a DTensor has none.
+        # torch.compile cannot trace what pose does with memory, and a DTensor has no memory of its own.
         if not torch.compiler.is_compiling() and not is_dtensor(arrays[0]):
-            pose(function, arrays, options, packed)  # raises the same reason together with all others
+            pose(function, arrays, options, packed)  # raises an error with the same reason and all others
         raise
     captured = [] if mod is None else list(mod.arrays)
     if not torch.compiler.is_compiling() and is_transformed():
@@ -102,7 +102,7 @@ def _recorded(function: str, arrays: tuple[Any, Any, Any], options: Options, pac
     return (out, lse) if options.return_lse else out
 
 
-# torch.compile cannot trace the trace of a Python function, so it breaks its graph at this call.
+# torch.compile cannot trace through the tracing of a mod, so its graph breaks at this call.
 _recorded_outside_of_graph = torch.compiler.disable(
     _recorded, reason="score_mod and mask_mod are traced in every call: pass a cupy_flash.Mod, which is traced already"
 )
@@ -162,7 +162,7 @@ class _Function(torch.autograd.Function):
         """Return the results with the vmapped dimension first."""
         size, dims = info.batch_size, in_dims[1:]
         rows = [x if x is None or d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
-        if size == 0:  # the shapes of the results are those of one element
+        if size == 0:  # one instance shows the shapes of the results
             one = cls.apply(
                 settings, *(x if d is None else x.new_zeros(x.shape[1:]) for x, d in zip(rows, dims, strict=True))
             )
@@ -287,7 +287,11 @@ class Jvp(_Function):
 
     @staticmethod
     def backward(ctx: Any, dtout: Any, dtlse: Any) -> Any:
-        """Apply DoubleBackward for inputs and Backward for tangents: <dtout, tout> is the JVP of <dtout, out>."""
+        """Apply DoubleBackward for the gradients of the inputs, and Backward for those of the tangents.
+
+        <dtout, tout> is the JVP of <dtout, out>: it is linear in the tangents, with the gradients of a backward as
+        coefficients.
+        """
         out, lse, *others = ctx.saved_tensors
         direction, tensors = _halves(tuple(others))
         dtout = torch.zeros_like(out) if dtout is None else dtout
@@ -358,7 +362,7 @@ def _apply_modified_attention(*arguments: Any) -> Any:
     return Attention.apply(Settings(tuple(plain[len(TENSORS) :]), mods), *plain[: len(TENSORS)], *captured)
 
 
-# A graph of torch.compile calls the operators under torch.func. These kernels come before those of torch.func, which
-# would take the results for constants in forward mode.
+# A graph of torch.compile may call the operators inside a transform of torch.func. These kernels precede torch.func's
+# own, which would take the results for constants in forward mode.
 library.impl("attention_forward", _apply_attention, "FuncTorchDynamicLayerFrontMode")
 library.impl("modified_attention_forward", _apply_modified_attention, "FuncTorchDynamicLayerFrontMode")

@@ -73,7 +73,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         call = _Call(problem, operands)
 
         def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
-            """Return the chunks of a piece [first, last) from the key `start` on; with split_size whole chunks."""
+            """Return the chunks of a piece [first, last) from key `start` on; with split_size all have full size."""
             skipped = max(start - first, 0) // plan.block_kv * plan.block_kv
             grid = range(first + skipped, last, plan.block_kv)
             if call.padded:
@@ -100,7 +100,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _piece(problem: Problem, keys: int, chunk: int) -> int:
-    """Return the number of keys of a piece, a multiple of `chunk` unless split_size is given."""
+    """Return the number of keys per piece: split_size if that is given, else a multiple of `chunk`."""
     if problem.cache is not None and problem.cache.split_size is not None:
         return problem.cache.split_size
     return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
@@ -113,7 +113,7 @@ class _Call:
         self.problem, self.stop = problem, Stop()
         dtype = problem.accumulation
         self.padded = problem.cache is not None and problem.cache.split_size is not None
-        # Scaling Q costs less than scaling the scores, but by more than 1 it overflows where the scores do not.
+        # Scaling Q costs less than scaling the scores, but a scale above 1 could make Q overflow where scores do not.
         scale, one = dtype.type(problem.scale), dtype.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
         self.lowest = np.finfo(dtype).min
@@ -126,7 +126,7 @@ class _Call:
         )
 
     def visible(self, tile: RowTile) -> tuple[int, int]:
-        """Return the keys [start, stop) that the positions of the tile's queries let any of them see."""
+        """Return the range [start, stop) of the keys that causal and window leave visible to any query of the tile."""
         keys, mask = tile.sequence.keys, self.problem.mask
         first = tile.sequence.position + tile.queries.start
         last = tile.sequence.position + tile.queries.stop - 1
@@ -147,7 +147,7 @@ class _Call:
     ) -> None:
         """Compute parts[index], the attention of the tile over the keys of these chunks."""
         part = self._attend(tile, Q, chunks, np.matmul)
-        if not math.isfinite(square_sum(part.O)):  # NaN or infinity in V, perhaps of keys that not all rows see
+        if not math.isfinite(square_sum(part.O)):  # V has NaN or infinity, perhaps in a key that some rows do not see
             part = self._attend(tile, Q, chunks, product)
         parts[index] = part
 
@@ -181,12 +181,12 @@ class _Call:
             np.exp(S, out=S)
             l += np.add.reduce(S, axis=2, keepdims=True)
             O += multiply(S, V)
-        O /= np.maximum(l, 1)  # a row that sees a key has l >= exp(m - m) = 1, any other 0
+        O /= np.maximum(l, 1)  # l >= exp(m - m) = 1 in a row that sees a key, else l = 0
         assert m is not None  # a piece has at least one chunk
         return Part(O, (m + np.log(l))[..., 0])
 
     def modify(self, S: np.ndarray, scores: RowScores, is_hidden: bool) -> None:
-        """Turn products into scores, in place; hidden ones are -inf."""
+        """Turn the products q.k into scores, in place; hidden scores become -inf."""
         tile, start, stop = scores.tile, scores.start, scores.stop
         sequence, keys = tile.sequence, tile.sequence.keys
         if self.product_scale != 1:

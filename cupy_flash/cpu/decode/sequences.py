@@ -34,7 +34,7 @@ class Sequence(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Query rows that are computed together, of all heads, for the positions [position, position + positions).
+    """The query rows of all heads at positions [position, position + positions), which are computed together.
 
     A row is a (query, head of the GQA group) pair with index (query position - position) * G + g. Rows without a query
     of the sequence, and those from positions * G on, are computed and dropped, so that with split_size a query has the
@@ -69,7 +69,7 @@ class RowTile(NamedTuple):
         return rows.reshape(len(rows), stop - first, problem.group, X.shape[-1]).transpose(1, 0, 2, 3)
 
     def is_partly_hidden(self, mask: Mask, start: int, stop: int) -> bool:
-        """Return whether a row does not see one of the keys [start, stop), by its position or for lack of a query."""
+        """Return whether causal, a window or the range of keys hides any of the keys [start, stop) from a row."""
         last, keys = self.position + self.positions - 1, self.sequence.keys
         left, right = mask.left, mask.right
         by_position = (left is not None and start < last - left) or (
@@ -79,14 +79,14 @@ class RowTile(NamedTuple):
 
 
 class RowScores:
-    """The coordinates (score.Coordinates) of the scores (Hk, rows, keys) of a row tile with a chunk of keys."""
+    """The score.Coordinates of the scores (Hk, rows, keys) of a row tile and a chunk of keys."""
 
     def __init__(self, problem: Problem, tile: RowTile) -> None:
         self.problem, self.tile, self.batch = problem, tile, tile.sequence.batch
         self.start = self.stop = 0
 
     def at(self, start: int, stop: int) -> RowScores:
-        """Move to the keys [start, stop)."""
+        """Set the range of keys to [start, stop), and return this object."""
         self.start, self.stop = start, stop
         return self
 
@@ -146,7 +146,10 @@ def _queries(rows: int, group: int) -> np.ndarray:
 
 
 def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
-    """Yield the row tiles of a sequence, of `block_q` queries each; with split_size they start at its multiples."""
+    """Yield the row tiles of a sequence, of `block_q` queries each.
+
+    With split_size their positions are multiples of `block_q`.
+    """
     problem, q_len = plan.problem, len(sequence.q)
     fixed = problem.cache is not None and problem.cache.split_size is not None
     first = sequence.position // plan.block_q * plan.block_q if fixed else sequence.position

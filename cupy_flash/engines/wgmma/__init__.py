@@ -38,7 +38,7 @@ Tile: TypeAlias = forward.Tile | backward.Tile | forward_fp8.Tile
 
 
 class Step(Protocol):
-    """The module of a step, whose tiles are of its own type."""
+    """Interface of the module of a step, which has its own type of tiles."""
 
     def tiles(self, problem: Problem, device: Device) -> Sequence[Tile]:
         """Return every legal tile."""
@@ -61,7 +61,7 @@ def step(problem: Problem) -> Step:
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against other dtypes, head dimensions, and rows that TMA cannot load."""
+    """Return reasons against unsupported dtypes and head dimensions, and against rows that TMA cannot load."""
     reasons = grid_refusals(problem) + fragment_refusals(problem)
     fp8 = problem.dtype.name == FP8
     if fp8:
@@ -78,7 +78,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
     if problem.dtype.name not in ELEMENTS:
-        return reasons  # no kernel has such a type, and thus tiles
+        return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")

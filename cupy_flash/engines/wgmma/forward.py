@@ -34,13 +34,13 @@ from .hopper import (
 # with a mask that has an edge; the same without an edge; with options, see needs_registers). bench/results/static.json
 # shows no spills up to these limits.
 LIVE = {2: (188, 188, 180, 180), 3: (112, 104, 104, 92)}
-# Keys of a mainloop step. With options, tiles of more than 128 spill within LIVE. By the bench's cycles.py, tiles of
-# 176 would gain 0.2 % at D 128, but they spill 8 bytes with a sink or in a shard, and more at D 96 or if they are
-# persistent.
+# Keys of a mainloop step. With options, tiles of more than 128 keys spill even within LIVE. By the bench's
+# cycles.py, tiles of 176 keys would gain 0.2 % at D 128, but they spill 8 bytes with a sink or in a shard, and more at
+# D 96 or if they are persistent.
 KEYS = (144, 128, 112, 96, 80, 64)
 MOST_KEYS_WITH_OPTIONS = 128
-# Added with a mask_mod, for which the producer keeps registers and masking needs some: by the number of keys, and for a
-# persistent or ping-pong tile.
+# Added to the registers with a mask_mod, because the producer keeps more and masking needs some: for up to FEW_KEYS
+# keys, for more keys, and once more for a persistent or ping-pong tile.
 FEW_KEYS = 96
 LIVE_OF_FEW_KEYS, LIVE_OF_MANY_KEYS, LIVE_OF_TURNS = 4, 40, 8
 # With more registers than this for S, P and O, the kernel reloads the sequence's record instead of holding it.
@@ -48,14 +48,14 @@ RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu). By the bench's cycles.py
 # this shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens steps of up to 96 keys.
 EXPONENTIALS_FIRST = True
-# Cost model in addition to hopper.py's. With these two numbers the costs of steps have the ratios that the bench's
-# cycles.py finds, within 2 %, for 128 queries and 64 to 144 keys at D 128. Shared memory costs time before it is the
-# bottleneck.
+# Cost model in addition to hopper.py's. With STEP and SHARED_WEIGHT, the ratios of the costs of steps agree with those
+# of the bench's cycles.py within 2 %, for 128 queries and 64 to 144 keys at D 128. Reads of shared memory cost time
+# even where they are not the bottleneck.
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
-TILE_STEPS = 1.5  # steps that a prologue and epilogue cost, fitted to FlashAttention-3's published speeds
-# More clocks per block or tile: the start of a block, and in a persistent grid the load of Q, which waits for the store
-# of O unless O has a buffer.
+TILE_STEPS = 1.5  # steps that take as long as a prologue and epilogue, fitted to FlashAttention-3's published speeds
+# Further clocks: BLOCK for the start of a block; LOAD_Q, in a persistent grid, for the load of each Q, which waits for
+# the store of O unless O has a buffer.
 BLOCK, LOAD_Q = 2000, 1000
 
 
@@ -126,7 +126,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     clocks += SHARED_WEIGHT * shared + STEP
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     visited = problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv)
-    # The mean number of extra keys per query tile: a mask edge cuts fewer steps if tile sizes have a common divisor.
+    # `visited` is this much too large on average: a mask edge cuts fewer steps if tile sizes have a common divisor.
     edge = problem.mask.edges * math.gcd(tile.block_q, tile.block_kv) / 2
     steps = (visited - edge) / tile.block_kv if problem.mask.edges else -(-visited // tile.block_kv)
     waves, clear = float(-(-blocks // device.units)), 0.0
@@ -203,7 +203,7 @@ def _live(problem: Problem, block_kv: int) -> int:
 
 
 def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
-    """Return whether the kernel reloads the sequence's record: registers are few, and all sequences share one."""
+    """Return whether the kernel reloads the sequence's record: registers are scarce, and all sequences share one."""
     same = not (problem.has_lengths or problem.shard)
     return same and _live(problem, tile.block_kv) > RELOAD_ABOVE[tile.warpgroups]
 
@@ -211,13 +211,13 @@ def _reloads_sequence(problem: Problem, tile: Tile) -> bool:
 def _is_stored_in_boxes(problem: Problem) -> bool:
     """Return whether O is stored with TMA.
 
-    It is not for packed batches, where a box would overwrite the next sequence, and rows that are not 16-byte aligned.
+    It is not in packed batches, where a box would overwrite the next sequence, or if rows are not 16-byte aligned.
     """
     return problem.layout != "thd" and problem.head_dim_v % 8 == 0
 
 
 def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
-    """Return the constants of the kernel except those that follow from the problem and the tile together."""
+    """Return the constants that determine the kernel's shared memory; `launches` adds the others."""
     return fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.block_q,

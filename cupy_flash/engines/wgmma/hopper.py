@@ -23,7 +23,7 @@ CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 
 
 def needs_registers(problem: Problem) -> bool:
-    """Return whether lengths, a modified score, masks, a left window or dropout cost the forward registers."""
+    """Return whether the forward needs registers for lengths, modified scores, masks, a left window or dropout."""
     masks = problem.dense_mask is not None or problem.mask_mod or problem.mask.left is not None
     modifies_scores = is_modified(problem) or masks
     return problem.has_lengths or modifies_scores or problem.dropout > 0

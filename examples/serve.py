@@ -1,10 +1,12 @@
 """Serve a small GPT: requests share a paged KV cache, a step is a packed batch.
 
-    python examples/serve.py                                  # trains gpt.pt first,
-    some minutes on two CPU cores python examples/serve.py --model gpt.pt --requests 32
-    # a file that train_gpt.py --save has written python examples/serve.py --pages 24
-    # too few pages for all: requests are preempted python examples/serve.py
-    --split-size 64                  # tokens that do not depend on the other requests
+    python examples/serve.py  # trains gpt.pt first, some minutes on two CPU cores
+    # a file that train_gpt.py --save has written
+    python examples/serve.py --model gpt.pt --requests 32
+    # too few pages for all: requests are preempted
+    python examples/serve.py --pages 24
+    # tokens that do not depend on the other requests
+    python examples/serve.py --split-size 64
 
 Each step processes one token of every running request that generates, and a part of the
 prompts of new ones, in one call of `attention_with_kv_cache` per layer, which also

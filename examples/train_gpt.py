@@ -1,13 +1,16 @@
 """Train a small GPT on the source of Python's standard library.
 
-    python examples/train_gpt.py                                       # a minute on two
-    CPU cores python examples/train_gpt.py --attention sdpa                      # the
-    same with torch's attention python examples/train_gpt.py --steps 2000 --save gpt.pt
-    # stop it any time; run it again to resume python examples/train_gpt.py --checkpoint
-    --context 1024           # less memory: activation checkpointing torchrun
-    --nproc-per-node 2 -- examples/train_gpt.py --fsdp        # parameters and batch
-    sharded over 2 processes torchrun --nproc-per-node 2 -- examples/train_gpt.py --ring
+    python examples/train_gpt.py  # a minute on two CPU cores
+    # the same with torch's attention
+    python examples/train_gpt.py --attention sdpa
+    # stop it any time; run it again to resume
+    python examples/train_gpt.py --steps 2000 --save gpt.pt
+    # less memory: activation checkpointing
+    python examples/train_gpt.py --checkpoint --context 1024
+    # parameters and batch sharded over 2 processes
+    torchrun --nproc-per-node 2 -- examples/train_gpt.py --fsdp
     # every sequence sharded over two processes
+    torchrun --nproc-per-node 2 -- examples/train_gpt.py --ring
 
 A seed determines batches and initial weights. Both attentions then give the same losses
 up to rounding, except with dropout, for which they draw different random bits. The file

@@ -1,8 +1,8 @@
 """Sentence embeddings from a BERT of transformers with cupy_flash attention.
 
-    python -m pip install -e ".[transformers]" python examples/transformers_bert.py
-    python examples/transformers_bert.py --attention sdpa "A cat sat on the mat." "A
-    kitten rests on a rug."
+    python -m pip install -e ".[transformers]"
+    python examples/transformers_bert.py
+    python examples/transformers_bert.py --attention sdpa "A cat sat." "A dog sat."
 
 The sentences are one padded batch; cupy_flash does not attend to the padding. The
 output is the cosine similarity of all pairs of sentences: 1 is the same meaning, 0

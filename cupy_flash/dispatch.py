@@ -18,6 +18,7 @@ from .cpu import partials
 from .device import Device
 from .engines import MODULES
 from .engines.launch import Launch
+from .explanation import Tiles
 from .plan.plan import Plan, last_of_bucket, plan
 from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
@@ -149,6 +150,15 @@ def tile_counts(problem: Problem, operands: Operands) -> tuple[Plan, TileCounts 
     arrays = (*operands.captured, operands.q_lengths, operands.kv_lengths)
     on_host = all(array is None or array.device == "cpu" for array in arrays)
     return chosen, cpu.tile_counts(chosen, operands) if on_host else None
+
+
+def tiles(problem: Problem, operands: Operands) -> Tiles:
+    """Return the classes of the tiles of the first sequence and head; lengths and captured arrays are copied to it."""
+    from .cpu import attention as cpu
+
+    chosen = _fitted(plan_for(problem), operands)
+    classes = cpu.tile_classes(chosen, operands)
+    return Tiles(classes, problem.q_len, problem.kv_len, chosen.block_q, chosen.block_kv)
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:

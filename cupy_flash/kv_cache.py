@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch
 from .arrays import AnyArray, ArrayT
+from .explanation import Explanation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -162,7 +163,7 @@ def attention_with_kv_cache(
 
 def explain_with_kv_cache(
     q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
-) -> str:
+) -> Explanation:
     """Describe how `attention_with_kv_cache` with these arguments would run, without computing or writing anything.
 
     Args:
@@ -184,12 +185,12 @@ def explain_with_kv_cache(
     settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
     text = dispatch.plan_for(problem).explain()
-    if not problem.mods:
-        return text
-    from .mods import explain as mods
-    from .mods.trace import mod_of
+    if problem.mods:
+        from .mods import explain as mods
+        from .mods.trace import mod_of
 
-    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod), gradients=False)}"
+        text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod), gradients=False)}"
+    return Explanation(text)
 
 
 def append_to_kv_cache(

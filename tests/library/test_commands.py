@@ -15,6 +15,7 @@ from cupy_flash.commands import compile as compile_command
 from cupy_flash.commands import info
 from cupy_flash.commands.problem_arguments import add_problem, plans
 from cupy_flash.engines import MODULES
+from cupy_flash.explanation import Explanation
 from cupy_flash.gpu import ahead
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.features import ARRAY, FEATURES, MOD
@@ -54,7 +55,7 @@ def test_explain_prints_the_plan_of_an_absent_gpu(capsys):
     assert all(f"not {engine} " in forward for engine in MODULES if f"engine     {engine} " not in forward)
     problem = ahead.problems(dtype="bfloat16", head_dim=128, group=4, causal=True)[0]
     problem = problem._replace(batch=2, heads=16, whole_heads=16, kv_heads=4, q_len=4096, kv_len=4096)
-    assert forward == plan(problem, device.named("sm_90a", "cuda")).explain()
+    assert forward == str(Explanation(plan(problem, device.named("sm_90a", "cuda")).explain()))
 
 
 def test_explain_uses_the_requested_engine(capsys):

@@ -93,6 +93,7 @@ FLOW = (
     "gpu.params",
     "gpu.run_plan",
     "gpu.cuda",
+    "explanation",
     "dispatch",
     "adapters",
     "adapters.axes",

@@ -1,9 +1,14 @@
-"""Pages fit on a screen: code of 88 columns, tables whose columns fit, links that read as words."""
+"""Pages fit on a screen: code of 88 columns, tables whose columns fit, links that read as words.
 
+The first five minutes print what the page shows.
+"""
+
+import contextlib
+import io
 import re
 
 import pytest
-from pages import ROOT
+from pages import ROOT, STORY
 
 CODE_COLUMNS = 88
 TABLE_COLUMNS = 110  # characters of a table's font in the column of a page at 1280 pixels
@@ -84,3 +89,19 @@ def test_wide_code_and_tables_are_found():
     assert [number for number, line in code_of(page) if len(line) > CODE_COLUMNS] == [4, 10, 13]
     ((line, rows),) = tables_of("text\n| a | b |\n| --: | --: |\n| one two | three |\n")
     assert line == 2 and rows[2] == ["one two", "three"] and width_of(rows) == 3 + 2 + 5 + 2
+
+
+def test_the_first_five_minutes_print_what_the_page_shows():
+    """The reasons that explain() prints are shown in part, so of its lines only the labels are compared."""
+    pytest.importorskip("torch")
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", STORY.read_text(encoding="utf-8"), re.DOTALL)
+    names = {}
+    for code, shown in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code, str(STORY), "exec"), names)
+        if "explain" in code:
+            labels = {line[:11] for line in printed.getvalue().splitlines()}
+            assert [line for line in shown.splitlines() if line != "..." and line[:11] not in labels] == []
+        else:
+            assert printed.getvalue() == shown
+    assert len(blocks) >= 5 and len(shown) > 0

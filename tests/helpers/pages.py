@@ -14,7 +14,7 @@ STORY = ROOT / "docs" / "five_minutes.md"  # its blocks continue each other: tes
 
 
 def python_blocks(text):
-    """(line number, code) of each ```python block, also of those inside tabs."""
+    """Return (line number, code) of each ```python block, also of those inside tabs."""
     return [
         (text[: match.start(2)].count("\n") + 1, textwrap.dedent(match[2]))
         for match in re.finditer(r"^( *)```python\n(.*?)^\1```$", text, re.M | re.S)
@@ -22,7 +22,7 @@ def python_blocks(text):
 
 
 def blocks(cupy):
-    """The Python blocks of all pages: those that import CuPy, or all others."""
+    """Return the Python blocks of all pages: those that import CuPy, or all others."""
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES

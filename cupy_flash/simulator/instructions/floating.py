@@ -100,6 +100,23 @@ def _directed_sum(mode: str) -> Function:
     return add
 
 
+def _directed_sum64(mode: str) -> Function:
+    def add(a: Any, b: Any) -> Any:
+        a, b = np.broadcast_arrays(np.float64(a), np.float64(b))
+        s, error = two_sum(a, b)
+        # An infinite sum of finite terms lies beyond their exact sum.
+        overflows = np.isinf(s) & np.isfinite(a) & np.isfinite(b)
+        error = np.where(overflows, -s, np.where(np.isfinite(error), error, 0))
+        if mode == "rz":
+            return np.where(error * np.sign(s) < 0, np.nextafter(s, 0), s)
+        if mode == "rm":  # an exact zero sum: see _directed_sum
+            s = np.where((s == 0) & (np.signbit(a) | np.signbit(b)), -0.0, s)
+            return np.where(error < 0, np.nextafter(s, -np.inf), s)
+        return np.where(error > 0, np.nextafter(s, np.inf), s)
+
+    return add
+
+
 def _directed_fma(mode: str) -> Function:
     add = _directed_sum(mode)
     return lambda a, b, c: add(np.multiply(a, b, dtype=np.float64), c)
@@ -136,9 +153,9 @@ def _sum_or_product(instruction: Instruction, context: Context) -> Step:
         return ufunc(result, plain, *sources)
     if mode == "rn":
         return computed(result, _flushed(plain, instruction, type_), *sources)
-    if type_ == "f64":
+    if type_ == "f64" and opcode == "mul":
         raise unsupported(instruction)
-    add = _directed_sum(mode)
+    add = _directed_sum64(mode) if type_ == "f64" else _directed_sum(mode)
     directed = {"add": add, "sub": _subtract(add), "mul": _directed_product(mode)}[opcode]
     return computed(result, _flushed(directed, instruction, type_), *sources)
 
@@ -173,7 +190,7 @@ def _truncate_mantissa(function: Function) -> Function:
 
 
 def _in_double(function: Function) -> Function:
-    """Return an .approx float32 function, computed in float64; a GPU's is within the error bounds of the PTX ISA."""
+    """Return an .approx float32 function, computed in float64; a GPU's may differ within the ISA's error bounds."""
     return lambda a: function(np.float64(a)).astype(np.float32)
 
 
@@ -203,7 +220,8 @@ def _special_function(instruction: Instruction, context: Context) -> Step:
     if exact and rounding(instruction) != "rn":
         raise unsupported(instruction)
     if type_ == "f64":
-        if instruction.opcode != "sqrt" and not exact:
+        # Without .ftz, rsqrt.approx.f64 is accurate to double precision: only .ftz is the gross approximation.
+        if "approx" in instruction.modifiers and "ftz" in instruction.modifiers:
             function = _truncate_mantissa(function)
     elif not exact:
         function = _in_double(function)

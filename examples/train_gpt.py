@@ -382,7 +382,7 @@ def local_positions(arguments: argparse.Namespace) -> slice | Tensor:
 
 
 def average_gradients(model: GPT) -> None:
-    """All-reduce gradients in a ring, whose losses are means over shards."""
+    """Average gradients in a ring, where each loss is the mean of a shard."""
     for parameter in model.parameters():
         distributed.all_reduce(parameter.grad)
         parameter.grad /= rank_and_processes()[1]

@@ -157,7 +157,9 @@ WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("moving", WORK)
 def test_work_relative_to_the_forward_and_the_backward(moving, monkeypatch):
-    """FMAs, and all instructions, have bounds relative to those of the forward and the backward in the same tile."""
+    """The numbers of FMAs and of all instructions are at most given multiples of those of the forward and the backward
+    in the same tile.
+    """
     # compile with the flags of a user's call, which unroll more than the tests' flags
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     case = Case(q_len=64, kv_len=192, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1)

@@ -61,7 +61,10 @@ def _of_pairs(function: Function) -> Function:
 
 
 def _by_halves(function: Function, name: str, instruction: Instruction) -> Function:
-    """Lift a function of float64 values, exact or rounded to odd, to f16 or bf16 bits, single or packed (x2)."""
+    """Lift a function of float64 values to f16 or bf16 bits, single or packed (x2).
+
+    The results of the function are exact or rounded to odd, so that rounding them again is correct.
+    """
     single = name[:-2] if name.endswith("x2") else name
     flush = "ftz" in instruction.modifiers
 

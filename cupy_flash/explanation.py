@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
-from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -44,6 +42,8 @@ class Explanation(str):
 
     def _repr_html_(self) -> str:
         """Return a table, for notebooks."""
+        from html import escape
+
         rows = "".join(
             f"<tr><td><b>{escape(label)}</b></td><td style='text-align:left'>{escape(words)}</td></tr>"
             for label, words in map(parts, self.splitlines())
@@ -69,6 +69,8 @@ class Explanation(str):
 
 def wrapped(line: str, indent: int) -> str:
     """Return a line in lines of 80 columns, of which all but the first are indented; paths are not broken."""
+    import textwrap  # which costs as much as a twentieth of the import of the package
+
     margin = " " * indent
     return textwrap.fill(line, TERMINAL, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
 

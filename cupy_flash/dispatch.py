@@ -18,13 +18,13 @@ from .cpu import partials
 from .device import Device
 from .engines import MODULES
 from .engines.launch import Launch
-from .explanation import Tiles
 from .plan.plan import Plan, last_of_bucket, plan
 from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from .explanation import Tiles
     from .mods.tiles import TileCounts
 
 # Appended to the error if CuPy is missing.
@@ -158,7 +158,7 @@ def tiles(problem: Problem, operands: Operands) -> Tiles:
 
     chosen = _fitted(plan_for(problem), operands)
     classes = cpu.tile_classes(chosen, operands)
-    return Tiles(classes, problem.q_len, problem.kv_len, chosen.block_q, chosen.block_kv)
+    return classes, problem.q_len, problem.kv_len, chosen.block_q, chosen.block_kv
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
 
+    # The classes of the tiles of one sequence and head, (query tiles, key tiles); its lengths; the sizes of a tile.
+    Tiles: TypeAlias = tuple[np.ndarray, int, int, int, int]
+
 TERMINAL = 80  # columns
 LABEL = 11  # columns before the text of a line
-
-
-class Tiles(NamedTuple):
-    """The classes of the tiles of one sequence and head, (query tiles, key tiles), and their sizes."""
-
-    classes: np.ndarray
-    q_len: int
-    kv_len: int
-    block_q: int
-    block_kv: int
 
 
 class Explanation(str):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch, keyed_plan
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
-from .explanation import Explanation
 from .problem.build import ARRAY_NAMES, pose
 from .problem.features import Options
 from .problem.merge import pose_merge
@@ -18,6 +17,7 @@ from .problem.records import Gradients, Packed, Saved, SecondGradients, Tangents
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .explanation import Explanation
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
         Causal,
@@ -717,6 +717,8 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         if problem.mask_mod:
             chosen, counts = dispatch.tile_counts(problem, operands)
             text = f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
+    from .explanation import Explanation
+
     return Explanation(text, lambda: dispatch.tiles(problem, operands))
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch
 from .arrays import AnyArray, ArrayT
-from .explanation import Explanation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .explanation import Explanation
     from .problem.argument_types import CacheArguments, CacheArgumentsWithoutLse, Layout, MaskMod, ScoreMod, Window
 
 
@@ -190,6 +190,8 @@ def explain_with_kv_cache(
         from .mods.trace import mod_of
 
         text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod), gradients=False)}"
+    from .explanation import Explanation
+
     return Explanation(text)
 
 

@@ -83,8 +83,11 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
                 with progress(section, 1 + len(cases)) as step:
                     result[section] = time_cases(cases, section == "backward", options.repeats, ceilings, step)
             write(result, path)
-            _show(section, result, options.out / f"{section}.png")
+            _show(section, result)
     print(f"\nAll samples: {path}")
+    plots = [options.out / f"{section}.png" for section in sections]
+    drawn = [str(file) for section, file in zip(sections, plots, strict=True) if plot(section, result, file)]
+    print(f"Plot{'s' * (len(drawn) != 1)}: {', '.join(drawn) or 'none, as matplotlib is not installed'}")
     return 0
 
 
@@ -169,13 +172,12 @@ def _ring(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def _show(section: str, result: dict[str, Any], plot_path: Path) -> None:
+def _show(section: str, result: dict[str, Any]) -> None:
     print(f"\n{provenance(section, result)}")
     for table in tables(section, result):
         show(table)
     for reason in left_out(section, result):
         print(f"not measured: {reason}")
-    print(f"plot: {plot_path}" if plot(section, result, plot_path) else "plot: matplotlib is not installed")
 
 
 def _shape(options: argparse.Namespace) -> Case:

@@ -18,23 +18,42 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text: a title, and a row of cells per line."""
+    """A table of text: a title, a row of cells per line, and the cells that are the best of their row."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
+    best: frozenset[tuple[int, int]] = frozenset()  # (row, column)
 
     def markdown(self) -> str:
         """Return the table as Markdown, numbers aligned to the right."""
-        lines = [self.columns, ["--:"] * len(self.columns), *self.rows]
+        lines = [self.columns, ["--:"] * len(self.columns), *self.marked("**{}**")]
         return "\n".join([f"{self.title}:", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
+    def split(self, column: str, title: str, shared: int = 1) -> list[Table]:
+        """Return the table in two, the second from `column` on, that have the first `shared` columns in common."""
+        at = self.columns.index(column)
+
+        def halves(cells: list[str]) -> tuple[list[str], list[str]]:
+            return cells[:at], [*cells[:shared], *cells[at:]]
+
+        (left, right), rows = halves(self.columns), [halves(row) for row in self.rows]
+        return [Table(self.title, left, [row[0] for row in rows]), Table(title, right, [row[1] for row in rows])]
+
+    def marked(self, mark: str) -> list[list[str]]:
+        """Return the rows with a mark on the best cells."""
+        return [
+            [mark.format(cell) if (m, n) in self.best else cell for n, cell in enumerate(row)]
+            for m, row in enumerate(self.rows)
+        ]
+
     def plain(self) -> str:
-        """Return the table for a terminal, in columns of equal width."""
-        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        """Return the table for a terminal, in columns of equal width; a star is in front of the best cells."""
+        rows = self.marked("*{}")
+        widths = [max(map(len, column)) for column in zip(self.columns, *rows, strict=True)]
         lines = [
             "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
-            for line in (self.columns, *self.rows)
+            for line in (self.columns, *rows)
         ]
         return "\n".join([self.title, *lines])
 
@@ -101,9 +120,11 @@ def _time_table(records: list[dict[str, Any]], title: str, stages: tuple[str, ..
     names = names_in(records, "seconds")
     # roofline_seconds covers the section's whole step, so it has no meaning for the backward alone.
     has_roofline = stages[0] == "forward"
-    rows = []
-    for record in records:
+    rows, best = [], []
+    for number, record in enumerate(records):
         seconds = {name: step_seconds(record, name, stages) for name in record["seconds"]}
+        fastest = min(seconds, key=lambda name: seconds[name])
+        best.append((number, len(_case(record)) + names.index(fastest)))
         row = [*_case(record), *(_milliseconds(seconds[name]) if name in seconds else NOTHING for name in names)]
         if BASELINE in names:
             row.append(f"{seconds[OURS] / seconds[BASELINE]:.3g}")
@@ -115,7 +136,7 @@ def _time_table(records: list[dict[str, Any]], title: str, stages: tuple[str, ..
         columns.append(f"over {BASELINE}")
     if has_roofline:
         columns.append("of roofline")
-    return Table(f"{title}, milliseconds (median)", columns, rows)
+    return Table(f"{title}, milliseconds (median)", columns, rows, frozenset(best))
 
 
 def _milliseconds(seconds: float) -> str:
@@ -170,7 +191,7 @@ def show(table: Table) -> None:
     rich_table = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for column in table.columns:
         rich_table.add_column(column.replace(" ", "\n"), justify="right")  # to fit into 80 columns
-    for row in table.rows:
+    for row in table.marked("[bold green]*{}[/]"):
         rich_table.add_row(*row)
     print()
     Console().print(rich_table)

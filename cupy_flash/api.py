@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .device import Device
+    from .explanation import Explanation
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
         Causal,
@@ -679,7 +680,7 @@ def compile(
     return results
 
 
-def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> str:
+def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> Explanation:
     """Describe how `attention` with these arguments would run, without computing it.
 
     Args:
@@ -692,7 +693,8 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         Text with the engine and its tiles, the reason for the choice, and the reasons against the other engines; for
         jax how a jitted call runs; the expressions of score_mod and mask_mod, the derivative of the score and the
         captured arrays; for a mask_mod the number of tiles that are skipped, unmasked and masked, if lengths and
-        captured arrays are in host memory.
+        captured arrays are in host memory. `print` wraps it to 80 columns, a notebook shows it as a table, and its
+        method `plot` draws the tiles with matplotlib.
 
     Raises:
         UnsupportedError: no engine serves the problem.
@@ -709,16 +711,17 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
         from .adapters.jax import ffi_structs
 
         text = f"{text}\njit        {ffi_structs.described()}"
-    if not problem.mods:
-        return text
-    from .mods import explain as mods
-    from .mods.trace import mod_of
+    if problem.mods:
+        from .mods import explain as mods
+        from .mods.trace import mod_of
 
-    text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
-    if not problem.mask_mod:
-        return text
-    chosen, counts = dispatch.tile_counts(problem, operands)
-    return f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
+        text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod))}"
+        if problem.mask_mod:
+            chosen, counts = dispatch.tile_counts(problem, operands)
+            text = f"{text}\n{mods.explain_tiles(counts, chosen.block_q, chosen.block_kv)}"
+    from .explanation import Explanation
+
+    return Explanation(text, lambda: dispatch.tiles(problem, operands))
 
 
 def _forward(

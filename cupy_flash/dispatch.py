@@ -24,6 +24,7 @@ from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients,
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from .explanation import Tiles
     from .mods.tiles import TileCounts
 
 # Appended to the error if CuPy is missing.
@@ -163,6 +164,15 @@ def tile_counts(problem: Problem, operands: Operands) -> tuple[Plan, TileCounts 
     arrays = (*operands.captured, operands.q_lengths, operands.kv_lengths)
     on_host = all(array is None or array.device == "cpu" for array in arrays)
     return chosen, cpu.tile_counts(chosen, operands) if on_host else None
+
+
+def tiles(problem: Problem, operands: Operands) -> Tiles:
+    """Return the classes of the tiles of the first sequence and head; lengths and captured arrays are copied to it."""
+    from .cpu import attention as cpu
+
+    chosen = _fitted(plan_for(problem), operands)
+    classes = cpu.tile_classes(chosen, operands)
+    return classes, problem.q_len, problem.kv_len, chosen.block_q, chosen.block_kv
 
 
 def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from .arrays import AnyArray, ArrayT
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .explanation import Explanation
     from .problem.argument_types import CacheArguments, CacheArgumentsWithoutLse, Layout, MaskMod, ScoreMod, Window
 
 
@@ -162,7 +163,7 @@ def attention_with_kv_cache(
 
 def explain_with_kv_cache(
     q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
-) -> str:
+) -> Explanation:
     """Describe how `attention_with_kv_cache` with these arguments would run, without computing or writing anything.
 
     Args:
@@ -184,12 +185,14 @@ def explain_with_kv_cache(
     settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
     text = dispatch.plan_for(problem).explain()
-    if not problem.mods:
-        return text
-    from .mods import explain as mods
-    from .mods.trace import mod_of
+    if problem.mods:
+        from .mods import explain as mods
+        from .mods.trace import mod_of
 
-    return f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod), gradients=False)}"
+        text = f"{text}\n{mods.explain(mod_of(settings.score_mod, settings.mask_mod), gradients=False)}"
+    from .explanation import Explanation
+
+    return Explanation(text)
 
 
 def append_to_kv_cache(

@@ -1,13 +1,14 @@
-"""Train a critic with a gradient penalty: the loss contains a gradient of attention, which is differentiated again.
+"""Train a critic whose loss contains a gradient of attention, differentiated again.
 
     python -m pip install -e ".[torch]"
     python examples/gradient_penalty.py
     python examples/gradient_penalty.py --attention math
 
-The critic distinguishes sets of points on a ring from sets of random points, and a penalty pulls the norm of its
-gradient with respect to the points to 1 (Gulrajani et al., Improved Training of Wasserstein GANs, 2017). Both
-attentions have the same losses up to rounding.
-`--memory` prints the peak of one step at growing lengths instead: linear with cupy_flash, quadratic with math.
+The critic distinguishes sets of points on a ring from sets of random points, and a
+penalty pulls the norm of its gradient with respect to the points to 1 (Gulrajani et
+al., Improved Training of Wasserstein GANs, 2017). Both attentions have the same losses
+up to rounding. `--memory` prints the peak of one step at growing lengths instead:
+linear with cupy_flash, quadratic with math.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ POINTS, WIDTH, HEADS, BATCH = 32, 32, 4, 32
 
 
 def math_attention(q: Any, k: Any, v: Any) -> Any:
-    """Return softmax(q k^T / sqrt(D)) v, with all scores in memory; q, k and v are (B, S, H, D)."""
+    """Return softmax(q k^T / sqrt(D)) v, storing all scores; q, k, v: (B, S, H, D)."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
-ATTENTIONS: dict[str, Callable[..., Any]] = {"cupy_flash": cupy_flash.attention, "math": math_attention}
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "cupy_flash": cupy_flash.attention,
+    "math": math_attention,
+}
 
 
 class Critic(nn.Module):
@@ -44,7 +48,9 @@ class Critic(nn.Module):
         super().__init__()
         self.attention = attention
         self.points, self.qkv = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, 1))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, 1)
+        )
 
     def forward(self, x: Any) -> Any:
         """Map x (B, S, 2) to (B,)."""
@@ -54,7 +60,7 @@ class Critic(nn.Module):
 
 
 def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
-    """Return critic(fake) - critic(real) + 10 (norm of the critic's gradient at the mixed points - 1)^2."""
+    """Return critic(fake) - critic(real) + 10 (norm of the gradient at mix - 1)^2."""
     between = (mix * real + (1 - mix) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     penalty = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
@@ -62,10 +68,14 @@ def penalized_loss(critic: nn.Module, real: Any, fake: Any, mix: Any) -> Any:
 
 
 def batch(points: int, size: int, generator: torch.Generator) -> tuple[Any, Any, Any]:
-    """Return (real, fake, mix): sets of points on a ring, sets of random points, and random weights that mix them."""
+    """Return (real, fake, mix): rings of points, random points, mixing weights."""
     angle = 2 * math.pi * torch.rand(size, points, generator=generator)
     fake = torch.randn(size, points, 2, generator=generator)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1), fake, torch.rand(size, 1, 1, generator=generator)
+    return (
+        torch.stack([angle.cos(), angle.sin()], dim=-1),
+        fake,
+        torch.rand(size, 1, 1, generator=generator),
+    )
 
 
 def train(attention: str, steps: int, learning_rate: float) -> list[float]:
@@ -86,21 +96,25 @@ def train(attention: str, steps: int, learning_rate: float) -> list[float]:
 
 
 def peak_bytes(attention: str, points: int) -> int:
-    """Return the peak memory of this process after one step on sets of `points` points, or of 8 for points = 0."""
+    """Return this process's peak memory after one step on `points` (0: 8) points."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     critic = Critic(ATTENTIONS[attention])
-    penalized_loss(critic, *batch(points or 8, 1, torch.Generator().manual_seed(1))).backward()
+    penalized_loss(
+        critic, *batch(points or 8, 1, torch.Generator().manual_seed(1))
+    ).backward()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def memory(attention: str, lengths: Sequence[int]) -> dict[int, int]:
-    """Return {points: bytes of a step beyond those of a minimal step}, each measured in a process of its own."""
+    """Return {points: bytes beyond those of a minimal step}, each in a process."""
     used = {}
     for points in (0, *lengths):
         with get_context("spawn").Pool(1) as process:
-            used[points] = process.apply(peak_bytes, (attention, points)) - used.get(0, 0)
+            used[points] = process.apply(peak_bytes, (attention, points)) - used.get(
+                0, 0
+            )
             if points:
                 print(f"{points:6} points  {used[points] / 2**20:8.1f} MiB")
     del used[0]
@@ -113,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> object:
     parser.add_argument("--attention", choices=ATTENTIONS, default="cupy_flash")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--memory", type=int, nargs="*", metavar="POINTS", help="measure these lengths")
+    parser.add_argument(
+        "--memory", type=int, nargs="*", metavar="POINTS", help="measure these lengths"
+    )
     options = parser.parse_args(arguments)
     if options.memory is not None:
         return memory(options.attention, options.memory or (1024, 2048, 4096))

@@ -1,11 +1,12 @@
-"""Train one attention layer in jax on a lookup task: cupy_flash under jax.jit and jax.grad.
+"""Train one attention layer on a lookup task, under jax.jit and jax.grad.
 
     python -m pip install -e ".[jax]"
     python examples/jax_attention.py
     python examples/jax_attention.py --attention jax
 
-Every sequence is a dictionary that maps random words to random numbers; given one of the words, the layer has to return
-its number. It learns projections that make a query match the key of its word.
+Every sequence is a dictionary that maps random words to random numbers; given one of
+the words, the layer has to return its number. It learns projections that make a query
+match the key of its word.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ Parameters = dict[str, jax.Array]
 
 
 def initial(key: Any) -> Parameters:
-    shapes = {"words": (VOCABULARY, DIM), "query": (DIM, DIM), "key": (DIM, DIM), "value": (1, DIM), "output": (DIM, 1)}
+    shapes = {
+        "words": (VOCABULARY, DIM),
+        "query": (DIM, DIM),
+        "key": (DIM, DIM),
+        "value": (1, DIM),
+        "output": (DIM, 1),
+    }
     keys = jax.random.split(key, len(shapes))
     return {
         name: jax.random.normal(k, shape) / shape[0] ** 0.5
@@ -35,12 +42,19 @@ def initial(key: Any) -> Parameters:
 
 
 def sample(key: Any, batch: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return words and their numbers (B, ENTRIES), and questions, which are words, and answers (B, QUESTIONS)."""
+    """Return words, their numbers (B, ENTRIES); questions, answers (B, QUESTIONS)."""
     words_key, numbers_key, questions_key = jax.random.split(key, 3)
-    words = jax.vmap(lambda k: jax.random.permutation(k, VOCABULARY)[:ENTRIES])(jax.random.split(words_key, batch))
+    words = jax.vmap(lambda k: jax.random.permutation(k, VOCABULARY)[:ENTRIES])(
+        jax.random.split(words_key, batch)
+    )
     numbers = jax.random.normal(numbers_key, (batch, ENTRIES))
     indices = jax.random.randint(questions_key, (batch, QUESTIONS), 0, ENTRIES)
-    return words, numbers, jnp.take_along_axis(words, indices, 1), jnp.take_along_axis(numbers, indices, 1)
+    return (
+        words,
+        numbers,
+        jnp.take_along_axis(words, indices, 1),
+        jnp.take_along_axis(numbers, indices, 1),
+    )
 
 
 def loss(parameters: Parameters, batch: Any, attend: Any) -> jax.Array:
@@ -53,7 +67,9 @@ def loss(parameters: Parameters, batch: Any, attend: Any) -> jax.Array:
     q = heads(parameters["words"][questions] @ parameters["query"])
     k = heads(parameters["words"][words] @ parameters["key"])
     v = heads(numbers[..., None] @ parameters["value"])
-    predictions = attend(q, k, v, scale=1.0).reshape(*questions.shape, DIM) @ parameters["output"]
+    predictions = (
+        attend(q, k, v, scale=1.0).reshape(*questions.shape, DIM) @ parameters["output"]
+    )
     return ((predictions[..., 0] - answers) ** 2).mean()
 
 
@@ -63,10 +79,18 @@ def train(steps: int, batch: int, learning_rate: float, attend: Any) -> list[flo
     momentum = jax.tree.map(jnp.zeros_like, parameters)
 
     @jax.jit
-    def step(parameters: Parameters, momentum: Parameters, key: Any) -> tuple[Parameters, Parameters, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(parameters, sample(key, batch), attend)
+    def step(
+        parameters: Parameters, momentum: Parameters, key: Any
+    ) -> tuple[Parameters, Parameters, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(
+            parameters, sample(key, batch), attend
+        )
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
-        return jax.tree.map(lambda p, m: p - learning_rate * m, parameters, momentum), momentum, value
+        return (
+            jax.tree.map(lambda p, m: p - learning_rate * m, parameters, momentum),
+            momentum,
+            value,
+        )
 
     losses = []
     for i in range(steps):
@@ -76,13 +100,20 @@ def train(steps: int, batch: int, learning_rate: float, attend: Any) -> list[flo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="train one attention layer on a lookup task")
+    parser = argparse.ArgumentParser(
+        description="train one attention layer on a lookup task"
+    )
     parser.add_argument("--attention", choices=ATTENTIONS, default="cupy_flash")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=0.05)
     options = parser.parse_args(arguments)
-    losses = train(options.steps, options.batch, options.learning_rate, ATTENTIONS[options.attention])
+    losses = train(
+        options.steps,
+        options.batch,
+        options.learning_rate,
+        ATTENTIONS[options.attention],
+    )
     for i in range(0, options.steps, max(1, options.steps // 10)):
         print(f"step {i + 1:4d}  loss {losses[i]:.4f}")
     print(f"step {options.steps:4d}  loss {losses[-1]:.4f}")

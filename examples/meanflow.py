@@ -1,16 +1,19 @@
-"""Train a tiny MeanFlow model, which generates rings of points in one step; its loss needs torch.func.jvp of attention.
+"""Train a tiny MeanFlow model, whose loss needs torch.func.jvp of attention.
 
     python -m pip install -e ".[torch]"
     python examples/meanflow.py
     python examples/meanflow.py --attention math
 
-An example is a set of points on a ring with a random center and radius; its tokens are the points. The transformer
-u(z, r, t) learns the average velocity of the flow between the times r and t, by its derivative along the flow (Geng et
-al., Mean Flows for One-step Generative Modeling, 2025):
+The model generates rings of points in one step. An example is a set of points on a ring
+with a random center and radius; its tokens are the points. The transformer u(z, r, t)
+learns the average velocity of the flow between the times r and t, by its derivative
+along the flow (Geng et al., Mean Flows for One-step Generative Modeling, 2025):
 
-    z = (1 - t) x + t e ;  v = e - x ;  loss = |u - stop_gradient(v - (t - r) (v du/dz + du/dt))|^2
+    z = (1 - t) x + t e ;  v = e - x ;
+    loss = |u - stop_gradient(v - (t - r) (v du/dz + du/dt))|^2
 
-torch.func.jvp gives u and the derivative in one pass. Both attentions give the same losses up to rounding.
+torch.func.jvp gives u and the derivative in one pass. Both attentions give the same
+losses up to rounding.
 """
 
 from __future__ import annotations
@@ -29,12 +32,15 @@ POINTS, WIDTH, HEADS, LAYERS, BATCH = 32, 32, 4, 2, 32
 
 
 def math_attention(q: Any, k: Any, v: Any) -> Any:
-    """Return softmax(q k^T / sqrt(D)) v, with all scores in memory; q, k and v are (B, S, H, D)."""
+    """Return softmax(q k^T / sqrt(D)) v, storing all scores; q, k, v: (B, S, H, D)."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
-ATTENTIONS: dict[str, Callable[..., Any]] = {"cupy_flash": cupy_flash.attention, "math": math_attention}
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "cupy_flash": cupy_flash.attention,
+    "math": math_attention,
+}
 
 
 class Block(nn.Module):
@@ -45,7 +51,9 @@ class Block(nn.Module):
         self.attention = attention
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Any) -> Any:
         """Map x (B, S, WIDTH) to the same shape."""
@@ -55,7 +63,7 @@ class Block(nn.Module):
 
 
 class AverageVelocity(nn.Module):
-    """u(z, r, t), which maps points (B, S, 2) and times (B, 1, 1) to velocities (B, S, 2)."""
+    """u(z, r, t): points (B, S, 2) and times (B, 1, 1) to velocities (B, S, 2)."""
 
     def __init__(self, attention: Callable[..., Any]) -> None:
         super().__init__()
@@ -65,7 +73,9 @@ class AverageVelocity(nn.Module):
 
     def forward(self, z: Any, r: Any, t: Any) -> Any:
         """Return the average velocity of each point between the times r and t."""
-        times = self.times(torch.cat([t, t - r, torch.cos(3 * t), torch.sin(3 * t)], dim=-1))
+        times = self.times(
+            torch.cat([t, t - r, torch.cos(3 * t), torch.sin(3 * t)], dim=-1)
+        )
         return self.velocity(self.blocks(self.points(z) + times))
 
 
@@ -82,7 +92,9 @@ def meanflow_loss(model: nn.Module, generator: torch.Generator) -> Any:
     x = rings(generator)
     noise = torch.randn(x.shape, generator=generator)
     r, t = torch.rand(2, BATCH, 1, 1, generator=generator).sort(dim=0).values
-    r = torch.where(torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r)  # half of them: u(z, t, t) is v
+    r = torch.where(
+        torch.rand(BATCH, 1, 1, generator=generator) < 0.5, t, r
+    )  # half of them: u(z, t, t) is v
     z, v = (1 - t) * x + t * noise, noise - x
     moving = (v, torch.zeros_like(r), torch.ones_like(t))
     u, derivative = torch.func.jvp(model, (z, r, t), moving)
@@ -93,7 +105,10 @@ def meanflow_loss(model: nn.Module, generator: torch.Generator) -> Any:
 def train(attention: str, steps: int, learning_rate: float) -> list[float]:
     """Return the losses of a run, the same for every attention up to rounding."""
     torch.manual_seed(0)
-    model, generator = AverageVelocity(ATTENTIONS[attention]), torch.Generator().manual_seed(1)
+    model, generator = (
+        AverageVelocity(ATTENTIONS[attention]),
+        torch.Generator().manual_seed(1),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     losses = []
     for step in range(steps):
@@ -104,7 +119,10 @@ def train(attention: str, steps: int, learning_rate: float) -> list[float]:
         losses.append(loss.item())
         if step % max(steps // 10, 1) == 0:
             print(f"step {step:4}  loss {losses[-1]:.4f}")
-    print(f"mean of the last tenth {sum(losses[-max(steps // 10, 1) :]) / max(steps // 10, 1):.4f}")
+    print(
+        f"mean of the last tenth "
+        f"{sum(losses[-max(steps // 10, 1) :]) / max(steps // 10, 1):.4f}"
+    )
     return losses
 
 

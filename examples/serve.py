@@ -1,14 +1,18 @@
-"""Serve a small GPT: requests that come and go share one paged KV cache, and every step is one packed batch.
+"""Serve a small GPT: requests share a paged KV cache, a step is a packed batch.
 
-    python examples/serve.py                                  # trains gpt.pt first, some minutes on two CPU cores
-    python examples/serve.py --model gpt.pt --requests 32     # a file that train_gpt.py --save has written
-    python examples/serve.py --pages 24                       # too few pages for all: requests are preempted
-    python examples/serve.py --split-size 64                  # tokens that do not depend on the other requests
+    python examples/serve.py  # trains gpt.pt first, some minutes on two CPU cores
+    # a file that train_gpt.py --save has written
+    python examples/serve.py --model gpt.pt --requests 32
+    # too few pages for all: requests are preempted
+    python examples/serve.py --pages 24
+    # tokens that do not depend on the other requests
+    python examples/serve.py --split-size 64
 
-Each step processes one token of every running request that generates, and a part of the prompts of new ones, in one
-call of `attention_with_kv_cache` per layer, which also appends the new keys and values. A request owns whole pages and
-returns them when it ends. At the end each request is generated again alone, by the model's own attention on the whole
-text, and the tokens are compared.
+Each step processes one token of every running request that generates, and a part of the
+prompts of new ones, in one call of `attention_with_kv_cache` per layer, which also
+appends the new keys and values. A request owns whole pages and returns them when it
+ends. At the end each request is generated again alone, by the model's own attention on
+the whole text, and the tokens are compared.
 """
 
 from __future__ import annotations
@@ -26,30 +30,71 @@ from torch.nn import functional as F
 
 from cupy_flash import attention_with_kv_cache
 
-PROMPTS = ("def ", "class ", "import ", "    return ", "for i in range(", "if __name__ == ", "# The ", "raise ")
+PROMPTS = (
+    "def ",
+    "class ",
+    "import ",
+    "    return ",
+    "for i in range(",
+    "if __name__ == ",
+    "# The ",
+    "raise ",
+)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve a small GPT from one paged KV cache.")
-    parser.add_argument("--model", type=Path, default=Path("gpt.pt"), help="trained if it is absent [%(default)s]")
-    parser.add_argument("--requests", type=int, default=16, help="requests to serve [%(default)s]")
-    parser.add_argument("--tokens", type=int, default=60, help="tokens to generate for the longest [%(default)s]")
-    parser.add_argument("--running", type=int, default=8, help="requests in a step at most [%(default)s]")
-    parser.add_argument(
-        "--budget", type=int, default=32, help="tokens in a step at most, of all requests [%(default)s]"
+    parser = argparse.ArgumentParser(
+        description="Serve a small GPT from one paged KV cache."
     )
-    parser.add_argument("--pages", type=int, default=64, help="pages of the cache [%(default)s]")
-    parser.add_argument("--page", type=int, default=8, help="keys in a page, a power of two [%(default)s]")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("gpt.pt"),
+        help="trained if it is absent [%(default)s]",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=16, help="requests to serve [%(default)s]"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=60,
+        help="tokens to generate for the longest [%(default)s]",
+    )
+    parser.add_argument(
+        "--running",
+        type=int,
+        default=8,
+        help="requests in a step at most [%(default)s]",
+    )
+    parser.add_argument(
+        "--budget",
+        type=int,
+        default=32,
+        help="tokens in a step at most, of all requests [%(default)s]",
+    )
+    parser.add_argument(
+        "--pages", type=int, default=64, help="pages of the cache [%(default)s]"
+    )
+    parser.add_argument(
+        "--page",
+        type=int,
+        default=8,
+        help="keys in a page, a power of two [%(default)s]",
+    )
     parser.add_argument("--split-size", type=int, help="see attention_with_kv_cache")
     arguments = parser.parse_args(argv)
     if arguments.running > arguments.budget:
-        parser.error(f"--budget {arguments.budget} is less than a token for each of --running {arguments.running}")
+        parser.error(
+            f"--budget {arguments.budget} is less than a token for each of --running "
+            f"{arguments.running}"
+        )
     return arguments
 
 
 @dataclass
 class Request:
-    """A prompt and the tokens generated after it; the keys of the first `cached` tokens are in `pages`."""
+    """A prompt and its generated tokens; `pages` has keys of the first `cached`."""
 
     tokens: list[int]
     length: int  # tokens of prompt and result
@@ -58,11 +103,13 @@ class Request:
 
 
 def load_model(path: Path) -> train_gpt.GPT:
-    """Return the model that train_gpt.py has saved in a file; without the file, train it first."""
+    """Return the model that train_gpt.py saved in a file; train it if missing."""
     if not path.exists():
         train_gpt.main(["--save", str(path)])
     state = torch.load(path, weights_only=True)
-    sizes = [f"--{name}={state[name]}" for name in ("layers", "heads", "embed", "context")]
+    sizes = [
+        f"--{name}={state[name]}" for name in ("layers", "heads", "embed", "context")
+    ]
     model = train_gpt.GPT(train_gpt.parse_arguments(sizes))
     model.load_state_dict(state["model"])
     return model.eval()
@@ -73,11 +120,18 @@ class Server:
 
     def __init__(self, model: train_gpt.GPT, arguments: argparse.Namespace) -> None:
         self.model, self.arguments = model, arguments
-        heads, dim = model.blocks[0].heads, model.tokens.embedding_dim // model.blocks[0].heads
+        heads, dim = (
+            model.blocks[0].heads,
+            model.tokens.embedding_dim // model.blocks[0].heads,
+        )
         # (layers, K or V, pages, keys of a page, heads, dim)
-        self.cache = torch.zeros(len(model.blocks), 2, arguments.pages, arguments.page, heads, dim)
+        self.cache = torch.zeros(
+            len(model.blocks), 2, arguments.pages, arguments.page, heads, dim
+        )
         self.free = list(range(arguments.pages))
-        self.columns = -(-model.context // arguments.page)  # columns of a block table, enough for the whole context
+        self.columns = -(
+            -model.context // arguments.page
+        )  # columns of a block table, enough for the whole context
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.most_pages = 0
@@ -87,40 +141,59 @@ class Server:
         needed = -(-request.length // self.arguments.page)
         if request.length > self.model.context or needed > self.arguments.pages:
             raise SystemExit(
-                f"{request.length} tokens: the context is {self.model.context}, and they need {needed} pages"
+                f"{request.length} tokens: the context is {self.model.context}, and "
+                f"they need {needed} pages"
             )
         self.waiting.append(request)
 
     def step(self) -> list[Request]:
-        """Run the model on the next tokens of the running requests; return the requests that have ended."""
-        while self.waiting and len(self.running) < self.arguments.running and self.has_room(self.waiting[0]):
+        """Run the model on all requests' next tokens; return those that ended."""
+        while (
+            self.waiting
+            and len(self.running) < self.arguments.running
+            and self.has_room(self.waiting[0])
+        ):
             self.running.append(self.waiting.popleft())
         batch = self.schedule()
         logits = self.forward(batch)
-        for (request, count), token in zip(batch, logits.argmax(-1).tolist(), strict=True):
+        for (request, count), token in zip(
+            batch, logits.argmax(-1).tolist(), strict=True
+        ):
             request.cached += count
-            if request.cached == len(request.tokens):  # the whole prompt is cached: the logits are of a new token
+            if request.cached == len(
+                request.tokens
+            ):  # the whole prompt is cached: the logits are of a new token
                 request.tokens.append(token)
-        ended = [request for request in self.running if len(request.tokens) == request.length]
+        ended = [
+            request for request in self.running if len(request.tokens) == request.length
+        ]
         for request in ended:
             self.release(request)
         return ended
 
     def has_room(self, request: Request) -> bool:
-        """Return whether there are pages for all tokens of a waiting request, besides those that running ones need."""
-        promised = sum(self.missing_pages(other, len(other.tokens)) for other in self.running)
-        return promised + self.missing_pages(request, len(request.tokens)) <= len(self.free)
+        """Return whether there are pages for a waiting request, besides all others'."""
+        promised = sum(
+            self.missing_pages(other, len(other.tokens)) for other in self.running
+        )
+        return promised + self.missing_pages(request, len(request.tokens)) <= len(
+            self.free
+        )
 
     def missing_pages(self, request: Request, tokens: int) -> int:
         return max(-(-tokens // self.arguments.page) - len(request.pages), 0)
 
     def schedule(self) -> list[tuple[Request, int]]:
-        """Choose (request, number of its next tokens), oldest first, and give each request the pages it needs."""
+        """Choose (request, number of next tokens), oldest first, and allocate pages."""
         batch, budget = [], self.arguments.budget
         for place, request in enumerate(list(self.running)):
-            later = len(self.running) - place - 1  # each later request is left at least one token of the budget
+            later = (
+                len(self.running) - place - 1
+            )  # each later request is left at least one token of the budget
             count = min(len(request.tokens) - request.cached, budget - later)
-            while request in self.running and not self.reserve(request, request.cached + count):
+            while request in self.running and not self.reserve(
+                request, request.cached + count
+            ):
                 self.preempt(self.running[-1])
             if request in self.running:
                 batch.append((request, count))
@@ -129,7 +202,7 @@ class Server:
         return batch
 
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Allocate pages for `tokens` tokens to a request; return False if there are too few."""
+        """Allocate pages for `tokens` tokens; return False if there are too few."""
         missing = self.missing_pages(request, tokens)
         if missing > len(self.free):
             return False
@@ -137,7 +210,7 @@ class Server:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Free the pages of a request, which is restarted later with all tokens that it has by then."""
+        """Free the pages of a request, which restarts later with the tokens it has."""
         self.release(request)
         request.cached = 0
         self.waiting.appendleft(request)
@@ -150,22 +223,44 @@ class Server:
 
     @torch.no_grad()
     def forward(self, batch: list[tuple[Request, int]]) -> Tensor:
-        """Return the logits of the last token of each request, (requests, 256); append all keys and values."""
+        """Return the last tokens' logits, (requests, 256); append keys and values."""
         counts = torch.tensor([count for _, count in batch])
         ends = counts.cumsum(0)
-        ids = [token for request, count in batch for token in request.tokens[request.cached : request.cached + count]]
-        places = torch.cat([torch.arange(request.cached, request.cached + count) for request, count in batch])
-        rows = [request.pages + [-1] * (self.columns - len(request.pages)) for request, _ in batch]
+        ids = [
+            token
+            for request, count in batch
+            for token in request.tokens[request.cached : request.cached + count]
+        ]
+        places = torch.cat(
+            [
+                torch.arange(request.cached, request.cached + count)
+                for request, count in batch
+            ]
+        )
+        rows = [
+            request.pages + [-1] * (self.columns - len(request.pages))
+            for request, _ in batch
+        ]
         options = {
-            "cache_seqlens": torch.tensor([request.cached for request, _ in batch], dtype=torch.int32),
+            "cache_seqlens": torch.tensor(
+                [request.cached for request, _ in batch], dtype=torch.int32
+            ),
             "block_table": torch.tensor(rows, dtype=torch.int32),
             "cu_seqlens_q": F.pad(ends, (1, 0)).int(),
             "max_seqlen_q": int(counts.max()),
             "split_size": self.arguments.split_size,
         }
-        x = self.model.tokens.weight[ids] + self.model.positions.weight[places]  # (T, embed)
-        for block, (k_cache, v_cache) in zip(self.model.blocks, self.cache, strict=True):
-            q, k, v = block.qkv(block.attention_norm(x)).view(len(ids), 3, block.heads, -1).unbind(1)  # (T, H, D) each
+        x = (
+            self.model.tokens.weight[ids] + self.model.positions.weight[places]
+        )  # (T, embed)
+        for block, (k_cache, v_cache) in zip(
+            self.model.blocks, self.cache, strict=True
+        ):
+            q, k, v = (
+                block.qkv(block.attention_norm(x))
+                .view(len(ids), 3, block.heads, -1)
+                .unbind(1)
+            )  # (T, H, D) each
             attended = attention_with_kv_cache(q, k_cache, v_cache, k=k, v=v, **options)
             x = x + block.attention_out(attended.flatten(1))
             x = x + block.mlp_out(F.gelu(block.mlp_in(block.mlp_norm(x))))
@@ -174,7 +269,7 @@ class Server:
 
 @torch.no_grad()
 def generate_alone(model: train_gpt.GPT, tokens: list[int], length: int) -> list[int]:
-    """Return the tokens of one request by attention to the whole text at every token, without a cache."""
+    """Return the tokens of one request, by attention without a cache."""
     tokens = list(tokens)
     while len(tokens) < length:
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
@@ -185,8 +280,13 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     model = load_model(arguments.model)
     server = Server(model, arguments)
-    prompts = [list(PROMPTS[i % len(PROMPTS)].encode()) for i in range(arguments.requests)]
-    requests = [Request(list(x), len(x) + 1 + i * 7 % arguments.tokens) for i, x in enumerate(prompts)]
+    prompts = [
+        list(PROMPTS[i % len(PROMPTS)].encode()) for i in range(arguments.requests)
+    ]
+    requests = [
+        Request(list(x), len(x) + 1 + i * 7 % arguments.tokens)
+        for i, x in enumerate(prompts)
+    ]
     for request in requests:
         server.add(request)
 
@@ -195,18 +295,31 @@ def main(argv: list[str] | None = None) -> None:
         ended += len(server.step())
         steps += 1
     seconds = time.perf_counter() - start
-    generated = sum(len(x.tokens) - len(prompt) for x, prompt in zip(requests, prompts, strict=True))
-    print(f"{len(requests)} requests, {generated} tokens in {steps} steps, {generated / seconds:,.0f} tokens/s")
+    generated = sum(
+        len(x.tokens) - len(prompt) for x, prompt in zip(requests, prompts, strict=True)
+    )
+    print(
+        f"{len(requests)} requests, {generated} tokens in {steps} steps, "
+        f"{generated / seconds:,.0f} tokens/s"
+    )
     bytes_of_page = server.cache[:, :, 0].nbytes
     contiguous = arguments.running * server.columns
     print(
         f"KV cache: at most {server.most_pages} of {arguments.pages} pages in use, "
-        f"{server.most_pages * bytes_of_page / 2**20:.2f} MiB; one row of the whole context for each of "
-        f"{arguments.running} requests would take {contiguous * bytes_of_page / 2**20:.2f} MiB; "
+        f"{server.most_pages * bytes_of_page / 2**20:.2f} MiB; one row of the whole "
+        "context for each of "
+        f"{arguments.running} requests would take "
+        f"{contiguous * bytes_of_page / 2**20:.2f} MiB; "
         f"{server.preemptions} preemptions"
     )
-    equal = sum(generate_alone(model, x, r.length) == r.tokens for x, r in zip(prompts, requests, strict=True))
-    print(f"{equal} of {len(requests)} requests have the tokens of attention without a cache")
+    equal = sum(
+        generate_alone(model, x, r.length) == r.tokens
+        for x, r in zip(prompts, requests, strict=True)
+    )
+    print(
+        f"{equal} of {len(requests)} requests have the tokens of attention without a "
+        "cache"
+    )
     print(bytes(requests[-1].tokens).decode(errors="replace"))
 
 

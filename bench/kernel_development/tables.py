@@ -30,7 +30,7 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "first": lambda result: [first.table(result["first"])],
     "decode": lambda result: [decode.table(result["decode"])],
     "decode_gpu": lambda result: [decode_gpu.table(result["decode_gpu"])],
-    "predict": lambda result: [predict.table(result["predict"])],
+    "predict": lambda result: predict.table(result["predict"]).split("bound by", "What bounds the mainloop"),
     "bounds": lambda result: [bounds.table(result["bounds"])],
 }
 SWEEP, MARKS, SASS = "sweep-", "-marks", "static-sass"
@@ -60,7 +60,7 @@ def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
         return [marks.table(result)] if name.endswith(MARKS) else sweep.tables(result["cases"]), source, []
     if name == SASS:
         table = next(table for table in static_tables.tables(result["static"]) if "SASS" in table.title)
-        return [table], f"`{result['command']}`.", []
+        return table.split("all but products", "The same loop", shared=3), f"`{result['command']}`.", []
     if name == "ring":
         return WHOLE[name](result), ring.provenance(result), []
     if name == "static":

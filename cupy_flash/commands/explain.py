@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..explanation import Explanation
 from .problem_arguments import add_lengths, add_problem, plans
 
 if TYPE_CHECKING:
@@ -25,5 +26,5 @@ def add(commands: Commands) -> None:
 
 def run(**arguments: Any) -> int:
     """Print the plans of a forward and its backward."""
-    print("\n\n".join(plan.explain() for plan in plans(**arguments)))
+    print("\n\n".join(str(Explanation(plan.explain())) for plan in plans(**arguments)))
     return 0

@@ -13,6 +13,7 @@ from .. import __version__, device, environment
 from ..device import Device
 from ..dispatch import SIMULATED
 from ..engines import MODULES
+from ..explanation import wrapped
 from ..gpu import ahead
 from ..jit import nvrtc, source
 from ..plan import measurements
@@ -54,7 +55,7 @@ def run() -> int:
     }
     width = max(map(len, rows))
     for name, value in rows.items():
-        print(f"{name:<{width}}  {value}")
+        print(wrapped(f"{name:<{width}}  {value}", width + 2))
     return 0
 
 

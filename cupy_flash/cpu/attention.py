@@ -31,14 +31,14 @@ from ..device import Device
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
 from ..mods.ir import order, parse
-from ..mods.tiles import TileClasses, TileCounts
+from ..mods.tiles import FULL, TileClasses, TileCounts
 from ..plan.plan import Plan
 from ..problem.mask import Band, Mask
 from ..problem.records import Gradients, Operands, Problem
 from .blas import Products, Scratch, products_of, shaped, square_sum
 from .score import MaskMod, Positions, ScoreTile, four_dimensional, steps
 from .thread_pool import OrderedSum, Stop, run_tasks
-from .visited_tiles import Visit, VisitEstimate, Visits, count_tiles
+from .visited_tiles import Visit, VisitEstimate, Visits, classes_of, count_tiles, in_band
 
 # A query tile whose |scores| are at most BOUND needs no running row max: m stays 0. The exponentials then lie between
 # exp(-20) and exp(20) = 5e8, and their products with values whose magnitudes lie in MAGNITUDES stay in fp32's range:
@@ -276,6 +276,18 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
         return engine.seconds(unbounded, pairs, device, visited) + beside
 
     return min(((tile, cost(tile)) for tile in engine.tiles(problem, device)), key=itemgetter(1))
+
+
+def tile_classes(plan: Plan, operands: Operands) -> np.ndarray:
+    """Return the classes of a plan's tiles in the first sequence and head, (query tiles, key tiles)."""
+    problem, sequence = plan.problem, _sequences(plan.problem, operands)[0]
+    band, blocks = sequence.band, (plan.block_q, plan.block_kv)
+    if problem.mask_mod:
+        first = (problem.first_batch, problem.first_head)
+        found = classes_of(MaskMod(problem, operands).classes(), *first, band, sequence.positions, *blocks)
+    else:
+        found = np.full((-(-band.q_len // plan.block_q), -(-band.kv_len // plan.block_kv)), FULL)
+    return in_band(found, band, *blocks)
 
 
 def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:

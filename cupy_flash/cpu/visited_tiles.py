@@ -151,13 +151,17 @@ def count_tiles(
     classes: TileClasses, batch: int, head: int, band: Band, positions: Positions, block_q: int, block_kv: int
 ) -> TileCounts:
     """Count the classes of the tiles of one sequence and head under both the mask_mod and the band."""
-    found = classes_of(classes, batch, head, band, positions, block_q, block_kv)
+    found = in_band(classes_of(classes, batch, head, band, positions, block_q, block_kv), band, block_q, block_kv)
+    return TileCounts(*(int((found == of).sum()) for of in (EMPTY, FULL, CUT)))
+
+
+def in_band(found: np.ndarray, band: Band, block_q: int, block_kv: int) -> np.ndarray:
+    """Return the classes of tiles under both a mask_mod, which gives them `found`, and the band."""
     i, j = np.arange(0, band.q_len, block_q)[:, None], np.arange(0, band.kv_len, block_kv)
     last_i, last_j = np.minimum(i + block_q, band.q_len) - 1, np.minimum(j + block_kv, band.kv_len) - 1
     empty = (found == EMPTY) | (last_j < i + band.low) | (j > last_i + band.high)
     full = (found == FULL) & (j >= last_i + band.low) & (last_j <= i + band.high) & ~empty
-    skipped, unmasked = int(empty.sum()), int(full.sum())
-    return TileCounts(skipped, unmasked, found.size - skipped - unmasked)
+    return np.select([empty, full], [EMPTY, FULL], CUT)
 
 
 class VisitCounts(NamedTuple):

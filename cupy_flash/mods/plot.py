@@ -1,4 +1,4 @@
-"""Plots a mask_mod with the classes of its tiles; needs matplotlib."""
+"""Plots a mask_mod with the classes of its tiles, or the tiles of a call; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import as_array
 from .numpy_code import mask_function
-from .tiles import EMPTY, FULL, TileClasses
+from .tiles import CUT, EMPTY, FULL, TileClasses
 from .trace import Mod, mod_of
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SKIPPED, HIDDEN, SEEN, UNMASKED = range(4)  # a pair in an empty tile; hidden or seen in a cut tile; in a full tile
 COLORS = ("#ffffff", "#f3d9c9", "#c65f2e", "#2e5f8a")
 LABELS = ("tile skipped", "hidden in a cut tile", "seen in a cut tile", "seen in a full tile")
+OF_TILES = {EMPTY: (COLORS[SKIPPED], "skipped"), CUT: (COLORS[SEEN], "masked"), FULL: (COLORS[UNMASKED], "unmasked")}
 
 
 def picture(
@@ -94,4 +95,28 @@ def plot(
         Patch(facecolor=color, edgecolor="#888888", label=text) for color, text in zip(COLORS, LABELS, strict=True)
     ]
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, frameon=False)
+    return axes
+
+
+def plot_tiles(
+    classes: np.ndarray, q_len: int, kv_len: int, block_q: int, block_kv: int, axes: Axes | None = None
+) -> Axes:
+    """Draw tiles in the colours of their classes, (query tiles, key tiles) of EMPTY, CUT or FULL."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    axes = Figure(figsize=(6, 6), layout="constrained").subplots() if axes is None else axes
+    colors = ListedColormap([color for color, _ in OF_TILES.values()])
+    edges_q = np.minimum(np.arange(classes.shape[0] + 1) * block_q, q_len)
+    edges_kv = np.minimum(np.arange(classes.shape[1] + 1) * block_kv, kv_len)
+    edges = "#bbbbbb" if classes.size <= 64**2 else "face"
+    axes.pcolormesh(edges_kv, edges_q, classes, cmap=colors, vmin=EMPTY, vmax=FULL, edgecolors=edges, linewidth=0.5)
+    axes.invert_yaxis()
+    axes.set(xlabel="kv_idx", ylabel="q_idx", title=f"tiles of {block_q} queries x {block_kv} keys")
+    patches = [
+        Patch(facecolor=color, edgecolor="#888888", label=f"{np.count_nonzero(classes == of)} {words}")
+        for of, (color, words) in OF_TILES.items()
+    ]
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
     return axes

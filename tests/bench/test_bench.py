@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bench.__main__
-from bench import implementations, memory, model, run, timing
+from bench import implementations, memory, model, report, run, timing
 from bench.__main__ import main
 from bench.kernel_development.tables import regenerate
 from bench.model import Case, Ceilings
@@ -189,7 +189,9 @@ def test_runs_with_numpy_alone(command: str, tmp_path: Path, capsys: pytest.Capt
     output, announced = capsys.readouterr()
     assert re.search(r"^ +S +.*cupy_flash +standard", output, re.MULTILINE)
     assert "torch is not installed" in output
-    assert "matplotlib is not installed" in output
+    assert output.endswith("\nPlots: none, as matplotlib is not installed\n")
+    if command != "memory":
+        assert re.search(r"^ *\d+ +yes .*\*[\d.]+", output, re.MULTILINE)  # the fastest of a row
     assert re.search(rf"^{command} 2/\d: S \d+", announced, re.MULTILINE)
     stored = json.loads((tmp_path / f"{command}.json").read_text(encoding="utf-8"))
     assert {record["causal"] for record in stored[command]["cases"]} == {True}
@@ -231,6 +233,24 @@ def test_table_in_plain_text_and_markdown() -> None:
     table = Table("Times", ["S", "ours"], [["512", "1.5"], ["1024", "-"]])
     assert table.plain() == "Times\n   S  ours\n 512   1.5\n1024     -"
     assert table.markdown() == "Times:\n\n| S | ours |\n| --: | --: |\n| 512 | 1.5 |\n| 1024 | - |"
+    best = replace(table, best=frozenset([(0, 1)]))
+    assert best.plain() == "Times\n   S  ours\n 512  *1.5\n1024     -"
+    assert "| 512 | **1.5** |" in best.markdown()
+
+
+def test_the_fastest_of_a_row_is_the_best_cell() -> None:
+    stored = json.loads((Path(bench.__file__).parents[1] / "bench/results/cpu.json").read_text(encoding="utf-8"))
+    for table in report.tables("backward", stored)[:2]:
+        for number, row in enumerate(table.rows):
+            times = [float(cell) for cell in row[2:6] if cell != "-"]
+            ((_, column),) = [cell for cell in table.best if cell[0] == number]
+            assert float(row[column]) == min(times)
+
+
+def test_a_wide_table_is_split_in_two() -> None:
+    left, right = Table("A", ["S", "a", "b"], [["1", "2", "3"]]).split("b", "B")
+    assert (left.title, left.columns, left.rows) == ("A", ["S", "a"], [["1", "2"]])
+    assert (right.title, right.columns, right.rows) == ("B", ["S", "b"], [["1", "3"]])
 
 
 @pytest.mark.parametrize("section", ["forward", "backward", "memory"])

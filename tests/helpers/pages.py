@@ -1,6 +1,7 @@
 """The Python blocks of README.md and docs/."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+STORY = ROOT / "docs" / "five_minutes.md"  # its blocks continue each other: test_pages.py of tests/library runs them
+
+
 def python_blocks(text):
-    """Return (line number, code) of each ```python block."""
+    """Return (line number, code) of each ```python block, also of those inside tabs."""
     return [
-        (text[: match.start(1)].count("\n") + 1, match[1])
-        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
+        (text[: match.start(2)].count("\n") + 1, textwrap.dedent(match[2]))
+        for match in re.finditer(r"^( *)```python\n(.*?)^\1```$", text, re.M | re.S)
     ]
 
 
@@ -22,6 +26,7 @@ def blocks(cupy):
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES
+        if page != STORY
         for line, code in python_blocks(page.read_text(encoding="utf-8"))
         if bool(re.search(r"\bimport cupy\b", code)) == cupy
     ]

@@ -28,6 +28,11 @@ def run(capsys, *arguments):
     return capsys.readouterr().out
 
 
+def explained(capsys, *arguments):
+    """Return the output of the command explain, a line per fact: as it is before it is wrapped."""
+    return run(capsys, "explain", *arguments).replace("\n" + 11 * " ", " ")
+
+
 def status_of(arguments):
     """Return the exit status of a command, also if its arguments cannot be parsed."""
     try:
@@ -46,7 +51,7 @@ def test_version(capsys):
 
 def test_explain_prints_the_plan_of_an_absent_gpu(capsys):
     sizes = ["--head-dim", "128", "--seqlen", "4096", "--batch", "2", "--heads", "16", "--group", "4"]
-    printed = run(capsys, "explain", "--arch", "sm_90a", "--dtype", "bfloat16", *sizes, "--causal")
+    printed = explained(capsys, "--arch", "sm_90a", "--dtype", "bfloat16", *sizes, "--causal")
     forward, backward = printed.split("\n\n")
     assert "forward, bfloat16 bshd" in forward and "backward, bfloat16 bshd" in backward
     assert "batch 2, 4096 queries x 4096 keys, 16 query and 4 key/value heads, D 128; causal (bottom-right)" in forward
@@ -59,7 +64,7 @@ def test_explain_prints_the_plan_of_an_absent_gpu(capsys):
 
 def test_explain_uses_the_requested_engine(capsys):
     words = ["--arch", "sm_90a", "--head-dim", "128", "--engine", "wgmma", "--no-backward"]
-    printed = run(capsys, "explain", *words, "--seqlen", "100", "--seqlen-k", "3000")
+    printed = explained(capsys, *words, "--seqlen", "100", "--seqlen-k", "3000")
     assert "engine     wgmma on cuda (sm_90a" in printed and "100 queries x 3000 keys" in printed
     assert "backward" not in printed
 
@@ -94,7 +99,7 @@ def test_options_are_those_of_features():
 )
 def test_explain_takes_the_options(words, text, capsys):
     sizes = ["--arch", "sm_80", "--head-dim", "64", "--seqlen", "64"]
-    assert text in run(capsys, "explain", *sizes, *words)
+    assert text in explained(capsys, *sizes, *words)
 
 
 def test_lengths_beyond_any_array_are_planned():

@@ -113,6 +113,9 @@ def test_there_are_examples():
     assert {"README", "index", "torch", "transformers", "jax", "memory", "long_sequences", "fp8", "kernels"} <= pages
     assert CUPY_BLOCKS
     assert python_blocks("a\n```python\nx\n```\n\n```\ny\n```\n```python\nz\n```\n") == [(3, "x\n"), (10, "z\n")]
+    assert python_blocks('=== "A"\n\n    ```python\n    if x:\n        y\n    ```\n') == [(4, "if x:\n    y\n")]
+    front = [block for block in (*BLOCKS, *CUPY_BLOCKS) if block.values[0].stem == "index"]
+    assert len(front) == 7 and all(len(block.values[2].splitlines()) <= 9 for block in front)
 
 
 def test_readme_is_short():

@@ -96,6 +96,7 @@ FLOW = (
     "gpu.run_plan",
     "gpu.kept_launches",
     "gpu.cuda",
+    "explanation",
     "dispatch",
     "keyed_plan",
     "adapters",

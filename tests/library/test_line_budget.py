@@ -13,9 +13,11 @@ BUDGET = {
         (335, "the engine aten: torch's flash operators on the CPU, with the semantics of attention over them"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
+        (85, "explain() in 80 columns, as a table and as a plot of the tiles of the call"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),
+        (17, "tables mark the fastest, and split in two where a page is too narrow"),
         (9, "overhead: the function that a backend repeats launches with"),
     ],
 }

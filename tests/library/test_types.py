@@ -19,6 +19,7 @@ from typing_extensions import assert_type
 
 import cupy_flash
 from cupy_flash import reference
+from cupy_flash.explanation import Explanation
 from cupy_flash.problem.features import Options
 from cupy_flash.problem.kv_cache_records import Cache, CacheOptions
 from cupy_flash.problem.records import Operands, Problem, Saved, Tangents
@@ -59,7 +60,7 @@ RIGHT = (
     "gradients = cupy_flash.attention_backward(q, q, q, q, out=q, lse=bias, alibi_slopes=bias)",
     "assert_type(gradients, cupy_flash.Gradients[Halves])",
     "assert_type(cupy_flash.merge(q, q, q, q), tuple[Halves, Halves])",
-    "assert_type(cupy_flash.explain(q, q, q, engine='simt'), str)",
+    "assert_type(cupy_flash.explain(q, q, q, engine='simt'), Explanation)",
     "cupy_flash.compile(dtype='bfloat16', head_dim=64, bias='float32', mask=True, softcap=1.0)",
     "reference.attention([[[[1.0]]]], q, q, mask=[[True]], dtype=np.float32)",
     "options: dict[str, Any] = dict(causal=True)",

@@ -1,10 +1,7 @@
 """The picture of a mask_mod shows every pair as the mask has it, and every tile with its class."""
 
-import runpy
-
 import numpy as np
 import pytest
-from pages import ROOT
 
 from cupy_flash import Mod, noop_mask
 from cupy_flash.mods.plot import HIDDEN, SEEN, SKIPPED, UNMASKED, picture, plot
@@ -36,12 +33,3 @@ def test_a_plot_shows_the_picture(tmp_path):
     assert plot(sliding, 16, 16, axes=axes) is axes
     axes.figure.savefig(tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 0
-
-
-@pytest.mark.exhaustive
-def test_the_picture_of_the_guide_is_up_to_date():
-    pytest.importorskip("matplotlib")
-    drawn = runpy.run_path(str(ROOT / "docs" / "masks.py"))["figure"]()
-    titles = [axes.get_title() for axes in drawn.axes]
-    assert titles == ["document", "prefix-LM", "sliding with sinks", "NATTEN of 8 x 8", "block diffusion", "tree"]
-    assert (ROOT / "docs" / "masks.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,105 @@
+"""Line charts and bars of stored results, in the look of the pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from svg import Picture
+
+COLORS = ("q", "k", "s", "v", "alarm", "o")  # of the series, ours first
+
+
+class Frame(NamedTuple):
+    """The area of a chart inside a picture."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def lines(
+    picture: Picture,
+    frame: Frame,
+    title: str,
+    unit: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    colors: Mapping[str, str],
+    logarithmic: bool = True,
+) -> None:
+    """Series of (length, value) over the logarithm of the length."""
+    x, y, width, height = frame
+    points = [point for of in series.values() for point in of]
+    lengths = sorted({length for length, _ in points})
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if logarithmic:
+        low, high = 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high))
+        ticks = [10.0**n for n in range(round(math.log10(low)), round(math.log10(high)) + 1)]
+    else:
+        step = nice(high / 4)
+        low, high = 0.0, step * math.ceil(high / step)
+        ticks = [step * n for n in range(round(high / step) + 1)]
+
+    def across(length: float) -> float:
+        share = math.log(length / lengths[0]) / math.log(lengths[-1] / lengths[0])
+        return x + 12 + share * (width - 24)
+
+    def up(value: float) -> float:
+        share = math.log(value / low) / math.log(high / low) if logarithmic else value / high
+        return y + height - share * height
+
+    picture.text(x, y - 24, title, "ink", 14, "start", bold=True)
+    picture.text(x, y - 8, unit, "muted", 11, "start")
+    for tick in ticks:
+        picture.path([(x, up(tick)), (x + width, up(tick))], "line", 0.7)
+        picture.text(x - 6, up(tick) + 4, plain(tick), "muted", 11, "end")
+    for length in lengths:
+        picture.text(across(length), y + height + 17, plain(length), "muted", 11)
+    for name, of in reversed(series.items()):  # the first series is drawn last
+        first = name == next(iter(series))
+        path = [(across(length), up(value)) for length, value in of]
+        picture.path(path, colors[name], 2.6 if first else 1.6)
+        for at in path:
+            picture.dot(*at, 3.4 if first else 2.6, colors[name])
+
+
+def bars(
+    picture: Picture,
+    frame: Frame,
+    rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]],
+    label: float,
+    most: float | None = None,
+) -> None:
+    """A row of bars for each name: (value, colour, words behind it)."""
+    x, y, width, height = frame
+    top = most or max(value for _, bars_of in rows for value, _, _ in bars_of)
+    row = height / len(rows)
+    for n, (name, bars_of) in enumerate(rows):
+        thick = min((row - 8) / len(bars_of), 15)
+        picture.text(x, y + n * row + row / 2 + 4, name, "ink", 12, "start")
+        first = y + n * row + (row - thick * len(bars_of)) / 2
+        for m, (value, color, words) in enumerate(bars_of):
+            long = value / top * (width - label - 70)
+            picture.rect(x + label, first + m * thick, max(long, 1), thick - 2, color, rx=2)
+            picture.text(
+                x + label + long + 6,
+                first + (m + 1) * thick - 4.5,
+                words,
+                "muted",
+                11,
+                "start",
+            )
+
+
+def nice(step: float) -> float:
+    """The next step of 1, 2, 2.5 or 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(step))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= step)
+
+
+def plain(value: float) -> str:
+    if value >= 1024 and value % 1024 == 0:
+        return f"{value / 1024:.0f}K"
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"

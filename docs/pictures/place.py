@@ -1,0 +1,6 @@
+"""The folders of the pictures."""
+
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent

@@ -280,7 +280,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
 
 def tile_classes(plan: Plan, operands: Operands) -> np.ndarray:
     """Return the classes of a plan's tiles in the first sequence and head, (query tiles, key tiles)."""
-    problem, sequence = plan.problem, _sequences(plan.problem, operands)[0]
+    problem, sequence = plan.problem, sequences_of(plan.problem, operands)[0]
     band, blocks = sequence.band, (plan.block_q, plan.block_kv)
     if problem.mask_mod:
         first = (problem.first_batch, problem.first_head)

@@ -17,6 +17,7 @@ TORCH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "scaled_dot_product_attention",
     "sdpa",
 )

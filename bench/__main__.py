@@ -27,7 +27,7 @@ SEQLENS = {
     "backward": (512, 1024, 2048, 4096),
     "memory": (512, 1024, 2048, 4096, 8192, 16384),
 }
-# The commands of kernel_development/, which is imported when one of them runs.
+# The commands of kernel_development/ and their help texts. That folder is imported only when one of them runs.
 KERNEL_DEVELOPMENT = {
     "static": "registers, spills and compiler warnings of every kernel; exit status 1 for spills, warnings, stale rows",
     "predict": "predict the Hopper engine's speed from its SASS, without a GPU",
@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _on_gpu(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Time the tile that the plan chooses (mma for 16-bit dtypes, simt otherwise) and all others on the GPU."""
+    """Time our default tile (of mma for 16-bit dtypes, else of simt) and all other implementations on the GPU."""
     shape = _shape(options)
     regimes = [
         gpu.Regime(shape.dtype, shape.head_dim, seqlen, causal, options.command == "backward")
@@ -179,7 +179,7 @@ def _show(section: str, result: dict[str, Any], plot_path: Path) -> None:
 
 
 def _shape(options: argparse.Namespace) -> Case:
-    """Return the sizes that were given, or the defaults, with no sequence length yet."""
+    """Return the sizes of a case, given or default; its sequence length is 0 until `_cases` sets it."""
     kv_heads, head_dim = options.kv_heads or options.heads, options.head_dim or 64
     return Case(options.batch, options.heads, kv_heads, head_dim, 0, options.dtype or "float32", False)
 
@@ -194,7 +194,7 @@ def _cases(options: argparse.Namespace, section: str) -> list[Case]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the commands; those of kernel_development/ are listed only."""
+    """Return the parser of the commands; it lists the commands of kernel_development/, which parses their options."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

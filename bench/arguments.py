@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def positive(text: str) -> int:
-    """Return the positive integer that a text is."""
+    """Parse a text as a positive integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
@@ -15,10 +15,10 @@ def positive(text: str) -> int:
 
 
 def lengths(text: str) -> list[int]:
-    """Return the positive integers that a text lists, separated by commas."""
+    """Parse a text as positive integers, separated by commas."""
     return [positive(part) for part in text.split(",")]
 
 
 def add_out(command: argparse.ArgumentParser, written: str = "the JSON") -> None:
-    """Add --out, the folder of what a command writes."""
+    """Add --out, the folder into which a command writes its files."""
     command.add_argument("--out", type=Path, default=Path("bench/out"), help=f"output folder for {written}")

@@ -23,12 +23,12 @@ SLOWER = 0.05  # relative loss of speed that counts as a regression: twice the n
 class Speed(NamedTuple):
     """The speed of one implementation in one case."""
 
-    relative: float  # TFLOP/s over those of the matmul
+    relative: float  # TFLOP/s divided by those of the matmul
     tile: str  # our fastest tile; empty for other implementations and on the CPU
 
 
 def before(new: Path) -> dict[str, Any]:
-    """Return the file of that name in bench/results; for that file itself, its version in HEAD."""
+    """Return the earlier result: the file named like `new` in bench/results; for that file, its version in HEAD."""
     stored = ROOT / "bench" / "results" / new.name
     if new.resolve() != stored.resolve():
         if not stored.is_file():
@@ -42,7 +42,7 @@ def before(new: Path) -> dict[str, Any]:
 
 
 def speeds(result: dict[str, Any]) -> dict[tuple[str, str], Speed]:
-    """Return speeds by (case, name); for a sweep, ours is our fastest tile."""
+    """Return speeds by (case, implementation); for a sweep, cupy_flash's speed is that of its fastest tile."""
     speed_of = {}
     for case in result.get("cases", ()):
         for name, speed in tflops_of_others(case).items():
@@ -60,7 +60,7 @@ def speeds(result: dict[str, Any]) -> dict[tuple[str, str], Speed]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> tuple[Table, list[str]]:
-    """Return the table of all pairs of the two runs, and one line per regression.
+    """Return the table of the speeds that both runs measured, and one line per regression.
 
     A regression is a case in which ours is slower by more than `slower`, or is no longer measured. Cases that the new
     run did not reach are skipped.

@@ -1,7 +1,7 @@
 """CPU time of one decode step, compared with torch's SDPA in the same process, on one core.
 
 The baseline is SDPA on queries packed as (B, Hk, group, D), which reads every key once per group and is torch's fastest
-form. Times are CPU times of the process, on which other processes have less effect, and the smallest of ROUNDS.
+form. Times are CPU times of the process, on which other processes have less effect; each is the smallest of ROUNDS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BASELINE = "SDPA, packed queries"
 
 
 class Step(NamedTuple):
-    """One query of `batch` sequences on `keys` cached keys each."""
+    """A decode step: one query for each of `batch` sequences, which have `keys` cached keys each."""
 
     batch: int
     heads: int
@@ -45,7 +45,7 @@ STEPS = (
 
 
 def measure(steps: tuple[Step, ...] = STEPS, rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Return for each step its name and the seconds of each way to compute it."""
+    """Return a record per step: its name, and {way to compute it: seconds}."""
     import torch
 
     threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def _ways(step: Step) -> dict[str, Callable[[], Any]]:
 
 
 def _smallest(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the smallest CPU time of each way, with interleaved samples."""
+    """Return the smallest CPU time of each way to compute a step; samples of the ways are interleaved."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
         for name, way in ways.items():

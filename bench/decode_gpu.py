@@ -1,7 +1,7 @@
-"""Bandwidth of one decode step on a GPU, as a fraction of that of a kernel that only reads the same bytes.
+"""Bandwidth of one decode step on a GPU, as a fraction of the bandwidth of a kernel that only reads the same bytes.
 
 L2 is flushed before every sample, so that K and V come from memory. Samples of all ways and of the read-only kernel are
-interleaved in one process. Times are medians of CUDA events; those of single steps are of a captured graph. Other
+interleaved in one process. Times are medians of CUDA events; regimes with `latency` time a captured graph. Other
 installed libraries (see decode_libraries.py) are timed beside them.
 """
 
@@ -42,7 +42,7 @@ extern "C" __global__ void read_all(const uint4* x, long long count, uint4* out)
 
 
 class Regime(NamedTuple):
-    """A decode step in float16; the marks `first` and `goal` are fractions of the bandwidth, or microseconds."""
+    """A decode step in float16; `first` and `goal` are its targets: fractions of the bandwidth, or microseconds."""
 
     batch: int
     heads: int
@@ -52,7 +52,7 @@ class Regime(NamedTuple):
     goal: float
     q_len: int = 1
     lognormal: bool = False  # lognormal lengths with mean `keys`
-    latency: bool = False  # marks are microseconds of a captured graph
+    latency: bool = False  # the targets are microseconds of a captured graph
     dim: int = 128
 
     @property
@@ -64,14 +64,14 @@ class Regime(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
-        """The keys of each sequence, int32."""
+        """The number of keys of each sequence, int32."""
         if not self.lognormal:
             return np.full(self.batch, self.keys, np.int32)
         drawn = np.random.default_rng(0).lognormal(0, 1.2, self.batch)
         return np.maximum(drawn * self.keys / drawn.mean(), 1).astype(np.int32)
 
 
-# In order of importance.
+# The most important regimes come first.
 REGIMES = (
     Regime(32, 32, 8, 4096, 0.80, 0.95),
     Regime(32, 32, 8, 32768, 0.85, 0.94),
@@ -86,7 +86,7 @@ REGIMES = (
 
 
 def measure(regimes: tuple[Regime, ...] = REGIMES, samples: int = SAMPLES) -> list[dict[str, Any]]:
-    """Return for each regime its name, bytes of K and V, marks, median seconds of each way, and libraries left out."""
+    """Return a record per regime: name, bytes of K and V, targets, median seconds by call, libraries left out."""
     return [_measure(regime, samples) for regime in regimes]
 
 
@@ -126,7 +126,7 @@ def inputs(regime: Regime) -> tuple[Any, Any, Any]:
 
     q = normal(regime.batch, regime.q_len, regime.heads, regime.dim)
     few = normal(2, 1, capacity, regime.kv_heads, regime.dim)
-    # All sequences have the same values, in separate memory.
+    # All sequences have the same values, but each has its own memory.
     return (q, *(cupy.repeat(x, regime.batch, axis=0) for x in few))
 
 
@@ -184,7 +184,7 @@ def _captured(way: Callable[[], Any]) -> Callable[[], Any]:
 
     def launch() -> Any:
         graph.launch(cupy.cuda.get_current_stream())
-        return kept  # the graph writes to its memory
+        return kept  # the output, to whose memory the graph writes
 
     return launch
 
@@ -205,7 +205,7 @@ def _sample(way: Callable[[], Any]) -> float:
 
 
 def table(section: list[dict[str, Any]]) -> Table:
-    """Return a table of bandwidths, their fractions of the read-only kernel's, ratios of other ways, and marks."""
+    """Return a table with a regime's time, bandwidth, share of the read-only kernel's bandwidth, and targets."""
     names = dict.fromkeys(name for row in section for name in row["seconds"])  # a library may lack some steps
     others = [name for name in names if name not in (READ, CONTIGUOUS)]
     rows = []

@@ -1,7 +1,8 @@
-"""One step of a decode by other implementations, on torch tensors: those that are installed and run on the GPU.
+"""One decode step on torch tensors by every other implementation that is installed and runs on the GPU.
 
-q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and `lengths` (B,) are the keys of each sequence; its queries
-are at the positions of the last Sq keys. Block masks and plans depend on lengths alone and are made before the call.
+q is (B, Sq, Hq, D), the caches are (B, capacity, Hk, D), and `lengths` (B,) has the number of keys of each sequence,
+whose queries are at the positions of its last Sq keys. Block masks and plans depend on lengths alone and are made
+before the call.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _captured(call: Call) -> Call:
 
     def replay() -> Any:
         graph.replay()
-        return kept  # the graph writes to its memory
+        return kept  # the output, to whose memory the graph writes
 
     return replay
 
@@ -86,7 +87,7 @@ def _flex_attention(q: Any, k: Any, v: Any, lengths: np.ndarray[Any, Any]) -> Ca
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # above dynamo's recompile limit it would silently run uncompiled
+    torch.compiler.reset()  # above dynamo's recompile limit, FlexAttention would silently run uncompiled
     first = torch.as_tensor(lengths - q.shape[1], device=q.device)
     sizes = q.shape[0], None, q.shape[1], k.shape[1]
     mask = create_block_mask(lambda b, h, i, j: j <= first[b] + i, *sizes, q.device)
@@ -104,7 +105,7 @@ def _flash_attn(module: str, q: Any, k: Any, v: Any, lengths: np.ndarray[Any, An
 
 
 def _flashinfer(q: Any, k: Any, v: Any, lengths: np.ndarray[Any, Any]) -> Call:
-    """Return flashinfer's kernel for paged caches; the pages are those of the contiguous caches, in their order."""
+    """Return flashinfer's kernel for paged caches; the contiguous caches are viewed as pages, in order."""
     import torch
 
     flashinfer = importlib.import_module("flashinfer")

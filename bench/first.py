@@ -1,7 +1,7 @@
 """Time the first call of a process with a cold and with a warm kernel cache.
 
-On a GPU the call itself is timed, after CuPy's import and CUDA initialization. Without one, everything up to loading
-and launching is timed, for ARCH.
+On a GPU the call itself is timed, after CuPy's import and CUDA initialization. Without a GPU, everything before the
+kernel is loaded and launched is timed, for ARCH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cupy_flash.measure.worker_process import Announce, Lost, OutOfTime, Worker
 
 from .report import NOTHING, Table
 
-ARCH = "sm_90a"  # compiled for where there is no GPU
+ARCH = "sm_90a"  # the architecture to compile for if there is no GPU
 CALLS: dict[str, dict[str, Any]] = {
     "wgmma forward, bf16 D 128": dict(dtype="bfloat16", head_dim=128, engine="wgmma"),
     "wgmma backward, bf16 D 128": dict(dtype="bfloat16", head_dim=128, engine="wgmma", backward=True),
@@ -27,12 +27,12 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 WARM_PROCESSES = 2
 SECONDS = 60.0
-# Upper limits for one kernel, in seconds: (first mark, goal).
+# Targets, as upper limits for one kernel in seconds: (first mark, goal).
 MARKS = {"cold": (2.0, 1.0), "warm": (0.050, 0.010)}
 
 
 def measure(on_gpu: bool) -> dict[str, dict[str, Any]]:
-    """Return the cold and warm seconds and the number of kernels of each of CALLS, or in left_out why it failed."""
+    """Return a record per call of CALLS: cold and warm seconds and number of kernels, or why it failed (left_out)."""
     section = {}
     for name, config in CALLS.items():
         try:

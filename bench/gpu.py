@@ -83,7 +83,7 @@ class Regime(NamedTuple):
 
 DEVICE = "cuda"
 SAMPLES, WARM_UP = 15, 3
-SECONDS_OF_ONE = 2.0  # time budget per implementation and regime: no further samples once it is spent
+SECONDS_OF_ONE = 2.0  # time budget per implementation and regime: sampling stops once it is spent
 FLUSHES = 8  # L2 flushes before a sample: one clears L2, eight keep the GPU busy until the host has launched the call
 # Timeouts in seconds: one call or sample; creating inputs; compiling.
 SECONDS_OF_STEP, SECONDS_OF_INPUTS, SECONDS_OF_COMPILING = 20.0, 60.0, 150.0
@@ -111,7 +111,7 @@ def inputs(regime: Regime) -> Inputs:
 def others(regime: Regime, tensors: Inputs) -> dict[str, Call]:
     """Return a call per other implementation; a call raises if it does not support the regime.
 
-    There are no others for fp8 and for deterministic gradients.
+    For fp8 and for deterministic gradients no other implementation is called.
     """
     if regime.dtype == FP8 or regime.deterministic:
         return {}
@@ -151,7 +151,7 @@ def ours(regime: Regime, tensors: Inputs) -> dict[str, Call]:
 
 
 def _timed(forward: Call, operands: tuple[Any, ...], dout: Any, backward: bool) -> Call:
-    """Return the forward, or the backward alone, which reuses the graph of one forward."""
+    """Return a call of the forward, or of the backward alone, which reuses the autograd graph of one forward."""
     if not backward:
         return forward
     outputs: list[Any] = []
@@ -183,7 +183,7 @@ def _compiled_flex_attention(q: Any, k: Any, v: Any, causal: bool) -> Call:
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # above dynamo's recompile limit it would silently run uncompiled
+    torch.compiler.reset()  # above dynamo's recompile limit, FlexAttention would silently run uncompiled
     # A backward with donated buffers overwrites saved tensors and cannot run twice.
     torch._functorch.config.donated_buffer = False
     length = q.shape[-2]
@@ -290,7 +290,7 @@ def gpu_states() -> list[str]:
 
 
 def summary(lines: Sequence[str]) -> dict[str, Any]:
-    """Return median, least and most of SM clock and power."""
+    """Return median, minimum and maximum of SM clock and power."""
     rows = [re.fullmatch(r"\s*([\d.]+)\s*,\s*([\d.]+)\s*", line) for line in lines]
     numbers = [tuple(map(float, row.groups())) for row in rows if row]
     state: dict[str, Any] = {"samples": len(numbers)}
@@ -312,7 +312,7 @@ def measure_others(regime: Regime, lost: Mapping[str, str], announce: Announce) 
 def measure_with_matmul(
     measure_one: Measure, regime: Regime, lost: Mapping[str, str], announce: Announce
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a regime's record and that of torch.matmul in the same process."""
+    """Return the record of a regime, and the record of torch.matmul in the same process."""
     import torch
 
     announce("torch.matmul", SECONDS_OF_INPUTS)
@@ -365,7 +365,7 @@ def run(regimes: Sequence[Regime], measure_one: Measure, seconds: float, out: Pa
 def _measure_isolated(
     worker: Worker, regime: Regime, losses: list[dict[str, str]], until: float
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Measure a regime in the worker, again without each kind of tile that kills it; append those to `losses`."""
+    """Measure a regime in the worker. If a tile kills it, add the tile to `losses` and repeat without its kind."""
     while True:
         kind_losses = Counter(kind(loss["name"]) for loss in losses)
         lost = {
@@ -378,7 +378,7 @@ def _measure_isolated(
             return case, ceiling
         except Lost as loss:
             print(f"  {regime.name}: worker lost: {loss}", flush=True)
-            if kind(loss.step) in lost:  # lost again although it was excluded: nothing can be measured
+            if kind(loss.step) in lost:  # an excluded step has killed the worker again: give up this regime
                 left_out = lost | {loss.step: loss.reason}
                 empty = {"milliseconds": {}, "tflops": {}, "tiles": [], "left_out": left_out, "gpu": summary([])}
                 return regime.record | empty, None

@@ -22,7 +22,7 @@ from .model import Case
 Array = npt.NDArray[Any]
 
 OURS = "cupy_flash"
-BASELINE = "SDPA flash"  # the denominator of relative times
+BASELINE = "SDPA flash"  # relative times are divided by the time of this implementation
 FLEX_ATTENTION = "FlexAttention"
 FLEX_SECONDS = 60  # timeout for compiling FlexAttention
 
@@ -114,7 +114,7 @@ class Standard:
 
 
 class Torch(ABC):
-    """Base of those on torch: thread count of NumPy's BLAS, tensors that share memory with the inputs, autograd."""
+    """Base of the torch implementations: as many threads as NumPy's BLAS, no copy of inputs, gradients by autograd."""
 
     def __init__(self, case: Case, inputs: Inputs, training: bool) -> None:
         import torch
@@ -160,7 +160,7 @@ class ScaledDotProductAttention(Torch):
         )
 
     def attend(self) -> Any:
-        """Return the output of the one backend; torch raises if it does not support the case."""
+        """Return the output of this backend; torch raises if the backend does not support the case."""
         with self.select_backend():
             return self.function(self.q, self.k, self.v)
 
@@ -181,7 +181,7 @@ class FlexAttention(Torch):
         return _compiled_flex_attention()(self.q, self.k, self.v, block_mask=self.block_mask, enable_gqa=enable_gqa)
 
 
-# Display name -> SDPBackend.
+# {name in tables: name of the SDPBackend}
 SDPA_BACKENDS = {
     "SDPA flash": "FLASH_ATTENTION",
     "SDPA efficient": "EFFICIENT_ATTENTION",
@@ -225,7 +225,7 @@ def random_inputs(case: Case) -> Inputs:
 
 
 def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the names that can run small versions of these cases on this machine, and why the others cannot."""
+    """Return the implementations that can run small versions of these cases on this machine, and why others cannot."""
     names, left_out = [OURS, "standard"], {}
     if importlib.util.find_spec("torch") is None:
         return names, dict.fromkeys((*SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")

@@ -20,7 +20,7 @@ NOISE = 2**20  # bytes of allocator noise
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak bytes beyond inputs and outputs, by two measures that each miss something."""
+    """Peak bytes beyond inputs and outputs, by two measures, neither of which sees all memory."""
 
     allocated: int  # allocated by NumPy and Python (tracemalloc): exact, but without torch and BLAS
     # Growth of the resident set: misses memory that was never written. None where the system does not report it.

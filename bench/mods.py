@@ -26,7 +26,7 @@ Seconds = dict[str, list[float]]
 
 
 def mods_of(length: int, device: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the mods by name: their options, and built-in options for the same attention, or {}."""
+    """Return {mod: (options with the mod, built-in options for the same attention, {} if there are none)}."""
     import torch
 
     slopes = torch.tensor([2.0 ** -(2 * h) for h in range(1, HEADS + 1)], device=device)
@@ -53,7 +53,7 @@ def mods_of(length: int, device: str) -> dict[str, tuple[dict[str, Any], dict[st
 
 
 def measure(device: str, rounds: int = ROUNDS, length: int | None = None) -> dict[str, Any]:
-    """Return the seconds of each forward by mod and call, on "cpu" (float32) or "cuda" (bfloat16)."""
+    """Measure forwards on "cpu" (float32) or "cuda" (bfloat16); "seconds" is {mod: {call: seconds of each round}}."""
     import torch
 
     length = length or LENGTH[device]
@@ -85,7 +85,7 @@ def _flex_attention(
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # above dynamo's recompile limit it would silently run uncompiled
+    torch.compiler.reset()  # above dynamo's recompile limit, FlexAttention would silently run uncompiled
     compiled, length = torch.compile(flex_attention, dynamic=False), q.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask_mod is None:
@@ -115,7 +115,7 @@ def _alternate(calls: dict[str, Callable[[], Any]], rounds: int, device: str) ->
 
 
 def ratio(samples: Seconds, other: str) -> float | None:
-    """Return the median over rounds of the mod's time / another call's time; None if that call did not run."""
+    """Return the median over rounds of the mod's time / the time of the call `other`; None if `other` did not run."""
     return float(np.median(np.divide(samples[OURS], samples[other]))) if other in samples else None
 
 

@@ -1,7 +1,7 @@
 """Host time of a forward up to its kernel launches: bf16 on wgmma, with tensor maps.
 
 A call runs from `cupy_flash.attention` to the arguments of its launches but does not launch, so that no GPU is needed.
-Without one, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
+Without a GPU, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .report import Table
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 1, 128, 8, 64
 CALLS, ROUNDS = 100, 25
-LENGTH_ROUNDS = 4  # rounds of calls with a new length, and so a new plan, each
+LENGTH_ROUNDS = 4  # rounds of calls that each have a new length, so that each needs a new plan
 Inputs = tuple[Any, ...]
 Section = dict[str, dict[str, float]]
 
@@ -153,7 +153,7 @@ def _zeros(framework: str, shape: tuple[int, ...]) -> Any:
 
 
 def _seconds(call: Callable[[Inputs], object], inputs: Iterable[Inputs]) -> float:
-    """Return the smallest mean of CALLS calls, in seconds of this thread, which a busy machine lengthens least."""
+    """Return the mean CPU seconds of this thread for a call, the smallest of all groups of CALLS calls."""
     every = list(inputs)
     rounds = []
     for start in range(0, len(every), CALLS):

@@ -79,7 +79,7 @@ def left_out(section: str, result: dict[str, Any]) -> list[str]:
         for case in result[section]["cases"]
         for name, reason in case["left_out"].items()
     ]
-    return everywhere + list(dict.fromkeys(per_case))  # once for full and causal
+    return everywhere + list(dict.fromkeys(per_case))  # the same reason for full and causal is listed once
 
 
 def count(number: int, noun: str) -> str:

@@ -80,7 +80,7 @@ def _freed_memory_returned() -> Iterator[None]:
 
 
 def held(case: Case, ranks: int) -> dict[str, int]:
-    """Return the bytes of a rank's tensors at the peak, in its backward, by purpose, without workspaces."""
+    """Return {purpose: bytes} of a rank's tensors at the peak of memory, in its backward, without workspaces."""
     part = replace(case, seqlen=-(-case.seqlen // ranks))
     element = ITEMSIZE[case.dtype]
     accumulator = 8 if case.dtype == "float64" else 4
@@ -90,7 +90,7 @@ def held(case: Case, ranks: int) -> dict[str, int]:
         "kept": forward_bytes(part),  # q, k, v, out, lse
         "dout": element * q,
         "dq": accumulator * q,  # accumulated over the ring steps
-        "keys": 2 * several * element * kv,  # the current shard and the one being received
+        "keys": 2 * several * element * kv,  # K and V of the current shard and of the shard being received
         "gradients": (3 if several else 1) * accumulator * kv,  # dK, dV being computed, received and sent
         "parts": element * (q + kv) // 2,  # dQ, dK, dV of one pair of chunks, half a shard each
     }

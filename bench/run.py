@@ -94,8 +94,8 @@ def memory_cases(cases: Sequence[Case], threads: int, progress: Progress) -> Rec
 
 
 def _that_fit(names: Sequence[str], case: Case, training: bool, limit: int) -> tuple[list[str], dict[str, str]]:
-    """Return the implementations whose score matrices fit into `limit` bytes, and why the others are skipped."""
-    needed = scores_bytes(case) * (2 if training else 1)  # P, and in the backward also dS
+    """Return the implementations whose score matrices fit into `limit` bytes, and why others are skipped."""
+    needed = scores_bytes(case) * (2 if training else 1)  # the forward stores P, the backward also dS
     if needed < limit:
         return list(names), {}
     reason = f"would hold {needed / 2**30:.3g} GiB of scores"
@@ -104,7 +104,7 @@ def _that_fit(names: Sequence[str], case: Case, training: bool, limit: int) -> t
 
 
 def _errors(case: Case, inputs: Inputs, implementations: dict[str, Implementation], training: bool) -> Record:
-    """Return the largest absolute error against the fp64 reference, by quantity and name, LOW_PRECISION included."""
+    """Return the largest absolute error against the fp64 reference, {quantity: {name: error}}; see LOW_PRECISION."""
     options: dict[str, Any] = dict(causal=case.causal, layout="bhsd")
 
     def run(dtype: np.dtype[Any] | None) -> tuple[Any, ...]:

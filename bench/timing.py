@@ -12,7 +12,7 @@ from .implementations import Implementation
 from .model import Ceilings
 
 Sample = TypeVar("Sample")
-SECONDS = 1.0  # time budget per implementation and case: after it, and LEAST_REPEATS samples, no further samples
+SECONDS = 1.0  # time budget per implementation and case; at least LEAST_REPEATS samples are taken
 LEAST_REPEATS = 3
 
 

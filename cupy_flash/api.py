@@ -85,9 +85,9 @@ def attention(
     """Compute exact softmax attention, softmax(scale Q K^T + ...) V, in memory linear in the sequence length.
 
     Arrays are of NumPy, torch (with gradients), jax, or any type with `__dlpack__` or `__cuda_array_interface__`, all
-    of one type and on one device; the result has that type and device. A subclass of numpy.ndarray counts as that, and
-    results are of the base class; masked arrays and matrices are refused. Shapes are given for B sequences of Sq
-    queries and Sk keys, Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head
+    of one type and on one device; the result has that type and device. A subclass of numpy.ndarray counts as
+    numpy.ndarray, which results then are; masked arrays and matrices are refused. Shapes are given for B sequences of
+    Sq queries and Sk keys, Hq query heads that share Hk key/value heads (query head h reads h // (Hq // Hk)) and head
     dimensions D and Dv.
 
     Args:
@@ -130,7 +130,8 @@ def attention(
             kv_idx]`. h is the query head, b the sequence; q_idx and kv_idx are int32 row numbers inside the sequence,
             from 0, without the offset o. Captured arrays have gradients if they are floating, and indices are clamped
             to their dimensions. -inf hides a key. A `Mod` holds traced functions.
-        mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with the others.
+        mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with all other
+            masks.
         dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
             scaled by 1 / (1 - p).
         seed: seed of dropout, an int in [0, 2**64) or an int64 array of one element on the same device. The same seed
@@ -143,8 +144,8 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, with the sink and before dropout.
-        deterministic: make gradients bitwise equal from run to run. Those of the CPU engine always are; for any
-            number of threads, too, except those of large torch tensors.
+        deterministic: make gradients bitwise equal from run to run. Those of the CPU engine always are, and do not
+            depend on the number of threads, except for large torch tensors.
         backend: "cpu", "cuda" or "simulator"; None selects the arrays' own. There is no fallback to another backend.
             "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.

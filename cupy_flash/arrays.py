@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DLPackArray(Protocol):
-    """An array that exports its memory by DLPack, as those of NumPy, CuPy, torch and jax do.
+    """An array that exports its memory by DLPack, as arrays of NumPy, CuPy, torch and jax do.
 
     `__dlpack_device__` is required too, but jax's stubs do not declare it.
     """
@@ -40,17 +40,18 @@ class DLPackArray(Protocol):
 
 
 class CudaArray(Protocol):
-    """An array on a GPU that exports its memory by Numba's protocol."""
+    """An array on a GPU that exports its memory by `__cuda_array_interface__`, Numba's protocol."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
 AnyArray = DLPackArray | CudaArray
-# Libraries whose capsules lack DLPack's read-only flag: {module of the type of arrays: library}
+# Libraries with immutable arrays whose DLPack capsules lack the read-only flag: {top-level module of the array type:
+# library}
 IMMUTABLE = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "mlx": "mlx"}
 T = TypeVar("T")
-ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of arrays, in which results are returned
+ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of array, which results have, too
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class Array:
     framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
     owner: Owner = field(repr=False)
     readonly: bool = False
-    capsule: object = field(default=None, repr=False)  # DLPack's; its destructor returns the memory to the producer
+    capsule: object = field(default=None, repr=False)  # a DLPack capsule; its destructor returns the memory
     # jax outputs: sharding of the jax.Array that `result` makes
     sharding: jax.sharding.Sharding | None = field(default=None, repr=False)
 
@@ -93,7 +94,7 @@ class Array:
         if isinstance(self.owner, np.ndarray):
             return self.owner
         if self.framework == "torch" and self.dtype.isbuiltin == 1 and _is_plain_tensor(self.owner):
-            view: np.ndarray = self.owner.detach().numpy()  # takes two thirds of the time of the way below
+            view: np.ndarray = self.owner.detach().numpy()  # a third faster than the general way below
             return view
         memory = SimpleNamespace(
             array=self,  # NumPy keeps `memory` as the base of the view
@@ -155,7 +156,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
     immutable: the output is a buffer that `result` passes to jax, on the CPU without a copy.
     """
     dtype = np.dtype(dtype)
-    if like.framework == "xla":  # the memory of a call frame, which has the results
+    if like.framework == "xla":  # the results of an XLA call are buffers of its call frame
         output: Array = like.owner.empty(shape, dtype)
         return output
     if like.framework == "torch":
@@ -187,7 +188,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
 
 
 def contiguous(array: Array) -> Array:
-    """Copy to a new C-contiguous array of the same framework and device.
+    """Return a C-contiguous copy in the same framework, on the same device.
 
     The copy is made even if `array` is contiguous: a new allocation is aligned.
     """
@@ -205,7 +206,7 @@ def contiguous(array: Array) -> Array:
 
 
 def copied(array: Array) -> Array:
-    """Copy to memory of its own, in the caller's library if that can allocate; return an immutable array itself."""
+    """Return a copy of the array, in the caller's library if that can allocate; the array itself if it is immutable."""
     if array.immutable:
         return array
     if array.framework != "dlpack":
@@ -252,7 +253,7 @@ def made_on(array: Array) -> int | None:
 
 
 def _call_producer(function: Callable[..., T], *arguments: object) -> T:
-    """Call a method of the array's library; an exception becomes a TypeError that quotes it."""
+    """Call a function of the array's library, and turn its exceptions into a TypeError that quotes them."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -265,7 +266,7 @@ def _is_instance(x: object, module: str, name: str) -> bool:
 
 
 def _immutable_library(cls: type) -> str:
-    """Return the library of a type of arrays if they are immutable but exported without the read-only flag, else ""."""
+    """Return the library in IMMUTABLE to which an array type belongs; "" for other types."""
     for base in cls.__mro__:
         module = base.__module__.partition(".")[0]
         if module in IMMUTABLE:
@@ -285,7 +286,7 @@ def _device_index(device: str) -> int:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype of a name; bfloat16 and float8_* are those of ml_dtypes."""
+    """Return the NumPy dtype with this name; ml_dtypes provides bfloat16 and float8_*."""
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
 
@@ -362,9 +363,9 @@ def _from_torch(x: torch.Tensor) -> Array:
     device = _torch_device(x.device)
     if not device.startswith(("cpu", "cuda")):
         raise TypeError(f"device {device} is neither the CPU nor a CUDA device")
-    is_lazy = x.is_neg() or x.is_conj()  # lazy flags: the memory of z.conj().imag is that of z.imag
+    is_lazy = x.is_neg() or x.is_conj()  # then memory holds other values: z.conj().imag is a view of z.imag
     if is_lazy:
-        x = x.detach().resolve_neg().resolve_conj()  # read-only, because what is written to a copy would be lost
+        x = x.detach().resolve_neg().resolve_conj()  # read-only, because writes to a copy would be lost
     try:
         pointer = x.data_ptr()
     except RuntimeError as error:  # torch.func transforms pass wrappers of type torch.Tensor
@@ -390,7 +391,7 @@ def _from_jax(x: jax.Array) -> Array:
 
 
 def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
-    """Describe an array of versions 2 and 3; the protocol lacks the device, so CuPy finds it, or it is cuda:0."""
+    """Describe an array of protocol version 2 or 3, which lack the device: CuPy finds it, else it is cuda:0."""
     if interface.get("mask") is not None:
         raise TypeError("its mask would be dropped")
     missing = [key for key in ("shape", "typestr", "data") if key not in interface]

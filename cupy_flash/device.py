@@ -17,16 +17,16 @@ class Device(NamedTuple):
     arch: str  # "x86_64", "arm64"; "sm_80"
     units: int  # SMs; on a CPU the threads that BLAS may use (OMP_NUM_THREADS, threadpoolctl)
     shared_bytes: int = 0  # largest shared memory of a block
-    card: str = ""  # model of a GPU of this machine; "simulator"; "" for an architecture without a GPU
-    driver: str = ""  # the CUDA version of a GPU's driver
+    card: str = ""  # model name of this machine's GPU; "simulator"; "" if only the architecture is known
+    driver: str = ""  # the CUDA version that the GPU's driver supports
 
     def __str__(self) -> str:
         unit = "thread" if self.backend == "cpu" else "multiprocessor"
         return f"{self.backend} ({self.arch}, {self.units} {unit}{'s' * (self.units != 1)})"
 
 
-# By architecture: largest shared memory of a block in KiB (CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability"), and the number of SMs of a common GPU.
+# {architecture: (largest shared memory of a block in KiB, number of SMs of a common GPU)}. The former is from the CUDA
+# C++ Programming Guide, "Technical Specifications per Compute Capability".
 GPUS = {
     "sm_75": (64, 40),
     "sm_80": (163, 108),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
-SIMULATED = "sm_80"  # architecture of backend="simulator"; "simulator:sm_90a" selects another
+SIMULATED = "sm_80"  # architecture of backend="simulator"; backend="simulator:sm_90a" selects another architecture
 
 
 def device_of(problem: Problem) -> Device:
@@ -79,7 +79,7 @@ _recorded: set[Problem] = set()
 
 
 def _record(problem: Problem, operands: Operands, file: str) -> None:
-    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded one of its bucket.
+    """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded a call of the same bucket.
 
     If the file cannot be written, it warns and stops recording, and the call itself continues.
     """
@@ -130,7 +130,7 @@ def along_cotangents(problem: Problem) -> Problem:
 
 
 def _fitted(chosen: Plan, operands: Operands) -> Plan:
-    """Return the plan, on the CPU with a tile for the pairs that mask_mod leaves, which depend on captured arrays."""
+    """Return the plan; on the CPU its tile suits the pairs that the mask_mod, with its captured arrays, leaves."""
     if not chosen.problem.mask_mod or _code(chosen) != ATTENTION:
         return chosen
     from .cpu import attention as cpu
@@ -203,8 +203,8 @@ def explain(chosen: Plan, operands: Operands) -> str:
     return f"{products.planned(chosen).explain()}{products.line}"
 
 
-ATTENTION = ".cpu.attention"  # the module on the CPU that chooses its tile and its library of products at the call
-# {backend with kernels: the module that launches them}; on the CPU each engine has a module of its own.
+ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
+# {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
 

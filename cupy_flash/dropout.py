@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     UInt32Array = npt.NDArray[np.uint32]
 
-TILE = 16  # rows and columns of the block whose elements share counter words 0 and 1
+TILE = 16  # rows and columns of a block of the mask; the Philox counters of its elements have equal words 0 and 1
 ROUNDS = 10
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)

@@ -10,7 +10,7 @@ def backend() -> str | None:
 
 
 def libraries() -> tuple[str | None, ...]:
-    """Return the settings by which a process finds CUDA libraries: sys.prefix and the search path variables."""
+    """Return sys.prefix and the variables that decide in which folders a process finds CUDA libraries."""
     names = ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH")
     return sys.prefix, *map(os.environ.get, names)
 

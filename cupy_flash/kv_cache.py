@@ -87,7 +87,7 @@ def attention_with_kv_cache(
         v: likewise, (B, Snew, Hk, Dv).
         cache_seqlens: n_b, int32 (B,) or one int for all sequences. None means that all caches are full.
         cache_batch_idx: int32 (B,): sequence b is row cache_batch_idx[b] of a contiguous cache instead of row b.
-        cache_leftpad: int32 (B,): the keys before it are not seen; only for contiguous caches.
+        cache_leftpad: int32 (B,): keys before this position are not seen; only for contiguous caches.
         block_table: int32 (B, columns): key j of sequence b is row j % P of page block_table[b, j // P]. Entries past
             L_b are never looked up.
         slots: int64, one per row of k, which is written to page slot // P, row slot % P (with a contiguous cache, Sc
@@ -114,9 +114,9 @@ def attention_with_kv_cache(
         mask_mod: likewise.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn: the factor of the stored keys. None is 1.
         v_descale: likewise.
-        split_size: a multiple of 64, at whose multiples split-KV divides the keys. The bits of a query's result then
-            depend only on its own sequence and the options: not on the batch, its order or padding, page numbers, or
-            the number of queries in the call. None divides the work equally among the processors.
+        split_size: a multiple of 64: split-KV divides the keys of each sequence at multiples of it. The bits of a
+            query's result then depend only on its own sequence and the options: not on the batch, its order or padding,
+            page numbers, or the number of queries in the call. None divides the work equally among the processors.
         layout: "bshd" as above, or "bhsd": q (B, Hq, Sq, D), caches (Bc, Hk, Sc, D) or (pages, Hk, P, D).
         out: an array for the result, of its shape and the dtype of q, in memory of its own. None allocates one.
         return_lse: also return lse, float32 (float64 for float64), (B, Hq, Sq) or (Hq, T).
@@ -227,7 +227,8 @@ def append_to_kv_cache(
         rotary_cos: floating (R, rd / 2): table by which k is rotated.
         rotary_sin: likewise.
         rotary_interleaved: True if pairs are the dimensions (2i, 2i + 1), False for (i, i + rd / 2).
-        positions: int32 (B, S) or (T,): the positions by which keys are rotated; without rotary tables no effect.
+        positions: int32 (B, S) or (T,): the positions by which keys are rotated; they have no effect without rotary
+            tables.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
         v_descale: likewise.
         layout: layout of k, v and the caches.

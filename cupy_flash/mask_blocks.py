@@ -35,8 +35,8 @@ def block_mask(
     """Return the mask_mod with a table that classifies its blocks as empty (skipped), full (unmasked) or cut.
 
     No mask needs the table, because attention skips the tiles that interval arithmetic proves to be hidden. It helps
-    with masks for which that proves little, such as unsorted segments. Making it evaluates the mask once, on the device
-    of its arrays, for the blocks that are not proved, so reuse the result in many calls. The table has
+    with masks for which that proves little, such as unsorted segments. To make the table, the mask is evaluated on the
+    device of its arrays in all blocks for which nothing is proved, so reuse the result in many calls. The table has
     B H q_len kv_len / block^2 bytes.
 
     Args:
@@ -109,7 +109,7 @@ def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], blo
 
 
 def gpu_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> cupy.ndarray:
-    """Return the exact classes as `host_classes`, computed by a kernel on the GPU of the captured arrays."""
+    """Return the result of `host_classes`, computed by a kernel on the GPU that holds the captured arrays."""
     from .dispatch import block_classes
 
     problem, operands = posed(mod, heads, lengths)
@@ -122,7 +122,7 @@ def posed(
 ) -> tuple[Problem, Operands]:
     """Return (Problem, Operands) of a call with a mod; `heads` is (sequences, heads), `lengths` is (queries, keys).
 
-    Every element of q, k and v is the same number in memory, because kernels of masks do not read them.
+    All elements of q, k and v share one place in memory (strides 0), because the kernel reads none of them.
     """
     from .problem.build import pose
 

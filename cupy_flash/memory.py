@@ -60,13 +60,13 @@ KEPT = {
 
 
 def _not_whole(sizes: Mapping[str, object]) -> list[str]:
-    """Error messages for sizes that are not integers, as a config.json may contain."""
+    """Return an error message for each size that is not an integer; a config.json may contain such sizes."""
     invalid = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool)}
     return [f"{name} must be a whole number, not {size!r}" for name, size in invalid.items()]
 
 
 def _out_of_range(sizes: dict[str, int]) -> list[str]:
-    """Error messages for integers that are not positive or not below 2**63."""
+    """Return an error message for each size that is not positive or not below 2**63."""
     reasons = [f"{name} must be positive, not {size}" for name, size in sizes.items() if size < 1]
     return reasons + [f"{name} must be less than 2**63" for name, size in sizes.items() if size >= 2**63]
 
@@ -92,12 +92,12 @@ class Transformer:
     head_dim: int = 0  # D; 0 for embed_dim // heads
     mlp_dim: int = 0  # f; 0 for 4 * embed_dim
     activation: str = "gelu"  # "gelu", "relu" or "swiglu", whose gate is a third matrix in the MLP
-    layer_norm: bool = True  # False for RMS norm, with one vector and one statistic instead of two
+    layer_norm: bool = True  # False for RMS norm, which has one parameter vector and one statistic instead of two
     bias: bool = True  # every projection of a block has a bias
     learned_positions: bool = True  # False for rotary embeddings
     tied: bool = True  # head and embedding share weights
     dropout: bool = True  # on embeddings, attention probabilities and the outputs of attention and MLP
-    counted: tuple[int, int] | None = None  # parameters of a block and outside of blocks; None to compute them
+    counted: tuple[int, int] | None = None  # parameters per block and outside of blocks; None to compute both
 
     def __post_init__(self) -> None:
         names = ("layers", "embed_dim", "heads", "vocab_size", "context", "kv_heads", "head_dim", "mlp_dim")
@@ -263,7 +263,7 @@ class Saved(NamedTuple):
     """One GPU's part of a tensor that a block saves for its backward."""
 
     name: str
-    kind: str  # "input" (of the block) and "channels": alpha; "scores": beta; "statistics": gamma
+    kind: str  # "input" (of the block) or "channels" for alpha, "scores" for beta, "statistics" for gamma
     elements: int
     itemsize: int
 
@@ -274,13 +274,13 @@ class Saved(NamedTuple):
 
 
 def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
-    """Return the tensors that one block saves without checkpointing on one GPU, the table in this module's docstring.
+    """Return the tensors that a block saves on one GPU without checkpointing: the table in this module's docstring.
 
-    Tensor parallelism shards the tensors between the projections, sequence_parallel also the others; ring attention
-    shards the sequence.
+    Tensor parallelism shards the tensors between the projections, sequence_parallel also all other tensors; ring
+    attention shards the sequence.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
 
     Raises:
@@ -329,7 +329,7 @@ def saved_by_block(model: Transformer, training: Training) -> list[Saved]:
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of m = alpha b s d + beta b h s^2 + gamma b s: bytes on one GPU, for unsharded b, s, d and h."""
+    """Coefficients of bytes = alpha b s d + beta b h s^2 + gamma b s on one GPU, where b, s, d and h are unsharded."""
 
     alpha: float
     beta: float
@@ -340,7 +340,7 @@ def coefficients(model: Transformer, training: Training) -> Coefficients:
     """Return the coefficients of the memory that one block saves with `training.checkpoint`.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
 
     >>> coefficients(PRESETS["gpt2"], Training(1, 1024, attention="standard"))
@@ -361,7 +361,7 @@ def coefficients(model: Transformer, training: Training) -> Coefficients:
 class Memory:
     """Bytes on one GPU, without operators' temporary memory and allocator overhead."""
 
-    parameters: int  # number of parameters, in fp32
+    parameters: int  # parameters in fp32
     working: int  # weight copies for matmuls; with FSDP also unsharded gradients before the reduce-scatter
     gradients: int
     optimizer: int
@@ -412,7 +412,7 @@ def estimate(model: Transformer, training: Training) -> Memory:
     activations, which are not.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
 
     Raises:
@@ -449,7 +449,7 @@ def largest_batch(model: Transformer, training: Training, memory: float) -> int:
     """Return the largest batch whose `estimate` fits, or 0.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: its `batch` is ignored.
         memory: bytes of the GPU.
     """
@@ -460,7 +460,7 @@ def longest_sequence(model: Transformer, training: Training, memory: float) -> i
     """Return the longest sequence whose `estimate` fits, or 0.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: its `seqlen` is ignored.
         memory: bytes of the GPU.
     """
@@ -547,7 +547,7 @@ def plot(model: Transformer, training: Training, path: Path, memory: float | Non
     """Plot the memory of one GPU over the sequence length, and its parts at `training.seqlen`.
 
     Args:
-        model: its dimensions.
+        model: the dimensions of the model.
         training: batch, lengths and parallelism.
         path: a PNG or SVG file.
         memory: bytes of the GPU, drawn as a line.

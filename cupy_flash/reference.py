@@ -59,7 +59,7 @@ class Options(_Options):
 
 
 class Tangents(NamedTuple):
-    """A direction of the inputs: arrays of their shapes, or None for 0."""
+    """The tangents of the inputs, in the shapes of the inputs; None means 0."""
 
     tq: Array | None = None
     tk: Array | None = None
@@ -69,7 +69,7 @@ class Tangents(NamedTuple):
 
 
 class SecondGradients(NamedTuple):
-    """Gradients of sum(tq * dq) + sum(tk * dk) + ..., shaped as their inputs; None for what was not given."""
+    """Gradients of sum(tq * dq) + sum(tk * dk) + ..., shaped as their inputs; None for inputs that were not given."""
 
     dq: Array
     dk: Array
@@ -84,9 +84,9 @@ class Scores(NamedTuple):
     """Scores after all modifications and masks, and the derivatives of the modifications."""
 
     scores: Array  # (B, Hq, Sq, Sk)
-    softcap_slope: Array | float  # derivative of the capped score, (B, Hq, Sq, Sk)
+    softcap_slope: Array | float  # derivative of the capped score by the score before the cap, (B, Hq, Sq, Sk)
     softcap_curve: Array | float  # its second derivative
-    mod_slope: Array | float  # derivative of score_mod by its score, (B, Hq, Sq, Sk)
+    mod_slope: Array | float  # derivative of score_mod's result by the score that it gets, (B, Hq, Sq, Sk)
     mod_curve: Array | float  # its second derivative
 
 
@@ -100,7 +100,7 @@ class Forward(NamedTuple):
     scored: Scores
     probabilities: Array  # before dropout, (B, Hq, Sq, Sk)
     sink_probability: Array  # (B, Hq, Sq, 1)
-    dropped: Array | float  # dropout factors of the probabilities, 0 or keep_scale, (B, Hq, Sq, Sk)
+    dropped: Array | float  # factors by which dropout multiplies the probabilities, 0 or keep_scale, (B, Hq, Sq, Sk)
     out: Array  # (B, Hq, Sq, Dv)
     lse: Array  # (B, Hq, Sq)
     sums: _Sums
@@ -180,7 +180,7 @@ def attention_jvp(
         q: as in `attention`.
         k: as in `attention`.
         v: as in `attention`.
-        tangents: the direction. Arrays that score_mod captures do not move.
+        tangents: the direction. Arrays that score_mod captures have no tangent.
         **options: those of `attention`.
 
     For one sequence and one head it is:
@@ -419,7 +419,7 @@ def attention_with_kv_cache(
 ) -> tuple[Array, Array, Array, Array]:
     """Attention on a KV cache: (out, lse, k_cache, v_cache), the caches with the appended rows.
 
-    Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up on its own.
+    Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up separately.
     """
     k, v = (None if x is None else np.asarray(x) for x in (k, v))
     q = np.asarray(q)
@@ -443,7 +443,7 @@ def attention_with_kv_cache(
         return (b if cache_batch_idx is None else int(np.asarray(cache_batch_idx)[b])), j
 
     def rotate(rows: Array, first: int, b: int) -> Array:
-        """Rows (S, H, D) as complex numbers, each multiplied by exp(i angle) of its position."""
+        """Multiply pairs of columns of rows (S, H, D), as complex numbers, by exp(i angle) of the row's position."""
         rows = np.asarray(rows).astype(compute)
         if rotary_cos is None:
             return rows
@@ -518,7 +518,7 @@ def _mods_of_sequence(options: dict[str, Any], b: int, q_idx: Array) -> dict[str
 
 
 class _Sums:
-    """Matmuls and sums, each with an order of its terms that `seed` determines; 0 keeps that of NumPy."""
+    """Matmuls and sums that permute their terms, each in an order that `seed` determines; 0 keeps NumPy's order."""
 
     def __init__(self, seed: int, multiply: Callable[[Array, Array], Array] = np.matmul) -> None:
         self._rng = np.random.default_rng(seed) if seed else None
@@ -626,14 +626,14 @@ def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: np.fl
 
 
 def _scores_again(options: Options, first_batch: int, forward: Forward) -> Scores:
-    """Return the scores as a backward computes them, from other tiles than the forward's: rounded differently."""
+    """Return the scores of a backward, which are rounded differently because its tiles differ from the forward's."""
     if options.order == 0:
         return forward.scored
     return _scores(options, first_batch, forward.q, forward.k, forward.scale, forward.sums)
 
 
 def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dtype) -> Array:
-    """Return a descale (B, Hk) as (B, Hq, 1, 1); ones without a descale."""
+    """Return a descale (B, Hk) as (B, Hq, 1, 1); (1, 1, 1, 1) with value 1 if there is none."""
     if descale is None:
         return np.ones((1, 1, 1, 1), compute)
     descale = np.asarray(descale, compute)
@@ -679,7 +679,7 @@ def _backward(
 
 
 class _Jvp(NamedTuple):
-    """A forward and its tangents in a direction; tk and tv are repeated for the query heads."""
+    """A forward with the tangents of its inputs and results; tk and tv are repeated for the query heads."""
 
     forward: Forward
     tsink: Array
@@ -691,7 +691,7 @@ class _Jvp(NamedTuple):
 
 
 def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Array, v: Array) -> _Jvp:
-    """Return the derivative of the forward in a direction, in which low precision rounds P, P (ts - tlse) and tout."""
+    """Return a forward and its JVP. In low precision, P, P (ts - tlse) and tout are rounded to the dtype."""
     storage, compute = _precision(q, options.dtype)
     forward = _forward(options, first_batch, q, k, v)
     sums = forward.sums
@@ -718,7 +718,7 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
 def _score_tangents(forward: Forward, tq: Array, tk: Array, tbias: npt.ArrayLike | None) -> tuple[Array, Array, Array]:
     """Return the tangents of scale * q.k, of the scores that score_mod gets, and of those that the softmax sees.
 
-    The last are 0 where P is 0. Each call sums in another order, unless the order is that of NumPy.
+    The tangents that the softmax sees are 0 where P is 0. With `order`, each call permutes the terms of its sums anew.
     """
     sums = forward.sums
     with np.errstate(invalid="ignore"):  # at hidden scores
@@ -740,7 +740,7 @@ def _double_backward(
     k: Array,
     v: Array,
 ) -> SecondGradients:
-    """Return the derivative of `_backward` in the direction, its formulas one by one: the Hessian is symmetric."""
+    """Return the tangents of `_backward` in the direction, which are the gradients because the Hessian is symmetric."""
     storage, compute = _precision(q, options.dtype)
     jvp = _jvp(options, first_batch, tangents, q, k, v)
     forward, lse = jvp.forward, jvp.forward.lse[..., None]
@@ -785,7 +785,7 @@ def _double_backward(
 
 
 class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
-    """Values with first and second derivatives by the score, which differentiates a score_mod of NumPy functions."""
+    """Values of a score_mod of NumPy functions, with their first and second derivatives by the score."""
 
     def __init__(self, value: Any, slope: Array | float, curve: Array | float = 0.0) -> None:
         self.value, self.slope, self.curve = value, slope, curve
@@ -823,7 +823,7 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _times(factor: Array | float, partial: Array | float) -> Array:
-    """factor * partial, 0 where the factor is 0."""
+    """Return factor * partial, but 0 where the factor is 0, even if `partial` is infinite."""
     return np.where(factor == 0, 0, factor * partial)
 
 
@@ -849,7 +849,7 @@ _PARTIALS: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
     np.tanh: lambda x, y, f: (1 - f * f,),
 }
 
-# The second ones, by x twice, by both, and by y twice; of functions that are not listed they are 0.
+# Second partial derivatives: by x twice, by x and y, and by y twice. For functions that are not listed they are 0.
 _SECOND: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
     np.multiply: lambda x, y, f: (0, 1, 0),
     np.divide: lambda x, y, f: (0, -1 / y**2, 2 * f / y**2),
@@ -914,13 +914,13 @@ def _multiply_in_14_bits(a: Array, b: Array) -> Array:
 
 
 def _truncate(x: Array, largest: Array | None = None) -> Array:
-    """Truncate x to 14 bits, counted from the leading bit of `largest`, by default of x."""
+    """Truncate x to 14 bits, counted from the leading bit of `largest` or, by default, of x itself."""
     exponent = np.frexp(x if largest is None else largest)[1] - 14
     return np.asarray(np.ldexp(np.trunc(np.ldexp(x, -exponent)), exponent))
 
 
 def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
-    """Return the lengths as (B, 1, 1, 1); without lengths `whole`, as (1, 1, 1, 1)."""
+    """Return the lengths in the shape (B, 1, 1, 1) or, if there are none, `whole` in the shape (1, 1, 1, 1)."""
     return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
 
 
@@ -938,7 +938,7 @@ def _direction_heads_first(tangents: Tangents, layout: str) -> Tangents:
 
 
 def _direction_of_sequence(tangents: Tangents, rows: slice, columns: slice) -> Tangents:
-    """Return the direction of one packed sequence, tq, tk and tv as (1, H, S, D)."""
+    """Return the tangents of one packed sequence, with tq, tk and tv as (1, H, S, D)."""
     here = zip(tangents[:3], (rows, columns, columns), strict=True)
     tq, tk, tv = (None if x is None else _packed_heads_first(np.asarray(x)[part]) for x, part in here)
     return tangents._replace(tq=tq, tk=tk, tv=tv)

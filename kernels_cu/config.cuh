@@ -31,12 +31,12 @@ constexpr int COLUMN_WARPS = 1;  // warps that share rows: each computes all sco
 constexpr int STAGES = 2;        // slots of the shared-memory pipeline; 1: no prefetch
 constexpr bool Q_IN_REGISTERS = false;  // Q fragments stay in registers for the whole mainloop
 constexpr float RESCALE_ABOVE = 8.0f;   // lazy rescaling: O is rescaled if a row max grew by more than this, in log2
-constexpr int SUM_COLUMNS = 64;         // fp8: columns of O whose sum over one tile of keys is in registers at a time
+constexpr int SUM_COLUMNS = 64;         // fp8: columns of O that have a separate sum over one tile of keys at a time
 constexpr int LARGEST_LOG2 = 0;         // fp8: probabilities are scaled by 2^LARGEST_LOG2, to use the range of e4m3
-constexpr bool MODIFIED = true;         // scores are more than q.k times a positive scale: a pass computes them first
+constexpr bool MODIFIED = true;         // a pass computes the scores, because they are more than q.k times a scale > 0
 constexpr bool LSE2 = false;            // delta.cu writes lse * log2(e) beside delta
-constexpr bool FAST_MATH = false;       // a score_mod's functions by ex2.approx and rcp.approx; float only
-constexpr bool ADD_DQ = false;          // blocks accumulate dQ in global memory, in any order; delta.cu zeroes it
+constexpr bool FAST_MATH = false;       // functions of a score_mod use ex2.approx and rcp.approx; float only
+constexpr bool ADD_DQ = false;          // blocks add to sums of dQ in global memory, which delta.cu zeroes
 
 // The wgmma engine.
 constexpr int SHARES = 1;            // backward: warpgroups that share 64 keys
@@ -74,19 +74,19 @@ constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read fr
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
-// A direction of the inputs, of a JVP or a double backward. An input without a tangent does not move.
+// A JVP or a double backward. TQ, TK .. say which inputs have a tangent; MOVES in a name means that an operand has one.
 #define DIRECTION 0
 constexpr bool TQ = false;
 constexpr bool TK = false;
 constexpr bool TV = false;
 constexpr bool TBIAS = false;
 constexpr bool TSINK = false;
-constexpr bool TCAPTURED = false;  // an array that score_mod reads moves
+constexpr bool TCAPTURED = false;  // an array that score_mod reads has a tangent
 
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table
-constexpr int SPLIT_SIZE = 0;  // split-KV: keys of a piece, which ends at a multiple of it; 0: equal runs of tiles
+constexpr int SPLIT_SIZE = 0;  // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
 constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
 constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated
 constexpr bool ROTARY_INTERLEAVED = false;  // pairs are columns 2n, 2n + 1; else n, n + ROTARY_DIM / 2

@@ -1,6 +1,7 @@
-// The tile of a dense gradient that a block computes, and the dimensions that it reduces over. The gradient is that of
-// the bias or, CAPTURED_GRADIENT, of one read of an array that score_mod captures. The grid is (tiles, heads, batch
-// entries) of the gradient; a broadcast dimension counts as one tile, head or entry, and the block sums over all of it.
+// The tile of a dense gradient that a block computes, and the dimensions over which the block sums. It is the gradient
+// of the bias or, with CAPTURED_GRADIENT, of one read of an array that score_mod captures. The grid is (tiles, heads,
+// batch entries) of the gradient; a broadcast dimension counts as one tile, head or entry, and the block sums over all
+// of it.
 #pragma once
 #include "number.cuh"
 #include "walk.cuh"
@@ -40,15 +41,15 @@ struct BiasTile {
     return q_tiles * kv_tiles;
   }
 
-  // The key tiles of the block that queries from q_start visit.
+  // Those key tiles of this block that the queries from q_start on visit.
   __device__ KvTiles<Order::FIRST_TO_LAST> kv_tiles(const Band& band, int head, int q_start) const {
     KvTiles<Order::FIRST_TO_LAST> tiles(band, head, q_start);
     tiles.clip(keys);
     return tiles;
   }
 
-  // Reduces dS [BLOCK_Q][stride] over the rows and columns that the gradient broadcasts over, and stores it. For a
-  // captured array it is added to the array's sums instead, because several reads of the array may contribute.
+  // Sums dS [BLOCK_Q][stride] over the rows and columns over which the input broadcasts, and stores the sums. For a
+  // captured array they are added to the array's gradient instead, because several reads may contribute to it.
   __device__ void store(const real* dS, int stride) const {
     int rows = all_rows ? 1 : min(BLOCK_Q, gradient.rows - queries.begin);
     int columns = all_columns ? 1 : min(BLOCK_KV, gradient.columns - keys.begin);

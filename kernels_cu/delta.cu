@@ -1,6 +1,6 @@
 // delta = rowsum(dO * O) - dlse of every query, one warp per row. LSE2: also writes lse * log2(e), for engines without
 // a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so that its probabilities are 0. ADD_DQ:
-// also zeroes the dQ workspace; DQ_IN_ORDER: and the counters of the blocks. DIRECTION: also writes eps = rowsum(dO *
+// also zeroes the dQ workspace; DQ_IN_ORDER: also its semaphores. DIRECTION: also writes eps = rowsum(dO *
 // tO); with LSE2 beside the other numbers of the row, in one record that a thread loads at once. grid (row tiles,
 // heads, sequences)
 #include "dq_sums.cuh"

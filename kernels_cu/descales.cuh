@@ -15,8 +15,8 @@ struct Descales {
     return x.data && b < p.batch ? ((const float*)x.data)[b * x.batch + kv_head * x.head] : 1.0f;
   }
 
-  // Scale of the bare q.k. Clamped if it is in the exponent, because the softmax divides by it: at 2^-100 all scores
-  // are equal, as at 0.
+  // The scale of the bare q.k. If it is folded into the exponent, the softmax divides by it, so it is clamped: it must
+  // not be 0, and at 2^-100 all scores are equal, as they are at 0.
   __device__ float scale(const Params& p, bool in_exponent) const {
     float x = (float)p.scale * qk;  // @descaled-scale
     if (!in_exponent) return x;

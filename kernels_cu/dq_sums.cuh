@@ -6,7 +6,8 @@
 #include "ptx.cuh"
 #include "sequence.cuh"
 
-// Row blocks before a sequence. A packed sequence starts at a new block, so that no block holds rows of two sequences.
+// The number of 16-row blocks before a sequence. A packed sequence starts at a new block, so that no block holds rows
+// of two sequences.
 __device__ inline long long first_block(const Sequence& sequence) {
   return PACKED ? sequence.q_start / 16 + sequence.batch : 0;  // @square-of-sequence
 }
@@ -47,8 +48,8 @@ struct DqSums {
     return {from[0], from[32], from[64], from[96]};  // @fragment-of-sums
   }
 
-  // Zeroes the i-th COLUMNS numbers of the workspace; a row has as many, so calls with the index of every row zero it
-  // all. All lanes of a warp must take part.
+  // Zeroes the i-th COLUMNS numbers of the workspace. A row has COLUMNS numbers, so one call per row zeroes all of it.
+  // All lanes of a warp must take part.
   __device__ void clear(int i) const {
     for (int column = threadIdx.x % 32; column < COLUMNS; column += 32) data[(long long)i * COLUMNS + column] = 0;
   }

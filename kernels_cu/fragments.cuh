@@ -1,7 +1,7 @@
 // Steps of the forward on mma fragments, shared by the mma and the wgmma engine:
 //
 //   modify          q.k -> scores, -inf where a query does not see a key
-//   moved           the same for one score and its tangent, in a direction
+//   moved           q.k and its tangent -> one score and its tangent
 //   update_max      row max and, lazily, the reference of the exponents
 //   exponentiate    scores -> probabilities, and their partial row sums
 //   drop            dropout of probabilities
@@ -77,7 +77,7 @@ __device__ void modify(float (&S)[M][N][4], const Score& score, const Band& band
 }
 
 #if DIRECTION
-// The score of query i and key j with its tangent, from those of q.k; -inf if the query does not see the key.
+// The score of query i and key j with its tangent, from q.k and its tangent; -inf if the query does not see the key.
 template <bool MASKED, bool BY_BIAS>
 __device__ Score::Moved moved(const Score& score, const Band& band, float product, float tproduct, int i, int j) {
   bool seen = !MASKED || band.sees(i, j);

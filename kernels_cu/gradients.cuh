@@ -3,8 +3,9 @@
 #pragma once
 #include "fragments.cuh"
 
-// Random bits of a transposed tile. A lane's elements belong to two counters, one per column, and the neighbouring lane
-// needs the other halves of the same words: each lane computes one counter, and they exchange.
+// Random bits of a transposed tile. A lane's elements belong to two Philox counters, one per column, and a neighbouring
+// lane needs the other halves of the same words. Each of the two lanes therefore computes one counter and sends its
+// words to the other.
 struct TransposedBits {
   Philox own;
   Philox other;
@@ -46,9 +47,9 @@ template <>
 constexpr bool WAITS<NoWait> = false;
 
 // Turns Q K^T and dO V^T of a tile into P (after dropout) and dS, in place. TRANSPOSED: rows are keys, columns are
-// queries. SCORE_GRADIENT: dS is the gradient of the score, else that of scale * q.k. `masked` is false if every query
-// of the tile sees every key. `wait` runs between the exponentials and the dS pass, so that the caller can overlap dO
-// V^T with them.
+// queries. SCORE_GRADIENT: dS is the gradient of the bias, or of the elements that score_mod reads; otherwise of scale
+// * q.k. `masked` is false if every query of the tile sees every key. `wait` runs between the exponentials and the dS
+// pass, so that the caller can overlap dO V^T with them.
 template <bool TRANSPOSED, bool SCORE_GRADIENT, int M, int N, typename Wait = NoWait>
 __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool masked, const Score& score,
                               const Band& band, const Dropout& dropout, float scale_log2, Rows queries, int i0, int j0,
@@ -78,7 +79,8 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
         s = seen ? score.apply(s, i, j, derivatives[e]) : -infinity();
       else
         s = seen ? s : -infinity();
-      // Otherwise a hidden score would keep the derivative of an earlier one, and 0 times a NaN is a NaN.
+      // Otherwise a hidden score would keep the derivative of an earlier score, which may be NaN, and 0 times NaN is
+      // NaN.
       if ((SOFTCAP || SCORE_MOD) && !seen) derivatives[e] = 0;
       s = ex2_approx(s * scale_log2 - queries.lse2[query]);
     }

@@ -21,7 +21,7 @@ __device__ inline bool elect_one() {
 
 // Triggers a performance-monitor event if x < 0. With an x that is never negative it has one effect: ptxas computes x
 // before it, and moves no later wait above it. (It hoists a wgmma wait above every instruction that neither reads the
-// accumulators nor has a side effect, so that what should overlap the products runs after them.)
+// accumulators nor has a side effect, so that instructions that should overlap the products run after them.)
 __device__ inline void pmevent_if_negative(float x) {
   asm volatile(
       "{ .reg .pred p;"
@@ -221,7 +221,7 @@ __device__ inline unsigned long long opaque(unsigned long long descriptor) {
 constexpr int NEXT_16_COLUMNS = 32 >> 4;  // added to a descriptor: 16 columns to the right within a panel; 32 of e4m3
 constexpr int NEXT_16_ROWS = 2048 >> 4;   // 16 rows down
 
-// Layout of an operand: K_MAJOR if the summed dimension is contiguous, MN_MAJOR if the other one is.
+// Layout of an operand: K_MAJOR if the summed dimension is contiguous, MN_MAJOR if M or N is.
 constexpr bool K_MAJOR = false, MN_MAJOR = true;
 
 // wgmma with 8 N columns, specialised by DEFINE_WGMMA.

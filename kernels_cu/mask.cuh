@@ -16,7 +16,8 @@ struct Band {
 
   __device__ Band(const Params& p, const Sequence& sequence)
       : q_len(sequence.q_len), kv_len(sequence.kv_len), mod(p, sequence) {
-    // An unbounded side is just beyond all pairs of positions. Bounds are clamped to that, so that no sum overflows.
+    // The bound of an unbounded side is just larger than every distance of two positions. Other bounds are clamped to
+    // it, so that no sum overflows.
     low = -q_len - 1;
     high = kv_len + 1;
     if (WINDOW_LEFT) low = inside(-floor_div((long long)p.window_left - sequence.offset, sequence.step));
@@ -51,7 +52,7 @@ struct Band {
   __device__ int query(int i) const { return min(i, q_len - 1); }
   __device__ int key(int j) const { return min(j, kv_len - 1); }
 
-  // Whether the mask_mod lets a query of `head` see a key; both exist.
+  // Whether the mask_mod lets a query of `head` see a key. The caller ensures that both positions exist.
   __device__ bool mod_sees(int head, int i, Position j) const {
 #if MODS
     return mod.sees(mod.query(head, i), mod.key(j));
@@ -86,7 +87,7 @@ struct Band {
 };
 
 struct DenseMask {
-  // Whether the mask lets query i of head h see key j, which the band shows.
+  // Whether the mask lets query i of head h see key j. The caller has checked that the band does.
   __device__ static bool sees(const Params& p, const Band& band, int b, int h, int i, int j) {
     const unsigned char* mask = (const unsigned char*)p.mask.data;
 #if KV_CACHE

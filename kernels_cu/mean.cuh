@@ -2,13 +2,14 @@
 #pragma once
 #include "number.cuh"
 
-constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // the direction changes probabilities
+constexpr bool SCORES_MOVE = TQ || TK || TBIAS || TSINK || TCAPTURED;  // probabilities have a tangent
 
-// The mean of tS over the keys so far, of which a sink is the first. The double backward subtracts it from each tS,
-// which magnifies its rounding error where one key dominates: the sum has twice the precision, and mu is rounded once.
+// The mean of tS over the keys so far; a sink counts as the first key. The double backward subtracts the mean from each
+// tS, which magnifies the rounding error of the mean where one key dominates. The sum is therefore kept in twice the
+// precision of real, and only mu is rounded.
 struct Mean {
-  real sum;          // of P tS, where P is relative to the current row max
-  real rest;         // its rounding errors
+  real sum;          // sum of P tS, with P relative to the current row max
+  real rest;         // rounding errors of `sum`
   real lse_tangent;  // mu
 
   // Adds the sum of a tile, and returns the change of mu.

@@ -1,4 +1,4 @@
-// Merges the partial results of one row of a decode, with the sink, and stores the row.
+// Merges the partial results of one row of a decode, adds the sink, and stores the row.
 #pragma once
 #include "partials.cuh"
 #include "sequence.cuh"

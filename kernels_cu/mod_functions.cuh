@@ -122,7 +122,7 @@ __device__ inline Interval<int> narrowed(Interval<long long> x) {
 }
 
 // The element `bytes` after the first one of a row. The empty asm keeps the row's address in a register: otherwise the
-// compiler adds the terms in another order, which takes a 64-bit addition more for every score.
+// compiler adds the terms in another order, which takes one more 64-bit addition per score.
 template <typename Element>
 __device__ Element element_of(const Element* row, long long bytes) {
   const char* first = (const char*)row;
@@ -152,7 +152,7 @@ struct FixedPoint {
     long long units = (long long)rint((double)x * power_of_two(exponent));
     atomicAdd((unsigned long long*)sums + place, (unsigned long long)units);  // @add-units
   }
-  // With an infinite or NaN contribution there is no unit, and the gradient is NaN.
+  // If a contribution is infinite or NaN, no unit can hold the sum, and the gradient is NaN.
   __device__ real value(long long sum) const {
     // @value-of-units
     return is_finite ? (real)((double)sum * power_of_two(-exponent)) : (real)__int_as_float(0x7FC00000);

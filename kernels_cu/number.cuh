@@ -53,8 +53,8 @@ __device__ inline void store(e4m3* x, real y) {
   unsigned int code = 0x7F;  // NaN
   if (magnitude <= 0x7F800000u) {
     float z = min(__uint_as_float(magnitude), 448.0f);  // @saturate
-    // Subnormal codes count units of 2^-9, and the one past the last is 2^-6. Others are the upper bits of a float,
-    // with another exponent bias.
+    // A subnormal code counts units of 2^-9; the first code after them is 2^-6. All other codes are the upper bits of a
+    // float with another exponent bias.
     unsigned int rounded = (__float_as_uint(z) + 0x7FFFF + (__float_as_uint(z) >> 20 & 1)) >> 20;  // @round-to-even
     code = z < 0x1p-6f ? __float2uint_rn(z * 0x1p9f) : rounded - ((127 - 7) << 3);                 // @fp8-code
   }

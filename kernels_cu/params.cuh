@@ -9,7 +9,7 @@ struct Operand {
   long long batch;
   long long head;
   long long row;
-  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1; of one byte each: 16 too
+  int aligned;  // every row starts at a multiple of this many elements: 8, 4 or 1; also 16 for elements of one byte
 };
 
 // A tensor that broadcasts to (b, h, i, j): a broadcast dimension has stride 0.
@@ -49,7 +49,7 @@ struct Params {
   Dense dbias;
   Dense mask;
   float* alibi_slopes;
-  long long alibi_batch;  // stride; 0: one set of slopes for the whole batch
+  long long alibi_batch;  // stride of a sequence; 0: the whole batch has the same slopes
   void* sink;
   void* dsink;
   int* q_lengths;
@@ -74,7 +74,7 @@ struct Params {
   int window_left;  // -1: unbounded
   int window_right;
 #if DIRECTION
-  Operand tq;  // tangents of the inputs that move, and of the results
+  Operand tq;  // tangents of the inputs that have one, and of the results
   Operand tk;
   Operand tv;
   Operand tout;
@@ -88,7 +88,7 @@ struct Params {
   Operand k_new;  // rows to append; null: none
   Operand v_new;
   Operand q_unrotated;  // with rotary tables: the caller's q; `q` is then a workspace with the rotated rows
-  int* cache_seqlens;   // keys of each sequence before the append, or with slots after it; null: cache_length
+  int* cache_seqlens;   // number of keys of each sequence before the append (with slots: after it); null: cache_length
   int* cache_batch_idx;
   int* cache_leftpad;
   int* block_table;
@@ -102,11 +102,11 @@ struct Params {
   long long positions_row;  // stride of a sequence; unused in a packed batch
   long long cos_row;
   long long sin_row;
-  int partial_results;  // their number
+  int partial_results;  // number of partial results for which there is memory
   int cache_length;     // keys of every sequence if cache_seqlens is null
   int cache_capacity;   // keys of a sequence
   int cache_blocks;     // pages, or rows of a contiguous cache
-  int cache_rows;       // keys of a block
+  int cache_rows;       // keys of a page, or of a row of a contiguous cache
   int page_log2;
   int appended;     // rows of k of each sequence of a padded batch
   int rotary_rows;  // rows of the rotary tables

@@ -6,7 +6,7 @@
 constexpr int CHUNK = 64;              // elements of a captured array per entry of its table of extremes
 constexpr int MOST_CHUNKS = 64;        // maximum number of table entries read for a box
 constexpr int MOST_ELEMENTS = 16;      // maximum number of elements read one by one
-constexpr long long NEAR = 1ll << 40;  // longs with a smaller magnitude are exact in sums
+constexpr long long NEAR = 1ll << 40;  // sums of longs with magnitudes below this do not wrap
 constexpr int INT_LEAST = -2147483647 - 1;
 constexpr long long LONG_LEAST = -9223372036854775807ll - 1;
 
@@ -77,7 +77,7 @@ template <typename T, typename... Terms>
 __device__ Interval<T> guarded(Interval<T> sum, Interval<T> term, Terms... terms) {
   return guarded<T>(term.lo > -NEAR && term.hi < NEAR ? sum : (Interval<T>)any_long(), terms...);
 }
-// The interval of an int from that of its unwrapped value.
+// The interval of an int, given the interval of its value before it wraps.
 template <typename T>
 __device__ Interval<T> wrapped(Interval<T> x) {
   return x.lo >= INT_LEAST && x.hi <= 2147483647 ? x : (Interval<T>)any_int();
@@ -215,9 +215,9 @@ __device__ Truth agree(Truth equal, KnownBits<T> x, KnownBits<T> y) {
   return {equal.may && ((x.known ^ y.known) & ~(x.unknown | y.unknown)) == 0, equal.may_not};
 }
 
-// Bounds of the elements of a captured array in a box of clamped indices. Few elements are read one by one; for a range
-// of one row the table `chunks`, [rows][chunks of the last axis], is read; otherwise the bounds are `limits`, those of
-// the dtype.
+// Bounds of the elements of a captured array in a box of clamped indices. A box of few elements is read element by
+// element. For a box inside one row, the table `chunks`, [rows][chunks of the last axis], is read. For any other box
+// the bounds are `limits`, which are the bounds of the dtype.
 template <typename T, typename Element, int RANK>
 __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, const int (&size)[RANK],
                                 const long long (&stride)[RANK], const Interval<int> (&indices)[RANK],
@@ -260,7 +260,8 @@ __device__ Interval<T> elements(const Element* data, const Interval<T>* chunks, 
   return found;
 }
 
-// Fills the table `chunks` of `elements`: warp w computes the chunks w, w + warps, ..., and a lane reads two elements.
+// Fills the table `chunks` that elements() reads: warp w computes the chunks w, w + warps, ..., and each lane reads two
+// elements of a chunk.
 template <typename T, typename Element, int RANK>
 __device__ void fill_chunks(Interval<T>* chunks, const Element* data, const int (&size)[RANK],
                             const long long (&stride)[RANK], int warp, int warps) {

@@ -59,8 +59,8 @@ struct Place {
   }
 };
 
-// Appends number d of a row, rotated if it is of a key. Numbers that keep their dtype and value keep their bits; those
-// of an fp8 cache are divided by the descale and rounded once.
+// Appends number d of a row, rotated if the row is a key. Numbers that keep their dtype and value keep their bits;
+// those of an fp8 cache are divided by the descale and rounded once.
 template <bool ROTATES>
 __device__ void append(element* to, const Params& p, const element* row, int d, int position, float) {
   if constexpr (ROTATES)

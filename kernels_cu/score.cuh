@@ -18,7 +18,7 @@ struct Score {
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
       : Score(params, sequence, h, Mod(params, sequence)) {}
-  // For a kernel that computes several heads with the Mod of their sequence.
+  // Takes the Mod from a kernel that computes several heads of a sequence with one Mod.
   __device__ Score(const Params& params, const Sequence& sequence, int h, const Mod& mod)
       : p(params),
         batch(sequence.batch),
@@ -46,7 +46,7 @@ struct Score {
     return shifted(s, i, j, derivative, hidden);
   }
 
-  // s with ALiBi and the bias; derivative 0 where the bias is -inf.
+  // Adds ALiBi and the bias to s. Where the bias is -inf, sets `derivative` to 0.
   __device__ real shifted(real s, int i, int j, real& derivative, bool& hidden) const {
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) {
@@ -80,15 +80,15 @@ struct Score {
   __device__ real gradient(real ds, real derivative) const { return SOFTCAP || SCORE_MOD ? times(ds, derivative) : ds; }
 
 #if DIRECTION
-  // A score in a direction of the inputs.
+  // A score, its tangent, and the derivatives of both.
   struct Moved {
     real score;
     real tangent;
-    real slope;  // derivative of the score by scale * q.k or, BY_BIAS, by the bias; that of the tangents is the same
-    real curve;  // derivative of the tangent by scale * q.k, or by the bias
+    real slope;  // d score / d (scale * q.k) = d tangent / d (tangent of scale * q.k); BY_BIAS: by the bias
+    real curve;  // d tangent / d (scale * q.k), or by the bias
   };
 
-  // Score of query i and key j from q.k, with its tangent from that of q.k, before the score_mod.
+  // Score of query i and key j before the score_mod, with its tangent, from q.k and its tangent.
   template <bool BY_BIAS>
   __device__ Moved unmodified_moved(real product, real tproduct, int i, int j, bool& hidden) const {
     Moved x = {scale * product, scale * tproduct, 1, 0};
@@ -105,7 +105,7 @@ struct Score {
     return x;
   }
 
-  // Score of query i and key j from q.k, with its tangent from that of q.k.
+  // Score of query i and key j with its tangent, from q.k and its tangent.
   template <bool BY_BIAS = false>
   __device__ Moved moved(real product, real tproduct, int i, int j) const {
     bool hidden = false;
@@ -122,8 +122,9 @@ struct Score {
     return x;
   }
 
-  // Turns the gradients of the score and of its tangent into those of scale * q.k and of its tangent, in place; or into
-  // those of the bias and its tangent. Both are 0 for a hidden score, whose slope may be NaN.
+  // Replaces ds and dts, the gradients of a score and of its tangent, by the gradients of scale * q.k and of its
+  // tangent or, if x is by the bias, of the bias and its tangent. For a hidden score ds and dts are 0, and x.slope may
+  // be NaN.
   __device__ static void second_gradient(real& ds, real& dts, const Moved& x) {
     if (ds == 0 && dts == 0) return;
     if constexpr (SOFTCAP || SCORE_MOD) {

@@ -24,7 +24,7 @@ struct TileRows {
   int aligned;  // Operand::aligned
 
   __device__ T* operator()(int row) const { return data + (long long)(first + row) * stride; }
-  __device__ bool has(int position) const { return true; }  // as in PagedTileRows, where a page may not exist
+  __device__ bool has(int position) const { return true; }  // in PagedTileRows a page may not exist
 };
 
 // The rows of one head of a tensor; tile(first) returns those from position `first`.
@@ -118,7 +118,7 @@ struct Sequence {
   }
 #endif
 
-  // The address of this sequence's row 0 in a tensor with the rows of q; keys(): in one with the rows of k.
+  // The address of this sequence's row 0 in a tensor whose rows are queries; keys(): in a tensor whose rows are keys.
   template <typename T>
   __device__ T* queries(const Operand& x, int head) const {
     return (T*)x.data + (PACKED ? 0 : batch * x.batch) + head * x.head + q_start * x.row;
@@ -140,7 +140,7 @@ struct Sequence {
   __device__ KeyRows<T> key_rows(const Operand& x, int kv_head) const {
     return {blocks, (T*)x.data + kv_head * x.head + (PAGED ? 0 : blocks.row() * x.batch), x.batch, x.row, x.aligned};
   }
-  // The keys of a range that are in memory: none of a sequence that has no valid row of a contiguous cache.
+  // The keys of a range that are in memory: none if the sequence has no valid row of a contiguous cache.
   __device__ Range readable(Range keys) const { return blocks.exists() ? keys : Range{0, 0}; }
 #else
   template <typename T>

@@ -7,7 +7,7 @@
 // other, are the iteration space.
 //
 //   equal runs   block c computes the iterations [c * run, (c + 1) * run). An output tile may begin and end inside a
-//                run, so every block writes at most two partial results: those of its first and of its last tile
+//                run, so every block writes at most two partial results: of its first and of its last tile
 //   SPLIT_SIZE   an iteration is a piece of SPLIT_SIZE keys, which ends at a multiple of SPLIT_SIZE and has a partial
 //                result of its own. The pieces of a row and their order depend only on its own sequence
 //   cluster      the blocks of a cluster divide the iterations of one output tile into equal runs (mma/parts.cuh)
@@ -16,14 +16,14 @@
 #include "ptx.cuh"
 
 constexpr int ITERATION_KEYS = SPLIT_SIZE ? SPLIT_SIZE : BLOCK_KV;  // keys of one iteration
-constexpr int SHORTEST_RUN = SPLIT_SIZE ? 1 : 4;  // in iterations: shorter runs cost more in the merge than they save
+constexpr int SHORTEST_RUN = SPLIT_SIZE ? 1 : 4;  // in iterations: the merge of shorter runs costs more than they save
 constexpr int PART_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;  // columns of a row of a partial result
 
 // The iterations of a sequence.
 struct Iterations {
   Range keys;  // the keys that any query sees
   int output_tiles;
-  int first;     // index of the first iteration of an output tile, if they are counted from key 0
+  int first;     // index of an output tile's first iteration, if key 0 begins iteration 0
   int per_tile;  // iterations of an output tile, at least 1
 
   __device__ Iterations(const Params& p, const Sequence& sequence, const Band& band) {
@@ -44,7 +44,7 @@ struct Iterations {
 
 struct IterationSpace {
   const Params& p;
-  int sequences;  // a packed batch has one more: the rows past its last sequence
+  int sequences;  // the rows past the last packed sequence count as one more
   int total = 0;  // iterations of all sequences
 
   // Sums the iterations of all sequences, 32 at a time, and calls seen(b, start, count) in the lane of sequence b. All
@@ -72,8 +72,8 @@ __device__ inline int sharing_blocks(const Params& p, int grid) {
   return SPLIT_SIZE ? grid : p.partial_results / 2;
 }
 
-// Index of the partial result of the part of a tile that starts at `iteration`. Without SPLIT_SIZE block `c` has two:
-// 2 c for the tile that began in an earlier block, 2 c + 1 for one that begins in its run.
+// Index of the partial result of the part of a tile that starts at `iteration`. Without SPLIT_SIZE block `c` has two
+// partial results: 2 c for a tile that began in an earlier block, and 2 c + 1 for a tile that begins in its run.
 __device__ inline int partial_result_of(int iteration, int c, bool first_of_tile) {
   return SPLIT_SIZE ? iteration : 2 * c + first_of_tile;  // @result-of-part
 }

@@ -2,15 +2,15 @@
 #pragma once
 #include "sequence.cuh"
 
-// The page numbers of two tiles in shared memory. Those of a tile are looked up while the tile before it is computed,
-// each by one thread. Without pages all of it compiles to nothing.
+// The page numbers of two tiles in shared memory. While a tile is computed, the pages of the next tile are looked up,
+// each by one thread. Without pages this struct compiles to nothing.
 struct TilePages {
   static constexpr int EACH = (BLOCK_KV + THREADS - 1) / THREADS;  // pages that a thread looks up
 
   const Sequence& sequence;
   int (&smem)[2][BLOCK_KV];
   int looked_up[EACH];
-  int slot = 0;  // slot of the tile whose pages are looked up
+  int slot = 0;  // slot for the pages that are looked up next
 
   // Looks up the pages of the tile at `start`; -1, without a look-up, if no key of a page is in `keys`.
   __device__ void look_up(int start, Range keys) {

@@ -16,14 +16,14 @@ template <int SIZE, Order ORDER, typename Classify>
 struct Walk {
   static constexpr int STEP = ORDER == Order::LAST_TO_FIRST ? -SIZE : SIZE;
 
-  Range unmasked;  // positions that only the mask_mod may mask: the band hides no pair of theirs
+  Range unmasked;  // positions of which the band hides no pair; a mask_mod may hide some
   Range visible;   // positions to load: the band hides all others from the block
   int first;       // start of the first tile
   int start;       // start of the current tile
   Classify classify;
   unsigned int may_see = 0;   // bit n: the tile n steps ahead may have a visible pair
-  unsigned int may_hide = 0;  // bit n: it may have a hidden pair
-  int candidates = 0;         // number of valid bits
+  unsigned int may_hide = 0;  // bit n: the tile n steps ahead may have a hidden pair
+  int candidates = 0;         // number of valid bits of the two masks
 
   __device__ Walk(Range unmasked, Range visible, Classify classify)
       : unmasked(unmasked), visible(visible), first(visible.begin / SIZE * SIZE), start(first), classify(classify) {
@@ -71,7 +71,7 @@ struct Walk {
     int last = start + (tiles - 1) * STEP;  // @last-tile-of-range
     return {max(min(start, last), first), min(max(start, last) + SIZE, visible.end)};
   }
-  // Restricts the walk to positions within `limits`, the first of which starts a tile.
+  // Restricts the walk to positions within `limits`, which begin at the start of a tile.
   __device__ void clip(Range limits) {
     static_assert(ORDER == Order::FIRST_TO_LAST, "the last tile is not clipped");
     start = max(start, limits.begin);
@@ -113,7 +113,7 @@ struct ClassifyQueries {
 };
 
 // The key tiles of a query tile. Kernels with an online softmax visit the last tile first, which is the one that a
-// causal mask cuts. masked() is about `queries`, which may be a part of the block's.
+// causal mask cuts. masked() answers for `queries`, which may be a part of the block's queries.
 template <Order ORDER>
 struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
   __device__ KvTiles(const Band& band, int head, int q_start, Range queries)
@@ -130,8 +130,8 @@ struct KvTiles : Walk<BLOCK_KV, ORDER, ClassifyKeys> {
   }
 };
 
-// The query tiles of a key tile, head after head of the GQA group. masked() is about `keys`, which may be a part of the
-// block's.
+// The query tiles of a key tile, head after head of the GQA group. masked() answers for `keys`, which may be a part of
+// the block's keys.
 struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
   int head;
   int head_end;
@@ -148,7 +148,7 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
 
   __device__ static Range visible_queries(const Band& band, int kv_start) {
     int kv_stop = min(kv_start + BLOCK_KV, band.kv_len);
-    // A window between two positions of a shard (band.high < band.low) has no pair.
+    // In a striped shard a narrow window may lie between two positions (band.high < band.low): then no pair is visible.
     return {band.q_begin(kv_start), kv_start < kv_stop && band.low <= band.high ? band.q_end(kv_stop) : 0};
   }
   __device__ bool valid() const { return head < head_end; }
@@ -156,7 +156,7 @@ struct QTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
     Walk::next();
     skip_heads();
   }
-  // Past the last tile of a head, moves to the first one of the next head that has any.
+  // Past the last tile of a head, moves to the first tile of the next head that has a visible tile.
   __device__ void skip_heads() {
     while (start >= visible.end) {
       start = first;

@@ -26,7 +26,7 @@ if not os.access(os.path.expanduser("~"), os.W_OK) and "CUPY_CACHE_DIR" not in o
     os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupy-")
     atexit.register(shutil.rmtree, os.environ["CUPY_CACHE_DIR"], ignore_errors=True)
 
-# Set before jax first looks for devices: the tests of sharded arrays need four.
+# Four devices for the tests of sharded arrays; jax reads this when it first looks for devices.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 
 for tier, examples in (("default", 64), ("exhaustive", 200)):
@@ -184,7 +184,7 @@ def watch():
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The directions that our backends have run, in order: a list of "forward" and "backward"."""
+    """Return a list to which each run of a backend adds "forward" or "backward"."""
     seen = []
 
     def recorded(name, function):

@@ -27,7 +27,7 @@ SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
     "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
-# Utilization counters in percent of peak, without their suffix: SHARES lists the suffixes, active cycles first.
+# {unit: counters of its utilization}; the first counter that the GPU has is used. A suffix of SHARES completes a name.
 BUSY = {
     "tensor pipe": ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active"),
     "MUFU": ("sm__inst_executed_pipe_xu",),
@@ -44,7 +44,7 @@ BUSY = {
 }
 SHARES = (".avg.pct_of_peak_sustained_active", ".avg.pct_of_peak_sustained_elapsed")
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-NO_STALLS = ("selected", "not_selected")  # the warp issued, or was eligible to
+NO_STALLS = ("selected", "not_selected")  # not stalls: the warp issued, or was eligible but another was selected
 CONFLICTS = re.compile(r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared(_op_\w+)?\.sum")
 DURATION = "gpu__time_duration.sum"
 BOUND = 60.0  # percent: a resource at or above it is the bottleneck; below, the kernel is latency-bound
@@ -52,7 +52,7 @@ SECONDS_OF_ONE = 90.0
 
 
 def run(cases: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    """Return one record per case that has a fastest tile: the counters of its kernels, or in left_out the reason."""
+    """Return one record per case that has a fastest tile: its kernels' counters, or why there are none (left_out)."""
     begin = time.monotonic()
     records = []
     for case in cases:
@@ -82,7 +82,7 @@ def _profiled(case: dict[str, Any], tile: str) -> list[dict[str, Any]]:
     arguments = [repr(Regime.of(case)._asdict()), tile]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        # Keep the clocks of all other measurements: ncu's default is to lock them at the lower base clock.
+        # Measure at the same clocks as all other commands, because ncu by default locks them at the lower base clock.
         command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += [
             "--log-file",

@@ -37,13 +37,13 @@ def _static(options: argparse.Namespace, arguments: list[str]) -> int:
         stored = static.Result.of(json.loads(path.read_text(encoding="utf-8"))["static"])
     if options.check:
         return _report(stored.stale(problems, archs, mods_counted), "stale row", path)
-    # Store file names of the compilers without their folders; every record has the compiler's release.
+    # Store the file names of the compilers without their folders; each record has the compiler's release anyway.
     command = [Path(argument).name if argument in options.nvrtc else argument for argument in arguments]
     description = describe(command, options.jobs)
     result = replace(stored)
 
     def save(**rows: Any) -> None:
-        """Write rows as soon as they are made: a run that was interrupted is continued by --update."""
+        """Write rows as soon as they are computed, so that --update continues an interrupted run."""
         write(description | {"static": replace(result, **rows).record()}, path)
 
     with progress("compile", len(libraries) * len(static.tasks(problems, archs))) as step:
@@ -63,7 +63,7 @@ def _static(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _report(reasons: list[str], noun: str, path: Path) -> int:
-    """Print why a result is not good, and return the exit status."""
+    """Print the reasons why a check fails; return the exit status: 1 if there are any, else 0."""
     for reason in reasons:
         print(reason)
     print(f"{count(len(reasons), noun)}. Full result: {path}")
@@ -90,7 +90,7 @@ def _costs(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _bounds(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Profile the regimes with a mark, in the order of MARKS, alternating between the sweeps."""
+    """Profile the regimes of MARKS, in its order; the forward and backward sweeps alternate."""
     cases_by_sweep = []
     for path in filter(Path.is_file, options.sweeps):
         cases = {case["regime"]: case for case in json.loads(path.read_text(encoding="utf-8"))["cases"]}

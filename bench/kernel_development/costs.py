@@ -25,8 +25,8 @@ from cupy_flash.problem.records import Problem
 from ..gpu import Regime, fastest, kind, our_tflops
 from ..report import NOTHING, Table
 
-# Cost models by engine and, for wgmma, direction or fp8: the module with `seconds`, and its constants that a GPU
-# measurement has to calibrate. CLOCK scales all of them.
+# {engine, for wgmma with the direction or "fp8": (module of the cost model `seconds`, those of its constants that a GPU
+# measurement has to calibrate)}. CLOCK scales the time of all of them.
 CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "mma": (mma, ("CLOCK", "MULTIPLY_ADDS_OF_SERVERS", "SHARED_BYTES", "CACHE_BYTES", "INSTRUCTIONS", "LATENCY")),
     "simt": (simt, ("FMA_PER_SECOND",)),
@@ -37,7 +37,7 @@ CONSTANTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "wgmma fp8": (forward_fp8, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "STEP", "BLOCK")),
     "wgmma backward": (backward, ("CLOCK", "MULTIPLY_ADDS", "EXPONENTIALS", "INSTRUCTIONS", "STEP", "BLOCK")),
 }
-# Fields of Regime that are also arguments of ahead.problems.
+# The fields of Regime that ahead.problems takes as arguments.
 PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "causal", "backward", "deterministic")
 ROUNDS, NUDGE = 60, 1e-3
 LEAST_DAMPING = 1e-6  # keeps the normal equations regular if no observation depends on a constant
@@ -70,7 +70,7 @@ def choices(cases: Iterable[dict[str, Any]]) -> Table:
 
 
 def predictions(cases: Iterable[dict[str, Any]]) -> Table:
-    """Return measured over predicted time, grouped by kind of tile (its name without sizes) and by size."""
+    """Return measured time / predicted time, grouped by kind of tile (its name without sizes) and by size."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for case in cases:
         direction = "backward" if case["backward"] else "forward"
@@ -113,7 +113,7 @@ def constants(cases: Sequence[dict[str, Any]], card: dict[str, Any]) -> Table:
     return Table("Constants of the cost models", columns, rows)
 
 
-Observation = tuple[Any, int, Any, Any, float]  # problem, (query, key) pairs, device, tile, measured seconds
+Observation = tuple[Any, int, Any, Any, float]  # problem, visible (query, key) pairs, device, tile, measured seconds
 
 
 def _observations(cost: str, case: dict[str, Any], card: dict[str, Any]) -> list[Observation]:
@@ -148,7 +148,7 @@ def problem_of(regime: Regime, engine: str) -> Problem:
 def fitted(module: ModuleType, written: dict[str, float], observations: Sequence[Observation]) -> dict[str, float]:
     """Fit the constants by least squares in log space (Levenberg-Marquardt).
 
-    A constant on which no observation depends keeps about its written value.
+    A constant that affects no observation stays close to its written value.
     """
     start = np.log(list(written.values()))
 

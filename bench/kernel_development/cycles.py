@@ -52,13 +52,13 @@ class Instruction(NamedTuple):
 
     opcode: str
     unit: str
-    interval: int  # clocks for which it occupies its unit
+    interval: int  # clocks for which the instruction occupies its unit
     writes: tuple[str, ...]
     reads: tuple[str, ...]
-    product: int  # clocks of the tensor cores
+    product: int  # clocks for which the tensor cores compute it
     commits: bool  # the last wgmma of its group
-    pending: int | None  # a wait: at most this many groups may be pending after it
-    arrives: bool  # at a named barrier without waiting for it
+    pending: int | None  # of a wait: the number of groups that may still be pending after it
+    arrives: bool  # arrives at a named barrier without waiting
 
 
 def decode(text: str) -> Instruction:
@@ -93,7 +93,7 @@ def columns_of(wgmma: str) -> int:
 
 
 def tensor_clocks(loop: Sequence[str]) -> int:
-    """Return the clocks that the tensor cores compute for one iteration of one warpgroup."""
+    """Return the clocks for which one iteration of one warpgroup occupies the tensor cores."""
     return sum(columns_of(text) // 2 for text in loop if sass.opcode(text) in PRODUCTS)
 
 
@@ -101,7 +101,7 @@ def shared_bytes(text: str) -> int:
     """Return the bytes of shared memory that one instruction of a warpgroup reads or writes."""
     opcode = sass.opcode(text)
     if opcode in PRODUCTS:
-        a_rows = 0 if re.search(r"\sR\d+, R\d+, gdesc", text) else 64  # A is in registers or in shared memory
+        a_rows = 0 if re.search(r"\sR\d+, R\d+, gdesc", text) else 64  # no reads of A if it is in registers
         return (a_rows + columns_of(text)) * 32  # 32 bytes along K
     return WARPS * WAVEFRONTS.get(opcode, 0) * SHARED_BYTES
 
@@ -113,7 +113,7 @@ class _Warp:
         self.position, self.iterations, self.stalled = 0, 0, start
         self.readable: dict[str, int] = {}
         self.groups: deque[list[int]] = deque()  # [unfinished wgmma, committed] of each group, oldest first
-        self.arrived = False  # at the named barrier of its current instruction
+        self.arrived = False  # has arrived at the named barrier of its current instruction
         self.starts: list[int] = []  # clock at which each iteration starts
 
     def advance(self, length: int, clock: int) -> None:
@@ -133,10 +133,11 @@ class _SubPartition:
         self.warps = [_Warp(stagger * number) for number in range(warpgroups)]
         self.last = 0  # the warp that issued last
         self.free: dict[str, int] = {}  # clock from which a unit accepts an instruction
-        # The tensor cores: clocks and group of each wgmma in the queue; end and group of the one that they execute.
+        # Of the tensor cores: (clocks, group) of each wgmma in the queue, and (end, group) of the wgmma being executed.
         self.queue: deque[tuple[int, list[int]]] = deque()
         self.running: tuple[int, list[int]] | None = None
-        # Named barriers: warps that have arrived; in a ping-pong the turns that each warp may take.
+        # Of named barriers: the number of warps that have arrived and, in a ping-pong, the turns that each warp may
+        # take.
         self.arrivals = 0
         self.ping_pong = any(instruction.arrives for instruction in code)
         self.turns = [int(number == 0) for number in range(warpgroups)]
@@ -151,7 +152,7 @@ class _SubPartition:
             self.running = clock + clocks, group
 
     def issue(self, clock: int, iterations: int) -> None:
-        """Issue the instruction of the first warp that can, starting after the one that issued last."""
+        """Issue the instruction of the first warp that can issue; the search starts after the last warp that did."""
         for number in (*range(self.last + 1, len(self.warps)), *range(self.last + 1)):
             warp = self.warps[number]
             if warp.iterations >= iterations or warp.stalled > clock:
@@ -166,7 +167,7 @@ class _SubPartition:
                 return
 
     def _starts(self, number: int, instruction: Instruction, clock: int) -> bool:
-        """Start an instruction of a warp whose operands are readable; return whether its unit or event allows it."""
+        """Start an instruction whose operands are readable; return False if it must wait for its unit or event."""
         warp = self.warps[number]
         if instruction.product:
             return self._enters_queue(warp, instruction)
@@ -194,7 +195,7 @@ class _SubPartition:
         return True
 
     def _takes_turn(self, number: int, barrier: Instruction) -> bool:
-        """Pass the turn to the next warp, or take one that was passed to this warp."""
+        """Execute a ping-pong barrier: an arrive gives the next warp a turn, a sync takes this warp's turn."""
         if barrier.arrives:
             self.turns[(number + 1) % len(self.warps)] += 1
             return True

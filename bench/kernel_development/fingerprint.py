@@ -37,7 +37,7 @@ OF_THE_COMPILER = re.compile(
 
 
 def fingerprint(*launches: Launch) -> str:
-    """Return the fingerprint of kernels: of their texts with constants, threads and shared memory."""
+    """Return the fingerprint of kernels, computed from their texts, constants, threads and shared memory."""
     parts = []
     for each in launches:
         text = assemble(each.kernel, dict(each.constants), dict(each.headers))
@@ -89,7 +89,7 @@ def _used(text: str) -> str:
 
 
 def _constants_read(config: str, text: str) -> str:
-    """Return the definitions of config.cuh whose names the text has."""
+    """Return the definitions of config.cuh whose names occur in the text."""
     read = set(re.findall(IDENTIFIER, text))
     lines = []
     for line in config.splitlines():

@@ -12,7 +12,7 @@ from ..report import NOTHING, Table
 
 
 class Mark(NamedTuple):
-    """Targets for ratios of our speed to another: a first set, and the goal.
+    """Targets of a regime, as ratios of our speed to another speed: `first` is to be reached first, `goal` later.
 
     "best" is the ratio to the fastest other implementation in the same process, "mm" to torch.matmul bf16, "own" to our
     own non-deterministic backward, "fma" to the card's peak fp32 FMA rate.
@@ -82,7 +82,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, Any]) -> dict[str, float]:
-    """Return the ratios of our fastest tile that the sweep has data for."""
+    """Return the ratios of our fastest tile's speed (see `Mark`) for which the sweep has the data."""
     case = cases[regime.name]
     best = fastest(case)
     if best is None:
@@ -96,7 +96,8 @@ def ratios(regime: Regime, cases: dict[str, dict[str, Any]], device: dict[str, A
         measured["fma"] = speed / (2 * FMA_OF_CLOCK * device["multiprocessors"] * clock["median"] * 1e-6)
     unordered = cases.get(regime._replace(deterministic=False).name)
     if regime.deterministic and unordered and (tile := fastest(unordered)):
-        # Each relative to the matmul of its own process: the two may have run at different clocks.
+        # Each speed is relative to the matmul of its own process, because the two processes may have run at different
+        # clocks.
         measured["own"] = measured["mm"] / (unordered["tflops"][tile] / unordered["matmul_tflops"])
     return measured
 

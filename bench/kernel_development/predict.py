@@ -6,13 +6,13 @@ Two speeds result: that of consumer warpgroups that overlap each other perfectly
 overlap at all, each of which runs its step alone. The speeds that FlashAttention-3's authors publish are .61 times what
 the model finds for their SASS with overlap, with a standard deviation of .05 over nine kernels; they are .6 to 1.3
 times what it finds without. The prediction is therefore `SPEED_OF_OVERLAP` times the speed with overlap, with `ERROR`.
-A GPU decides (bench/gpu_queue.md).
+Only a GPU can confirm it (bench/gpu_queue.md).
 
 A work tile costs TILE_OVERHEAD steps more than its mainloop has: the first load and product and the last ones overlap
 nothing. Work is spread evenly over the SMs. With these two rules FlashAttention-3's published speeds at D 128 from 512
 to 16384 tokens follow from one speed of its step, within 15 % (tests/bench/test_predict.py). Blocks of a deterministic
 backward also wait for their turns (`semaphore.py`). The clock under load and the backward's traffic to dQ are not
-modelled: `SPEED_OF_OVERLAP` has their mean.
+modelled: `SPEED_OF_OVERLAP` includes their mean effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ TILE_OVERHEAD = 1.5  # steps
 ARCH = "sm_90a"
 DTYPES = ("float16", "bfloat16", FP8)
 KERNELS = ("forward", "forward_fp8", "backward")
-# FlashAttention-3's published speed over that of its SASS with overlap: mean and standard deviation over its kernels.
+# FlashAttention-3's published speed divided by the speed that the cycle model finds with overlap: mean and standard
+# deviation over its kernels.
 _RATIOS = [each.published / each.overlapping for each in FLASH_ATTENTION_3_MAINLOOPS.values() if each.published]
 SPEED_OF_OVERLAP, ERROR = mean(_RATIOS), pstdev(_RATIOS)
 
@@ -53,12 +54,12 @@ class Step(NamedTuple):
     """One iteration of a mainloop: clocks that each resource of an SM needs, and clocks by the cycle model."""
 
     resources: dict[str, float]
-    overlapping: float  # clocks with all consumer warpgroups at the same time
-    alone: float  # clocks with one consumer warpgroup after the other
+    overlapping: float  # clocks if all consumer warpgroups run at the same time
+    alone: float  # clocks if one consumer warpgroup runs after the other
 
 
 def step(loop: list[str], warpgroups: int, loaded_bytes: int) -> Step:
-    """Model a step: the SASS of one warpgroup, the number of them, and the bytes that TMA writes to shared memory."""
+    """Model a step: `warpgroups` consumers each execute `loop` while TMA writes loaded_bytes to shared memory."""
     opcodes = list(map(sass.opcode, loop))
     exps = sum(opcode in sass.CLASSES["exp"] for opcode in opcodes)
     resources = {
@@ -78,16 +79,16 @@ class Prediction(NamedTuple):
     kernel: str
     tile: tuple[int, int, int]
     fingerprint: str
-    goal: float | None  # TFLOP/s over torch.matmul, as R_mm
-    turns: float  # time in any order over time with the turns of a deterministic backward; else 1
-    r_mm: tuple[float, float]  # R_mm without overlap of warpgroups, and with
+    goal: float | None  # target of R_mm, our TFLOP/s divided by torch.matmul's
+    turns: float  # deterministic backward: time without waits for turns / time with them; else 1
+    r_mm: tuple[float, float]  # R_mm without and with overlap of warpgroups
     binding: tuple[str, str]  # the slowest resource of a step, without and with overlap
     tensor_clocks: float  # tensor-core clocks of a step
-    shared: float  # clocks of shared memory over those of the tensor cores
+    shared: float  # clocks of shared memory divided by those of the tensor cores
     mufu: float
     waits: list[sass.Wait]
     exps: int
-    instructions: tuple[int, int]  # of the steady path, and of the longest one
+    instructions: tuple[int, int]  # number on the steady path and on the longest one (see sass.Mainloop)
 
 
 def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
@@ -107,7 +108,7 @@ def predict(regimes: Iterable[Regime], progress: Progress) -> list[Prediction]:
         loaded = (block_q if regime.backward else block_kv) * dims * problem_of(regime, "wgmma").dtype.itemsize
         modelled = step(mainloop.steady, threads // 128 - 1, loaded)
         tensor = modelled.resources["tensor cores"]
-        # In a tie the resource comes first, rather than the waits that it causes.
+        # Resources come first, because in a tie max() must name the resource, not the waits that it causes.
         clocks = modelled.resources | {"waits": modelled.overlapping}
         together = max(clocks, key=clocks.__getitem__)
         without = "one warpgroup's chain" if modelled.alone > clocks[together] else together
@@ -144,14 +145,14 @@ def launch_of(regime: Regime) -> Launch:
 
 
 def stale(stored: Sequence[dict[str, Any]], regimes: Sequence[Regime]) -> list[str]:
-    """Return the names of the rows that a prediction of these regimes would make anew or leave out."""
+    """Return a line for each stored row that is outdated or missing, or whose regime is not among these."""
     rows = {each["regime"]: each["fingerprint"] for each in stored}
     today = {regime.name: fingerprint(launch_of(regime)) for regime in regimes}
     return [f"stale: {name}" for name in today | rows if rows.get(name) != today.get(name)]
 
 
 def steps(regime: Regime, block_q: int, block_kv: int) -> float:
-    """Return the mainloop steps of all work tiles of a regime, their overhead included."""
+    """Return the number of mainloop steps of all work tiles of a regime, plus TILE_OVERHEAD steps per work tile."""
     fixed, visited = (block_kv, block_q) if regime.backward else (block_q, block_kv)
     per_head = 0.0
     for start in range(0, regime.seqlen, fixed):
@@ -164,7 +165,7 @@ def steps(regime: Regime, block_q: int, block_kv: int) -> float:
 
 
 def r_mm(regime: Regime, clocks: float) -> float:
-    """Return the speed over torch.matmul of a regime that takes `clocks` clocks of an SM in total."""
+    """Return the R_mm (speed / torch.matmul's) of a regime whose work takes `clocks` clocks of one SM in total."""
     seconds = clocks / (device.named(ARCH, "cuda").units * CLOCK)
     return regime.flops / seconds / (MATMUL_TFLOPS * 1e12)
 

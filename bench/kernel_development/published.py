@@ -27,14 +27,14 @@ class Mainloop(NamedTuple):
     """The steady loop of FlashAttention-3's sm_90a cubins, at 16384 tokens."""
 
     tile: tuple[int, int]
-    instructions: float  # of a thread for one score
-    alone: int  # TFLOP/s in cycles.py, without overlap of consumer warpgroups
-    overlapping: int  # and with
-    published: int | None  # TFLOP/s that its authors publish; of the backward of D 256 on an H200, else on an H100
+    instructions: float  # SASS instructions of a thread per score
+    alone: int  # TFLOP/s that cycles.py finds without overlap of consumer warpgroups
+    overlapping: int  # TFLOP/s that it finds with overlap
+    published: int | None  # TFLOP/s by its authors, on an H100 (backward of D 256: on an H200)
 
 
 # (fp8, backward, head dimension, causal): the cubins of xformers 0.0.32.post2 (CUDA 12.8) and, for fp8, flash_attn3_jax
-# 0.2.3 (CUDA 12.4), disassembled by nvdisasm 13.5. The published speed of fp8 is that of arXiv 2407.08608, figure 7.
+# 0.2.3 (CUDA 12.4), disassembled by nvdisasm 13.5. The published speed of fp8 is from arXiv 2407.08608, figure 7.
 FLASH_ATTENTION_3_MAINLOOPS = {
     (False, False, 64, False): Mainloop((192, 192), 6.44, 424, 829, 497),
     (False, False, 64, True): Mainloop((192, 128), 6.52, 408, 874, 473),

@@ -25,7 +25,7 @@ CLASSES = {
 
 
 def disassembler() -> str:
-    """Return the path of nvdisasm; FileNotFoundError says what to install if there is none."""
+    """Return the path of nvdisasm; if it is not found, the FileNotFoundError says what to install."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     path = find_nvidia_binary_utility("nvdisasm")
@@ -154,7 +154,7 @@ def _best_round(
     back: int,
     worth: Callable[[str], tuple[int, int, int]],
 ) -> list[str]:
-    """Return the path from `head` to `back` with the lexicographically greatest sum of the worth of its opcodes."""
+    """Return the path from `head` to `back` whose summed `worth` of opcodes is the greatest in lexicographic order."""
     best: dict[int, tuple[int, ...]] = {head: (0, 0, 0)}
     predecessor: dict[int, int] = {}
     for n in range(head, back):
@@ -163,7 +163,7 @@ def _best_round(
         instruction = instructions[n]
         name = opcode(instruction)
         value = tuple(map(add, best[n], worth(name)))
-        diverges = instruction.startswith("BRA.DIV")  # taken only if the lanes of a warp have diverged: no steady path
+        diverges = instruction.startswith("BRA.DIV")  # taken only by diverged lanes, so not on the steady path
         branch_target = None if diverges else target(instruction, labels)
         branches_always = name == "BRA" and not diverges and not re.match(r"@|BRA\S* !?U?P", instruction)
         successors = [] if branches_always or name in ("EXIT", "RET") and "@" not in instruction else [n + 1]

@@ -1,4 +1,4 @@
-"""A model of the semaphores of a deterministic backward: its time without and with waits of blocks for each other.
+"""A model of how much the semaphores of a deterministic backward, by which blocks wait for each other, slow it down.
 
 Every block adds to the tiles of dQ that it visits after the blocks of higher keys (kernels_cu/wgmma/backward.cuh).
 Blocks start in the order in which they draw their keys, each on the SM that is free first, and a step takes the same
@@ -13,17 +13,17 @@ import numpy as np
 
 from ..gpu import Regime
 
-# Clocks from the release of a turn until the consumers of the block that waits for it may add, and from there until
-# they have added and the turn is released.
+# WAIT: clocks from the release of a turn until the consumers of the waiting block may add to dQ. PASS: clocks from then
+# until they have added and the block releases the next turn.
 WAIT, PASS = 1000, 1300
-GROUP_BLOCKS = 256  # blocks of a group of heads, as in the kernel
+GROUP_BLOCKS = 256  # heads are processed in groups with about this many blocks, as in the kernel
 
 
 def efficiency(regime: Regime, block_q: int, block_kv: int, clocks: float, overhead: float, units: int) -> float:
-    """Return the time of a backward in any order over that of a deterministic one with the same steps.
+    """Return the time of a non-deterministic backward divided by that of a deterministic one with the same steps.
 
-    A step takes `clocks` clocks, the start of a block `overhead` steps. In any order the first keys, which most
-    queries see under a causal mask, start first.
+    A step takes `clocks` clocks, the start of a block as long as `overhead` steps. A non-deterministic backward starts
+    with the first keys, which most queries see under a causal mask.
     """
     in_any_order = _clocks(regime, block_q, block_kv, clocks, overhead, units, deterministic=False)
     return in_any_order / _clocks(regime, block_q, block_kv, clocks, overhead, units, deterministic=True)

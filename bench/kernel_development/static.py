@@ -61,7 +61,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "bf16 D 64": dict(dtype="bfloat16", head_dim=64, engine="simt"),
     "bf16 D 64 all options": dict(dtype="bfloat16", head_dim=64, engine="simt") | EVERY_OPTION,
     "fp64 D 64 all options": dict(dtype="float64", head_dim=64) | EVERY_OPTION,
-    # Derivatives in a direction of q, k and v.
+    # JVP and double backward, with tangents of q, k and v.
     "fp32 D 64 derivatives": dict(dtype="float32", head_dim=64, tangents=QKV),
     "fp32 D 128 derivatives": dict(dtype="float32", head_dim=128, tangents=QKV),
     "fp64 D 64 derivatives": dict(dtype="float64", head_dim=64, tangents=QKV),
@@ -71,7 +71,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp16 D 64 derivatives": dict(dtype="float16", head_dim=64, tangents=QKV),
     "fp16 D 64 derivatives, all options": dict(dtype="float16", head_dim=64, tangents=QKV) | EVERY_OPTION,
     "fp16 D 128 derivatives": dict(dtype="float16", head_dim=128, tangents=QKV),
-    # Tensor cores. bf16 differs in two instructions only, and sm_75 does not have it.
+    # Tensor cores, in fp16 only: bf16 kernels differ in two instructions, and sm_75 has no bf16.
     "fp16 D 64": dict(dtype="float16", head_dim=64, engine="mma"),
     "fp16 D 96": dict(dtype="float16", head_dim=96, engine="mma"),
     "fp16 D 128": dict(dtype="float16", head_dim=128, engine="mma"),
@@ -79,7 +79,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp16 D 256": dict(dtype="float16", head_dim=256, engine="mma"),
     "fp16 D 64 all options": dict(dtype="float16", head_dim=64, engine="mma") | EVERY_OPTION,
     "fp16 D 128 all options": dict(dtype="float16", head_dim=128, engine="mma") | EVERY_OPTION,
-    # Decodes on KV caches, contiguous and paged, with every number of rows of a tile.
+    # Decodes on contiguous and paged KV caches, with tiles of 16, 32 and 64 rows.
     "KV cache fp16 D 64": dict(dtype="float16", head_dim=64, cache=True),
     "KV cache fp16 D 128": dict(dtype="float16", head_dim=128, cache=True),
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
@@ -113,8 +113,8 @@ SCARCE = (
     "KV cache fp16 D 64", "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128",
     "Hopper fp16 D 256", "Hopper fp16 D 128 all options", "Hopper e4m3 D 64", "Hopper e4m3 D 128", "Hopper e4m3 D 256",
 )  # fmt: skip
-MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions whose steps are counted
-STEP_LENGTH, STEP_HEADS = 4096, 64  # the problem whose tile steps are counted
+MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions with counted steps
+STEP_LENGTH, STEP_HEADS = 4096, 64  # sequence length and heads of the problem whose steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
 TILE_CONSTANTS = (
     "THREADS",
@@ -128,7 +128,7 @@ TILE_CONSTANTS = (
     "SHARES",
     "DQ_IN_BULK",
 )
-LIMIT = 1.10  # upper limit for bytes moved over the minimum that the tiles need
+LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ class Sass:
     """The machine code of one mainloop iteration."""
 
     per_score: dict[str, float]  # thread instructions of the steady path per score, by class
-    longest: float  # all those of the longest path
+    longest: float  # thread instructions of the longest path per score, of all classes
     waits: list[sass.Wait]  # waits of the steady path, each with the exponentials that overlap the tensor cores
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Sass:
-        """Return a stored record."""
+        """Return the Sass of a stored record."""
         return cls(**record | {"waits": [sass.Wait(*wait) for wait in record["waits"]]})
 
 
@@ -178,7 +178,7 @@ class Step:
     fingerprint: str
     per_score: dict[str, float]  # thread instructions per score, by class
     bank_conflicts: int  # excess shared-memory wavefronts of the launch
-    bytes_over_least: float | None  # global bytes of the launch over their minimum; None if options read arrays
+    bytes_over_least: float | None  # global bytes of the launch / their minimum; None if options read arrays
     sass: Sass | None  # None for simt
 
     @property
@@ -232,7 +232,7 @@ class Result:
     def stale(self, problems: Sequence[str], archs: Sequence[str], mods: Sequence[str]) -> list[str]:
         """Compare with the kernels that plans of these problems and mods choose today, and name rows that differ.
 
-        There is a row of every kernel and compiler.
+        A result has one row per kernel and compiler.
         """
         return [
             *self._stale_kernels(problems, archs),
@@ -260,13 +260,13 @@ class Result:
                 yield from _differences(f"NVRTC {compiler}", rows, today)
 
 
-# The columns of a stored kernel: those of the kernel, and those that it has from each compiler.
+# The columns of a stored kernel: OF_KERNEL do not depend on the compiler; OF_COMPILER are stored once per compiler.
 OF_KERNEL = ("problem", "kernel", "tile", "arch", "fingerprint", "shared_bytes")
 OF_COMPILER = ("registers", "spills", "cubin_bytes", "seconds", "warnings")
 
 
 def _differences(kind: str, stored: Mapping[Any, str], today: Mapping[Any, str]) -> list[str]:
-    """Return a line for each row that only one of the two has; both are {key with the fingerprint: name}."""
+    """Return a "stale" line for each row that only `stored` or only `today` has, {key with fingerprint: name}."""
     names = [name for key, name in {**today, **stored}.items() if (key in today) != (key in stored)]
     return [f"stale, {kind}: {name}" for name in dict.fromkeys(names)]
 
@@ -358,7 +358,8 @@ def _of_a_tune(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch,
             continue
         pages = None if problem.cache.page is None else 16
         problem = problem._replace(cache=problem.cache._replace(page=pages))
-        # Slots and blocks of a cluster change no register, so each number of rows is compiled with the most of them.
+        # The numbers of pipeline slots and of blocks in a cluster do not affect registers, so only their maxima are
+        # compiled.
         deepest = {(tile.rows, tile.tma): tile for tile in mma_decode.choices(problem, gpu) if tile.form}
         for tile in deepest.values():
             launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function == "decode")
@@ -367,7 +368,7 @@ def _of_a_tune(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch,
 
 
 def _problems(tangents: tuple[str, ...] = (), **config: Any) -> list[Problem]:
-    """Return the problems of calls with these arguments of compile(), or their derivatives in a direction."""
+    """Return the problems of calls with these arguments of compile() or, with `tangents`, of their derivatives."""
     problems = ahead.problems(**config)
     if not tangents:
         return problems
@@ -409,13 +410,13 @@ class Counted(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of the kernel, and whether it adds to dQ or does so in order."""
+        """The name of the kernel, with " + dQ" if it adds to dQ, and ", in order" if it does so in a fixed order."""
         added = " + dQ" if self.launch.function == "backward_kv" and _adds_dq(self.launch) else ""
         return self.launch.kernel + added + ", in order" * _in_order(self.launch)
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of this kernel in messages."""
         return f"{self.label}, {self.problem}, tile {size(self.launch.tile)}"
 
 
@@ -423,10 +424,12 @@ def counted(problems: Iterable[str], archs: Iterable[str] = STEP_ARCHS) -> list[
     """Return the kernels that plans choose for long problems and whose tile steps are counted."""
     found: dict[tuple[Any, ...], Counted] = {}
     for arch, name in itertools.product(archs, problems):
-        # tests/serving counts the bytes that a decode reads, tests/kernels the instructions of derivatives.
+        # Not counted here: tests/serving counts the bytes that a decode reads, tests/kernels the instructions of
+        # derivatives.
         if step_arch(name) != arch or PROBLEMS[name].keys() & {"cache", "tangents"}:
             continue
-        # A deterministic backward has other kernels only if dQ has a kernel of its own or blocks add to it in order.
+        # A deterministic backward differs only in dQ: a separate kernel computes it, or blocks add to it in a fixed
+        # order.
         for backward, deterministic in ((False, False), (True, False), (True, True)):
             if backward and not PROBLEMS[name].get("backward", True):
                 continue
@@ -460,12 +463,12 @@ def count_steps(
 
 
 def _in_order(launch: Launch) -> bool:
-    """Return whether blocks add to dQ in an order."""
+    """Return whether blocks add to dQ in a fixed order, as in a deterministic backward."""
     return bool(dict(launch.constants).get("DQ_IN_ORDER"))
 
 
 def _adds_dq(launch: Launch) -> bool:
-    """Return whether blocks add to dQ in global memory, as those of wgmma's backward always do."""
+    """Return whether blocks add to dQ in global memory, as the blocks of wgmma's backward always do."""
     return launch.function == "backward" or bool(dict(launch.constants).get("ADD_DQ"))
 
 
@@ -484,8 +487,8 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str, deterministic: bo
 def _count(counted: Counted) -> Step:
     """Simulate a launch of 2 x 2 tiles, and one with a third tile along the mainloop; the difference is one step.
 
-    The mainloop visits key tiles, or, in a backward whose blocks own keys, query tiles. Blocks that add in order poll
-    until it is their turn, which would count: there is only one.
+    The mainloop visits key tiles, or, in a backward whose blocks own keys, query tiles. A block that adds to dQ in
+    order polls until it is its turn, and the polls would be counted, so such a launch has only one block.
     """
     name, launch, arch, backward, deterministic = counted
     config, tile = PROBLEMS[name] | {"deterministic": deterministic}, launch.tile
@@ -505,8 +508,8 @@ def _count(counted: Counted) -> Step:
     added = {key: longer.by_class()[key] - base.by_class().get(key, 0) for key in longer.by_class()}
     scores = blocks * block_q * block_kv
     per_score = {key: 32 * count / scores for key, count in added.items()}
-    # An access counts its sectors or its bytes, whichever is less: lanes that read one address count once, and several
-    # instructions that share a sector count a part each. TMA boxes share no sectors.
+    # An access counts as its sectors or its bytes, whichever is less: lanes that read the same address then count once,
+    # and instructions that share a sector each count the part that they use. TMA boxes share no sectors.
     bytes_moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
     if launch.boxes:
         bytes_moved = base.global_bytes_read + base.global_bytes_written
@@ -532,7 +535,7 @@ def _sass(launch: Launch, arch: str) -> Sass | None:
 
 
 def _least_bytes(launch: Launch, config: dict[str, Any], blocks: int) -> int:
-    """Return the minimum traffic of blocks that visit 2 tiles: resident tiles move once, visited ones once a block."""
+    """Return the minimum traffic of blocks that visit 2 tiles: own tiles move once, visited ones once per block."""
     assert launch.tile is not None
     block_q, block_kv, _ = launch.tile
     itemsize = ahead.element_dtype(config["dtype"]).itemsize
@@ -540,7 +543,7 @@ def _least_bytes(launch: Launch, config: dict[str, Any], blocks: int) -> int:
     row_stat = max(itemsize, 4)  # bytes of one lse or delta
     by_key = launch.function in ("backward_kv", "backward")
     queries, keys = (2 * block_q, blocks * block_kv) if by_key else (blocks * block_q, 2 * block_kv)
-    if launch.function in ("forward", "forward_fp8"):  # Q, O (of fp8 in bfloat16), lse; K and V
+    if launch.function in ("forward", "forward_fp8"):  # Q, O (bfloat16 if Q is fp8) and lse, then K and V
         return queries * (k + v * (1 + (itemsize == 1)) + row_stat) + blocks * keys * (k + v)
     query_bytes = queries * (k + v + 2 * row_stat)  # Q, dO, lse, delta
     if launch.function == "backward_q":
@@ -562,7 +565,7 @@ def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, leng
 
     dim_v = config.get("head_dim_v", dim)
     arrays = array(q_len, dim), array(kv_len, dim), array(kv_len, dim_v)
-    if "mask" in options:  # all options, as arrays; causal and window are off, so that no tile is skipped
+    if "mask" in options:  # pass every option that is an array; causal and window are off, so that no tile is skipped
         options |= dict(
             alibi_slopes=np.ones(1, np.float32), bias=np.zeros((q_len, kv_len), element),
             mask=np.ones((q_len, kv_len), bool), sink=np.zeros(1, element), seed=1,

@@ -26,7 +26,7 @@ from ..run import Progress
 from . import sass
 from .fingerprint import fingerprint
 
-LENGTH, HEADS = 4096, 64  # the problem whose tiles are counted
+LENGTH, HEADS = 4096, 64  # sequence length and heads of the problem whose tiles are counted
 ENGINES = {"mma": "sm_80", "wgmma": "sm_90a"}  # engine -> architecture for which its kernels are compiled
 MAINLOOPS = ("forward", "backward", "backward_q", "backward_kv")
 
@@ -41,9 +41,9 @@ MODS: dict[str, dict[str, Any]] = {
     "NATTEN": dict(mask_mod=lambda b, h, q, kv: (abs(q // 64 - kv // 64) <= 6) & (abs(q % 64 - kv % 64) <= 6)),
 }
 SPILL_DIMS = (64, 128)  # head dimensions for which kernels are compiled with every tile that a plan may choose
-# Marks (forward, backward): instructions per thread and score that a mod may add, without matrix products. The marks of
-# a mask_mod hold for tiles that it sees in full; what these add is the same for every size of tile. A dK/dV kernel of
-# mma with COLUMN_WARPS 2 (D 128) computes every score in two warps, so it adds twice what a score takes.
+# Marks (forward, backward): instructions per thread and score that a mod may add, matrix products not counted. The mark
+# of a mask_mod (FULL_TILE) holds for tiles of which it hides nothing, whatever their size. A dK/dV kernel of mma with
+# COLUMN_WARPS 2 (D 128) computes every score in two warps, so a mod adds its instructions twice.
 FULL_TILE = 1.0, 1.0
 MARKS: dict[str, dict[str, tuple[float, float]]] = {
     "mma": {"ALiBi": (4, 6), "softcap": (9, 14), "table": (6, 8)},
@@ -58,12 +58,12 @@ class Added:
     mod: str
     kernel: str
     tile: tuple[int, int, int]
-    fingerprint: str  # of the kernel, of the same kernel without the mod, and of those whose spills count
+    fingerprint: str  # see Case.fingerprint
     plain: float
     added: float  # instructions on the steady path
-    longest: float  # all instructions of the longest path, with the mod: a tile that the mask cuts
+    longest: float  # all instructions of the longest path with the mod, which a tile that the mask cuts takes
     mark: float
-    spills: int  # bytes, of the tile that spills most
+    spills: int  # bytes spilled by the tile that spills most
 
     @property
     def name(self) -> str:
@@ -78,12 +78,12 @@ class Case(NamedTuple):
     arch: str
     mark: float
     launch: Launch
-    plain: Launch  # the same tile without the mod
-    candidates: tuple[Launch, ...]  # the kernel with every tile that plans choose
+    plain: Launch  # the same kernel and tile without the mod
+    candidates: tuple[Launch, ...]  # the kernel with every tile that a plan may choose
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of all these kernels."""
+        """The fingerprint of the kernel with the mod, without it, and in all candidate tiles together."""
         return fingerprint(self.launch, self.plain, *self.candidates)
 
     @property
@@ -167,13 +167,13 @@ def _compiled(launch: Launch, arch: str) -> nvrtc.Compiled:
 
 
 def _spills(launch: Launch, arch: str) -> int:
-    """Return the bytes that a kernel spills, stored and loaded."""
+    """Return the bytes of spill stores and spill loads of a kernel."""
     resources = _compiled(launch, arch).resources[launch.function]
     return resources.spill_stores + resources.spill_loads
 
 
 def _instructions(launch: Launch, arch: str) -> tuple[float, float]:
-    """Return mainloop instructions per score, without matrix products, of the steady path and of the longest one."""
+    """Return instructions per score of the mainloop's steady and longest path, matrix products not counted."""
     assert launch.tile is not None
     block_q, block_kv, threads = launch.tile
     threads -= 128 if launch.kernel.startswith("wgmma/") else 0  # the producer warpgroup has no mainloop math

@@ -10,7 +10,7 @@ from . import sass, static, static_mods
 
 
 def tables(section: dict[str, Any]) -> list[Table]:
-    """Return the table of kernels, each the maximum over tiles and compilers, and the tables of tile steps."""
+    """Return the table of kernels, with maxima over tiles and compilers, and the tables of tile steps."""
     compiled = static.Result.of(section).kernels
     groups: dict[tuple[str, str], list[static.Kernel]] = defaultdict(list)
     for kernel in compiled:

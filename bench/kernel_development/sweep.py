@@ -40,12 +40,12 @@ from ..report import NOTHING, Table
 from .marks import MARKS
 from .published import flash_attention_3
 
-# Regimes without a mark, in order of importance. Head dimension 192 goes with Dv = 128.
+# Regimes without a mark, the most important first. With head dimension 192 the head dimension of V is 128.
 SEQLENS = (16384, 4096, 1024, 512)
 HEAD_DIMS = (128, 64, 256, 192, 96)
 HEAD_DIMS_V = {192: 128}
 APART = 2.0**-5  # tolerance relative to the largest magnitude: results that differ by more are wrong
-COMPILERS = 16  # upper limit: each process takes memory
+COMPILERS = 16  # maximum number of compiling processes, because each takes memory
 
 
 def regimes(
@@ -57,7 +57,7 @@ def regimes(
 ) -> list[Regime]:
     """Return the matching regimes: first those with a mark, then all combinations of head dimension, mask and length.
 
-    Without a dtype: bfloat16, and the fp8 regimes with a mark.
+    If no dtype is given, they are those of bfloat16, and those of fp8 that have a mark.
     """
     marked = [
         regime
@@ -144,13 +144,13 @@ def posed(regime: Regime, tensors: Inputs) -> Iterable[tuple[str, Problem, Opera
 
 
 def _reasons(engine: str, error: UnsupportedError) -> str:
-    """Return one engine's reasons from an error that lists those of all engines."""
+    """Return the reasons of one engine from an error that lists the reasons of all engines."""
     prefix = f"  - {engine}: "
     return "; ".join(line.removeprefix(prefix) for line in str(error).splitlines() if line.startswith(prefix))
 
 
 def _alike(result: Any, other: Any) -> bool:
-    """Return whether two results agree within APART; False for NaN. lse is not compared, as others return none."""
+    """Return whether two results agree within APART; False for NaN. lse is not compared: others return none."""
     pairs = zip(_numbers(result), _numbers(other), strict=False)
     return all(bool((a - b).abs().max() <= APART * b.abs().max()) for a, b in pairs)
 

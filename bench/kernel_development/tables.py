@@ -22,7 +22,7 @@ MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=nam
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
 
 
-# Files with a single section, by stem, and their tables. Files of sweeps begin with "sweep-".
+# {stem of a file with a single section: function that returns its tables}. Files of sweeps begin with "sweep-".
 WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "static": lambda result: static_tables.tables(result["static"]),
     "ring": lambda result: [ring.memory_table(result["ring"]), ring.plan_table()],
@@ -91,6 +91,6 @@ def regenerate(text: str, results: Path) -> str:
 
 
 def without_block(text: str, results: Path) -> list[str]:
-    """Return the result files without a block in a page."""
+    """Return the result files for which a page has no block."""
     stems = {stem(match["name"]) for match in MARKED.finditer(text)}
     return [path.name for path in sorted(results.glob("*.json")) if path.stem not in stems]

@@ -188,9 +188,8 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     small tiles. In a forked child, which lacks the threads of torch's pool, a region would wait for them forever. If
     the caller lets torch round the factors of fp32 products, torch's products are not exact.
     """
-    of_one_head = problem.softcap is not None or problem.score_mod or problem.mask_mod or problem.dropout
-    given = (operands.mask, operands.bias, operands.alibi_slopes)
-    if of_one_head or problem.derivative or problem.mask.left is not None or any(x is not None for x in given):
+    of_one_head = problem.is_modified or problem.dense_mask is not None or problem.mask_mod or problem.dropout
+    if of_one_head or problem.derivative or problem.mask.left is not None:
         return Products()
     arrays = (operands.q, operands.k, operands.v)
     few = problem.q_len < TORCH_QUERIES or problem.kv_len < TORCH_KEYS

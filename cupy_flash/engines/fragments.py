@@ -18,13 +18,7 @@ RESCALE_ABOVE = 8.0  # P may reach 2^8: fp16 holds 2^16, and an fp32 row sum 2^4
 ROWS = 64  # rows per block of the row kernels
 SQUARE = 16  # dq_sums.cuh: dQ is summed in squares of 16 x 16
 
-CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
 KEEPS_SCORE = tuple(feature for feature in FEATURES if feature.keeps_score)
-
-
-def is_modified(problem: Problem) -> bool:
-    """Return whether anything but a scale is applied between q.k and the softmax."""
-    return any(is_given(problem, feature) for feature in CHANGES_SCORE)
 
 
 def keeps_scores(problem: Problem) -> bool:
@@ -42,7 +36,7 @@ def fragment_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         # A JVP keeps P <= 1, because in fp16 it multiplies P by up to 2^15 (factor_scale.cuh).
         "RESCALE_ABOVE": 0.0 if problem.derivative else RESCALE_ABOVE,
         "FAST_MATH": problem.score_mod,
-        "MODIFIED": is_modified(problem) or problem.derivative != "" or not low <= problem.scale <= high,
+        "MODIFIED": problem.is_modified or problem.derivative != "" or not low <= problem.scale <= high,
     }
     return MappingProxyType(constants)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
-from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals, is_modified
+from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
@@ -302,7 +302,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     limit = LIVE[kernel]
     if problem.mods and kernel == "forward":
         limit -= LIVE_OF_MODS
-    elif is_modified(problem) or problem.dropout:
+    elif problem.is_modified or problem.dropout:
         limit -= LIVE_IN_OPTIONS
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0

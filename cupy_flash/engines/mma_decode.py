@@ -17,7 +17,7 @@ import numpy as np
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import FP8, Problem, UnsupportedError
-from .fragments import fragment_constants, is_modified
+from .fragments import fragment_constants
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Constant, Launch, Workspace
 from .mma import (
@@ -169,7 +169,7 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     accumulators, scores, q = _live(problem, rows)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
-    has_options = is_modified(problem) or problem.dense_mask is not None or problem.mask_mod
+    has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
     if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return []
     if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:

@@ -17,16 +17,10 @@ if TYPE_CHECKING:
     from ..mods.derive import Read
 
 # Options of attention() that score.cuh, mask.cuh and sequence.cuh implement for every kernel, and cpu/ in NumPy.
-ATTENTION_OPTIONS = frozenset({
-    "causal", "window", "scale", "softcap", "alibi_slopes", "bias", "mask", "sink", "q_lengths", "kv_lengths",
-    "score_mod", "mask_mod", "dropout", "seed", "layout",
-})  # fmt: skip
-# Options of attention_with_kv_cache() that every engine of KV caches implements.
-KV_CACHE_OPTIONS = frozenset({
-    "k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "slots", "positions", "cu_seqlens_q",
-    "max_seqlen_q", "rotary_cos", "rotary_sin", "rotary_interleaved", "causal", "window", "scale", "softcap",
-    "alibi_slopes", "sink", "mask", "score_mod", "mask_mod", "layout", "out",
-})  # fmt: skip
+ATTENTION_OPTIONS = frozenset(feature.name for feature in FEATURES if feature.common)
+# The same for attention_with_kv_cache(), by one word: the first call on a KV cache imports their table.
+COMMON = "common options"
+KV_CACHE_OPTIONS = frozenset({COMMON})
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
 T = TypeVar("T")
@@ -55,11 +49,8 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
-    for feature in FEATURES:
-        if feature.constant:
-            constants[feature.constant] = is_given(problem, feature)
-        if feature.element:
-            constants[feature.element] = ELEMENTS[getattr(problem, f"{feature.field}_dtype")]
+    constants |= {x.constant: is_given(problem, x) for x in FEATURES if x.constant}
+    constants |= {x.element: ELEMENTS[getattr(problem, f"{x.field}_dtype")] for x in FEATURES if x.element}
     return MappingProxyType(constants)
 
 

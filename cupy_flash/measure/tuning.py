@@ -154,7 +154,7 @@ def tune(
     minutes: float | None = None,
     report: Report | None = None,
 ) -> Results:
-    """Measure every tile that a plan may choose for these calls, and store the measurements, which plans then prefer.
+    """Measure every tile that a plan may choose for these calls; later plans use the stored measurements.
 
     A measurement is valid for its bucket of lengths, heads and options on this kind of card, until the text of a kernel
     or the driver changes. Candidates run in a worker process; one that hangs, crashes or has a different result than
@@ -305,7 +305,7 @@ class _Run:
                 self.left_out[name] = amount
                 self.report(f"  {number + 1}/{len(pending)} {name}: left out, {amount}{left}")
                 if (engine, tile) == found.default:
-                    return False  # a record without its default shows no gain
+                    return False  # gains are relative to the default tile
                 continue
             self.measured.append(Measured(engine, tile, amount))
             self._store(found, complete=False)
@@ -319,7 +319,7 @@ class _Run:
 
 
 def recorded(file: Path) -> tuple[list[Trial], tuple[NotReplayed, ...]]:
-    """Return the calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be made again.
+    """Return the calls that a run with CUPY_FLASH_RECORD has written, and those that cannot be repeated.
 
     Raises ValueError for a line that states neither.
     """
@@ -344,7 +344,7 @@ def _recorded_call(record: object) -> Trial | NotReplayed:
 
 
 def work(task: Task, announce: Announce) -> Any:
-    """Answer a request: the device, why there are no peers, a call's Candidates, or a tile's or a peer's amount."""
+    """Answer a request: the device, why there are no peers, a call's Candidates, or a measurement of a tile or peer."""
     if task.kind == "device":
         return calls.find_device(task, announce)
     if task.kind == "peers":
@@ -359,7 +359,7 @@ def work(task: Task, announce: Announce) -> Any:
 
 
 def find_candidates(task: Task) -> Candidates | dict[str, str]:
-    """Return the tiles of every engine that may serve a call; {engine: its reasons} where none does."""
+    """Return the tiles of every engine that may serve a call; if none does, {engine: reasons of its refusal}."""
     assert task.trial is not None
     stated, _ = _stated(task.backend, task.trial, None)
     on = dispatch.device_of(stated)
@@ -499,7 +499,7 @@ def _run(chosen: Plan, operands: Operands) -> tuple[object, ...]:
 
 
 def _numbers(results: tuple[object, ...]) -> list[np.ndarray]:
-    """out and lse, or the gradients, as fp32 arrays on the host."""
+    """Return out and lse, or the gradients, as fp32 arrays on the host."""
     arrays = [calls.on_host([each.owner])[0] for each in results if hasattr(each, "owner")]
     return [array.astype(np.float32) for array in arrays if array is not None]
 

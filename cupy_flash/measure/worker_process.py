@@ -65,7 +65,7 @@ class Worker(Generic[T]):
     def __init__(self, work: Callable[..., T]) -> None:
         self.work = work
         self.process: subprocess.Popen[bytes] | None = None
-        self.pipe: Any = None  # a Connection while there is a process
+        self.pipe: Any = None  # a Connection as long as the process exists
 
     def __enter__(self) -> Worker:
         return self
@@ -176,7 +176,7 @@ def _end_with(parent: int) -> None:
 
 
 def _obstacle(error: Exception) -> type[Exception] | None:
-    """Return the type in OBSTACLES of an error, or None if its reason is the work itself."""
+    """Return the type in OBSTACLES to which an error belongs, or None if the work itself failed."""
     if getattr(error, "status", None) == OUT_OF_GPU_MEMORY:
         return MemoryError
     return next((kind for kind in OBSTACLES if isinstance(error, kind)), None)

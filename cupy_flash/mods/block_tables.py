@@ -1,4 +1,4 @@
-"""A mask_mod with a table that classifies its blocks, also made from torch's BlockMask, which lists key blocks.
+"""mask_mods with a table of the classes of their blocks, and the conversion of torch's BlockMask to such a mask_mod.
 
 The table is a captured array of the mask_mod, so that interval arithmetic finds the classes of tiles in it.
 """
@@ -23,7 +23,7 @@ def is_block_mask(x: object) -> TypeGuard[BlockMask]:
 
 
 def converted(mask: BlockMask) -> MaskMod:
-    """Return a mask_mod for torch's BlockMask: its own in partial blocks, True in full blocks, False in others."""
+    """Return a mask_mod for a BlockMask: its own mask_mod in partial blocks, True in full blocks, False in others."""
     import torch
 
     q_len, kv_len = mask.seq_lengths

@@ -2,8 +2,8 @@
 
     table[clip(q - kv, -64, 64) + 64]    reads element    clip(q - kv + 64, low, high)
 
-A chain of minima, maxima and sums with numbers is a clamp of one sum, as long as no sum wraps. A chain in which a sum
-may wrap stays as it is.
+A chain of minima, maxima and sums with numbers equals one clamp of one sum if no sum wraps. A chain in which a sum may
+wrap stays as it is.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ STORED = {
     "bfloat16": "bfloat16", "float32": "float", "float64": "double",
 }  # fmt: skip
 
-# Positions, heads and sequences are below SMALL; longer calls get a text for LARGE, with more 64-bit arithmetic.
-# fp32 holds every integer up to MOST_EXACT, and so the distance of any two of SMALL positions.
+# The text for SMALL assumes that positions, heads and sequences are below it; larger calls get the text for LARGE,
+# with more 64-bit arithmetic. fp32 holds every integer up to MOST_EXACT, so also the distance of positions below SMALL.
 MOST_EXACT = 2**24
 SMALL, LARGE = MOST_EXACT - 2**10, 2**31
 
@@ -58,7 +58,7 @@ CALLS = {
 
 # Operators of this module alone:
 DISTANCE = "distance"  # q - kv or kv - q as a real
-LAST = "last"  # last index of an array's dimension; the value is (slot, axis)
+LAST = "last"  # last index of an array's dimension; the node's value is (slot, axis)
 
 BATCH, QUERY, KEY, SCORE = STAGES = ("batch", "query", "key", "score")
 
@@ -75,9 +75,9 @@ def stage(node: Node) -> str:
 def captured_struct(program: Program, wanted: tuple[bool, ...] = (), fixed: tuple[int, ...] = ()) -> str:
     """Return `struct Captured`, a member of Params: pointers, sizes and strides (in elements) of arrays, and numbers.
 
-    `chunks` is the table of extremes of an array that `chunked` names. An array whose gradient is `wanted` has it in
-    `gradient`, and its sums (of `sum_type`) in `sums`, both contiguous. `fixed` are the slots whose sums are in fixed
-    point, with a unit that follows from the number in `largest`.
+    The member `chunks` is the table of extremes of an array in `chunked`. For an array whose gradient is `wanted`,
+    `gradient` points to the gradient and `sums` to its sums (of `sum_type`), both contiguous. `fixed` are the slots
+    whose sums are in fixed point, with a unit that follows from the number in `largest`.
     """
     tables, lines = chunked(program), []
     for slot, element in enumerate(program.arrays):
@@ -258,11 +258,11 @@ ADD_ROW = (
 
 
 class _Moving(NamedTuple):
-    """The tangent of a score, and the derivatives of both."""
+    """The tangent of a score, and derivatives of the score and of its tangent."""
 
     tangent: Node
     slope: Node  # the derivative of the score with respect to the old score or to `target`
-    curve: Node  # the same derivative of the tangent
+    curve: Node  # the derivative of the tangent with respect to the same
     by_load: dict[Node, Node]  # {element that the tangent reads: derivative with respect to it}
 
     @staticmethod
@@ -381,7 +381,7 @@ class _Writer:
         return [*lines, f"    return {{head, position, KV_CACHE || {OFFSET}{values}}};", "  }"]
 
     def _key(self) -> list[str]:
-        """Return the device functions of a key, which compute its values, and add its position to them."""
+        """Return the device functions that compute a key's values, and that add the key's position to them."""
         position, values = POSITION.format(first="kv_first"), self._kept(KEY)
         return [
             "  __device__ KeyValues key_values(Position at) const {",
@@ -470,7 +470,7 @@ class _Writer:
         return f"FixedPoint(p, p.captured.largest{slot})"
 
     def _measurements(self) -> list[str]:
-        """Return code that finds the largest row sum of |contribution| to each slot, the scale of fixed point."""
+        """Return code that finds each slot's largest sum of |contribution| over a row, which scales its fixed point."""
         lines = [f"  struct RowSums {{{''.join(f' real x{slot};' for slot in self.fixed)} }};"]
         lines.append(self._add_gradients())
         lines += self._body(SCORE, [factor for _, factors in self.reads for factor in factors])
@@ -482,7 +482,7 @@ class _Writer:
         return [*lines, "  }"]
 
     def _additions(self) -> list[str]:
-        """Return code that adds to the gradients of captured arrays, per score, or per row if no index needs kv."""
+        """Return code that adds to captured gradients for each score, or per row for elements not indexed by kv."""
         by_row = [n for n, (load, _) in enumerate(self.reads) if "kv" not in load.inputs and "score" not in load.inputs]
         places = [node for load, _ in self.reads for node in load.args]
         lines = [f"  struct RowSums {{{''.join(f' real x{n};' for n in by_row)} }};"]
@@ -506,12 +506,12 @@ class _Writer:
         return " + ".join(f"{ds} * {self._name(d)}" for ds, d in zip(("ds", "dts"), factors, strict=False))
 
     def _gradient(self) -> list[str]:
-        """Return the text of `gradient()`: `target`'s sums as a bias gradient, with stride 0 for unused inputs."""
+        """Return `gradient()`, which presents `target`'s sums as a bias gradient with stride 0 along unused inputs."""
         function = "  static __device__ DenseGradient gradient(const Params& p) {"
         if self.target is None:
             return ["  using Sum = real;", function, "    return {};", "  }"]
         slot, axes = self.target.slot, self.target.axes
-        assert axes is not None  # engines sum only owned reads this way
+        assert axes is not None  # a target is an owned read, which has axes
         sizes = [f"p.captured.size{slot}_{axis}" for axis in range(self.program.arrays[slot].rank)]
         strides = [
             " * ".join(["1ll", *sizes[axes.index(name) + 1 :]]) if name in axes else "0"
@@ -565,7 +565,7 @@ class _Writer:
         return renamed[root]
 
     def _clamped_once(self, load: Node, axis: int, index: Node) -> Node | None:
-        """Return an index of a score within its dimension, with one clamp for its own clamps and the dimension's."""
+        """Return the index clamped to its dimension, by one clamp that replaces those of the index itself, or None."""
         graph = load.graph
         last = graph.node(LAST, INT, value=(load.value, axis))
         fold = folded(index, last, lambda node: stage(node) == BATCH, self._may_wrap) if stage(index) == SCORE else None
@@ -578,7 +578,7 @@ class _Writer:
         return inside
 
     def _real_sum(self, x: Node) -> Node:
-        """Return an int or bool as a real; the terms of a sum are converted instead of the sum if all are exact."""
+        """Return an int or bool as a real. If all terms of a sum are exact as reals, they are converted and added."""
         is_sum = stage(x) == SCORE and x.op in ("abs", "neg", "add", "sub", "mul")
         if not is_sum or not all(self._is_exact(term) for term in (x, *x.args)):
             return x.graph.cast(x, REAL)
@@ -611,7 +611,7 @@ class _Writer:
         return [f"{TYPES[node.kind]} v{self.number[node]}" for node in self._kept(name)]
 
     def _body(self, name: str, targets: Sequence[Node], declare: bool = True) -> list[str]:
-        """Return code for the values of a stage that `targets` need; members of Mod are assigned, not declared."""
+        """Return code for the values of a stage that `targets` need; declare=False only assigns the members of Mod."""
         self.at = name
         kept = set() if declare else set(self._kept(name))
         lines = []
@@ -648,7 +648,8 @@ class _Writer:
             return self._load(node)
         if op == DISTANCE:
             a, b = ("q" if arg.op == "q" else "k" for arg in node.args)
-            of_rows = f"({a}.position - {a}.offset) - ({b}.position - {b}.offset)"  # the same for all columns of a tile
+            # This part of the distance is the same for all columns of a tile.
+            of_rows = f"({a}.position - {a}.offset) - ({b}.position - {b}.offset)"
             return f"(real)({of_rows}) - (real)({b}.offset - {a}.offset)"
         x = [self._name(arg) for arg in node.args]
         if op in ARITHMETIC:
@@ -749,7 +750,7 @@ def _integer(value: int, kind: str) -> str:
 
 
 class _Bounds(TileDomain):
-    """The domain of bounds that hold in every call: positions below `largest`, elements of any value."""
+    """The domain of bounds that hold in every call: positions are below `largest`, and elements may have any value."""
 
     def __init__(self, program: Program, largest: int) -> None:
         whole = Interval(np.int64(0), np.int64(largest - 1))
@@ -786,7 +787,7 @@ class _Value:
 
     @property
     def type(self) -> str:
-        """The C++ type of its bounds."""
+        """The C++ type of the variable's bounds."""
         return "int" if all(-(2**31) <= int(bound) < 2**31 for bound in self.known) else "long long"
 
 

@@ -44,7 +44,7 @@ class Read(NamedTuple):
 
 @lru_cache(maxsize=256)
 def gradient_reads(mods: str, captured_gradient: tuple[bool, ...], part: bool = False) -> tuple[Read, ...]:
-    """Return the reads of arrays whose gradients are wanted; in a part of a call no block owns elements."""
+    """Return the reads of arrays whose gradients are wanted; if the call is a `part`, no block owns their elements."""
     score = parse(mods).score if any(captured_gradient) else None
     if score is None:
         return ()
@@ -60,9 +60,9 @@ def added_slots(reads: tuple[Read, ...]) -> tuple[int, ...]:
 
 
 def _axes(load: Node) -> tuple[str, ...] | None:
-    """Return the indices of a read if they are distinct inputs with q or kv among them, else None.
+    """Return the inputs that index a read's axes if they are distinct and include q or kv, else None.
 
-    Without q and kv a single block would own all scores of a head.
+    To own an element that neither q nor kv indexes, one block would have to compute all scores of a head.
     """
     names = tuple(index.op for index in load.args)
     plain = all(name in ("b", "h", "q", "kv") for name in names) and len(set(names)) == len(names)
@@ -126,7 +126,7 @@ class _Adjoints:
             self.of[node] = adjoint if before is None else self.sum(before, adjoint)
 
     def sum(self, x: Node, y: Node) -> Node:
-        """Return x + y; two halves of one choice, where(c, x, 0) + where(c, 0, y), become where(c, x, y)."""
+        """Return x + y; simplify where(c, x, 0) + where(c, 0, y) to where(c, x, y)."""
         if x.op == y.op == "where" and x.args[0] is y.args[0]:
             (condition, *first), (_, *second) = x.args, y.args
             halves = list(zip(first, second, strict=True))
@@ -156,7 +156,7 @@ Rule = Callable[[_Adjoints, Node, Node], None]
 
 
 def _elementary(factor: Callable[[_Adjoints, Node, Node], Node | float]) -> Rule:
-    """Return the rule for a function y of one operand x, with the derivative factor(adjoints, x, y)."""
+    """Return the rule for a function y(x) whose derivative is factor(adjoints, x, y)."""
 
     def rule(adjoints: _Adjoints, node: Node, adjoint: Node) -> None:
         adjoints.add(node.args[0], adjoints.times(adjoint, factor(adjoints, node.args[0], node)))

@@ -82,7 +82,7 @@ def _power(graph: Graph, x: Node, y: Node) -> Node:
 
 
 def divide(graph: Graph, x: Node, y: Node, rounding_mode: str | None = None) -> Node:
-    """Return x / y; with torch's rounding_mode "floor" x // y, with "trunc" x / y rounded towards 0."""
+    """Return x / y; torch's rounding_mode "floor" gives x // y, and "trunc" gives x / y rounded towards 0."""
     if rounding_mode == "floor":
         return graph.make("floordiv", x, y)
     if rounding_mode == "trunc" and REAL in (x.kind, y.kind):
@@ -101,7 +101,7 @@ def where(graph: Graph, condition: Node, x: Node | None = None, y: Node | None =
 
 
 def clip(graph: Graph, x: Node, low: Node | None = None, high: Node | None = None, **names: Node | None) -> Node:
-    """Return x clipped to [low, high]; for reals a choice whose derivative at the bounds is 1, as in torch's clamp."""
+    """Return x clipped to [low, high]; reals by `where`, whose derivative at the bounds is 1, as in torch's clamp."""
     low = next((names[name] for name in ("min", "a_min") if names.get(name) is not None), low)
     high = next((names[name] for name in ("max", "a_max") if names.get(name) is not None), high)
     for bound, op in ((low, "max"), (high, "min")):
@@ -116,7 +116,7 @@ def clip(graph: Graph, x: Node, low: Node | None = None, high: Node | None = Non
 
 
 def _extremum_of_numbers(op: str) -> Callable[..., Node]:
-    """Return fmax or fmin, which return the number for a number and a NaN."""
+    """Return fmax or fmin of x and y, which is the other operand if one is NaN."""
 
     def function(graph: Graph, x: Node, y: Node) -> Node:
         of_numbers = graph.make("where", isnan(graph, y), x, graph.make(op, x, y))
@@ -223,7 +223,8 @@ FUNCTIONS: dict[str, Callable[..., Node]] = {
     "stop_gradient": lambda graph, x: graph.make("stop", x) if x.kind == REAL else x,
 }
 
-# Operands whose numbers stay in the text, because the code is cheaper: divisors, exponents, shifts, bit masks.
+# {function: indices of operands whose captured numbers become constants of the text, not run-time arguments}: code is
+# cheaper with constant divisors, exponents, shifts and bit masks.
 IN_TEXT: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("div", "floordiv", "mod"), (1,)),
     **dict.fromkeys(("pow", "shl", "shr", "and", "or", "xor"), (0, 1)),

@@ -30,7 +30,7 @@ IntervalT = TypeVar("IntervalT")
 
 
 class Domain(Protocol[IntervalT]):
-    """A domain in which the rules are executed; it has its own types of intervals, truths and bits."""
+    """An abstract domain: the operations that the rules need, with its own types of intervals, truths and bits."""
 
     def constant(self, value: int) -> IntervalT:
         """Return the interval of one number."""
@@ -45,7 +45,7 @@ class Domain(Protocol[IntervalT]):
         """Return the interval of the elements of a captured bool or integer array, at intervals of clamped indices."""
 
     def call(self, function: str, *operands: Any) -> Any:
-        """Return the result of a function of tiles.py or range.cuh; numbers in `operands` are constants of a rule."""
+        """Return the result of a function of tiles.py or range.cuh; a plain int in `operands` is a constant."""
 
     def fits(self, interval: IntervalT, kind: str) -> bool:
         """Return whether an interval certainly holds only values of an integer kind that are exact in sums."""
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 
 
 class Abstraction(Generic[IntervalT]):
-    """The rules of every operator over a domain, each node evaluated once."""
+    """Evaluates masks in a domain, by a rule for every operator; each node is evaluated once."""
 
     def __init__(self, domain: Domain[IntervalT]) -> None:
         self.domain, self.call = domain, domain.call
@@ -129,7 +129,7 @@ class Abstraction(Generic[IntervalT]):
         return self.call("unknown")
 
     def _comparison(self, op: str, x: Node, y: Node) -> Any:
-        """Compare integers; by their difference if they share terms and neither wraps."""
+        """Compare integers. If they share terms and neither wraps, compare their difference with 0: it is narrower."""
         forms = self._form(x), self._form(y)
         difference = forms[0].plus(forms[1], -1)
         left, right = self.interval(x), self.interval(y)
@@ -181,7 +181,7 @@ class Abstraction(Generic[IntervalT]):
         return self.call("any_int" if kind == INT else "any_long")
 
     def _narrowed(self, interval: IntervalT, kind: str) -> IntervalT:
-        """Return the interval of a value of a kind, which is unbounded if the value may wrap."""
+        """Return the interval of a value of this kind: all ints, if it is an int that may wrap."""
         if kind == LONG or self.domain.fits(interval, kind):
             return interval
         return self.call("wrapped", interval)

@@ -59,7 +59,8 @@ class TooLarge(Untraceable, ValueError):
     """The error of a mod that reads too many arrays or has too many operations."""
 
 
-# A const holds a bool, int or float; argument its index; load its slot; `last` (cuda_code.py) its slot and axis.
+# The value of a const is a bool, int or float; of an argument its index; of a load its slot; of a `last`
+# (cuda_code.py) its slot and axis.
 NodeValue: TypeAlias = int | float | tuple[int, int] | None
 
 
@@ -108,7 +109,7 @@ class Graph:
 
     def node(self, op: str, kind: str, args: tuple[Node, ...] = (), value: NodeValue = None) -> Node:
         """Return the node as given, neither widened nor simplified; for `make` and `parse`."""
-        # The key has a value's text, by which -0.0 differs from 0.0, 1 from True, and a NaN equals itself.
+        # The key contains repr(value), because -0.0 == 0.0 and 1 == True, but NaN != NaN.
         key = (op, kind, tuple(map(id, args)), None if value is None else repr(value))
         node = self.nodes.get(key)
         if node is None:
@@ -248,7 +249,7 @@ def _mul(graph: Graph, kind: str, x: Node, y: Node) -> Node | None:
 def _div(graph: Graph, kind: str, x: Node, y: Node) -> Node | None:
     if y.op != "const" or not 2.0**-100 <= abs(y.value) <= 2.0**100:
         return None
-    power_of_two = abs(math.frexp(y.value)[0]) == 0.5  # its inverse is exact
+    power_of_two = abs(math.frexp(y.value)[0]) == 0.5  # then 1 / y is exact
     return graph.make("mul", x, graph.const(1 / y.value)) if power_of_two else None
 
 

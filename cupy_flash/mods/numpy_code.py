@@ -131,7 +131,7 @@ class Slope:
 
 @lru_cache(maxsize=256)
 def slope_of(text: str, wanted: tuple[bool, ...]) -> Slope:
-    """Return the derivatives of a mod; `wanted` has for each slot whether the captured array gets a gradient."""
+    """Return the derivatives of a mod; `wanted` says for each slot whether the captured array gets a gradient."""
     return Slope(text, wanted)
 
 
@@ -183,5 +183,5 @@ class Direction:
 
 @lru_cache(maxsize=256)
 def direction_of(text: str, moved: tuple[bool, ...], wanted: tuple[bool, ...]) -> Direction:
-    """Return the Direction of a mod; `moved` and `wanted` have for each slot whether it has a tangent, a gradient."""
+    """Return the Direction of a mod. By slot, `moved` says whether it has a tangent, `wanted` whether a gradient."""
     return Direction(text, moved, wanted)

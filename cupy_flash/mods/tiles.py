@@ -103,7 +103,7 @@ def guarded(total: Interval, *terms: Interval) -> Interval:
 
 
 def wrapped(x: Interval) -> Interval:
-    """Return an int interval from that of its unwrapped value."""
+    """Return the interval of an int, given the interval of its unwrapped value."""
     return _where((x.lo >= INT_MIN) & (x.hi <= INT_MAX), x, any_int())
 
 
@@ -144,7 +144,7 @@ def modulo(x: Interval, y: Interval) -> Interval:
     """Return x % y, which is not negative; the interval of all longs unless y > 0."""
     most = np.maximum(y.hi, 1)
     quotient = x.lo // most
-    exact = (y.lo == y.hi) & (x.hi // most == quotient)  # then the remainder is x minus a constant
+    exact = (y.lo == y.hi) & (x.hi // most == quotient)  # all x have one quotient: the rest is x minus a constant
     rest = _where(exact, Interval(x.lo - quotient * most, x.hi - quotient * most), Interval(np.int64(0), most - 1))
     return _where(y.lo > 0, rest, any_long())
 
@@ -309,7 +309,7 @@ class Extremes:
         return _where(few, self._over_elements(boxes, int(elements.max())), found) if np.any(few) else found
 
     def _over_elements(self, boxes: Sequence[Interval], most: int) -> Interval:
-        """Return bounds of the first `most` elements, read one by one; a smaller box repeats its last element."""
+        """Return bounds of the first `most` elements of each box, read one by one; smaller boxes are read again."""
         lo, hi = LONG_MAX, LONG_MIN
         for n in range(min(most, MOST_ELEMENTS)):
             rest: Integers = np.int64(n)
@@ -323,7 +323,7 @@ class Extremes:
         return Interval(lo, hi)
 
     def _over_chunks(self, boxes: Sequence[Interval]) -> Interval:
-        """Return bounds of the chunks that a range of one row overlaps; of all elements for more rows or chunks."""
+        """Return bounds of the chunks that a box overlaps if it lies in one row and few chunks, else of the array."""
         *leading, last = boxes
         row, one_row = np.int64(0), np.True_
         for box, size in zip(leading, self.array.shape, strict=False):

@@ -69,7 +69,7 @@ class Mod:
 
     program: Program
     text: str  # the text of the program
-    encoded: str  # the text and a line of numbers, which `decoded` reads
+    encoded: str  # the text and a line of numbers; `decoded` makes a Mod of it
     arrays: tuple[CapturedArray, ...]
     numbers: tuple[int | float, ...]
     names: tuple[str, ...]  # names of the functions, for explain()
@@ -119,7 +119,7 @@ def _mod(
 
 
 def decoded(encoded: str, arrays: Iterable[CapturedArray]) -> Mod:
-    """Return the Mod that `encoded`, a `Mod.encoded`, describes, with these captured arrays."""
+    """Return the Mod that an `encoded` of another Mod describes, with these captured arrays."""
     program, text, numbers = _decoded(encoded)
     return _mod(program, text, (), tuple(arrays), numbers)
 
@@ -218,7 +218,7 @@ def _keep(key: tuple[int, int], kept: _Kept) -> None:
 
 
 def _code_of(function: object) -> types.CodeType | type:
-    """Return the code object or class that is the same in all calls of one function, method, partial or callable."""
+    """Return the code object of a function, method or partial, or an object's class: the same one at every call."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -260,7 +260,7 @@ def _require_parameters(function: Callable[..., object], inputs: tuple[str, ...]
     try:
         is_wrapper = isinstance(function, types.FunctionType) and function.__code__ is not DISPATCHER
         parameters = inspect.signature(function, follow_wrapped=not is_wrapper)
-    except (TypeError, ValueError):  # no signature (a builtin, or hidden by a class): the call itself raises
+    except (TypeError, ValueError):  # a builtin or a class may have no signature: then the call itself raises
         return
     try:
         parameters.bind(*inputs)
@@ -320,7 +320,7 @@ def _program(trace: Trace, score: Node | None, mask: Node | None) -> tuple[Progr
 
 
 def _without_hiding(graph: Graph, score: Node) -> tuple[Node, list[Node]]:
-    """Return score without the conditions of positions that hide keys at its root, and these conditions.
+    """Return the score without the conditions at its root that hide keys by position, and these conditions.
 
     The root is a chain where(c0, where(c1, x, -inf), -inf), -inf on either side: x if all conditions hold, in any
     order. A condition that reads the score stays, because a mask is computed from positions alone.
@@ -354,7 +354,7 @@ class _Rebuilder:
         self._rebuilt = trace.rebuilt.setdefault(function, {})
 
     def rebuild(self, x: Any, source: str, depth: int = 0) -> Any:
-        """Return x with stand-ins for arrays, numbers and whatever holds them; `source` is an expression for x."""
+        """Return x with stand-ins for arrays, numbers and objects that hold them; `source` is an expression for x."""
         if type(x) in (int, float):
             return Number(self.trace, x, self.sources.reach(source))
         if isinstance(x, CONSTANTS):
@@ -397,7 +397,7 @@ class _Rebuilder:
                 self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1) for name in ("func", "args", "keywords")
             )
             partial = functools.partial(function, *args, **keywords)
-            for name in (name for name in vars(x) if not name.startswith("__")):  # update_wrapper sets the other ones
+            for name in (name for name in vars(x) if not name.startswith("__")):  # update_wrapper sets the dunder ones
                 setattr(partial, name, self.rebuild(getattr(x, name), f"{local}.{name}", depth + 1))
             return partial
         if isinstance(x, functools._lru_cache_wrapper) or type(x).__name__ == "PjitFunction":  # jax.jit
@@ -424,7 +424,7 @@ class _Rebuilder:
         return repr(key) if type(key) is str else self.sources.constant(key)
 
     def _is_opaque(self, x: object) -> bool:
-        """Return whether x is a library's, without the user's state: a later call only needs the same object."""
+        """Return whether x is an object of a library, without the user's state, whose identity is condition enough."""
         if isinstance(x, types.ModuleType):
             library = _library(x.__name__)
             return library in (*PROTOCOL, *WRAPPED) or library in sys.stdlib_module_names
@@ -455,7 +455,7 @@ class _Rebuilder:
         names = () if of_library else _global_names(function.__code__)
         replaced = dict(function.__globals__)
         rebuilt = types.FunctionType(function.__code__, replaced, function.__name__, None, cells or None)
-        self._rebuilt[id(function)] = (function, rebuilt, local)  # first: the closure may hold the function
+        self._rebuilt[id(function)] = (function, rebuilt, local)  # before the closure, which may hold the function
         for n, (cell, captured) in enumerate(zip(cells, function.__closure__ or (), strict=True)):
             try:
                 content = captured.cell_contents
@@ -483,7 +483,7 @@ class _Rebuilder:
         return rebuilt
 
     def _isinstance(self, x: object, kinds: Any) -> bool:
-        """Return isinstance(x, kinds) for the originals of stand-ins."""
+        """Return isinstance(x, kinds), with stand-ins replaced by their originals."""
         kinds = tuple(map(original, kinds)) if isinstance(kinds, tuple) else original(kinds)
         return isinstance(original(x), kinds)
 
@@ -535,7 +535,7 @@ class _Namespace:
 
 
 def _accepting_stand_ins(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a function of jax or CuPy that is recorded when an argument is a stand-in, or the stand-in of math's."""
+    """Wrap a function of jax or CuPy, so that calls with stand-ins are recorded, or a function of math."""
     name = getattr(function, "__name__", "")
     if _library(getattr(function, "__module__", None)) == "math":
         return _of_python_numbers(function, name)
@@ -544,7 +544,7 @@ def _accepting_stand_ins(function: Callable[..., object]) -> Callable[..., objec
     def either(*args: object, **kwargs: object) -> object:
         if not any(isinstance(x, Traced) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
-        if name == "gelu":  # jax approximates by default, torch does not
+        if name == "gelu":  # jax's gelu approximates by default, torch's does not
             kwargs.setdefault("approximate", True)
         return call(name, args, kwargs, function)
 

@@ -26,10 +26,10 @@ class CapturedArray(Protocol):
 
     @property
     def dtype(self) -> object:
-        """The dtype, of the array's library."""
+        """The dtype, an object of the array's library."""
 
 
-# (score_mod, mask_mod) -> (arrays, numbers), or None for a call that must be traced
+# (score_mod, mask_mod) -> (arrays, numbers); it returns None for a call that must be traced
 Collect: TypeAlias = Callable[[object, object], tuple[tuple[CapturedArray, ...], tuple[int | float, ...]] | None]
 
 
@@ -37,7 +37,7 @@ class Sources:
     """The expressions and conditions of one trace, in the order in which the trace needed them."""
 
     def __init__(self) -> None:
-        self.reproducible = True  # False if the trace read a value that no expression reaches
+        self.reproducible = True  # False if the trace read a value that no expression can fetch in a later call
         self._steps: list[tuple[str, str]] = []  # (local, expression), or ("", condition)
         self._locals: dict[str, str] = {}  # expression -> name of the local
         self._constants: dict[str, object] = {}
@@ -62,7 +62,7 @@ class Sources:
         return name
 
     def release(self) -> None:
-        """Release the values of the trace; conditions that are compiled have references of their own."""
+        """Release the values of the trace; a compiled function of `collect` holds its own references."""
         self._constants.clear()
 
     def require(self, condition: str) -> None:
@@ -72,7 +72,7 @@ class Sources:
             self._steps.append(("", condition))
 
     def collect(self, arrays: list[str], numbers: list[str]) -> Collect:
-        """Return the function (score_mod, mask_mod) -> (arrays, numbers), or None for a call that must be traced."""
+        """Compile the guards to a function (score_mod, mask_mod) -> (arrays, numbers), None if the trace is invalid."""
         results = [f"({''.join(f'{item}, ' for item in items)})" for items in (arrays, numbers)]
         needed = self._needed([condition for local, condition in self._steps if not local] + results)
         lines = ["def collect(f0, f1):", "    try:"]

@@ -41,7 +41,8 @@ class Held(Delegate):
             return own[name]
         try:
             value = getattr(owner, name)
-        except AttributeError:  # hasattr or a default: no condition can check whether a later call has the attribute
+        except AttributeError:
+            # The mod may call hasattr(), and no condition can check whether a later call has the attribute.
             rebuilder.sources.reproducible = False
             raise
         plain = name.isidentifier() and not keyword.iskeyword(name)
@@ -134,7 +135,7 @@ class Held(Delegate):
 
 
 def _followed(name: str, result: Callable[[Any], object] | None = None) -> Callable[..., object]:
-    """Return a special method for Held that traces that of the held object; `result` converts to the required type."""
+    """Return a special method for Held that traces the held object's method; `result` converts what it returns."""
 
     def method(self: Held, *args: object) -> object:
         if args and not self._defines(name) and isinstance(args[0], Held):

@@ -45,7 +45,7 @@ class Trace:
         self.numbers: list[int | float] = []
         self.number_sources: list[str] = []
         self.kinds: list[str] = []
-        self.uses_torch = False  # whether the mod reads the module torch, whose dtypes its numbers then have
+        self.uses_torch = False  # whether the mod reads the module torch; its numbers then have torch's dtypes
 
     def capture(self, array: CapturedArray, source: str | None = None) -> Captured:
         """Return the stand-in of an array; one without a source was made by the mod itself, so every call is traced."""
@@ -86,7 +86,7 @@ class Trace:
         self.sources.release()
 
     def number(self, value: int | float, source: str | None = None, in_text: bool = False) -> Node:
-        """Return the node of a Python number, a constant of the text or a run-time argument."""
+        """Return the node of a Python number: a constant of the text, or a run-time argument."""
         kind = kind_of(value)
         if kind == LONG and not -(2**63) <= value < 2**63:
             raise Untraceable(f"{value} does not fit 64 bits")
@@ -108,7 +108,7 @@ class Trace:
 
     def _require_value(self, value: object, source: str) -> None:
         constant = self.sources.constant(value)
-        # The type is compared too, because 1 == 1.0 == True. NaN != NaN, so a later call is traced again.
+        # The type is compared too, because 1 == 1.0 == True. A NaN differs from itself, so it is traced at every call.
         self.sources.require(f"type({source}) is {self.sources.constant(type(value))} and {source} == {constant}")
 
     def _kind_condition(self, source: str, kind: str) -> str:
@@ -125,7 +125,7 @@ def element_of(array: CapturedArray) -> Element:
         name = dtype.name
     elif type(dtype).__module__ == "torch":
         name = str(dtype).removeprefix("torch.")
-    else:  # other libraries have dtypes of their own; that of the memory is known once it is exported
+    else:  # a dtype of another library: export the array to NumPy or CuPy and read the dtype there
         try:
             name = as_array(array, "a captured array").dtype.name
         except (TypeError, ValueError) as error:
@@ -152,17 +152,17 @@ AS_IT_IS = (
 
 
 class Delegate:
-    """The base of stand-ins for the user's objects, whose own operators take precedence."""
+    """The base of stand-ins for the user's objects. In a binary operation their own operators take precedence."""
 
     __slots__ = ()
 
 
 class UnknownMethod(Untraceable, AttributeError):
-    """The error for an unknown method: Untraceable, and an AttributeError for hasattr()."""
+    """The error for an unknown method. It is also an AttributeError, so that hasattr() returns False."""
 
 
 class Traced:
-    """A stand-in for a value during a trace, whose operators and methods are calls by name."""
+    """A stand-in for a value during a trace; its operators and methods look up their function by name (`call`)."""
 
     described = "a traced number"
     __array_priority__ = 1e6
@@ -172,7 +172,7 @@ class Traced:
     @classmethod
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ == "where" and isinstance(function, MethodDescriptorType):
-            x, condition, *others = args  # Tensor.where, unlike torch.where, has the condition second
+            x, condition, *others = args  # the condition is second in Tensor.where, but first in torch.where
             args = (condition, x, *others)
         return call(function.__name__, args, kwargs, function)
 
@@ -382,7 +382,7 @@ class Number(Traced):
 
 
 def _arithmetic_of_numbers() -> None:
-    """Define the operators of Number: Python computes the value, and the source is the same expression."""
+    """Define the operators of Number: Python computes the value, and the result's source is the same expression."""
     symbols = dict(
         add="+", sub="-", mul="*", truediv="/", floordiv="//", mod="%", pow="**", lshift="<<", rshift=">>",
         lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=",
@@ -641,7 +641,7 @@ def _elementwise(
             return Value(trace, function(trace.graph, *nodes, **{key: _nth(x, n) for key, x in named.items()}))
         except Untraceable:
             raise
-        except TypeError as error:  # the function has no such operand
+        except TypeError as error:  # the call has an operand that the function does not take
             raise Untraceable(f"{name}: {error}") from None
 
     return Row(trace, [apply(n) for n in range(lengths.pop())]) if lengths else apply(0)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ..device import Device
 from ..engines import MODULES, Engine, Tile
+from ..engines.shared import COMMON
 from ..problem.features import FEATURES, Feature
 from ..problem.records import FP8, Problem, is_given
 from . import measurements
@@ -54,8 +55,9 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
         yield "it serves attention on a KV cache alone" if cache is None else "it reads no KV cache in this version"
     else:
         # An engine without fp8 already refuses the dtype, so the options of fp8 are not listed as further reasons.
-        options = (feature for feature in _given(problem) if FP8 in dtypes or not feature.fp8)
-        yield from (REASONS.get(x.name, f"it takes no {x.name}") for x in options if x.name not in served)
+        options = (x for x in _given(problem) if FP8 in dtypes or not x.fp8)
+        lacking = (x.name for x in options if x.name not in served and not (x.common and COMMON in served))
+        yield from (REASONS.get(name, f"it takes no {name}") for name in lacking)
         if cache is not None and cache.dtype.name not in (problem.dtype.name, *dtypes):
             yield f"it reads no caches of {cache.dtype.name}{_others(module, cache.dtype.name)}"
     if problem.derivative and problem.derivative not in module.DERIVATIVES:

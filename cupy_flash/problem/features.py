@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Feature(NamedTuple):
     default: object = None
     definition: bool = True  # changes what is computed; False: only how, or which results are returned
     result: bool = False  # only selects results, so that a Problem does not have it
+    common: bool = False  # all engines implement it; if only some do, each names it in OPTIONS or CACHE_OPTIONS
 
     # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES
@@ -76,7 +78,7 @@ class Feature(NamedTuple):
 
     # Columns of numbers
     range: str = ""
-    example: float = 0.0  # the value that the command compile uses: kernels serve all values
+    example: float = 0.0  # the value that compile, check and tune use: kernels serve all values
     multiple: int = 0  # a whole number must be a positive multiple of this
 
     # In a Problem and in the kernels
@@ -100,6 +102,9 @@ def option(kind: str, default: Any = None, **columns: Any) -> Any:
     return field(default=default, metadata={"kind": kind, **columns})
 
 
+common = partial(option, common=True)  # the field of an option that all engines implement
+
+
 @dataclass(slots=True)
 class Options:
     """The options of a call as the caller passed them, which `cupy_flash.attention` describes.
@@ -107,13 +112,13 @@ class Options:
     `checks.py` has not checked them yet, so they may have any type.
     """
 
-    causal: Causal = option(CAUSAL, False)
-    window: Window = option(WINDOW)
-    scale: float | None = option(NUMBER, range=FINITE, member="scale")
-    softcap: float | None = option(
-        NUMBER, range=CAP, example=1.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
+    causal: Causal = common(CAUSAL, False)
+    window: Window = common(WINDOW)
+    scale: float | None = common(NUMBER, range=FINITE, member="scale")
+    softcap: float | None = common(
+        NUMBER, range=CAP, example=15.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
     )
-    alibi_slopes: AnyArray | None = option(
+    alibi_slopes: AnyArray | None = common(
         ARRAY,
         axes=("h", "bh"),
         dtypes=("float32",),
@@ -123,7 +128,7 @@ class Options:
         leading_stride="alibi_batch",
         changes_score=True,
     )
-    bias: AnyArray | None = option(
+    bias: AnyArray | None = common(
         ARRAY,
         axes=("bhij",),
         broadcast=True,
@@ -138,7 +143,7 @@ class Options:
         element="bias_element",
         changes_score=True,
     )
-    mask: AnyArray | None = option(
+    mask: AnyArray | None = common(
         ARRAY,
         axes=("bhij",),
         broadcast=True,
@@ -150,7 +155,7 @@ class Options:
         fact="dense_mask",
         constant="DENSE_MASK",
     )
-    sink: AnyArray | None = option(
+    sink: AnyArray | None = common(
         ARRAY,
         axes=("h",),
         dtypes=FLOATING,
@@ -161,20 +166,20 @@ class Options:
         constant="SINK",
         element="sink_element",
     )
-    q_lengths: AnyArray | None = option(
+    q_lengths: AnyArray | None = common(
         ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"
     )
-    kv_lengths: AnyArray | None = option(
+    kv_lengths: AnyArray | None = common(
         ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"
     )
-    score_mod: ScoreMod = option(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
-    mask_mod: MaskMod = option(MOD, ranks=True, constant="MASK_MOD")
-    dropout: float = option(NUMBER, 0.0, range=PROBABILITY, example=0.5, constant="DROPOUT")
-    seed: int | AnyArray | None = option(SEED)
+    score_mod: ScoreMod = common(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
+    mask_mod: MaskMod = common(MOD, ranks=True, constant="MASK_MOD")
+    dropout: float = common(NUMBER, 0.0, range=PROBABILITY, example=0.25, constant="DROPOUT")
+    seed: int | AnyArray | None = common(SEED)
     q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     k_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
-    layout: Layout = option(CHOICE, "bshd")
+    layout: Layout = common(CHOICE, "bshd")
     return_lse: bool = option(FLAG, False, definition=False, result=True)
     deterministic: bool = option(FLAG, False, definition=False)
     backend: str | None = option(CHOICE, definition=False)
@@ -215,6 +220,7 @@ ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
 NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
 FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
 MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
+CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
 from .features import FLOATING
-from .kv_cache_records import CACHE_FEATURES, INT32, INT64, Cache
+from .kv_cache_records import CACHE_FEATURES, INDICES, Cache
 from .records import CACHES, FP8, LONGEST
 
 Arrays = dict[str, ArrayFacts]
@@ -22,7 +22,6 @@ ROWS = (BY_NAME["k"], BY_NAME["v"])
 # append_to_kv_cache takes the boundaries of packed rows as cu_seqlens.
 CHECKED = [feature for feature in CACHE_FEATURES if feature.axes and feature not in ROWS]
 CHECKED.append(BY_NAME["cu_seqlens_q"]._replace(name="cu_seqlens"))
-INDICES = frozenset(feature.name for feature in CHECKED if feature.dtypes in (INT32, INT64))
 OWN_AXES = frozenset("prf")  # sizes that only one option has
 
 
@@ -233,7 +232,7 @@ def check_arrays(requirements: Requirements, arrays: Arrays, layout: str, sizes:
     require, attends = requirements.require, "q" in arrays
     lengths = _lengths(sizes, arrays)
     wrong = check_features(requirements, CHECKED, arrays, lengths, "thd" if sizes.packed else layout)
-    readable = not wrong & INDICES
+    readable = not wrong & {*INDICES, "cu_seqlens"}
     if "positions" in arrays and not sizes.packed and sizes.appended is not None:
         alike = lengths["i"] == sizes.appended
         readable &= require(alike, "with positions, q and k must have one number of rows")

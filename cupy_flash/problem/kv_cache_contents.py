@@ -7,6 +7,7 @@ keys, s_b is 0, and the rows of k are the last keys of their sequence.
 
 from __future__ import annotations
 
+import operator
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import CACHED, Array
+from .kv_cache_records import FIELDS, INDICES
 from .records import CACHES, Operands, Problem
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 ROWS = ("q", "k", "v")
 OVERLAP_WORK = 10_000  # maximum steps of NumPy's search for a common element of two arrays
 SHOWN = 8  # maximum entries of an array that an error lists
+indices_of = operator.attrgetter(*(field for name, field in FIELDS.items() if name in INDICES))  # of CacheOperands
 
 
 class Spans(NamedTuple):
@@ -214,7 +217,7 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
     """Check index arrays in host memory. Those on a GPU are not read here; kernels clamp their values."""
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None
-    indices = (operands.cu_seqlens_q, *given[2:8])
+    indices = (operands.cu_seqlens_q, *indices_of(given))
     if operands.q.device != "cpu" or any(isinstance(x, Array) and x.device != "cpu" for x in indices):
         return
     require = requirements.require

@@ -1,4 +1,4 @@
-"""The options and the records of a call on a KV cache, in a file that other calls need not import."""
+"""The options and the records of a call on a KV cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
-from .features import ARRAY, FLAG, FLOATING, LENGTHS, WHOLE, Options, known, option, table_of
+from .features import ARRAY, FLAG, FLOATING, LENGTHS, WHOLE, Options, common, known, option, table_of
 
 if TYPE_CHECKING:
     from ..arrays import AnyArray
@@ -104,16 +104,16 @@ class CacheOptions:
     sizes of a rotary table; "s", the keys of a mask. Axes "B" and "H" are "b" and "h", or 1.
     """
 
-    k: AnyArray | None = option(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
-    v: AnyArray | None = option(ARRAY, axes=("bnge",), rows=True, dtypes=FLOATING, member="v_new")
-    cache_seqlens: int | AnyArray | None = option(
+    k: AnyArray | None = common(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
+    v: AnyArray | None = common(ARRAY, axes=("bnge",), rows=True, dtypes=FLOATING, member="v_new")
+    cache_seqlens: int | AnyArray | None = common(
         LENGTHS, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, appends=True
     )
-    cache_batch_idx: AnyArray | None = option(
+    cache_batch_idx: AnyArray | None = common(
         ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, addresses="keys", appends=True
     )
-    cache_leftpad: AnyArray | None = option(ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES)
-    block_table: AnyArray | None = option(
+    cache_leftpad: AnyArray | None = common(ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES)
+    block_table: AnyArray | None = common(
         ARRAY,
         axes=("bp",),
         dtypes=INT32,
@@ -128,7 +128,7 @@ class CacheOptions:
             Conflict("cache_leftpad", "cache_leftpad with block_table; FlashAttention 3 serves it", supported=False),
         ),
     )
-    slots: AnyArray | None = option(
+    slots: AnyArray | None = common(
         ARRAY,
         axes=("m",),
         dtypes=INT64,
@@ -137,15 +137,15 @@ class CacheOptions:
         appends=True,
         conflicts=(Conflict("cache_batch_idx", "slots and cache_batch_idx do not go together"),),
     )
-    positions: AnyArray | None = option(
+    positions: AnyArray | None = common(
         ARRAY, axes=("bi", "t"), dtypes=INT32, shape_text=OF_SEQUENCES, leading_stride="positions_row", appends=True
     )
-    cu_seqlens_q: AnyArray | None = option(ARRAY, axes=("c",), dtypes=INT32, shape_text="must be (B + 1,), not {given}")
-    max_seqlen_q: int | None = option(WHOLE)
-    rotary_cos: AnyArray | None = option(ARRAY, fact="rotary", leading_stride="cos_row", **ROTARY_TABLE)
-    rotary_sin: AnyArray | None = option(ARRAY, leading_stride="sin_row", **ROTARY_TABLE)
-    rotary_interleaved: bool = option(FLAG, True, appends=True)
-    causal: bool = option(FLAG, True)
+    cu_seqlens_q: AnyArray | None = common(ARRAY, axes=("c",), dtypes=INT32, shape_text="must be (B + 1,), not {given}")
+    max_seqlen_q: int | None = common(WHOLE)
+    rotary_cos: AnyArray | None = common(ARRAY, fact="rotary", leading_stride="cos_row", **ROTARY_TABLE)
+    rotary_sin: AnyArray | None = common(ARRAY, leading_stride="sin_row", **ROTARY_TABLE)
+    rotary_interleaved: bool = common(FLAG, True, appends=True)
+    causal: bool = common(FLAG, True)
     window: Window = _shared("window")
     scale: float | None = _shared("scale")
     softcap: float | None = _shared("softcap")
@@ -165,7 +165,7 @@ class CacheOptions:
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
     split_size: int | None = option(WHOLE, multiple=SPLIT_UNIT)
     layout: Layout = _shared("layout", appends=True)
-    out: AnyArray | None = option(ARRAY, axes=("bihe",), rows=True, dtypes=FLOATING, shape_text=OF_SEQUENCES)
+    out: AnyArray | None = common(ARRAY, axes=("bihe",), rows=True, dtypes=FLOATING, shape_text=OF_SEQUENCES)
     return_lse: bool = _shared("return_lse")
     backend: str | None = _shared("backend")
     engine: str | None = _shared("engine")
@@ -179,3 +179,4 @@ class CacheOptions:
 CACHE_FEATURES = table_of(CacheOptions)
 # {array among the options: field of CacheOperands}
 FIELDS = {x.name: x.member or x.name for x in CACHE_FEATURES if (x.member or x.name) in CacheOperands._fields}
+INDICES = frozenset(x.name for x in CACHE_FEATURES if x.dtypes in (INT32, INT64))

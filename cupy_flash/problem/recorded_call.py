@@ -17,8 +17,8 @@ import numpy as np
 from ..arrays import named_dtype
 from .build import TABLE
 from .checks import Requirements, check_options
-from .features import ARRAY, FEATURES, NUMBER, Options
-from .kv_cache_records import Cache
+from .features import ARRAY, FEATURES, FLOATING, NUMBER, Options
+from .kv_cache_records import CACHE_FEATURES, Cache
 from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
-NUMBERS = {"softcap": 15.0, "dropout": 0.25}
 NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
 
 
@@ -334,17 +333,17 @@ class Trial:
 
     def option(self, name: str, rng: np.random.Generator, dtype: np.dtype) -> Array | float:
         """Return a value for a member of OPTIONS; `dtype` is used for floating arrays that may have any dtype."""
-        if name in NUMBERS:
-            return NUMBERS[name]
-        sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
         feature = next(feature for feature in FEATURES if feature.name == name)
+        if feature.kind == NUMBER:
+            return feature.example
+        sizes = {"b": self.batch, "h": self.heads, "g": self.kv_heads, "i": self.q_len, "j": self.kv_len}
         shape = [sizes[axis] for axis in feature.axes[0]]
-        if name == "mask":
+        if feature.dtypes == ("bool",):
             return rng.random(shape) < 0.8
         if feature.longest:
             longest = self.q_len if feature.longest == "q_len" else self.kv_len
             return rng.integers(longest // 2, longest, shape, dtype=np.int32, endpoint=True)
-        if name in ("bias", "sink"):
+        if feature.dtypes == FLOATING:
             return rng.standard_normal(shape, np.float32).astype(dtype)
         return rng.uniform(0.25, 1.0, shape).astype(np.float32)  # slopes and descales
 
@@ -378,6 +377,9 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
+NOT_RECORDED = [x for x in CACHE_FEATURES if x.field in {*Cache._fields} - {*dir(CacheTrial), *dir(Trial)}]
+
+
 def obstacle(problem: Problem) -> str:
     """Return the reason why a call has no Trial; "" if it has one."""
     if problem.derivative:
@@ -388,6 +390,8 @@ def obstacle(problem: Problem) -> str:
         return "an array is empty"
     if problem.cache is not None and problem.cache.split_size is not None:
         return "with split_size its tile does not depend on measurements"
+    if problem.cache is not None and any(is_given(problem.cache, feature) for feature in NOT_RECORDED):
+        return "the record of a call lacks an option of its cache"
     if problem.mods:
         from ..mods.ir import order, parse
 

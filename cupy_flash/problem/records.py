@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays import AnyArray, Array, named_dtype
-from .features import ARRAY, FEATURES, FLOATING, MOD, NUMBER, WITH_GRADIENT, Feature
+from .features import ARRAY, CHANGES_SCORE, FEATURES, FLOATING, MOD, NUMBER, WITH_GRADIENT, Feature
 from .mask import Mask
 
 if TYPE_CHECKING:
@@ -231,6 +231,11 @@ class Problem(NamedTuple):
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether anything but a scale is applied between q.k and the softmax."""
+        return any(is_given(self, feature) for feature in CHANGES_SCORE)
 
     @property
     def moves_probabilities(self) -> bool:

@@ -14,7 +14,7 @@ class Check(NamedTuple):
     """A named check."""
 
     finds: str
-    # Whether a GPU's results depend on the rule. If not, the kernels of other code generators may break it.
+    # False if no GPU's results depend on the rule, so that kernels of other code generators may break it.
     enforced: bool = True
 
 

@@ -19,7 +19,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
-    """Return (out, lse, tout, tlse)."""
+    """Simulate the JVP; returns (out, lse, tout, tlse)."""
     return run_plan.jvp(plan, operands, start)
 
 
@@ -34,7 +34,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 
 
 def double_backward(plan: Plan, operands: Operands) -> Gradients:
-    """Simulate the double backward and return the second gradients."""
+    """Simulate the double backward; returns the second gradients."""
     return run_plan.backward(plan, operands, start)
 
 

@@ -12,7 +12,7 @@ struct QueryTile {
 
   __device__ QueryTile(unsigned int slot)
       : Q(slot + QuerySlot::Q), dO(slot + QuerySlot::dO), numbers(slot + QuerySlot::NUMBERS) {}
-  // The numbers of the rows from `row`; `smem` is the start of shared memory.
+  // lse2 and delta of the rows from `row` on; `smem` is the start of shared memory.
   __device__ Rows numbers_of(const unsigned char* smem, int row) const {
     const float* lse2 = (const float*)(smem + (numbers - smem_address(smem)));
     return {lse2 + row, lse2 + BLOCK_Q + row};
@@ -95,7 +95,8 @@ struct KeyLoads {
   }
 };
 
-// The scale of scores in base 2. Factors of products are rounded without a scale, unlike those of a double backward.
+// The scale of scores in base 2. P and dS are rounded as they are; a double backward multiplies its factors by a power
+// of two first (FactorScale).
 struct Scale {
   float of_scores;
 
@@ -104,9 +105,9 @@ struct Scale {
   __device__ static float inverse() { return 1; }
 };
 
-// The products of a tile and, after `differentiate`, its probabilities and gradients. TRANSPOSED: rows are keys,
-// columns are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that
-// score_mod reads.
+// The matrix products of a tile, which `differentiate` replaces by its probabilities and gradients. TRANSPOSED: rows
+// are keys, columns are queries. QK_GRADIENT: the gradients are those of scale * q.k, else those of the bias or of the
+// elements that score_mod reads.
 template <int M, int N, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
   float P[M][N][4];   // Q K^T, then P after dropout
@@ -126,8 +127,8 @@ struct Gradients {
     ::differentiate<TRANSPOSED, !QK_GRADIENT>(P, dS, masked, score, band, dropout, scale.of_scores, numbers, i0, j0);
   }
 
-  // Adds the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands. `share`
-  // gets the rounded dS before its product.
+  // Adds the tile's part of dQ, or of dK and dV; `.._lane` are this lane's addresses of the right operands. share(dS)
+  // is called with the rounded dS before dK is computed.
   template <typename Lane>
   __device__ void add_to(float (&dQ)[M][fragments_of(HEAD_DIM)][4], Scale&, const KeyTile& keys, const Lane& KT_lane) {
     unsigned int dS_rounded[M][N / 2][4];

@@ -34,10 +34,10 @@ template <typename T>
 struct CacheGemm {
   using K = KvTile<HEAD_DIM, T>;
   using V = KvTile<HEAD_DIM_V, T>;
-  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // of O for 16 rows, by columns
+  static constexpr int FRAGMENTS = fragments_of(HEAD_DIM_V);  // fragments of O along its columns, for 16 rows
 
-  // Permutes the columns of Q in shared memory to the order in which ldmatrix returns those of K, which 16-bit caches
-  // do not need. The caller has waited for Q at a barrier.
+  // Permutes the columns of Q in shared memory to the order in which ldmatrix returns the columns of K. 16-bit caches
+  // need no permutation. The caller has waited for Q at a barrier.
   __device__ static void arrange_Q(unsigned int Q_smem) {}
 
   // S = Q K^T

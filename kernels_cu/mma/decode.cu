@@ -79,7 +79,7 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 }
 
 #if CLUSTER_MERGE
-constexpr int LSE_COLUMN = O_ROW - 1;  // @LSE_COLUMN: in the padding of a row of O_smem: lse of the part
+constexpr int LSE_COLUMN = O_ROW - 1;  // @LSE_COLUMN: the padding of a row of O_smem holds the lse of the part
 
 // A row of the result of a part, in the shared memory of any block of the cluster.
 struct ClusterRow {
@@ -89,8 +89,8 @@ struct ClusterRow {
 };
 
 // Merges the parts of an output tile in the order of their keys. The rows are divided among all warps of the cluster,
-// which read the parts in the shared memory of each block. The second barrier keeps this block's part until all have
-// read it.
+// which read the parts in the shared memory of each block. No block leaves the second barrier, and overwrites its part,
+// before all blocks have read it.
 __device__ void merge_parts(const Params& p, const Part& part, int parts, const float* O_smem) {
   cluster_sync();  // @wait-parts-stored
   // @rows-of-rank
@@ -136,13 +136,13 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;  // @decode.descale-O
     if (!part.whole) {
 #if CLUSTER_MERGE
-      // Overwrites O of warp 0, of which only this thread reads these columns.
+      // The result overwrites O of warp 0: no other thread reads these columns of it.
       float* result = O_smem + row * O_ROW;
       *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) result[LSE_COLUMN] = ending.lse;
 #else
       long long at = (long long)part.partial_result * BLOCK_Q + row;
-      // The lengths may exceed those that the plan was made for.
+      // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
       if (SPLIT_SIZE && part.partial_result >= p.partial_results) continue;
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;  // @store-lse-of-part

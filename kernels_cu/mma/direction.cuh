@@ -26,7 +26,7 @@ struct KeyLoads {
   const Sequence& sequence;
   int kv_head;
   int first;      // position of the current tile
-  bool advances;  // the addresses are used: rows are aligned, and threads load equal parts of a tile
+  bool advances;  // the kept addresses can be used: rows are aligned, and threads load equal parts of a tile
   KLoader K_loader;
   VLoader V_loader;
   const element* K;
@@ -34,7 +34,7 @@ struct KeyLoads {
   const element* V;
   const element* tV;
 
-  // The first tile is that at kv_start.
+  // The first tile is the one at kv_start.
   __device__ KeyLoads(const Params& p, const Sequence& sequence, int kv_head, int kv_start)
       : p(p), sequence(sequence), kv_head(kv_head), first(kv_start), K_loader(p.k.row), V_loader(p.v.row) {
     int aligned = min(min(p.k.aligned, p.v.aligned), min(TK ? p.tk.aligned : 8, TV ? p.tv.aligned : 8));
@@ -70,7 +70,7 @@ struct KeyLoads {
       }
     }
   }
-  // Loads the current tile of a walk, and moves both to the next.
+  // Loads the current tile of a walk, and moves the walk and the addresses to the next tile.
   template <typename Tiles>
   __device__ void load_next(const KeyTile& to, Tiles& tiles) {
     load(to, tiles.visible);

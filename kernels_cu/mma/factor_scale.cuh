@@ -12,7 +12,8 @@ constexpr bool HAS_RANGE_OF_FLOAT = true;
 template <>
 constexpr bool HAS_RANGE_OF_FLOAT<half16> = false;
 
-// A factor and its rounded copy, the left operand of a product. USED: there is such a product.
+// A factor and its rounded copy, which is the left operand of a matrix product. USED is false if there is no such
+// product.
 template <bool USED, int M, int N>
 struct Factor {
   float (&exact)[M][N][4];
@@ -21,8 +22,8 @@ struct Factor {
   __device__ void round() {
     if constexpr (USED) round_fragments(rounded, exact);
   }
-  // Adds 0 times each number to all columns of its row: NaN for infinities. One mma tests eight numbers of a lane; two
-  // sums halve the latency.
+  // Finds infinities: the product of a factor with zeros is NaN in a row that has an infinity, else 0. One mma tests
+  // eight numbers of each lane. Two alternating sums halve the latency.
   __device__ void add_zeros(float (&zeros)[2][4]) const {
     if constexpr (USED)
 #pragma unroll
@@ -54,8 +55,8 @@ __device__ void multiply(float (&C)[M][N][4], float by) {
 // The power of two by which the factors and sums of a warp are scaled; 1 in bf16.
 struct FactorScale {
   static constexpr bool ON = !HAS_RANGE_OF_FLOAT<element>;
-  static constexpr int FIRST = 15, LEAST = -14;  // @first-power: the largest and the smallest normal power in fp16
-  static constexpr int LOWERED = 12;             // lowered factors are less than 2^LOWERED: later ones may be larger
+  static constexpr int FIRST = 15, LEAST = -14;  // @first-power: the largest and the least normal exponent of fp16
+  static constexpr int LOWERED = 12;  // lowered factors are less than 2^LOWERED, to leave room for later ones
 
   float log2 = ON ? FIRST : 0;
 
@@ -68,8 +69,8 @@ struct FactorScale {
     return x;
   }
 
-  // Rounds factors. If one would be infinite, the power and the factors are lowered first, and `lower(by)` multiplies
-  // the sums.
+  // Rounds factors. If one would be infinite, the power and the factors are lowered first, and lower(by) must multiply
+  // the sums by `by`.
   template <typename Lower, typename... Factors>
   __device__ void round(Lower lower, Factors&&... factors) {
     (factors.round(), ...);

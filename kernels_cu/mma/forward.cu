@@ -3,10 +3,10 @@
 #include "load.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
-constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
+constexpr int N = BLOCK_KV / 8;              // score fragments of a warp, by columns
 
-// Offsets in bytes. Q_IN_REGISTERS: Q is loaded through the space of the first slots. The epilogue stages O in the same
-// memory.
+// Offsets in bytes. Q_IN_REGISTERS: Q passes through the memory of the first slots on its way to registers. The
+// epilogue stages O in the same memory.
 struct SharedMemory {
   static constexpr int Q = 0, Q_END = BLOCK_Q * row_bytes(HEAD_DIM);    // [BLOCK_Q][HEAD_DIM]
   static constexpr int KV = Q_IN_REGISTERS ? 0 : Q_END;                 // STAGES x KeySlot
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         scores<M, N, HEAD_DIM>(S_rmem, Q_rmem, K_smem, K_lane);
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
-      if constexpr (STAGES > 1) load();  // its addresses are computed while the tensor cores run
+      if constexpr (STAGES > 1) load();  // here, so that addresses are computed while the tensor cores run
       attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
              kv_tiles.start);  // @forward.mask
       unsigned int P_rmem[M][N / 2][4];

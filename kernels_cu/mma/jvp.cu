@@ -5,7 +5,7 @@
 #include "tile_stream.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
-constexpr int N = BLOCK_KV / 8;              // and score fragments by columns
+constexpr int N = BLOCK_KV / 8;              // score fragments of a warp, by columns
 constexpr int SUMS = fragments_of(HEAD_DIM_V);
 
 // Offsets in bytes. The epilogue stages O, and then tO, in the same memory.
@@ -33,13 +33,13 @@ __device__ void modify(float (&S)[M][N][4], float (&tS)[M][N][4], const Score& s
       }
 }
 
-// The mean of tS over the keys so far, in the way of lazy rescaling: T sums P (tS - mu) V for a mu that moves, and T
-// with it, only if the mean departed from it by more than the mean deviation of tS. So P (tS - mu) is rounded with at
-// most twice the error that it would have at the mean itself.
+// The mean of tS over the keys so far, updated as lazily as the row max of a forward: T sums P (tS - mu) V, where mu is
+// an earlier mean. mu becomes the current mean, and T is corrected, before the two differ by more than the mean
+// absolute deviation of tS. So P (tS - mu) is rounded with at most twice the error that it has at the mean itself.
 struct LazyMean {
   float center;  // mu
   float sum;     // this lane's sum of P (tS - mu)
-  float spread;  // at most that of P |tS - mu|
+  float spread;  // a lower bound of this lane's sum of P |tS - mu|
 
   __device__ void rescale(float factor) { sum *= factor, spread *= factor; }
   // Adds one row of the fragment: row lane / 4 for half 0, row lane / 4 + 8 for half 1.
@@ -52,7 +52,7 @@ struct LazyMean {
         sum += weight, spread += fabsf(weight);
       }
   }
-  // Where this is false in all four lanes, |mean - mu| <= sum(P |tS - mu|) / 2 l <= sum(P |tS - mean|) / l.
+  // If this is false in all four lanes of a row, |mean - mu| <= sum(P |tS - mu|) / 2 l <= sum(P |tS - mean|) / l.
   __device__ bool departed() const { return fabsf(sum) > 0.5f * spread; }
   // `row_l` is the row sum of all four lanes.
   __device__ float mean(float row_l) const {
@@ -68,8 +68,9 @@ struct LazyMean {
   }
 };
 
-// Adds a tile with probabilities P to the means. Where one departed, its mu moves, and T with it. `l_before` are the
-// partial row sums without the tile, which is added again: differences from a mu that is far off are less precise.
+// Adds a tile with probabilities P to the means. If a mean has departed from its mu, mu becomes the mean and T is
+// corrected; then the tile is added again, because differences from a distant mu are less precise. `l_before` has the
+// partial row sums without the tile.
 __device__ void follow(LazyMean (&mean)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
                        const FactorScale& scale, const Softmax2 (&softmax)[M][2], const float (&l_before)[M][2],
                        const float (&P)[M][N][4], const float (&tS)[M][N][4]) {
@@ -93,7 +94,8 @@ __device__ void follow(LazyMean (&mean)[M][2], float (&T)[M][SUMS][4], const flo
     }
 }
 
-// S and tS become the weights of V in O and in T; both sums are rescaled to the new row max. `scale`: of tS and T.
+// Turns S and tS into the weights of V in O and in T, and rescales O and T to the new row max. `scale` is the scale of
+// tS and T.
 __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][SUMS][4], float (&T)[M][SUMS][4],
                        const FactorScale& scale, Softmax2 (&softmax)[M][2], LazyMean (&mean)[M][2], bool masked,
                        const Score& score, const Band& band, const Dropout& dropout, int q_start, int kv_start) {
@@ -123,8 +125,8 @@ __device__ void attend(float (&S)[M][N][4], float (&tS)[M][N][4], float (&O)[M][
       for (int e = 0; e < 4; ++e) tS[m][n][e] = S[m][n][e] * (tS[m][n][e] - mean[m][e / 2].center) * scale.power();
 }
 
-// Normalisation factors of the rows from q_start; lse and tlse from one warp of those that share them. A sink, the last
-// key, moves mu and T.
+// Computes the normalisation factors of the rows from q_start on, and stores lse and tlse. A sink is the last key, so
+// it changes mu and T.
 __device__ void finish(float (&factors)[M][2], float (&T)[M][SUMS][4], const float (&O)[M][SUMS][4],
                        Softmax2 (&softmax)[M][2], const LazyMean (&mean)[M][2], const Params& p,
                        const Sequence& sequence, const Dropout& dropout, int head, int q_start) {

@@ -14,14 +14,14 @@ constexpr int WARPS = THREADS / WARP;
 constexpr int O_ROW = columns_of_O(sizeof(kv_element));
 
 // Offsets in bytes. O, and the row max and row sum of each warp, reuse the memory of Q and of the slots at the end of a
-// part; but not that of slots which a producer warp fills for the next part meanwhile.
+// part. With TMA_KV they have memory of their own, because the producer warp already fills the slots for the next part.
 struct SharedMemory {
   static constexpr int Q_BYTES = BLOCK_Q * row_bytes(HEAD_DIM), SLOTS_BYTES = STAGES * KeySlot::BYTES;
   static constexpr int SLOTS = TMA_KV ? 0 : Q_BYTES;                // STAGES x KeySlot
   static constexpr int Q = TMA_KV ? SLOTS_BYTES : 0;                // [BLOCK_Q][HEAD_DIM]
   static constexpr int O = TMA_KV ? Q + Q_BYTES : 0;                // floats [WARPS][BLOCK_Q][O_ROW]
   static constexpr int ROWS = O + 4 * WARPS * BLOCK_Q * O_ROW;      // floats [WARPS][BLOCK_Q][2]: row max, row sum
-  static constexpr int MBARRIERS = ROWS + 4 * WARPS * BLOCK_Q * 2;  // TMA_KV: of the slots
+  static constexpr int MBARRIERS = ROWS + 4 * WARPS * BLOCK_Q * 2;  // TMA_KV: mbarriers of the slots
   static constexpr int BYTES = TMA_KV ? MBARRIERS + 16 * STAGES : maximum(Q_BYTES + SLOTS_BYTES, MBARRIERS);
 };
 

@@ -34,10 +34,10 @@ struct Loader {
   using T = TileOf<DIM, Number>;
   static constexpr int COUNT = 16 / sizeof(Number);  // numbers of a chunk
   static constexpr int LANES = power_of_two_from(T::CHUNKS);
-  static constexpr int STEP = THREADS / LANES;  // rows that all threads load at once
+  static constexpr int STEP = THREADS / LANES;  // rows that all threads together load at once
   static constexpr bool REGULAR = STEP > 0 && STEP % 8 == 0 && ROWS % STEP == 0;
 
-  // REGULAR: offsets of this thread's chunk in the tile's first rows: in the tensor, and in shared memory.
+  // REGULAR: offsets in the tensor and in shared memory of this thread's chunk in the tile's first rows.
   long long from;
   unsigned int to;
 
@@ -104,8 +104,8 @@ struct Loader {
   }
 };
 
-// Rows of tiles that are loaded one after the other. The address of a tile is that of the previous one plus a constant,
-// while TileRows multiplies 64-bit numbers for each.
+// Rows of tiles that are loaded one after the other. The address of a tile is computed by adding a constant to the
+// address of the previous tile, while TileRows needs a 64-bit multiplication per tile.
 struct AdvancingRows : TileRows<element> {  // `data` is the row of the tile's first position
   __device__ const element* operator()(int row) const { return data + (long long)row * stride; }
   __device__ void seek(const HeadRows<element>& rows, int start) {
@@ -126,7 +126,7 @@ template <int STAGES, int BYTES>
 struct Pipeline {
   unsigned int start;
   unsigned int loading;  // byte offset of the slot to load next
-  unsigned int used;     // and of the slot to use next
+  unsigned int used;     // byte offset of the slot to use next
 
   __device__ Pipeline(unsigned int start) : start(start), loading(0), used(0) {}
   __device__ static unsigned int after(unsigned int slot) {
@@ -148,8 +148,8 @@ struct Pipeline {
   }
 };
 
-// Loads COUNT numbers or records of an array with one per row, such as lse2; `numbers` is that of row `first`. Rows for
-// which read(row) is false become zeros.
+// Loads COUNT numbers or records of an array that has one per row, such as lse2; `numbers` points to the one of row
+// `first`. Rows for which read(row) is false become zeros.
 template <int COUNT, typename Number, typename Read>
 __device__ void load_numbers(unsigned int to, const Number* numbers, int first, Read read) {
   static_assert(COUNT <= THREADS, "a thread loads at most one number");
@@ -160,7 +160,7 @@ __device__ void load_numbers(unsigned int to, const Number* numbers, int first, 
   cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
-// Offsets in bytes of the operands of a tile of keys, with the tangents of those that move.
+// Byte offsets of the operands of a tile of keys and of their tangents.
 struct KeySlot {
   static constexpr int K_BYTES = BLOCK_KV * row_bytes(HEAD_DIM, sizeof(kv_element));
   static constexpr int V_BYTES = BLOCK_KV * row_bytes(HEAD_DIM_V, sizeof(kv_element));

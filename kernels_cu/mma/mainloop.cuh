@@ -1,5 +1,5 @@
-// The loops of a backward and of a double backward. Their loads and products are those of backward.cuh or, if
-// DIRECTION, of second.cuh.
+// The loops of a backward and, if DIRECTION, of a double backward. backward.cuh or second.cuh defines their loads and
+// products.
 //
 //   sum_dQ       dQ, by blocks that own queries
 //   sum_dK_dV    dK and dV, by blocks that own keys
@@ -20,20 +20,20 @@
 struct ByQuery {
   static constexpr int QUERIES = 0;                        // QuerySlot
   static constexpr int KEYS = QUERIES + QuerySlot::BYTES;  // STAGES x KeySlot
-  static constexpr int dQ = QUERIES + QuerySlot::Q;        // staged by the epilogue
+  static constexpr int dQ = QUERIES + QuerySlot::Q;        // staging memory of the epilogue
   static constexpr int BYTES = KEYS + STAGES * KeySlot::BYTES;
 };
 struct ByKey {
   static constexpr int KEYS = 0;                                        // KeySlot
   static constexpr int QUERIES = KEYS + KeySlot::BYTES;                 // STAGES x QuerySlot
   static constexpr int dS = QUERIES + STAGES * QuerySlot::BYTES;        // ADD_DQ: dS^T [BLOCK_KV][BLOCK_Q]
-  static constexpr int dK = KEYS + KeySlot::K, dV = KEYS + KeySlot::V;  // staged by the epilogue
+  static constexpr int dK = KEYS + KeySlot::K, dV = KEYS + KeySlot::V;  // staging memory of the epilogue
   static constexpr int BYTES = dS + ADD_DQ * BLOCK_KV * row_bytes(BLOCK_Q);
 };
 struct ByBias {
   static constexpr int QUERIES = 0;                            // QuerySlot
   static constexpr int KEYS = QUERIES + QuerySlot::BYTES;      // KeySlot
-  static constexpr int dS = 0, dS_END = 4 * BLOCK_Q * dS_ROW;  // floats [BLOCK_Q][dS_ROW], staged by the epilogue
+  static constexpr int dS = 0, dS_END = 4 * BLOCK_Q * dS_ROW;  // floats [BLOCK_Q][dS_ROW]
   static constexpr int BYTES = maximum(KEYS + KeySlot::BYTES, dS_END);
 };
 
@@ -123,7 +123,7 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
       Gradients<M, N, true, true> gradients(queries, keys, lanes, [&] { stream.load_ahead(); });
       gradients.differentiate(q_tiles.masked(), scale, score, band, dropout, queries.numbers_of(smem, 0), q_tiles.start,
                               kv_start + row);  // @dKV.mask
-      // Captured by value: if they were captured by reference, the addresses would be computed anew for every tile.
+      // Captures by value, because with captures by reference the compiler computes the addresses anew for every tile.
       auto share_dS = [dS_smem, row](const unsigned int (&dS)[M][N / 2][4]) {
         if constexpr (ADD_DQ) share(dS_smem, dS, row);
       };
@@ -150,8 +150,8 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
   }
 }
 
-// A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
-// all dimensions that it broadcasts over.
+// A block owns a tile of the bias, or of an array that score_mod reads, and visits all (query, key) pairs that use an
+// element of the tile, over all dimensions along which the array broadcasts.
 template <int M, int N>
 __device__ void sum_dbias(const Params& p, unsigned char* smem) {
   QueryTile queries(smem_address(smem) + ByBias::QUERIES);

@@ -16,7 +16,7 @@ struct Part {
   int first_row;
   Range keys;
   bool whole;          // the part has all keys of the tile: nothing to merge
-  int partial_result;  // its index in the workspace; unused if `whole`, and in a cluster
+  int partial_result;  // index of its result in the workspace; unused if `whole`, and in a cluster
 
   __device__ Descales descales(const Params& p) const { return Descales(p, sequence.batch, kv_head); }
   __device__ int query(const Params& p, int row) const { return (first_row + row) / p.group; }
@@ -59,13 +59,13 @@ __device__ inline Part part_of_tile(const Params& p, const Sequence& sequence, c
 
 #if CLUSTER_MERGE
 // Calls visit(part) for this block's part of every output tile of its cluster, and merge(part, parts) in all blocks of
-// the cluster if the tile has more than one part. Part n is that of the block of rank n: the lengths on the device
-// decide how many keys it has, and whether there are fewer parts than blocks.
+// the cluster if the tile has more than one part. The block of rank n computes part n. The lengths on the device decide
+// how many keys a part has, and whether there are fewer parts than blocks.
 template <typename Visit, typename Merge>
 __device__ void for_each_part(const Params& p, Visit visit, Merge merge) {
   Sequence sequence(p, blockIdx.y);
   Band band(p, sequence);
-  // The mainloop leaves few registers: what only the start of a part needs is computed anew for every tile.
+  // The mainloop leaves few registers, so values that only the start of a part needs are computed anew for every tile.
   for (int tile = blockIdx.x / CLUSTER;; tile += gridDim.x / CLUSTER) {
     Iterations iterations(p, sequence, band);
     if (tile >= iterations.output_tiles) return;

@@ -19,7 +19,7 @@ struct QueryTile {
         tQ(slot + QuerySlot::tQ),
         dO(slot + QuerySlot::dO),
         numbers(slot + QuerySlot::NUMBERS) {}
-  // The numbers of the rows from `row`; `smem` is the start of shared memory.
+  // The RowNumbers of the rows from `row` on; `smem` is the start of shared memory.
   __device__ const RowNumbers* numbers_of(const unsigned char* smem, int row) const {
     return (const RowNumbers*)(smem + (numbers - smem_address(smem))) + row;
   }
@@ -59,7 +59,8 @@ struct QueryLoads : QdOLoads {
   }
 };
 
-// Factors and sums are multiplied by a power of two; exact gradients are not.
+// The power of two by which factors and sums are multiplied. Gradients that are stored unrounded (of_exact) are not
+// scaled.
 struct Scale : FactorScale {
   __device__ Scale(const Params&) {}
   __device__ static Scale of_exact(const Params& p) {
@@ -69,8 +70,9 @@ struct Scale : FactorScale {
   }
 };
 
-// The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that score_mod reads.
+// The matrix products of a tile, which `differentiate` replaces by its gradients. TRANSPOSED: rows are keys, columns
+// are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that
+// score_mod reads.
 template <int M, int N, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
   float dS[M][N][4] = {};   // Q K^T, then dS
@@ -92,7 +94,7 @@ struct Gradients {
     }
   }
 
-  // Gradients are multiplied by 2^log2_scale.
+  // Computes the gradients, multiplied by 2^log2_scale.
   template <bool MASKED>
   __device__ void differentiate(float log2_scale, const Score& score, const Band& band, const Dropout& dropout,
                                 const RowNumbers* queries, int i0, int j0) {

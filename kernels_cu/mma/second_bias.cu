@@ -1,5 +1,5 @@
-// Double backward, dbias, with the loop of backward_bias.cu, for the bias and, CAPTURED_GRADIENT, an array that
-// score_mod reads. grid (tiles of the bias, its heads, its batch entries)
+// Double backward, dbias, with the loop of backward_bias.cu. CAPTURED_GRADIENT: the gradient of an array that score_mod
+// reads instead of the bias. grid (tiles of the bias, its heads, its batch entries)
 #include "mainloop.cuh"
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows

@@ -1,4 +1,5 @@
-// ADD_DQ: dQ by blocks that own keys. The warps share dS^T, and each adds blocks of dS K to the workspace.
+// ADD_DQ: blocks that own keys also compute dQ. The warps share dS^T in shared memory, and each adds 16 x 16 blocks of
+// dS K to the workspace.
 #pragma once
 #include "../dq_sums.cuh"
 #include "gemm.cuh"
@@ -23,7 +24,7 @@ __device__ inline void add_dQ(const DqSums& sums, unsigned int dS_smem, unsigned
   constexpr int ROWS = BLOCK_Q / 16, COLUMNS = DqSums::COLUMNS / 16, WARPS = THREADS / WARP;
   constexpr int SIDE_BY_SIDE = WARPS > ROWS ? WARPS / ROWS : 1, EACH = (COLUMNS + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
   int warp = threadIdx.x / WARP, row = warp / SIDE_BY_SIDE, column = warp % SIDE_BY_SIDE;
-  // dS^T is transposed by ldmatrix. The lanes' chunks include the warp's row and column.
+  // ldmatrix transposes dS^T. The addresses of a lane include its warp's row and column.
   typename Tile<BLOCK_Q>::Lane dS_lane(lane_id() % 8 + lane_id() / 16 * 8, 2 * row + lane_id() / 8 % 2);
   typename Tile<HEAD_DIM>::Lane K_lane(lane_id() % 16, 2 * column + lane_id() / 16);
   auto exists = [&](int n) { return COLUMNS % SIDE_BY_SIDE == 0 || column + n * SIDE_BY_SIDE < COLUMNS; };

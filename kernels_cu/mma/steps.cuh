@@ -5,7 +5,8 @@
 #include "gemm.cuh"
 #include "load.cuh"
 
-// Byte offsets of the operands of a tile of queries (dO, Q, and Q's tangent if TQ), and of the numbers of its rows.
+// Byte offsets, for a tile of queries, of Q, its tangent (TQ) and dO, and of lse2 and delta of the rows (DIRECTION:
+// RowNumbers).
 struct QuerySlot {
   static constexpr int Q = 0;                                             // [BLOCK_Q][HEAD_DIM]
   static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);            // TQ: [BLOCK_Q][HEAD_DIM]
@@ -28,21 +29,22 @@ __device__ void load_dO(unsigned int dO_smem, const Loader<BLOCK_Q, HEAD_DIM_V>&
   }
 }
 
-// Loads tiles of Q and dO in the order of QTiles. Addresses are computed anew where the head changes; otherwise they
-// advance by a tile, or under a mask_mod by all tiles that it hides.
+// Loads tiles of Q and dO in the order of QTiles. Addresses are computed anew where the head changes. Otherwise they
+// advance by one tile or, under a mask_mod, past the tiles that it hides.
 struct QdOLoads {
   const Params& p;
   const Sequence& sequence;
   Loader<BLOCK_Q, HEAD_DIM> Q_loader;
   Loader<BLOCK_Q, HEAD_DIM_V> dO_loader;
-  int head;  // that of the addresses
+  int head;  // the head to which the addresses belong
   AdvancingRows Q;
   AdvancingRows dO;
 
   __device__ QdOLoads(const Params& p, const Sequence& sequence)
       : p(p), sequence(sequence), Q_loader(p.q.row), dO_loader(p.dout.row), head(-1) {}
 
-  // `seek()` and `advance(rows)` do the same for the addresses of the other operands.
+  // Moves Q and dO to a tile. `seek()` and `advance(rows)` must do the same for the addresses of the caller's other
+  // operands.
   template <typename Seek, typename Advance>
   __device__ void move_to(int new_head, int q_start, Seek seek, Advance advance) {
     if (new_head != head) {  // @head-changes
@@ -63,7 +65,7 @@ struct QdOLoads {
   }
 };
 
-// DIRECTION: an address that stays in registers; the compiler would compute it anew for every tile.
+// DIRECTION: keeps addresses in registers, because the compiler would compute them anew for every tile.
 template <typename Lane>
 __device__ Lane held(const Lane& lane) {
   if constexpr (DIRECTION)
@@ -88,8 +90,8 @@ struct ProductLanes {
 
 constexpr int dS_ROW = BLOCK_KV + 8;  // numbers, padded: a half-warp writes its pairs to different banks
 
-// Stores the dS of the rows from `row` to shared memory [BLOCK_Q][BLOCK_KV]; of warps that share rows, which have the
-// same dS, one stores it.
+// Stores the dS of the rows from `row` to shared memory [BLOCK_Q][BLOCK_KV]; of the warps that share rows, and so have
+// the same dS, only one stores it.
 template <int M, int N>
 __device__ void store_dS(float* dS_smem, const float (&dS)[M][N][4], int row) {
   if (column_warp() > 0) return;

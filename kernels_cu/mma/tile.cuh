@@ -11,8 +11,8 @@ constexpr int ROW_WARPS = THREADS / WARP / COLUMN_WARPS;  // warps with differen
 __device__ constexpr int padded(int dim) {
   return round_up(dim, 16 * COLUMN_WARPS);
 }
-// Columns of a row of `dim` numbers of `size` bytes, counted in 16-bit numbers: bytes are rounded up to pairs of
-// chunks.
+// Columns of a row of `dim` numbers of `size` bytes, counted in 16-bit numbers. A row of 1-byte numbers is rounded up
+// to pairs of chunks.
 __device__ constexpr int columns_of_16_bits(int dim, int size) {
   return size == 1 ? round_up(dim, 32) / 2 : dim;
 }
@@ -66,7 +66,8 @@ struct Tile {
       for (int n = 0; n < GROUP / 2; ++n) lane.offset[n] = keep(offset[n]);
       return lane;
     }
-    // Keeps one offset and computes each other one from it with an instruction, where registers are scarce.
+    // Keeps only the first offset in a register and computes each other offset from it with one instruction, for
+    // kernels with few free registers.
     __device__ Lane first_kept() const {
       Lane lane = *this;
       lane.begin_at(keep(offset[0]));
@@ -78,7 +79,7 @@ struct Tile {
     }
   };
 
-  // This lane's address for ldmatrix: of 16 rows of A, of 16 rows of B, and of 16 rows of X in this warp's columns.
+  // The part of this lane for ldmatrix: of 16 rows of A, of 16 rows of B, and of 16 rows of X in this warp's columns.
   __device__ static Lane lane_of_A(int row) { return Lane(row + lane_id() % 16, lane_id() / 16); }
   __device__ static Lane lane_of_B() { return Lane(lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2); }
   __device__ static Lane lane_of_X() { return Lane(lane_id() % 16, 2 * column_warp() + lane_id() / 16); }

@@ -2,8 +2,8 @@
 #pragma once
 #include "load.cuh"
 
-// `Slot` has the addresses of the operands of a tile; loads.load_next(slot, tiles) loads the current tile of a walk and
-// moves the walk to the next.
+// `Slot` has the addresses of the operands of a tile. loads.load_next(slot, tiles) loads the current tile of the walk
+// `tiles` and moves the walk to the next tile.
 template <typename Slot, typename Tiles, typename Loads>
 struct TileStream {
   Tiles loaded;  // the tile to load next

@@ -2,8 +2,9 @@
 #pragma once
 #include "operands.cuh"
 
-// The products of a tile and, after `differentiate`, its probabilities and gradients. TRANSPOSED: rows are keys,
-// columns are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the score.
+// The matrix products of a tile, which `differentiate` replaces by its probabilities and gradients. TRANSPOSED: rows
+// are keys, columns are queries. QK_GRADIENT: the gradients are those of scale * q.k, else those of the bias or of the
+// elements that score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
   real P[ROWS][COLS] = {};   // Q K^T, then P after dropout

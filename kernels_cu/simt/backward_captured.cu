@@ -1,9 +1,9 @@
 // Backward, the gradients of the arrays that a score_mod reads at computed indices, or at neither a query nor a key;
 // backward_bias.cu computes those of other reads. One block per tile of BLOCK_Q queries of one head recomputes the
 // scores of all keys they see. Any score may read any element, so gradients are added atomically, in any order; an
-// element that all keys of a row read is added to once per row. A deterministic backward launches this twice: the Mod
-// of the first launch finds the largest contribution of a row, that of the second adds in fixed point, scaled by it.
-// grid (query tiles, heads, sequences)
+// element that all keys of a row read is added to once per row. A deterministic backward launches this kernel twice,
+// with two Mods: the first finds the largest contribution of a row, and the second adds in fixed point with a unit that
+// follows from it. grid (query tiles, heads, sequences)
 #include "captured_gradients.cuh"
 
 using Products = Gradients<ROWS, COLS, false, false>;

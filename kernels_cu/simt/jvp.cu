@@ -1,9 +1,9 @@
 // Forward and its derivative in one direction (JVP): one block per tile of BLOCK_Q queries of one head. grid (query
 // tiles, heads, sequences)
 //
-// The tangent of lse is mu, the mean of the score tangents tS under P, which is known at the end only. The sum
-// T = (P (tS - mu)) V + P tV has the mu of the keys so far and follows it: a change of mu by x subtracts x O. A sum
-// (P tS) V from which mu O is subtracted at the end would cancel in a row in which one key has nearly all of P.
+// The tangent of lse is mu, the mean of the score tangents tS under P, which is known only after the last key. The sum
+// T = (P (tS - mu)) V + P tV uses the mu of the keys so far: where mu grows by x, x O is subtracted from T. If mu O
+// were subtracted from (P tS) V only at the end, the two would cancel in a row in which one key has nearly all of P.
 #include "../mean.cuh"
 #include "../softmax.cuh"
 #include "steps.cuh"
@@ -22,7 +22,7 @@ struct SharedMemory {
   static constexpr int BYTES = sizeof(real) * (tP + SCORES_MOVE * BLOCK_Q * p_stride(BLOCK_KV));
 };
 
-// Turns q.k and its tangent into scores and theirs; keys that a query does not see get -inf.
+// Turns q.k and its tangent into scores and their tangents; keys that a query does not see get -inf.
 template <bool MASKED>
 __device__ void modify(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], const Score& score, const Band& band, int q_start,
                        int kv_start) {

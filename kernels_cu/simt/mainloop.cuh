@@ -19,13 +19,13 @@
 struct ByQuery {
   static constexpr int QUERIES = 0;
   static constexpr int KEYS = QUERIES + QuerySlot::END;
-  static constexpr int P = KEYS + KeySlot::END;  // [BLOCK_Q][BLOCK_KV]: left operands of dQ, in turn; or dS of dbias
+  static constexpr int P = KEYS + KeySlot::END;  // [BLOCK_Q][BLOCK_KV]: dS or another left operand of dQ; dS of dbias
   static constexpr int BYTES = sizeof(real) * (P + BLOCK_Q * p_stride(BLOCK_KV));
 };
 struct ByKey {
   static constexpr int KEYS = 0;
   static constexpr int QUERIES = KEYS + KeySlot::END;
-  static constexpr int P = QUERIES + QuerySlot::END;  // [BLOCK_KV][BLOCK_Q]: left operands of dK and dV, in turn
+  static constexpr int P = QUERIES + QuerySlot::END;  // [BLOCK_KV][BLOCK_Q]: P and dS, or other left operands, in turn
   static constexpr int BYTES = sizeof(real) * (P + BLOCK_KV * p_stride(BLOCK_Q));
 };
 
@@ -122,8 +122,8 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
   }
 }
 
-// A block owns a tile of the bias, or of an array that score_mod reads, and visits all pairs that share it: those of
-// all dimensions that it broadcasts over.
+// A block owns a tile of the bias, or of an array that score_mod reads, and visits all (query, key) pairs that use an
+// element of the tile, over all dimensions along which the array broadcasts.
 template <int ROWS, int COLS>
 __device__ void sum_dbias(const Params& p, real* smem) {
   QueryTile queries(smem + ByQuery::QUERIES);

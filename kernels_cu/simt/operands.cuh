@@ -1,5 +1,5 @@
 // Tiles of queries and of keys in shared memory: the operands of a backward and, DIRECTION, of a double backward, which
-// also has the tangents of those inputs that move.
+// also has the tangents of the inputs.
 #pragma once
 #include "steps.cuh"
 
@@ -20,13 +20,13 @@ struct KeySlot {
   static constexpr int END = tV + TV * BLOCK_KV * row_stride(HEAD_DIM_V);
 };
 
-// Q, tQ and dO of a tile of queries, and the numbers of its rows.
+// Q, tQ and dO of a tile of queries, and lse, delta and their tangents of its rows.
 struct QueryTile {
   real* Q;              // [BLOCK_Q][HEAD_DIM]
   real* tQ;             // [BLOCK_Q][HEAD_DIM]
   real* dO;             // [BLOCK_Q][HEAD_DIM_V]
   real* lse;            // [BLOCK_Q]; +inf for a row that sees no key, so that its P is 0
-  real* delta;          // [BLOCK_Q]; 0 for such a row, as are the two tangents
+  real* delta;          // [BLOCK_Q]; 0 for a row that sees no key, as are its two tangents
   real* lse_tangent;    // mu
   real* delta_tangent;  // eps
 

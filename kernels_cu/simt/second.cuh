@@ -13,8 +13,9 @@ __device__ inline PairGradients score_gradients(const Score::Moved& x, real dP, 
                         queries.delta_tangent[query]);
 }
 
-// The products of a tile and, after `differentiate`, its gradients. TRANSPOSED: rows are keys, columns are queries.
-// QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that score_mod reads.
+// The matrix products of a tile, which `differentiate` replaces by its gradients. TRANSPOSED: rows are keys, columns
+// are queries. QK_GRADIENT: gradients are those of scale * q.k, else those of the bias or of the elements that
+// score_mod reads.
 template <int ROWS, int COLS, bool TRANSPOSED, bool QK_GRADIENT>
 struct Gradients {
   real dS[ROWS][COLS] = {};   // Q K^T, then dS

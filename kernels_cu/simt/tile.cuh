@@ -98,7 +98,8 @@ __device__ constexpr int columns_of(int dim) {
   return round_up(dim, LANES * VECTOR) / LANES;
 }
 
-// O += P X. The sum over one tile is computed first: a single running sum over a long sequence would round more often.
+// O += P X. The sum over one tile is computed first, because a single running sum over a long sequence has a larger
+// rounding error.
 template <int ROWS, int INNER, int DIM>
 __device__ void accumulate(real (&O)[ROWS][columns_of(DIM)], const real* P_smem, const real* X_smem) {
 #pragma unroll

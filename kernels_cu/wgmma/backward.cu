@@ -48,7 +48,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       bool masked = q_tiles.masked(consumer.queries, QUERIES);  // @backward.mask-S
       differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows,
                                  q_tiles.start + consumer.queries, kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
-      __syncwarp();  // @read-rows: all lanes have read lse2 and delta, not only the one that arrives
+      __syncwarp();  // @read-rows: all lanes have read lse2 and delta, not only the lane that arrives
       rings.rows.release();
 
       LeftOperand P(S_rmem, P_smem, consumer), dS(dP_rmem, dS_smem, consumer);

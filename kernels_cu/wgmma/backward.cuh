@@ -24,7 +24,8 @@
 __device__ constexpr int panels_of_shares(int dim, int shares) {
   return SHARES == 1 ? round_up(panels_of(dim), shares) : maximum(panels_of(dim), shares);
 }
-// Fragments, by columns, of such a share: whole panels; of an odd number of panels the larger share has one more.
+// Number of fragments along the columns of a share. Shares have whole panels; if the number of panels is odd, the
+// larger share has one panel more.
 __device__ constexpr int fragments_of_share(int dim, int shares, bool larger) {
   return shares == 1 ? fragments_of(dim) : (panels_of_shares(dim, shares) + larger) / 2 * (PANEL / 8);
 }
@@ -53,14 +54,14 @@ struct Consumer {
   int row = keys + 16 * warp;  // first key of this warp
 };
 
-// A consumer's columns of dK, dV and dQ, in fragments. If consumers split an odd number of panels, the first one has
-// more of dK, and the second one (SECOND) more of dV and dQ.
+// A consumer's columns of dK, dV and dQ, in fragments. If two consumers split an odd number of panels, the first
+// consumer has one panel more of dK, and the second (SECOND) one more of dV and dQ.
 template <bool SECOND>
 struct Share {
   static constexpr int N_K = fragments_of_share(HEAD_DIM, SHARES, !SECOND);
   static constexpr int N_V = fragments_of_share(HEAD_DIM_V, SHARES, SECOND);
   static constexpr int N_Q = fragments_of_share(HEAD_DIM, DQ_SHARES, SECOND);
-  int K, V, Q;  // the first fragment of each
+  int K, V, Q;  // first fragment of this consumer's columns
 
   __device__ Share(const Consumer& consumer)
       : K(consumer.share * (DIM / 8 - N_K)),
@@ -78,20 +79,20 @@ constexpr bool UNEQUAL_SHARES = Share<false>::N_K != Share<true>::N_K || Share<f
 // @GROUP_BLOCKS
 constexpr int GROUP_BLOCKS = 256;  // DQ_IN_ORDER: blocks of a group of heads, twice as many as a GPU has SMs
 
-// The work of a block: tile `tile` of the keys of a key/value head of a sequence. If the grid has fewer blocks than the
-// sequence has tiles, BlockTiles gives a block several.
+// The work of a block: key tile number `tile` of a key/value head of a sequence. If the grid has fewer blocks than the
+// sequence has tiles, BlockTiles gives a block several tiles.
 struct BlockIndex {
   int tile;
   int kv_head;
   int batch;
 
   // DQ_IN_ORDER: a block draws a number from a counter. The last keys of a head have the lowest numbers, and a block
-  // adds to dQ after those of higher keys: it waits for lower numbers only, which have started before it. The lowest
-  // number that is still running waits for none, so there is no deadlock, in whatever order and however few at a time
-  // the GPU starts blocks.
+  // adds to dQ after the blocks of higher keys. So it waits only for blocks with lower numbers, which have started
+  // before it. Of the running blocks, the one with the lowest number waits for none, so there is no deadlock, whatever
+  // the order in which the GPU starts blocks and however few run at a time.
   //
-  // Under a causal mask or a window, of two blocks the one with the higher keys starts at a higher query, and has
-  // already added to a tile of dQ when the other block reaches it. The heads of a group alternate, so that few blocks
+  // Under a causal mask or a window, a block with higher keys starts at a higher query, so it has usually added to a
+  // tile of dQ before a block with lower keys reaches that tile. The heads of a group alternate, so that few blocks
   // wait for each other at the same time. The groups follow each other, so that Q, dO and dQ of the heads that are
   // computed stay in the L2 cache.
   __device__ BlockIndex(int tile_counter) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
@@ -149,7 +150,8 @@ struct FromRegisters : RoundedTile {
     accumulate<0, N / 2>(C, rmem, X_smem);
   }
   // FromShared needs a barrier between its store and its issue: issue_or_store runs before that barrier,
-  // issue_stored after it. This operand is in registers, so the first issues and the second does nothing.
+  // issue_stored after it. This operand is in registers, so issue_or_store issues the wgmmas and issue_stored does
+  // nothing.
   template <int COLUMNS>
   __device__ void issue_or_store(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
     issue(C, X_smem);
@@ -194,8 +196,8 @@ struct Maps {
   TensorMap dout;
 };
 
-// lse2 and delta of a tile of queries; under a mask_mod also its record: the head, and the start, plus CUT if the
-// mask_mod cuts the tile.
+// lse2 and delta of a tile of queries; under a mask_mod also the tile's record: its start, plus CUT if the mask_mod
+// cuts the tile, and its head.
 constexpr int RECORD = 2 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16 : 0);
 using RowRing = SlotRing<2, ROW_SLOT_BYTES, WARP>;
 
@@ -217,7 +219,7 @@ struct SharedMemory {
   static constexpr int dO_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(STAGES);
   static constexpr int ROW_MBARRIERS = dO_MBARRIERS + mbarrier_bytes(STAGES);
   static constexpr int TURN_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
-  static constexpr int TILE_NUMBER = TURN_MBARRIERS + mbarrier_bytes(1);    // DQ_IN_ORDER: of this block
+  static constexpr int TILE_NUMBER = TURN_MBARRIERS + mbarrier_bytes(1);    // DQ_IN_ORDER: the number of this block
   static constexpr int BYTES = DQ_IN_ORDER ? TILE_NUMBER + 16 : TURN_MBARRIERS;
 };
 static_assert(LeftOperand::IN_SMEM == (SharedMemory::P_BYTES > 0), "P goes through shared memory");
@@ -281,7 +283,7 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
       // @record-of-queries
       if constexpr (MASK_MOD) write_record(q_tiles.head, q_tiles.start + (q_tiles.may_hide & 1 ? CUT : 0));
       float* to = rings.row_numbers(smem);
-      // One array after the other, because this warp has few registers.
+      // Loads lse2 for all rows, and then delta, because this warp has few registers.
       auto load = [&](const Operand& x, float* to, float otherwise) {
         const float* numbers = sequence.queries<float>(x, q_tiles.head);  // @load-rows
 #pragma unroll 1
@@ -319,7 +321,7 @@ struct PublishedQTiles {
     int record = ld_shared(ring.slot() + RECORD);
     head = ld_shared(ring.slot() + RECORD + 4), start = record & ~CUT, cut = record & CUT;
     if (record == END) {
-      __syncwarp();  // all lanes have read the record, not only the one that arrives
+      __syncwarp();  // all lanes have read the record, not only the lane that arrives
       ring.release();
     }
   }
@@ -415,7 +417,7 @@ __device__ void wait_dK(float (&dK)[1][N_K][4], LeftOperand& dS) {
 template <int N_Q>
 __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row, int column, unsigned char* dQ_smem) {
   if constexpr (DQ_IN_BULK) {
-    // Staged in the layout of the workspace, where the fragments of 16 rows are contiguous.
+    // The fragments are staged in the layout of the workspace, in which those of 16 rows are contiguous.
     int bytes = 4 * 16 * min(8 * N_Q, DqSums::COLUMNS - column);
     if (lane_id() == 0) bulk_wait_group_read<0>();  // @wait-dQ-buffer
     __syncwarp();                                   // @waited-dQ-buffer
@@ -435,7 +437,7 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[1][N_Q][4], int row
   }
 }
 
-// Adds this warp's 16 rows of dQ to the workspace; deterministic: when it is this block's turn.
+// Adds this warp's 16 rows of dQ to the workspace; DQ_IN_ORDER: waits for this block's turn first.
 template <int N_Q>
 __device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& sequence, const float (&dQ)[1][N_Q][4],
                                int head, int q_start, const Consumer& consumer, int column, unsigned char* dQ_smem) {
@@ -443,20 +445,20 @@ __device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& se
   if constexpr (DQ_IN_ORDER) rings.turn.wait();  // @wait-turn
   if (row < sequence.q_len) add_dQ(DqSums(p, sequence, head), dQ, row, column, dQ_smem);
   if constexpr (DQ_IN_ORDER) {
-    __syncwarp();  // @added-dQ: all lanes have added, not only the one that arrives
+    __syncwarp();  // @added-dQ: all lanes have added, not only the lane that arrives
     rings.turn.release();
   }
 }
 
-// Returns how many tiles of keys add to the tile of dQ at q_start before the tile at kv_start: those after it, up to
-// the one that holds the last key seen by the last query at q_start.
+// Returns how many tiles of keys add to the tile of dQ at q_start before the tile at kv_start: all later tiles of keys
+// that the queries of this tile see.
 __device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
   return (band.kv_end(min(q_start + BLOCK_Q, band.q_len)) - 1) / BLOCK_KV - kv_start / BLOCK_KV;
 }
 
-// Deterministic dQ. A warp of its own waits for the turns and passes them on, so that the consumers' loop contains
-// neither the latency of an acquire nor that of a release. A tile that the mask_mod hides from this block has its turn,
-// too, because the blocks after this one wait for it.
+// Deterministic dQ. A separate warp waits for this block's turns and passes them on, so that the consumers' loop
+// contains neither the latency of an acquire nor that of a release. The block also takes its turn at tiles of dQ that
+// the mask_mod hides from it, because the blocks after it count its turn.
 __device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequence, const Band& band,
                            const BlockIndex& block) {
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {

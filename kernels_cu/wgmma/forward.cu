@@ -17,9 +17,10 @@ struct Maps {
 #endif
 };
 
-// Number of the N / 2 wgmmas of PV that are issued right behind QK of the next tile. The tensor cores' queue holds few
-// wgmmas, and a warpgroup stalls while it is full. The others are issued after the row max, when the first have run, so
-// that the softmax starts as soon as S is ready. If PV is waited for before the softmax, all are issued at once.
+// Number of the N / 2 wgmmas of PV that are issued right behind QK of the next tile. The queue of the tensor cores
+// holds few wgmmas, and a warpgroup stalls while the queue is full. The other wgmmas of PV are issued after the row
+// max, when the first have run, so that the softmax starts as soon as S is ready. Kernels that wait for PV before the
+// softmax issue all at once.
 constexpr int EARLY_PV = EXPONENTIALS_FIRST && !SCORE_MODIFIED && !PINGPONG && N / 2 > 5 ? 4 : N / 2;
 
 using Q_Ring = TileRing<1, BLOCK_Q, HEAD_DIM>;
@@ -146,7 +147,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     if (tile_smem.tile < 0) break;
     const Sequence sequence = RELOAD_SEQUENCE ? Sequence(p, tile_smem.sequence.batch) : tile_smem.sequence;
     int head = tile_smem.head, q_start = tile_smem.tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
-    if constexpr (O_BUFFER) __syncwarp();  // @read-tile: all lanes have read it, not only the one that releases Q
+    if constexpr (O_BUFFER) __syncwarp();  // @read-tile: all lanes have read it, not only the lane that releases Q
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
@@ -193,7 +194,8 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);  // @issue-late-PV
         attend();
-        // Sums are never negative. ptxas moves no wait above this, so the exponentials that they need overlap with PV.
+        // Row sums are never negative, so this triggers no event. But ptxas computes them before it and moves no wait
+        // above it, so that the exponentials overlap with PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);
@@ -241,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     compute(p, maps, rings, smem, tile_smem);
   }
 #if KV_MULTICAST
-  // The other block may still multicast into this one's slots and arrive at its mbarriers.
+  // The other block may still multicast into the slots of this block and arrive at its mbarriers.
   cluster_sync();  // @wait-cluster-exit
 #endif
 }

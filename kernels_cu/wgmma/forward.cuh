@@ -1,7 +1,7 @@
 // Forward, for every dtype of Q, K and V:
 //
 //   BlockKvTiles       the tiles of keys that a block visits
-//   PublishedKvTiles   the same as consumers read them under a mask_mod
+//   PublishedKvTiles   these tiles, as the producer publishes them to the consumers under a mask_mod
 //   store_O            epilogue: O -> the shared memory of Q -> global memory
 #pragma once
 #include "../walk.cuh"
@@ -9,14 +9,15 @@
 
 constexpr int N = BLOCK_KV / 8;                // score fragments, by columns
 constexpr int N_V = fragments_of(HEAD_DIM_V);  // fragments of O, by columns
-// Registers per thread: the producer gives registers to two or three consumer warpgroups. It keeps more if its warp
-// evaluates mods.
+// Registers per thread: the producer warpgroup gives registers to two or three consumer warpgroups, but keeps more if
+// its warp evaluates mods.
 constexpr int TWO = THREADS == 384, CLASSIFYING = PRODUCER_WARP ? (TWO ? 32 : 24) : 0;
 constexpr int PRODUCER_REGISTERS = (TWO ? 24 : 32) + CLASSIFYING,
               CONSUMER_REGISTERS = (TWO ? 240 : 160) - CLASSIFYING / (TWO ? 2 : 3);
 
-// True if scores need a pass before the softmax, masked or not. With mods the pass has two versions, because a mod
-// takes more instructions where positions may be past the end or hidden; otherwise it always masks.
+// SCORE_MODIFIED: scores need a pass before the softmax in every tile. With mods this pass has a version with masks and
+// one without, because a mod takes more instructions where positions may be past the end or hidden. ALWAYS_MASKED: the
+// pass has only the version with masks.
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
 
 using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
@@ -47,8 +48,8 @@ __device__ void publish_end(K_Ring& K, unsigned int records) {
 }
 
 // Values that mods compute from a key alone, for the keys of a tile. The producer warp writes them before it loads K,
-// whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so the ring has
-// one slot more than that of K.
+// whose full mbarrier publishes them. Consumers read them until they release the K of the next tile, so this ring has
+// one slot more than the ring of K.
 constexpr int KEY_SLOTS = STAGES + 1, KEY_VALUES_BYTES = KEY_SLOTS * BLOCK_KV * KEY_BYTES;  // @KEY_SLOTS
 static_assert(KEY_BYTES == 0 || KEY_BYTES == sizeof(Mod::KeyValues), "the plan's shared memory has another size");
 
@@ -64,7 +65,7 @@ __device__ void stage_keys(const K_Ring& K, Mod::KeyValues* staged, const Band& 
     __syncwarp();                                                                              // @written-key-values
   }
 }
-// Consumer: lets mods read the values of the tile of which K was released last.
+// Consumer: points the mods to the values of the current tile, the K of which has just been released.
 template <typename K_Ring>
 __device__ void read_staged_keys(const K_Ring& K, const Mod::KeyValues* staged, Band& band, Score& score) {
   if constexpr (KEY_BYTES > 0)
@@ -90,7 +91,7 @@ struct PublishedKvTiles {
     int record = ld_shared(record_of(ring, records));
     start = record & ~CUT, cut = record & CUT;
     if (record == END) {
-      __syncwarp();    // all lanes have read the record, not only the one that arrives
+      __syncwarp();    // all lanes have read the record, not only the lane that arrives
       ring.release();  // @release-end-of-keys
     }
   }
@@ -114,7 +115,8 @@ __device__ inline void wait_for_stored_O() {
 }
 
 // Stores 16 rows x DIM columns by TMA, one box per panel; TMA clips rows past the end of the tensor. One lane issues
-// the stores and waits until they have read the tile; with O_BUFFER, it waits for those of the previous tile instead.
+// the stores and waits until they have read shared memory. With O_BUFFER it waits for the stores of the previous tile
+// instead, before this tile is written.
 template <int ROWS, int DIM, int K>
 __device__ void tma_store_rows(const TensorMap& map, unsigned int tile, const unsigned int (&A)[1][K][4], int row,
                                int first, int head, int batch) {

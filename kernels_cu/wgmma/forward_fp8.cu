@@ -81,7 +81,7 @@ __device__ void wait_QK(float (&S)[1][N][4], K_Ring& K) {
   K.release();
 }
 
-// O += P V, in parts: issues the first one; finish_PV adds the last one.
+// O += P V, in parts of its columns: issue_PV issues the first part, finish_PV adds the last part.
 __device__ void issue_PV(PartialSums<N_V>& PV, unsigned int (&P)[1][N / 4][4], const VT_Ring& VT) {
   VT.wait();  // @wait-VT
   PV.issue(P, VT.tile());
@@ -133,7 +133,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     };
 
     if constexpr (SCORE_MODIFIED) {
-      // Modified scores: the pass over them needs the registers of PV, so PV does not overlap with it.
+      // The pass that modifies scores needs the registers of PV, so PV does not overlap with it.
       for (; kv_tiles.valid(); kv_tiles.next()) {
         issue_QK(S_rmem, Q_smem, rings.K);
         wait_QK<0>(S_rmem, rings.K);

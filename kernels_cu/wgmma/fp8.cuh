@@ -64,7 +64,7 @@ struct PartialSums {
 #pragma unroll
     for (int e = 0; e < 4 * PART; ++e) C[0][n + e / 4][e % 4] += sums[0][e / 4][e % 4];  // @add-O-of-tile
   }
-  // Adds each part but the last, and issues the next one.
+  // For every part but the last: adds it, and issues the next part.
   template <int K>
   __device__ void issue_others(float (&C)[1][N][4], unsigned int (&P)[1][K][4], unsigned int X_smem) {
 #pragma unroll

@@ -14,10 +14,10 @@
 constexpr int PANEL = 64;             // columns
 constexpr int PANEL_ROW = 2 * PANEL;  // bytes
 constexpr int COMMON_BARRIER = 1;     // named barrier of all consumers
-constexpr int PINGPONG_BARRIER = 2;   // named barrier of consumer warpgroup 0; + n for warpgroup n
+constexpr int PINGPONG_BARRIER = 2;   // + n: named barrier of consumer warpgroup n
 
-// Under a mask_mod the producer alone classifies tiles, and passes each to the consumers in a record: its start, which
-// is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile. One lane issues the loads.
+// Under a mask_mod the producer alone classifies tiles, and passes each tile to the consumers in a record: the start of
+// the tile, which is a multiple of 16, plus CUT if the mask_mod cuts the tile. END follows the last tile.
 constexpr int END = -1, CUT = 1;
 // True if all lanes of the producer warp work: they classify tiles, or stage the values that mods compute per key.
 constexpr bool PRODUCER_WARP = MASK_MOD || KEY_BYTES > 0;
@@ -67,8 +67,8 @@ struct TileRing : SlotRing<SLOTS, tile_bytes(ROWS, DIM, COLUMNS, ROW), 1, CLUSTE
   }
 };
 
-// Issues C = A B^T for 64 rows of a tile of A_ROWS rows, from descriptor a on, and 8 N rows of a tile of B_ROWS, from b
-// on.
+// Issues C = A B^T for 64 rows of A and 8 N rows of B, which begin at descriptors a and b in tiles of A_ROWS and B_ROWS
+// rows.
 template <int A_ROWS, int B_ROWS, int DIM, int N>
 __device__ void scores(float (&C)[1][N][4], unsigned long long a, unsigned long long b) {
   constexpr int NEXT_OF_A = A_ROWS * PANEL_ROW, NEXT_OF_B = B_ROWS * PANEL_ROW;

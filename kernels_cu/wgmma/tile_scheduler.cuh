@@ -2,8 +2,8 @@
 //
 // PERSISTENT: the grid has one block per SM. A block starts with the tile of its index; the next K and V load while the
 // last O is stored. If tiles differ in cost, blocks draw them from a global counter (DRAWS_TILES), so that blocks that
-// finish early take more of them; if not, tiles are dealt out in turn, which needs no counter. Not PERSISTENT: a block
-// has one tile, given by its index in the grid (tiles, heads, sequences).
+// finish early compute more tiles. If all tiles cost the same, a block takes every gridDim.x-th tile, which needs no
+// counter. Not PERSISTENT: a block has one tile, given by its index in the grid (tiles, heads, sequences).
 #pragma once
 #include "../sequence.cuh"
 #include "tile.cuh"
@@ -11,7 +11,7 @@
 // Number of keys whose K and V fill a good half of the L2 cache, which the heads in flight share.
 constexpr int CACHED_KEYS = (32 << 20) / (2 * (HEAD_DIM + HEAD_DIM_V));  // @L2-bytes
 
-// A tile of queries of one head of one sequence. Also the tile record that the producer passes to the consumers.
+// Iterator over the tiles of queries of a block. The producer passes a copy of it to the consumers as the tile record.
 struct TileScheduler {
   int tile;  // negative: no tile is left
   int head;
@@ -50,7 +50,7 @@ struct TileScheduler {
     }
   }
 
-  // Counts the tiles of a sequence from the last one, which sees the most keys under a causal mask.
+  // Sets the tile: `from_last` counts from the last tile of the sequence, which sees the most keys under a causal mask.
   __device__ void assign(const Params& p, int from_last, int q_head, int batch) {
     sequence = Sequence(p, batch);
     tile = (sequence.q_rows + BLOCK_Q - 1) / BLOCK_Q - 1 - from_last;
@@ -61,8 +61,8 @@ struct TileScheduler {
   __device__ void decode(const Params& p) {
     for (;; advance(p)) {
       if constexpr (PACKED) {
-        // The slots of a packed sequence start at cu_seqlens / BLOCK_Q + its index, so that it has one for each of its
-        // tiles; some slots have no tile.
+        // Numbers of a head are slots. Those of sequence b start at cu_seqlens[b] / BLOCK_Q + b, so that each of its
+        // tiles has a slot; some slots have no tile.
         int slots = p.q_len / BLOCK_Q + p.batch + 1, slot = number % slots;
         if (number / slots >= p.heads) break;
         int batch = 0;
@@ -76,7 +76,8 @@ struct TileScheduler {
         assign(p, slot - first_slot(p, batch), number / slots, batch);
         if (tile >= 0) return;  // @has-tile
       } else {
-        // As many heads at a time as fit in L2, whole GQA groups: the longest tile of each, then the next one of each.
+        // The scheduler processes as many whole GQA groups at a time as fit in L2: first the longest tile of each of
+        // their heads, then the next tile of each, and so on.
         int tiles = (p.q_len + BLOCK_Q - 1) / BLOCK_Q, heads = p.batch * p.heads;
         if (number >= tiles * heads) break;
         int concurrent = min(max(CACHED_KEYS / p.kv_len, 1) * p.group, heads);

@@ -104,7 +104,7 @@ class Unsuited(Exception):
 
 
 def attribute(config: Any, name: str) -> Any:
-    """An attribute of a configuration; None if it has none, or has one per layer instead."""
+    """Return an attribute of a configuration; None if it has none, or has one per layer instead."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -165,7 +165,7 @@ def perturb(model: Any) -> None:
 
 
 def first(config: Any, *names: str) -> Any:
-    """The first of these attributes that a configuration or one of its parts has."""
+    """Return the first of these attributes that a configuration or one of its parts has."""
     parts = [config] + [attribute(config, name) for name in getattr(config, "sub_configs", {})]
     for name in names:
         for part in parts:
@@ -176,7 +176,7 @@ def first(config: Any, *names: str) -> Any:
 
 
 def inputs_of(model: Any, has_image: bool = False, is_time_last: bool = False) -> dict[str, Any]:
-    """Inputs without padding, by the name of forward's parameter."""
+    """Return inputs without padding, by the name of forward's parameter."""
     config = model.config
     parameters = inspect.signature(model.forward).parameters
     required = {name for name, one in parameters.items() if one.default is one.empty and one.kind != one.VAR_KEYWORD}
@@ -245,7 +245,7 @@ def inputs_of(model: Any, has_image: bool = False, is_time_last: bool = False) -
 
 
 def paddings(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """int64 masks (BATCH, LENGTH) by name, 1 = token; the second row is shorter."""
+    """Return int64 masks (BATCH, LENGTH) by name, 1 = token; the second row is shorter."""
     masks: dict[str, Any] = {"none": None}
     if "input_ids" in given and "attention_mask" in inspect.signature(model.forward).parameters:
         places, lengths = torch.arange(LENGTH), torch.tensor([[LENGTH], [7]])
@@ -266,7 +266,7 @@ def tensors(output: Any, name: str = "") -> dict[str, Any]:
 
 
 def outputs_of(model: Any, given: dict[str, Any], mask: Any) -> dict[str, Any]:
-    """Floating-point outputs; with a mask only those with a row per token, and only the rows of tokens."""
+    """Return floating-point outputs; with a mask only those with a row per token, and only the rows of tokens."""
     torch.manual_seed(3)
     arguments = copy.deepcopy(given) | ({} if mask is None else {"attention_mask": mask.clone()})
     with torch.no_grad():
@@ -283,7 +283,7 @@ def outputs_of(model: Any, given: dict[str, Any], mask: Any) -> dict[str, Any]:
 
 
 def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """The largest difference, relative to the largest number of the output, and the name of that output."""
+    """Return the largest difference, relative to the largest number of the output, and the name of that output."""
     if actual.keys() != expected.keys():
         return float("inf"), f"outputs {sorted(actual.keys() ^ expected.keys())}"
     worst = (0.0, "")
@@ -301,7 +301,7 @@ def largest_difference(actual: dict[str, Any], expected: dict[str, Any]) -> tupl
 
 
 def refused(name: str, model_class: type, config_class: type, refusal: Exception) -> Verdict:
-    """The verdict on a class that is refused: building its model must raise the refusal too, before it has weights."""
+    """Return the verdict on a refused class: building its model must raise the refusal too, before it has weights."""
     try:
         with torch.device("meta"):
             build(model_class, config_class(), adapter.NAME)
@@ -310,7 +310,8 @@ def refused(name: str, model_class: type, config_class: type, refusal: Exception
     return Verdict(name, "error", f"is built although {refusal}")
 
 
-# Their additive masks are float32 beside float64 queries, for which torch's sdpa returns wrong numbers on a CPU.
+# The additive masks of these models are float32 even for float64 queries. torch's sdpa on a CPU then returns wrong
+# numbers.
 MASKS_IN_FLOAT32 = {"EomtForUniversalSegmentation"}
 
 
@@ -320,8 +321,9 @@ def references(model_class: type) -> list[str]:
 
 
 def given_to(model: Any) -> dict[str, Any]:
-    """Inputs with which the model runs. Candidates are tried in order: text alone, then text and an image; features
-    first with times last.
+    """Return inputs with which the model runs.
+
+    Candidates are tried in order: text alone, then text and an image; features with times last come first.
     """
     parameters = set(inspect.signature(model.forward).parameters)
     variants: list[dict[str, bool]] = [{}]
@@ -339,7 +341,7 @@ def given_to(model: Any) -> dict[str, Any]:
 
 
 def reference_of(model_class: type, config_class: type, changes: dict[str, Any]) -> tuple[Any, Any, Any, str]:
-    """(model, config, inputs, implementation) of the first tiny configuration that runs; raises Unsuited if none
+    """Return (model, config, inputs, implementation) of the first tiny configuration that runs; raises Unsuited if none
     does.
     """
     reasons = []

@@ -39,7 +39,7 @@ def example():
 
 
 def train(example, log, *options):
-    """The lines that a tiny run logs."""
+    """Return the lines that a tiny run logs."""
     example.main([*TINY, "--log", str(log), *map(str, options)])
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -49,7 +49,7 @@ def losses_of(lines):
 
 
 def formula(q, k, v, dropout, error=1.0):
-    """Textbook attention with the scores multiplied by `error`."""
+    """Return textbook attention with the scores multiplied by `error`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) * (error / math.sqrt(q.shape[-1]))
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -255,7 +255,7 @@ def test_checkpoint_keeps_the_input_of_every_block(example):
     sizes = memory.Transformer(2, 32, 4, 256, 128, dropout=False)
     for more, checkpoint in (((), "none"), (("--checkpoint",), "full")):
         training = memory.Training(4, 128, checkpoint=checkpoint, precision="float32")
-        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets; the measurement leaves out the loss
+        logarithms = 4 * 4 * 128 * 256 + 8 * 4 * 128  # softmax and targets of the loss, which is not measured
         modelled = memory.estimate(sizes, training)
         assert kept[more] == pytest.approx(modelled.blocks + modelled.ends - logarithms, rel=0.02)
 

@@ -49,7 +49,7 @@ def arrays(operands, dtype=jnp.float32):
 
 
 def out_and_gradients(function, options, operands, weights):
-    """out, and the gradients of all operands for a sum of out with fixed random weights."""
+    """Return out, and the gradients of all operands for a sum of out with fixed random weights."""
 
     def loss(operands):
         given = {name: x for name, x in operands.items() if name == "bias"}
@@ -66,9 +66,7 @@ def eager(function):
 
 @functools.cache
 def run_of_jax(case, dtype):
-    """jax's results in float64 on inputs rounded to `dtype`, and the least accurate of several runs of the reference in
-    `dtype`.
-    """
+    """Return jax's float64 results on inputs rounded to `dtype`, and the least accurate of several runs in `dtype`."""
     operands, options, options_of_jax = CALLS[case]
     rounded = {name: np.asarray(x) for name, x in arrays(operands, dtype).items()}
     with jax.enable_x64(True):
@@ -148,7 +146,7 @@ def test_an_array_as_seed_may_change_per_call():
         expected = attention(q, q, q, dropout=0.5, seed=seed)
         np.testing.assert_array_equal(out(q, jnp.asarray(seed)), expected)
         np.testing.assert_array_equal(attention(q, q, q, dropout=0.5, seed=jnp.asarray([seed], "uint8")), expected)
-    minus_one = jnp.asarray(-1)  # its int64 bits are those of 2**64 - 1
+    minus_one = jnp.asarray(-1)  # int64 -1 has the same bits as uint64 2**64 - 1
     np.testing.assert_array_equal(out(q, minus_one), attention(q, q, q, dropout=0.5, seed=2**64 - 1))
 
 
@@ -239,7 +237,7 @@ def test_refused(case, transform):
         )
     with pytest.raises(error, match=message) as caught:
         transform(call)(ZEROS)
-    assert type(caught.value) is error  # cupy_flash's error, not one of jax
+    assert type(caught.value) is error  # the error of cupy_flash, not one that jax derives from it
 
 
 def test_errors_name_every_traced_option():
@@ -263,7 +261,7 @@ TABLE, IDS = jnp.asarray(normal(11, H, 9), jnp.float32), jnp.asarray(np.arange(6
 
 
 def modified(q, k, v, table):
-    """Attention inside documents with a learned bias of the distance."""
+    """Return attention inside documents with a learned bias of the distance."""
 
     def bias(score, b, h, i, j):
         return 2 * jnp.tanh(score) + table[h, jnp.clip(i - j, -4, 4) + 4]

@@ -118,7 +118,7 @@ def test_a_decode_loop_in_one_program_equals_causal_attention():
 
 
 def decode(q, k, v, k_cache, v_cache, lengths, **options):
-    """out, lse and the caches of an append followed by attention."""
+    """Return out, lse and the caches of an append followed by attention."""
     caches = append_to_kv_cache(k, v, k_cache, v_cache, cache_seqlens=lengths, **options)
     return (*attention_with_kv_cache(q, *caches, cache_seqlens=lengths + S, return_lse=True, **options), *caches)
 
@@ -136,7 +136,7 @@ def rows_of(count=()):
 
 
 def per_instance(arrays, axes):
-    """The given arrays with three instances stacked along their vmap axis; arrays without an axis are shared."""
+    """Return the given arrays with three instances stacked along their vmap axis; arrays without an axis are shared."""
     varied = [jnp.stack([x, 2 * x, x[::-1]]) if x.dtype == jnp.float32 else jnp.stack([x, x[::-1], x]) for x in arrays]
     return [x if axis is None else many for x, many, axis in zip(arrays, varied, axes, strict=True)]
 

@@ -39,7 +39,7 @@ def test_ctrl_c_in_a_compiled_call_is_a_keyboard_interrupt(function, monkeypatch
         context.setattr(Call, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             jax.block_until_ready(compiled(Q))
-    np.testing.assert_allclose(compiled(Q), function(Q), rtol=1e-6)  # the handler serves later calls
+    np.testing.assert_allclose(compiled(Q), function(Q), rtol=1e-6)  # later calls still work
 
 
 LIKE = {

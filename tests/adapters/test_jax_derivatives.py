@@ -57,7 +57,7 @@ def loss(function, operands):
 
 
 def steps(function, operands):
-    """The loss of a scan with three rematerialised steps."""
+    """Return the loss of a scan with three rematerialised steps."""
 
     @jax.checkpoint
     def step(total, factor):
@@ -67,19 +67,19 @@ def steps(function, operands):
 
 
 def penalty(function, operands, loss=loss):
-    """A weighted sum of sines of the gradients; its own gradient is a Hessian-vector product."""
+    """Return a weighted sum of sines of the gradients; its own gradient is a Hessian-vector product."""
     gradients = jax.grad(functools.partial(loss, function))(operands)
     return sum((jnp.sin(x) * TANGENTS[name]).sum() for name, x in gradients.items())
 
 
 def mean_flow(function, operands):
-    """The loss of a model trained through the tangent of its output, with stop_gradient around the tangent."""
+    """Return the loss of a model trained through the tangent of its output, with stop_gradient around the tangent."""
     (out, _), (tout, _) = jax.jvp(function, (operands,), (TANGENTS,))
     return ((out + jax.lax.stop_gradient(tout)) ** 2).sum()
 
 
 def mapped(function):
-    """The function under a vmap over an axis that k and the sink lack."""
+    """Return the function under a vmap over an axis that k and the sink lack."""
     axes = dict(q=0, k=None, v=0, bias=0, sink=None)
     return lambda operands: jax.vmap(function, (axes,))(operands | {"k": X["k"], "sink": X["sink"]})
 
@@ -122,7 +122,7 @@ def test_derivatives_equal_those_of_attention_in_jax(case):
 
 @pytest.mark.exhaustive
 def test_tangents_of_a_bias_without_sink_are_folded():
-    """vmap's axis is folded into the batch; a bias without that axis gets it together with its tangent."""
+    """The adapter folds vmap's axis into the batch. A bias without that axis gets it if its tangent has it."""
     plain = {name: X[name] for name in "qkv"}
 
     def tangent(bias, direction):

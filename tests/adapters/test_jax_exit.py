@@ -1,4 +1,4 @@
-"""A process exits with programs in flight that call attention, on 1, 2 and 8 devices, with or without their results."""
+"""A process can exit while programs that call attention run on 1, 2 or 8 devices, whether it holds results or not."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ EXITS = {
     "1-jit-dropped": (1, "jit", "dropped", 0, 1),
     "2-jit-raises": (2, "jit", "raises", 3, 2),
     "8-eager-held": (8, "eager", "held", 0, 8),
-    "1-jit-thread": (1, "jit", "thread", 0, 1),  # the second call is made too late
+    "1-jit-thread": (1, "jit", "thread", 0, 1),  # the second call starts too late to be counted
     "1-jit-held": (1, "jit", "held", 0, 1),
     "2-one-dropped": (2, "one", "dropped", 0, 1),
     "2-eager-dropped": (2, "eager", "dropped", 0, 2),

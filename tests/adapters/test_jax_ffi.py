@@ -26,7 +26,7 @@ ENUMS = ("XLA_FFI_Extension_Type", "XLA_FFI_DataType", "XLA_FFI_ExecutionStage",
 
 
 def members_of_header(name):
-    """(name, size) of the members of a struct in the header; a nested struct has the size of ours."""
+    """Return (name, size) of the members of a struct in the header; a nested struct has the size of ours."""
     body = re.search(rf"struct {name} \{{(.*?)\n\}}", ffi_structs.header(), re.DOTALL)[1]
     body = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"\1* \1", re.sub(r"//[^\n]*", "", body))
     ours = {struct.NAME: ctypes.sizeof(struct) for struct in ffi_structs.STRUCTS}
@@ -155,7 +155,7 @@ class Xla:
         return self.errors.pop() if error else None
 
     def array(self, structs):
-        """An array of the addresses of structs, which this object keeps alive."""
+        """Return an array of the addresses of structs, which this object keeps alive."""
         structs = list(structs)
         array = (ctypes.c_void_p * len(structs))(*map(ctypes.addressof, structs))
         self.keep += [*structs, array]
@@ -182,7 +182,7 @@ def static(**options):
 
 
 def run_frame(call, operands, ordinal=0):
-    """The results of a call through the handler of the platform "cuda", whose buffers start as NaN or -1."""
+    """Return the results of a call through the handler of the platform "cuda", whose buffers start as NaN or -1."""
     recorder = primitive.Recorder("cpu")
     described = {
         name: Array(x.ctypes.data, x.shape, contiguous_strides(x.shape), x.dtype, "cpu", "xla", recorder)

@@ -19,7 +19,7 @@ def normal(seed, *shape):
 
 
 Q, KEY, V = normal(0, B, T, N, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
-# every query sees a key, because without any jax averages all values
+# every query sees a key: for a query without one, jax averages all values
 MASK = (normal(3, B, 1, T, S) > -0.5).at[..., 0].set(True)
 CASES = {
     "plain": (Q, {}),
@@ -60,7 +60,7 @@ def test_output_lse_and_gradients_equal_jax(case):
         def loss(q, k, v, floating):
             out, residual = function(q, k, v, **options | floating, return_residual=True)
             valid = jnp.ones(out.shape[:-1], bool)
-            if "query_seq_lengths" in options:  # jax computes the lse of padded rows from masked keys
+            if "query_seq_lengths" in options:  # do not compare padded rows, whose lse jax computes from masked keys
                 valid = jnp.arange(T)[:, None] < options["query_seq_lengths"][:, None, None]
             residual = jnp.where(valid, residual, 0)
             return jnp.sin(out).sum() + jnp.sin(residual).sum(), (out, residual)

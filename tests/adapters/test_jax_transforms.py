@@ -70,7 +70,7 @@ def test_vmap_is_one_call_and_equals_a_loop(case, monkeypatch):
 
 
 def modified(sink, q, k, v, table, documents):
-    """A loss through mods that read positions and two captured arrays."""
+    """Return a loss through mods that read positions and two captured arrays."""
     out, lse = attention(
         q, k, v, sink=sink, return_lse=True,
         score_mod=lambda s, b, h, i, j: s * table[b, h] + 0.1 * b - 0.05 * h * (j - i),

@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 def call_of(name):
-    """(function from tensors to out and lse, those tensors)."""
+    """Return (function from tensors to out and lse, those tensors)."""
     options, moving = OPTIONS[name]
     arrays = [x.transpose(1, 2) if options.get("layout") == "bhsd" else x for x in (Q, K, V)]
 
@@ -129,7 +129,7 @@ def differentiated_twice(f):
 
 
 def reverse_over_forward(f):
-    """The loss of the example mean_flow.py, without its stop-gradient."""
+    """Return the loss of the example mean_flow.py, without its stop-gradient."""
     inputs = [x.clone().requires_grad_() for x in (*X, *MOVED)]
     out, tout = jvp(f, tuple(inputs[:3]), tuple(inputs[3:]))
     return torch.autograd.grad((out + tout).square().sum(), inputs)
@@ -186,7 +186,7 @@ def test_vmap_loops_where_it_cannot_fold(name):
 
 
 def test_vmap_over_nothing():
-    """The shapes are those of one element, also where vmap would loop."""
+    """Over an axis of size 0, results have the shapes of one instance, also where the adapter would loop over them."""
     with_sink, inputs = call_of("sink")
     for call, arrays in ((ours, X), (with_sink, [x.detach() for x in inputs])):
         batched = vmap(call, (0, *[None] * (len(arrays) - 1)))
@@ -209,7 +209,7 @@ COMPILED = {
 @pytest.mark.parametrize("mods", in_tiers({"plain": False, "mods": True}, ["plain"]))
 @pytest.mark.parametrize("name", in_tiers({name: name for name in COMPILED}, ["jvp", "dual-tensors"]))
 def test_transforms_while_compiling(name, mods):
-    """A graph has operators instead of Functions; forward mode must not take their results for constants."""
+    """In a graph, operators replace autograd.Functions; forward mode must not treat their results as constants."""
     mod = cupy_flash.Mod(score_mod=with_table(TABLE)) if mods else None
 
     def call(q, k, v):

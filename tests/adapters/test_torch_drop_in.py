@@ -21,7 +21,7 @@ def normal(*shape, seed=0):
 
 
 def parameters(function):
-    """(name, default, is_positional) of every parameter; default is `empty` if there is none."""
+    """Return (name, default, is_positional) of every parameter; default is `empty` if there is none."""
     return [
         (parameter.name, parameter.default, parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
         for parameter in inspect.signature(function).parameters.values()
@@ -122,7 +122,7 @@ SDPA = {
 
 
 def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options):
-    """torch's formula; it refuses a mask with is_causal, so the causal mask is merged into the mask."""
+    """Return the result of torch's function. It refuses attn_mask with is_causal, so they are merged into one mask."""
     if attn_mask is not None and is_causal:
         hidden = torch.ones(attn_mask.shape[-2:], dtype=torch.bool).triu(1)
         value_of_hidden = False if attn_mask.dtype == torch.bool else -torch.inf
@@ -131,7 +131,7 @@ def sdpa_of_torch(query, key, value, attn_mask=None, is_causal=False, **options)
 
 
 def results(function, shapes, options, dtype):
-    """out and the gradients of query, key, value and a floating-point mask."""
+    """Return out and the gradients of query, key, value and a floating-point mask."""
     tensors = [normal(*shape, seed=number).to(dtype).requires_grad_() for number, shape in enumerate(shapes)]
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point():
@@ -196,7 +196,7 @@ def test_sdpa_result_is_laid_out_as_an_expanded_query(order):
 
 
 def test_sdpa_result_of_a_broadcast_query_is_contiguous():
-    """torch then computes the result by a matmul, which returns a contiguous tensor."""
+    """For a broadcast query torch computes the result by a matmul, which returns a contiguous tensor."""
     q, k = normal(1, L, 4, E).transpose(1, 2), normal(2, 4, S, E)
     assert F.scaled_dot_product_attention(q, k, k).is_contiguous()
     assert adapter.scaled_dot_product_attention(q, k, k).is_contiguous()
@@ -253,14 +253,14 @@ def test_sdpa_takes_the_causal_biases_of_torch(bias):
     exact = F.scaled_dot_product_attention(q.double(), k.double(), k.double(), mask)
     runs = in_several_orders(lambda: F.scaled_dot_product_attention(q, k, k, mask))
     assert_matches_reference(actual, exact, furthest(exact, *runs), "float32", "out")
-    for x, y in ((q, k), (k, q)):  # with is_causal the smaller of the two diagonals counts
+    for x, y in ((q, k), (k, q)):  # with is_causal a query sees the keys that both diagonals allow
         seen = torch.ones(x.shape[-2], y.shape[-2], dtype=torch.bool)
         both = seen.tril() & seen.tril(0 if bias is causal_upper_left else y.shape[-2] - x.shape[-2])
         actual = adapter.scaled_dot_product_attention(x, y, y, bias(*both.shape), is_causal=True)
         torch.testing.assert_close(actual, adapter.scaled_dot_product_attention(x, y, y, both))
     with pytest.raises(ValueError, match="causal for 7 queries and 7 keys, and there are 5 and 7"):
         adapter.scaled_dot_product_attention(q, k, k, bias(S, S))
-    with pytest.raises(TypeError, match="contents of their own"):  # their own contents are uninitialised
+    with pytest.raises(TypeError, match="contents of their own"):  # the contents of a CausalBias are uninitialised
         adapter.attention(q, k, k, layout="bhsd", bias=bias(L, S))
 
 
@@ -351,7 +351,7 @@ def test_sdpa_context_serves_the_layers_of_torch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_sdpa_context_leaves_the_fast_path_of_encoders():
-    """torch does not use the fast path of encoders inside any mode, so neither inside `sdpa()`.
+    """torch does not use the fast path of encoders inside a mode, and `sdpa()` is a mode.
 
     Only the fast path sets padded rows to 0; otherwise they are outputs of the layers.
     """
@@ -380,7 +380,7 @@ OFFSETS = torch.tensor([0, 3, 4, 4, 9]), torch.tensor([0, 1, 1, 4, 12])
 
 
 def jagged(values, offsets):
-    """A nested tensor (B, H, S, E) with ragged S, from values (T, H, E)."""
+    """Return a nested tensor (B, H, S, E) with ragged S, from values (T, H, E)."""
     return nested_tensor_from_jagged(values, offsets).transpose(1, 2)
 
 
@@ -612,7 +612,7 @@ def test_flash_attn_refuses_tensors_as_options(value):
 
 
 def attend_with_sdpa(layer, x):
-    """CausalSelfAttention by torch's own functions."""
+    """Return the output of a CausalSelfAttention layer, computed by torch's own functions."""
     heads, kv_heads, _ = layer.heads
     q, k, v = layer.qkv(x).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split(layer.heads, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

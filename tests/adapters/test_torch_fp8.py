@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def inputs(dtype=torch.bfloat16):
-    """q, k and v with a different magnitude for each sequence and key/value head."""
+    """Return q, k and v with a different magnitude for each sequence and key/value head."""
     generator = torch.Generator().manual_seed(0)
     arrays = []
     for heads in (HEADS, KV_HEADS, KV_HEADS):
@@ -34,7 +34,7 @@ def inputs(dtype=torch.bfloat16):
 
 
 def rounded(x, lengths=None):
-    """(x rounded to e4m3, as fp64, and its descale), computed with NumPy for each sequence and head."""
+    """Return (x rounded to e4m3, as fp64, and its descale), computed with NumPy for each sequence and head."""
     x = x.detach().float().numpy().astype(np.float64)
     result, descale = np.zeros_like(x), np.zeros((len(x), KV_HEADS))
     group = x.shape[2] // KV_HEADS

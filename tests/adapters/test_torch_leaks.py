@@ -110,8 +110,9 @@ class Block(torch.nn.Module):
 
 
 def step(reentrant):
-    """(model, x, loss, SavedTensors) of a step of a small transformer; blocks are checkpointed unless `reentrant` is
-    None.
+    """Return (model, x, loss, SavedTensors) of a step of a small transformer.
+
+    Its blocks are checkpointed unless `reentrant` is None.
     """
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Block(HEADS * HEAD_DIM) for _ in range(LAYERS))
@@ -126,7 +127,7 @@ def step(reentrant):
 
 
 def findings(reentrant):
-    """(number saved, tensors retained by the graph, number held by Python) while the loss is alive.
+    """Return (number saved, tensors retained by the graph, number held by Python) while the loss is alive.
 
     Parameters and gradients do not count. torch's reentrant checkpoint keeps the state of the generator, as bytes, on
     each of its nodes.
@@ -252,8 +253,9 @@ WORLD, STEPS = 2, 4
 
 
 def train_sharded():
-    """(bytes allocated, tensors retained by the graph) after each step of an FSDP2 model in bfloat16, while the loss is
-    alive.
+    """Return (bytes allocated, tensors retained by the graph) after each step of a bfloat16 FSDP2 model.
+
+    They are counted while the loss is alive.
 
     Every block is checkpointed.
     """
@@ -300,7 +302,7 @@ def one_process(rank, rendezvous, reports):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """(results with cupy_flash, results with the leaky attention) of each process."""
+    """Return (results with cupy_flash, results with the leaky attention) of each process."""
     context = torch.multiprocessing.get_context("spawn")
     reports = context.SimpleQueue()
     rendezvous = f"file://{tmp_path_factory.mktemp('sharded') / 'rendezvous'}"

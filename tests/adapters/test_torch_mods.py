@@ -43,7 +43,7 @@ IDS = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) // 5
 
 
 def dense(q, k, v, score_mod, mask_mod):
-    """The formula on all scores."""
+    """Return the formula on all scores."""
     b, h = torch.arange(BATCH)[:, None, None, None], torch.arange(HEADS)[:, None, None]
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
     scores = score_mod(torch.einsum("bihd,bjhd->bhij", q, k) / DIM**0.5, b, h, i, j)
@@ -106,7 +106,7 @@ def test_the_backward_saves_the_captured_tensors_only():
         out = cupy_flash.attention(q, k, v, score_mod=bias)
     others = [x for x in saved if not any(x is y or x.data_ptr() == y.data_ptr() for y in (q, k, v, out))]
     captured = {x.data_ptr() for x in (bias.table, bias.temperature, bias.scale)}
-    assert {x.data_ptr() for x in others} - captured == {others[-1].data_ptr()}  # the other tensor is lse
+    assert {x.data_ptr() for x in others} - captured == {others[-1].data_ptr()}  # the only other tensor is lse
     assert others[-1].shape == (BATCH, HEADS, LENGTH)
 
 
@@ -125,7 +125,7 @@ def test_packed_sequences_and_checkpoint():
 
 
 def functions_of(table):
-    """A Mod with a learned bias and a mask."""
+    """Return a Mod with a learned bias and a mask."""
     return cupy_flash.Mod(lambda s, b, h, i, j: s + table[h, i - j + LENGTH - 1], document(IDS))
 
 
@@ -211,7 +211,7 @@ def test_plain_functions_break_the_graph_once_with_a_hint():
     backend = lambda graph, example: graphs.append(graph) or graph.forward  # noqa: E731
     out = torch.compile(step, backend=backend)(q, k, v)
     torch.testing.assert_close(out, dense(q * 2, k, v, bias, mask) + 1)
-    assert len(graphs) == 2  # one with q * 2, and one with + 1
+    assert len(graphs) == 2  # a graph that computes q * 2, and one that adds 1 to the result
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"pass a cupy_flash\.Mod"):
         torch.compile(step, backend="eager", fullgraph=True)(q, k, v)
 

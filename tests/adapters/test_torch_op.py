@@ -38,13 +38,14 @@ def inputs(dtype=torch.float32, requires_grad=True, layout="bshd"):
 
 
 def padded(options):
-    """Positional arguments and options of a call of `attention`."""
+    """Return positional arguments and options of a call of `attention`."""
     return inputs(layout=options.get("layout", "bshd")), options
 
 
 def packed(options):
-    """A call of `attention_varlen` with four sequences, one of them without queries and one without keys, and extra
-    rows.
+    """Return a call of `attention_varlen` with rows after the last sequence.
+
+    One of the four sequences has no queries, and one has no keys.
     """
     q, k, v = normal(8, HEADS, HEAD_DIM), normal(9, KV_HEADS, HEAD_DIM, seed=1), normal(9, KV_HEADS, HEAD_DIM_V, seed=2)
     arrays = tuple(x.requires_grad_() for x in (q, k, v))
@@ -52,7 +53,7 @@ def packed(options):
 
 
 def strided():
-    """q with heads before the sequence, k as every second row, v with a broadcast head."""
+    """Return q with heads before the sequence, k as every second row, v with a broadcast head."""
     q = normal(BATCH, HEADS, Q_LEN, HEAD_DIM).transpose(1, 2)
     k = normal(BATCH, 2 * KV_LEN, KV_HEADS, HEAD_DIM + 3)[:, ::2, :, :HEAD_DIM]
     v = normal(BATCH, KV_LEN, 1, HEAD_DIM_V).expand(-1, -1, KV_HEADS, -1)
@@ -149,7 +150,7 @@ def test_opcheck(case):
     (forward, forward_arguments), (backward, backward_arguments) = recorder.calls
     assert (forward.name(), backward.name()) == ("cupy_flash::attention_forward", "cupy_flash::attention_backward")
     torch.library.opcheck(forward, forward_arguments)
-    # The gradient has no gradient of its own here, so its arguments must not require one.
+    # opcheck would differentiate the backward operator, which is not tested here, if an argument required a gradient.
     torch.library.opcheck(backward, tree_map_only(torch.Tensor, torch.Tensor.detach, backward_arguments))
 
 
@@ -498,7 +499,7 @@ def test_settings_of_torch_apply_to_calls_without_gradients(monkeypatch):
 
 
 def of_ended_transform(x):
-    """A tensor that a transform of torch.func wrapped and that outlives it."""
+    """Return a tensor that a transform of torch.func wrapped and that outlives it."""
     wrapped = []
     torch.func.jvp(lambda y: wrapped.append(y * 2) or y, (x,), (x,))
     return wrapped[0]
@@ -508,7 +509,10 @@ def of_ended_transform(x):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["plain", "recorded"])
 def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_grad):
-    """It unwraps them, or allocates them; their type is torch.Tensor, and no mode or transform is active."""
+    """The dispatcher unwraps such tensors or allocates their memory.
+
+    Nothing else reveals them: their type is torch.Tensor, and no mode or transform is active.
+    """
     q, k, v = inputs(requires_grad=False)
     k.requires_grad_(requires_grad)
     zero = torch._efficientzerotensor(q.shape)
@@ -525,7 +529,7 @@ def test_tensors_without_memory_of_their_own_go_through_the_dispatcher(requires_
 @pytest.mark.parametrize("value", [np.complex64(1), np.timedelta64(1)], ids=["complex", "timedelta"])
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_scalars_of_numpy_that_are_no_numbers(name, value):
-    """float() would convert them, so their type is checked, with the registered operator and without it."""
+    """float() would accept these scalars, so their type is checked, with the registered operator and without it."""
     q, k, v = inputs(requires_grad=False)
     for x in (q, q.clone().requires_grad_()):
         with pytest.raises(TypeError, match=f"{name} must be a number"):

@@ -38,7 +38,7 @@ def normal(*shape, seed=0):
 
 
 def results(function, shapes, dtype=torch.float32):
-    """out and the gradients of query, key and value."""
+    """Return out and the gradients of query, key and value."""
     arrays = [normal(*shape, seed=seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
     out = function(*arrays)
     return [out.detach(), *torch.autograd.grad(out, arrays, normal(*out.shape, seed=9).to(dtype))]
@@ -220,7 +220,7 @@ def test_an_unsupported_problem_is_refused(options, reason, active):
 
 
 def laid_out(layout):
-    """query, key and value (2, 4, L, E): contiguous, views of (2, L, 4, E), or slices of one projection."""
+    """Return query, key and value (2, 4, L, E): contiguous, views of (2, L, 4, E), or slices of one projection."""
     if layout == "bhsd":
         return [normal(2, 4, L, E, seed=seed) for seed in range(3)]
     if layout == "bshd":

@@ -24,7 +24,7 @@ def inputs(length=LENGTH):
 
 
 def value_and_gradients(function, *arrays):
-    """Results of `function` and the gradients of the first one; the generator starts from a fixed state."""
+    """Return results of `function` and the gradients of the first one; the generator starts from a fixed state."""
     torch.manual_seed(0)
     results = function(*arrays)
     results = results if isinstance(results, tuple) else (results,)
@@ -42,7 +42,7 @@ def plain(q, k, v):
 
 
 def everything(q, k, v):
-    """A call with every kind of option, a seed that is drawn, and both results."""
+    """Return a call with every kind of option, a seed that is drawn, and both results."""
     bias = k.sum(dim=(1, 3))[:, :, None, None].repeat(1, HEADS // KV_HEADS, 1, LENGTH)
     slopes = torch.full((HEADS,), 0.5)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(2)
@@ -82,7 +82,7 @@ def test_compile(function):
         "aot_eager",
         pytest.param(
             "inductor",
-            # raised by torch's import of its mkldnn module
+            # torch's import of its mkldnn module gives this warning
             marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
         ),
     ],
@@ -165,7 +165,7 @@ class Layer(torch.nn.Module):
 
 
 def gradients_of(run):
-    """Gradients of one step through two layers, each as `run(layer, x)`; the generator starts from a fixed state."""
+    """Return gradients of one step through two layers, each called by `run(layer, x)`, from a fixed generator state."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList([Layer(), Layer()])
     x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
@@ -178,7 +178,7 @@ def gradients_of(run):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """A list with one entry per run of the forward."""
+    """Return a list that gets an entry at each run of the forward."""
     runs = []
     original = dispatch.forward
     monkeypatch.setattr(dispatch, "forward", lambda *arguments: runs.append(None) or original(*arguments))
@@ -210,7 +210,7 @@ class Encoder(torch.nn.Module):
 
 
 def encoded(run, backward):
-    """Gradients of one step of an Encoder, with `run(encoder, x)` inside `sdpa` and `backward(loss)` outside."""
+    """Return gradients of one step of an Encoder, with `run(encoder, x)` inside `sdpa` and `backward(loss)` outside."""
     torch.manual_seed(0)
     encoder, x = Encoder(), torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
     with adapter.sdpa():

@@ -28,7 +28,7 @@ def drawn(*shape):
 
 
 def static_mask(rows, capacity, length, padding=None):
-    """The mask of `rows` new tokens, the last of `length` keys, with the arguments that a static cache passes."""
+    """Return the mask of `rows` new tokens, the last of `length` keys, for the arguments that a static cache passes."""
     offset = torch.tensor(length - rows)
     return adapter.attention_mask(
         **mask_arguments(q_length=rows, kv_length=capacity, q_offset=offset, attention_mask=padding, batch_size=2)
@@ -142,7 +142,7 @@ def test_a_compiled_step_of_a_static_cache(backend):
         cache, programs = StaticCache(config=model.config, max_cache_len=20), []
         with torch.no_grad():
             model(tokens(), past_key_values=cache)
-            for layer in cache.layers:  # keys that do not exist
+            for layer in cache.layers:  # slots of the cache that hold no key yet
                 layer.keys[:, :, 12:] = layer.values[:, :, 12:] = torch.nan if implementation == "cupy_fa" else 0
             torch._dynamo.reset()
             step = torch.compile(model.forward, backend=backend, fullgraph=True)
@@ -159,7 +159,7 @@ def test_a_compiled_step_of_a_static_cache(backend):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-softcap-window"])
 def test_generation_with_a_static_cache(family):
-    """The tokens of eager attention, with left padding; a window of keys fills up and moves."""
+    """Tokens equal those of eager attention, with left padding, and with a window of keys that fills up and moves."""
     model, results = model_of(family), []
     valid = torch.ones_like(tokens())
     valid[0, :3] = 0
@@ -199,7 +199,7 @@ class Pages:
 
 @pytest.mark.parametrize("by_table", [False, True], ids=["indices", "block-table"])
 def test_the_pages_of_continuous_batching(by_table):
-    """Sequences of 5 and 9 keys get 2 and 1 more, and their queries then give attention on each sequence alone."""
+    """Sequences of 5 and 9 keys get 2 and 1 more; the result is that of attention on each sequence alone."""
     lengths, new, size = (5, 9), (2, 1), 4
     table = torch.tensor([[3, 1, -1], [0, 5, 2]], dtype=torch.int32)
     cache, whole = Pages(6, size), []

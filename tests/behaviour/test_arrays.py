@@ -190,7 +190,7 @@ def test_readonly_dlpack_stays_readonly():
     x.flags.writeable = False
     assert not as_array(Producer(x), "q").numpy().flags.writeable
     with pytest.raises(TypeError, match="q .*readonly array"):
-        as_array(OldProducer(x), "q")  # NumPy ignores the read-only flag, which an unversioned capsule lacks
+        as_array(OldProducer(x), "q")  # an unversioned capsule has no read-only flag
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=["float32", "bfloat16", "fp8"])
@@ -255,7 +255,7 @@ def test_the_view_keeps_the_memory_alive(framework):
     expected = values(np.float32, (100, 100))
     view = as_array(MAKERS[framework](expected.copy()), "q").numpy()
     for _ in range(20):
-        MAKERS[framework](np.zeros_like(expected))  # would take ownership of the memory of `x`
+        MAKERS[framework](np.zeros_like(expected))  # would reuse the memory of the view if it were free
     assert (view == expected).all()
 
 
@@ -577,7 +577,7 @@ def test_outputs_that_cannot_be_written_are_refused():
 
 
 def immutable(cls):
-    """A subclass of `cls` in a module of TensorFlow, whose arrays are immutable."""
+    """Return a subclass of `cls` in a module of TensorFlow, whose arrays are immutable."""
     return type("Tensor", (cls,), {"__module__": "tensorflow.python.framework.ops"})
 
 

@@ -238,7 +238,7 @@ def test_bitwise_independent_of_the_threads_of_blas(length):
 
 
 def test_bitwise_equal_over_ten_runs():
-    """Runs on several CPU threads; test_kernels.py checks the kernels in any order of blocks and warps."""
+    """The call runs on several CPU threads; test_kernels.py checks the kernels in any order of blocks and warps."""
     case = Case(q_len=300, kv_len=300, causal=True, bias="11qk", sink=True, dropout=0.1, head_dim=32)
     first = run(case)
     for _ in range(9):
@@ -298,7 +298,7 @@ def test_calls_from_many_threads():
 
 
 def test_blas_limit_nests_and_overlaps():
-    """Two calls may enter and leave in any order: the limit is lifted when the second one leaves."""
+    """Two calls may enter and leave in any order: the limit is lifted when the last one leaves."""
     limit, before = thread_pool._single_threaded_blas, blas_limits()
     first, second = thread_pool._User(), thread_pool._User()
     limit.enter(first)
@@ -348,7 +348,7 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
 
 
 def peak_beyond_results(step, *arrays, **options):
-    """Peak number of allocated bytes minus those of the results."""
+    """Return the peak number of allocated bytes minus those of the results."""
     tracemalloc.start()
     result = step(*arrays, **options)
     held, peak = tracemalloc.get_traced_memory()

@@ -100,7 +100,7 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
     ],
 )
 def test_rows_that_see_no_key_have_no_gradient(case, backend):
-    """Their gradients are 0 although dout and dlse are NaN there, as for a loss that contains lse = -inf."""
+    """The gradients of such rows are 0 although dout and dlse are NaN there, as for a loss that contains lse = -inf."""
     call, result = case.call(), run(case, backend)
     dout, dlse = call.dout.copy(), call.dlse.copy()
     empty = np.isneginf(result.lse)
@@ -119,7 +119,7 @@ def test_keys_that_no_query_sees_have_no_gradient(backend):
 
 
 def gradients(call, backend, dout=None, dlse=None):
-    """Gradients of a call with this dout and dlse."""
+    """Return gradients of a call with this dout and dlse."""
     out, lse = cupy_flash.attention(call.q, call.k, call.v, return_lse=True, backend=backend, **call.options)
     dout = np.zeros_like(out) if dout is None else dout
     return cupy_flash.attention_backward(

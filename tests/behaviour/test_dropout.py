@@ -9,7 +9,7 @@ MASK32 = 2**32 - 1
 
 
 def scalar_philox(counter, seed):
-    """Philox 4x32-10 in Python integers, from the algorithm's definition."""
+    """Return four random words by Philox 4x32-10, written with Python integers from the algorithm's definition."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & MASK32, seed >> 32
     for round_index in range(10):
@@ -22,7 +22,7 @@ def scalar_philox(counter, seed):
 
 
 def scalar_half(seed, head_index, i, j):
-    """The 16 random bits of one element by the definition in the docstring of dropout.py."""
+    """Return the 16 random bits of one element by the definition in the docstring of dropout.py."""
     words = scalar_philox((i // 16, j // 16, head_index, 4 * (i % 8) + (j % 8) // 2), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return halves[4 * ((i // 8) % 2) + 2 * ((j // 8) % 2) + j % 2]

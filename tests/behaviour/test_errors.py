@@ -23,7 +23,7 @@ def int32(*values):
 
 
 def good_arguments(function):
-    """Keyword arguments of a valid call of a public function."""
+    """Return keyword arguments of a valid call of a public function."""
     dense = dict(q=zeros(2, 3, 4, 8), k=zeros(2, 5, 2, 8), v=zeros(2, 5, 2, 6))
     packed = dict(q=zeros(6, 4, 8), k=zeros(9, 2, 8), v=zeros(9, 2, 6))
     packed |= dict(cu_seqlens_q=int32(0, 4, 6), cu_seqlens_k=int32(0, 0, 9), max_seqlen_q=4, max_seqlen_k=9)
@@ -466,7 +466,7 @@ def test_unsupported(function, arguments, words):
 
 
 def cupy_without_gpu(ndarray):
-    """CuPy's behaviour on a machine without a GPU."""
+    """Return a module that behaves like CuPy on a machine without a GPU."""
 
     def no_device(index):
         raise RuntimeError(f"cudaErrorInvalidDevice: {index}")
@@ -492,7 +492,7 @@ def test_a_gpu_that_cupy_cannot_use(function, backend, monkeypatch):
 
 
 def test_cuda_arrays_are_never_copied_to_the_host():
-    """Array options, a backward and a packed batch are checked too, whose cu_seqlens must not be read."""
+    """Array options are not copied either, nor the arrays of a backward, nor the cu_seqlens of a packed batch."""
     options = dict(
         bias=CudaArray((3, 5)), mask=CudaArray((3, 5), "|b1"), sink=CudaArray((4,)), alibi_slopes=CudaArray((4,))
     )

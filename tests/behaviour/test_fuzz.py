@@ -25,7 +25,7 @@ def broadcast_shapes(draw):
 
 @st.composite
 def cases(draw):
-    """Inputs are integers times powers of two, so that q.k is exact in any order of summation."""
+    """Draw a case. Its inputs are integers times powers of two, so that q.k is exact in any order of summation."""
     kv_heads, packed = draw(st.integers(1, 3)), draw(st.booleans())
     batch, q_len, kv_len = draw(st.integers(0, 3)), draw(st.integers(0, 40)), draw(st.integers(0, 40))
     side = maybe(st.integers(-1, 45))
@@ -65,7 +65,7 @@ def cases(draw):
 
 @st.composite
 def strided(draw, x):
-    """The values of x with random strides: axes permuted or reversed, and gaps that hold NaN."""
+    """Return the values of x with random strides: axes permuted or reversed, and gaps that hold NaN."""
     order = draw(st.permutations(range(x.ndim)))
     steps = [draw(st.sampled_from((1, -1, 2, -2))) for _ in order]
     memory = np.full([x.shape[axis] * abs(step) for axis, step in zip(order, steps, strict=True)], np.nan, x.dtype)
@@ -76,7 +76,7 @@ def strided(draw, x):
 
 @st.composite
 def calls(draw):
-    """A case and its arrays with random strides, some of them 0."""
+    """Return a case and its arrays with random strides, some of them 0."""
     case = draw(cases())
     q, k, v, options, dout, dlse, packed = case.call()
     arrays = []
@@ -107,7 +107,7 @@ def check_with_several_runs(case, call, result):
 
 
 def errors_of(exact, low):
-    """The largest finite error of each result."""
+    """Return the largest finite error of each result."""
 
     def largest(x, y):
         finite = np.isfinite(x)

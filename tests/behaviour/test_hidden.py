@@ -26,14 +26,14 @@ HEADS, CLEAN = len(POISONS) + 1, -1
 
 
 def visited(band, tile):
-    """Mask (entry, 1, query, key) of all tiles that contain a visible pair of the band."""
+    """Return the mask (entry, 1, query, key) of all tiles that contain a visible pair of the band."""
     q_len, kv_len = band.shape[-2:]
     tiles = np.arange(q_len)[:, None] // tile[0] * kv_len + np.arange(kv_len) // tile[1]
     return np.stack([np.isin(tiles, tiles[entry]) for entry in band[:, 0]])[:, None]
 
 
 def differs(x):
-    """Mask of the elements that differ from those of the clean head, where NaN equals NaN."""
+    """Return the mask of the elements that differ from those of the clean head, where NaN equals NaN."""
     return (x != x[:, CLEAN:]) & ~(np.isnan(x) & np.isnan(x[:, CLEAN:]))
 
 

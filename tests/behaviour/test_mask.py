@@ -20,7 +20,7 @@ BANDS = [
 
 
 def ranges(length):
-    """All non-empty half-open ranges within a sequence of this length."""
+    """Return all non-empty half-open ranges within a sequence of this length."""
     return combinations(range(length + 1), 2)
 
 

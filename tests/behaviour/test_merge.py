@@ -57,7 +57,7 @@ def parts(attention, case, cuts):
 
 
 def average(a, b, layout):
-    """Reference of merge: average with softmax weights of the two lse, computed in the dtype of lse."""
+    """Return the reference of merge: the average with softmax weights of the two lse, computed in the dtype of lse."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     largest = np.maximum(np.maximum(lse_a, lse_b), np.finfo(lse_a.dtype).min)
     weights = np.exp(np.stack([lse_a, lse_b]) - largest)
@@ -234,7 +234,7 @@ def test_a_grid_has_no_more_blocks_than_cuda_starts(shape):
 
 
 def formula(outs, lses, dtype):
-    """Average of all parts with softmax weights, computed in `dtype`; layout "bshd"."""
+    """Return the average of all parts with softmax weights, computed in `dtype`; layout "bshd"."""
     lses, outs = lses.astype(dtype), outs.astype(dtype)
     largest = np.maximum(lses.max(axis=0), np.finfo(dtype).min)
     weights = np.exp(lses - largest)
@@ -246,7 +246,7 @@ def formula(outs, lses, dtype):
 
 
 def stacked(backend, outs, lses, layout="bshd"):
-    """Merge all parts: the last one is the argument a, the others are the stack b."""
+    """Return the result of merge with the last part as the argument a and the others stacked in b."""
     parts = tuple(as_array(x, "part") for x in (outs[-1], lses[-1], outs[:-1], lses[:-1]))
     if backend == "simulator":
         return tuple(x.numpy() for x in run_plan.merge(parts, layout, "sm_80", simulator.start))
@@ -256,7 +256,7 @@ def stacked(backend, outs, lses, layout="bshd"):
 @pytest.mark.parametrize("backend", ["cpu", "simulator"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_any_number_of_parts(count, backend):
-    """One row of each part has no key there, another row has none in any part, and a whole part may have none."""
+    """Each part has a row that sees none of its keys, one row sees no key in any part, and a part may have no keys."""
     rng = np.random.default_rng(count)
     outs = rng.normal(size=(count, 2, 9, 3, 40)).astype(np.float32)
     lses = (rng.normal(size=(count, 2, 3, 9)) * 5).astype(np.float32)

@@ -31,12 +31,12 @@ def inputs(q_length=Q_LENGTH, kv_length=KV_LENGTH):
 
 
 def random_mask(*shape):
-    """Every option alone, and all of them together, by name."""
+    """Return a random bool mask in which 70 % of the elements are True."""
     return np.random.default_rng(5).random(shape) < 0.7
 
 
 def option_sets(q_length):
-    """Every option alone and all of them together, by name."""
+    """Return {name: options} with every option alone, and all of them together."""
     return {
         "plain": {},
         "causal": dict(causal=True),
@@ -123,7 +123,7 @@ def test_drawn_masks(q_length, kv_length, options, picture):
 
 
 def one_row(q, k, v, b, h, i, o):
-    """out and lse of one query, computed by Python loops that follow the docstring of `attention`."""
+    """Return out and lse of one query, computed by Python loops that follow the docstring of `attention`."""
     q_length = o.get("q_lengths", [q.shape[1]] * BATCH)[b]
     kv_length = o.get("kv_lengths", [k.shape[1]] * BATCH)[b]
     causal, (left, right) = o.get("causal", False), o.get("window", (None, None))
@@ -442,7 +442,7 @@ def test_another_order_rounds_every_result_differently():
 
 
 def test_a_backward_rounds_its_scores_apart_from_lse():
-    """A single key has probability 1, with an error of 0 if the backward reuses the forward's rounded scores."""
+    """P of a single key is 1. Its error is 0 only if the backward uses the same rounded scores as lse (errors[0])."""
     q, k, v, dout = normal(4, 1, 1, 1, 64).astype(np.float32)
     errors = [
         np.abs(reference.attention_backward(dout, q, k, v, scale=4.0, dtype=np.float32, order=order).dv - dout).max()

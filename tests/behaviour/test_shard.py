@@ -56,7 +56,7 @@ SIMULATED = {
 
 
 def rows_of_shard(case, call, parts, index, lengths):
-    """(indices of a shard's rows in the whole arrays, its lengths per sequence, the positions of its first rows)."""
+    """Return (indices of a shard's rows in the whole arrays, its lengths per sequence, positions of its first rows)."""
     runs = [parts(length)[index] for length in lengths]
     runs = [range(run.start, min(run.stop, length), run.step) for run, length in zip(runs, lengths, strict=True)]
     if not case.packed:

@@ -7,7 +7,7 @@ from cases import Case, run_planned
 import cupy_flash
 from cupy_flash import reference
 
-LENGTH, ROW = 100, 40  # several 16-row bands and several of the tiles below; the row ROW holds the special value
+LENGTH, ROW = 100, 40  # several bands of 16 rows, and several tiles of `tiles` below; row ROW holds the special value
 
 HIDERS = {
     "causal": dict(causal=True),
@@ -27,7 +27,7 @@ HIDERS = {
 
 
 def seen(case):
-    """bool (B, Hq, Sq, Sk): the keys that each query sees."""
+    """Return which keys each query sees, bool (B, Hq, Sq, Sk)."""
     *_, options, _, _, _ = case.call()
     shape = (case.batch, case.heads, LENGTH, LENGTH)
     visible = np.broadcast_to(options.get("mask", True), shape).copy()
@@ -54,7 +54,7 @@ def test_special_values_reach_only_rows_that_see_them(hider, name, value):
 
     sees = seen(case)
     heads = [0] if name in ("q", "dout") else [0, 1]  # a query head, or both heads of the key/value head's GQA group
-    # Queries whose row of scores, and keys whose column of scores, contains the value or a result of it.
+    # The queries and the keys with a score that the special value changes.
     if name in ("q", "dout"):
         queries = np.zeros(sees.shape[:3], bool)
         queries[1, heads, ROW] = True
@@ -146,6 +146,6 @@ def test_a_scale_that_overflows_q_but_no_score(q, k, scale):
     # Arrays of moderate size have the same scores.
     fold = 2.0**100
     expected, same = cupy_flash.attention_vjp(q / fold, k * fold, v, scale=scale, causal=True)
-    # atol: the values of about 1 that a row adds cancel in part.
+    # atol, because a result near 0 is a sum of values of about 1 that cancel.
     for actual, wanted in ((out, expected), (vjp(dout).dv, same(dout).dv)):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=4e-6 * np.abs(wanted).max())

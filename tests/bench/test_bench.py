@@ -25,7 +25,7 @@ CASE = Case(batch=2, heads=6, kv_heads=2, head_dim=16, seqlen=64, dtype="float32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The output folder of a full run. FlexAttention gets no time to compile, which would take a minute."""
+    """Yield the output folder of a full run, in which FlexAttention gets no time to compile: it would need a minute."""
     threads = torch.get_num_threads()
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
@@ -149,7 +149,8 @@ def test_every_section_has_its_plot(folder: Path) -> None:
 
 def test_memory_of_a_point_is_that_of_its_own_process() -> None:
     case = replace(CASE, batch=1, heads=2, kv_heads=2, seqlen=1024)
-    ballast = np.ones(2**28, np.uint8)  # raises this process's peak, which a child process must not inherit
+    # Raise the peak memory of this process, which must not count as that of the measured child process.
+    ballast = np.ones(2**28, np.uint8)
     forward, both = memory.measure("standard", case, threads=1)
     assert ballast[-1] == 1
     scores = model.scores_bytes(case)
@@ -177,7 +178,7 @@ def test_implementations_that_store_the_scores_are_left_out_beyond_the_limit(mon
     assert small["seconds"].keys() == {"cupy_flash", "standard"} and not small["left_out"]
     assert large["seconds"].keys() == {"cupy_flash"} and large["left_out"].keys() == {"standard"}
     (alone,) = run.time_cases([CASE], False, 1, Ceilings(1.0, 1.0), lambda step: None)["cases"]
-    # a forward allocates half as much, so the limit is larger
+    # a forward allocates half as much memory, so this case is within the limit
     assert alone["seconds"].keys() == {"cupy_flash", "standard"}
 
 

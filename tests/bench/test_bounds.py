@@ -31,7 +31,7 @@ COUNTERS = {
 
 
 def page(*launches):
-    """ncu's raw page of several launches: names, units, values."""
+    """Return a raw page as ncu prints it for several launches: a row of names, a row of units, rows of values."""
     names = [*WORDS, *COUNTERS]
     rows = [[str(i), name, "(128, 16, 1)", "9.0", *values.values()] for i, (name, values) in enumerate(launches)]
     units = ["", "", "", "", *["%"] * len(COUNTERS)]
@@ -73,7 +73,7 @@ assert words[-3] == "bench.kernel_development.bounds" and words[-1] == "wgmma 1"
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """A function that installs a fake ncu."""
+    """Return a function that installs a fake ncu."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def install(said):

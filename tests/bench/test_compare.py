@@ -18,7 +18,7 @@ OLD = result(
 
 
 def changed(**new):
-    """A copy of the old run in which some cases have other speeds."""
+    """Return a copy of the old run in which some cases have other speeds."""
     return result(
         *(
             case(each, *new[name]) if name in new else one
@@ -29,7 +29,7 @@ def changed(**new):
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Exit status and output of the command for two results."""
+    """Return a function that compares two results, and returns the exit status and the output of the command."""
 
     def both(old, new, *words):
         paths = tmp_path / "old.json", tmp_path / "new.json"
@@ -46,11 +46,11 @@ def run(tmp_path, capsys):
     [
         (OLD, []),
         (changed(full=({"wgmma 1": 630.0},)), ["0.90 of the old speed, wgmma 1 -> wgmma 1"]),
-        (changed(full=({"wgmma 1": 500.0, "wgmma 2": 690.0},)), []),  # another tile is as fast
+        (changed(full=({"wgmma 1": 500.0, "wgmma 2": 690.0},)), []),  # no regression, because another tile is as fast
         (changed(full=({"wgmma 2": 600.0},)), ["0.86 of the old speed, wgmma 1 -> wgmma 2"]),
         (changed(full=({"wgmma 1": None},)), ["no longer measured"]),
         (changed(causal=({"mma 1": 280.0},)), ["0.93 of the old speed, mma 1 -> mma 1"]),
-        (result(OLD["cases"][0]), []),  # the new run did not reach the other case
+        (result(OLD["cases"][0]), []),  # no regression, because the new run did not reach the other case
     ],
     ids=["equal", "slower", "another-tile", "slower-tile", "gone", "causal", "fewer"],
 )

@@ -16,7 +16,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def predicted(measured):
-    """A sweep in which every wgmma tile takes the time that the cost model predicts."""
+    """Return a sweep in which every wgmma tile takes the time that the cost model predicts."""
     words = dict(
         dtype=measured.dtype, head_dim=measured.head_dim, causal=measured.causal, layout="bhsd", engine="wgmma"
     )
@@ -36,7 +36,7 @@ def predicted(measured):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """A sweep of a GPU on which a step of the mainloop waits three times as long as the cost model assumes."""
+    """Return a sweep of a GPU on which a step of the mainloop waits three times as long as the cost model assumes."""
     sizes = [regime(dim, seqlen, causal) for dim in (64, 128) for seqlen in (1024, 16384) for causal in (False, True)]
     with monkeypatch.context() as patch:
         patch.setattr(forward, "STEP", 3.0 * forward.STEP)
@@ -47,7 +47,7 @@ def planted(monkeypatch):
 def test_fit_recovers_the_constants_of_a_sweep(planted):
     written = {name: getattr(forward, name) for name in ("STEP", "CLOCK", "BLOCK")}
     rows = {row[1]: row for row in costs.constants(planted["cases"], planted["device"]).rows}
-    assert {name: getattr(forward, name) for name in written} == written  # fit restores the constants of the module
+    assert {name: getattr(forward, name) for name in written} == written  # the fit restores the module's constants
     assert {row[0] for row in rows.values()} == {"wgmma forward"}
     step, clock, block = (float(rows[name][3]) for name in ("STEP", "CLOCK", "BLOCK"))
     assert step / clock == pytest.approx(3 / 1.2 * written["STEP"] / written["CLOCK"], rel=0.15)

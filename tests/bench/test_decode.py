@@ -40,7 +40,7 @@ def test_regimes_of_a_gpu():
 
 
 def test_table_of_a_gpu():
-    """Fractions of the bandwidth of reading the keys alone, or microseconds, next to the marks."""
+    """The table has fractions of the bandwidth of reading the keys alone, or microseconds, next to the marks."""
     share, latency = (x for x in (decode_gpu.REGIMES[0], decode_gpu.REGIMES[-1]))
     seconds = {decode_gpu.READ: 8.2e-6, decode_gpu.CONTIGUOUS: 1e-5, "pages of 16": 2e-5}
     section = [x._asdict() | {"regime": x.name, "bytes": 10**7, "seconds": seconds} for x in (share, latency)]

@@ -7,13 +7,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows(text):
-    """The cells of each row of the table in gpu_queue.md."""
+    """Return the cells of each row of the table in gpu_queue.md."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
 
 
 def problems(text):
-    """The errors of the table, one line each."""
+    """Return the errors of the table, one line each."""
     wrong = []
     for cells in rows(text):
         tests = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", cells[-1])

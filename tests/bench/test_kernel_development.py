@@ -29,7 +29,7 @@ print(*(name for name in sys.modules if name.startswith("bench.kernel_developmen
 
 
 def imported(*arguments: str) -> list[str]:
-    """The modules of the folder that a command imports in a fresh process."""
+    """Return the modules of the folder that a command imports in a fresh process."""
     done = subprocess.run([sys.executable, "-c", RUN, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1].split()
 

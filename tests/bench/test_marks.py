@@ -15,7 +15,7 @@ FP32, FP8 = regime(64, 1024, dtype="float32"), regime(dtype="float8_e4m3fn")
 
 
 def reached(*cases):
-    """The rows of the table, by regime."""
+    """Return the rows of the table, by regime."""
     return {row[0]: row[1:] for row in marks.table(result(*cases)).rows}
 
 

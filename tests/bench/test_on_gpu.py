@@ -41,9 +41,7 @@ case "$*" in *{failing}*) exit 7 ;; esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs bench/on_gpu.sh with fake versions of python and of the GPU tools, which record their
-    arguments.
-    """
+    """Return a function that runs bench/on_gpu.sh with fakes of python and GPU tools, which record their arguments."""
     calls, tools = tmp_path / "calls", tmp_path / "tools"
     tools.mkdir()
 
@@ -172,8 +170,9 @@ def test_regimes_by_hand(regime, flops, name):
 
 
 class WorkerInThisProcess:
-    """Replaces the worker process: it does the work in this process, and tests choose the calls that fail as if it were
-    lost.
+    """Stand in for the worker process: do its work in this process.
+
+    Tests choose the calls that fail as if the worker process were lost.
     """
 
     def __init__(self, work):
@@ -191,7 +190,7 @@ class WorkerInThisProcess:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A fake clock on a machine that seems to have a GPU; the worker is in this process."""
+    """Return a fake clock on a machine that seems to have a GPU; the worker is in this process."""
     now = [0.0]
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -219,7 +218,7 @@ def test_a_run_out_of_time_is_continued(tmp_path, clock, capsys):
 
     regimes = [gpu.Regime("bfloat16", 64, seqlen, True) for seqlen in (1, 2, 3, 4)]
     words = (regimes, measure, 44, tmp_path / "x.json", ["python -m bench", "forward", "--gpu"])
-    assert gpu.run(*words) == 3 and measured == [1, 2]  # 30 s have passed, and the next regime may take 15 s
+    assert gpu.run(*words) == 3 and measured == [1, 2]  # 14 of 44 s are left, and the next regime may take 15 s
     told, complaint = capsys.readouterr()
     assert complaint == "out of time: 2 regimes are left, run again to resume\n"
     assert told.index("2.0 TFLOP/s, 1.000 ms: fast") < told.index("1.0 TFLOP/s, 1.000 ms: slow")
@@ -227,7 +226,7 @@ def test_a_run_out_of_time_is_continued(tmp_path, clock, capsys):
     assert gpu.run(*words[:2], 1000, *words[3:]) == 0 and measured == [1, 2, 3, 4]
     stored = json.loads((tmp_path / "x.json").read_text())
     assert stored["command"] == "python -m bench forward --gpu"
-    # measured by the process that measured the case
+    # the worker that measured a case has also measured the matmul
     assert [case["matmul_tflops"] for case in stored["cases"]] == [700] * 4
     assert stored["device"]["multiprocessors"] == 132
 
@@ -297,7 +296,7 @@ def test_flex_attention_computes_the_same(causal, monkeypatch):
 
 
 def measure_patiently(measure_one, regime, lost, announce):
-    """gpu.measure_with_matmul without time limits."""
+    """Call gpu.measure_with_matmul without time limits."""
     return gpu.measure_with_matmul(measure_one, regime, lost, patiently(announce))
 
 
@@ -359,7 +358,7 @@ def test_clock_and_power_of_the_samples():
 
 
 def kernels_of_derivatives(case):
-    """The kernels of a JVP and of a double backward with the same tangents."""
+    """Return the kernels of a JVP and of a double backward with the same tangents."""
     kernels, call = set(), case.call()
     out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
     options = Options(**call.options | mods_of(case), backend="simulator")
@@ -371,7 +370,10 @@ def kernels_of_derivatives(case):
 
 
 def test_sanitized_calls_start_every_kernel():
-    """They also cover every kind of wgmma tile; fp8 calls are rows of its tests. `_block_mask` runs block_classes."""
+    """The calls also cover every kind of wgmma tile.
+
+    Calls in fp8 are rows of the fp8 tests, and `sanitize._block_mask` runs the kernel block_classes.
+    """
     kernels, constants = set(), set()
     for engine in sanitize.DTYPES:
         for _, case, words, tile in sanitize.calls(engine):
@@ -409,7 +411,7 @@ ONLY_ON_A_GPU = [
 
 
 def names_of(library, text):
-    """Every dotted name of a library in Python source, such as cuda.Stream for torch.cuda.Stream().cuda_stream."""
+    """Yield each dotted name of a library in Python source: cuda.Stream for torch.cuda.Stream().cuda_stream."""
     for node in ast.walk(ast.parse(text)):
         words = []
         while isinstance(node, ast.Attribute):
@@ -440,7 +442,7 @@ def test_a_process_that_lost_its_gpu_ends(monkeypatch):
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    with pytest.raises(CUDARuntimeError):  # without xdist the error is raised
+    with pytest.raises(CUDARuntimeError):  # outside a process of xdist the error is raised
         gpu_backend.leave_a_lost_gpu()
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     with pytest.raises(CUDARuntimeError):

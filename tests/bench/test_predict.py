@@ -98,7 +98,7 @@ def test_overhead_explains_the_published_speeds():
 
 
 def test_published_speeds_are_a_fraction_of_the_speed_with_overlap():
-    """FlashAttention-3 has .61 times the speed of its SASS with overlap: forward, fp8 and backward, .54 to .71."""
+    """FlashAttention-3's published speeds are about 0.61 (0.54 to 0.72) of what the model finds for its SASS."""
     assert (round(predict.SPEED_OF_OVERLAP, 2), round(predict.ERROR, 2)) == (0.61, 0.05)
     for (fp8, *regime), mainloop in FLASH_ATTENTION_3_MAINLOOPS.items():
         published = None if fp8 else FLASH_ATTENTION_3.get(tuple(regime), [None])[-1]
@@ -171,13 +171,15 @@ def test_stale_predictions_are_named(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_turns_of_one_head(causal):
-    """One head of 4 tiles of keys and of queries, an SM each: a block of a full mask adds to a tile when the block of
-    higher keys has passed its turn on; blocks of a causal mask never wait, as that block starts at a later query.
+    """One head has 4 tiles of keys and 4 of queries, and each block runs on an SM of its own.
+
+    Under a full mask a block waits until the block of the next higher keys has added to a tile of dQ. Under a causal
+    mask that block starts at a later query and so is always ahead: no block waits.
     """
     step, regime = 3000.0, Regime("bfloat16", 2048, 512, causal, backward=True, tokens=512)
     waited = 0.0 if causal else 3 * (semaphore.WAIT + semaphore.PASS)
     assert regime.batch * regime.heads == 1
     efficiency = semaphore.efficiency(regime, 128, 128, step, overhead=1, units=4)
     assert efficiency == pytest.approx(5 * step / (5 * step + waited))
-    # One SM runs one block after the other: the last turn has long been passed on.
+    # One SM runs one block after the other, so a block finds that the previous one has added to every tile already.
     assert semaphore.efficiency(regime, 128, 128, step, overhead=1, units=1) == pytest.approx(1)

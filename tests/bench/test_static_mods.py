@@ -22,7 +22,7 @@ def test_table():
 
 
 def test_a_full_tile_on_hopper(monkeypatch):
-    """On a full tile a mask_mod adds at most one instruction per thread and score; compiled with a user's flags."""
+    """Compiled with a user's flags, a mask_mod adds at most one instruction per thread and score on a full tile."""
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     (case,) = static_mods.cases_of("wgmma", "sm_90a", "causal", False)
     row = static_mods.measure(case._replace(candidates=(case.launch,)))

@@ -18,7 +18,7 @@ from cupy_flash.plan.plan import candidates, plan
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A sweep on a simulated H100 with two tiles per engine and one other implementation, which refuses.
+    """Return a sweep on a simulated H100 with two tiles per engine and one other implementation, which refuses.
 
     Yields the list of kernels that are compiled in advance.
     """
@@ -62,7 +62,7 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert case["left_out"] == {"another": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
-    # A record's tile can be found by its name.
+    # bench/costs finds the tiles of a record by their names.
     assert [row[1] for row in costs.choices([case]).rows] == ["mma", "wgmma"]
     assert {tuple(row[::4]) for row in costs.constants([case], {}).rows} == {("mma", "2"), ("wgmma forward", "2")}
 
@@ -178,7 +178,7 @@ def test_published_figures(regime, tflops):
 
 
 def stored(causal, tflops):
-    """A record in which the second mma tile, or the only wgmma tile, may be the fastest."""
+    """Return a record in which the second mma tile, or the only wgmma tile, may be the fastest."""
     tiles = [
         dict(name=f"{engine} {size}", engine=engine, size=size, predicted_ms=1.0)
         for engine, size in (("mma", "64x64/128"), ("mma", "128x64/256"), ("wgmma", "128x128/384"))

@@ -10,7 +10,7 @@ from cupy_flash.measure.checks.micro_kernels import difference, every_kernel, si
 
 
 def disagreements(path: Path) -> list[str]:
-    """The names of the kernels whose stored results differ from the simulator's."""
+    """Return the names of the kernels whose stored results differ from the simulator's."""
     with np.load(path) as stored:
         return [
             kernel.name

@@ -11,7 +11,7 @@ from cupy_flash.measure.checks.micro_kernels import Kernel
 
 
 def in_cuda(kernel: Kernel, name: str) -> str:
-    """CUDA source of a kernel with the parameters, directives and body of the PTX text."""
+    """Return CUDA source of a kernel with the parameters, directives and body of the PTX text."""
     match = re.search(r"\.entry micro\((.*?)\)([^{]*)\{(.*)\}", kernel.text, re.DOTALL)
     assert match is not None
     parameters, directives, body = match.groups()
@@ -37,7 +37,7 @@ def in_cuda(kernel: Kernel, name: str) -> str:
 
 
 def source(kernels: list[Kernel]) -> str:
-    """CUDA source with one kernel per micro-kernel."""
+    """Return CUDA source with one kernel per micro-kernel."""
     head = (
         "struct alignas(64) Map { unsigned long long opaque[16]; };\n"
         "extern __shared__ __align__(1024) unsigned char dynamic[];\n"

@@ -1,5 +1,5 @@
 // A small warp-specialised bf16 attention for Hopper: one producer warp and two consumer warpgroups, with TMA, wgmma
-// and mbarriers. The text that is put in front defines D, BLOCK_Q, BLOCK_KV and STAGES, and ACCUMULATORS and
+// and mbarriers. The caller prepends definitions of D, BLOCK_Q, BLOCK_KV and STAGES, and of ACCUMULATORS and
 // CONSTRAINTS: the 32 registers of `d` as operands of an asm statement.
 typedef unsigned int u32;
 typedef unsigned long long u64;

@@ -110,7 +110,7 @@ def test_an_interrupt_is_answered_within_a_tile(monkeypatch, backward):
     poll, polls = thread_pool.Stop.poll, itertools.count()
     monkeypatch.setattr(thread_pool.Stop, "poll", lambda stop: (next(polls), poll(stop)))
     run(plan, operands)
-    assert next(polls) >= 2 * (64 // 16) ** 2  # tiles of both heads
+    assert next(polls) >= 2 * (64 // 16) ** 2  # at least one poll per tile of both heads
 
     caller, helping, stopped = threading.get_ident(), threading.Event(), []
 
@@ -155,7 +155,7 @@ def test_an_error_in_one_thread_stops_the_other():
         began.clear()
 
 
-# Runs in a separate process without other threads; an alarm ends a child that hangs.
+# This program runs in a separate process without other threads; an alarm ends a child that hangs.
 FORK = """
 import os, signal, threading, time
 import numpy as np

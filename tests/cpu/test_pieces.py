@@ -29,7 +29,7 @@ CALLS = {
 
 
 def planned(options):
-    """(plan, operands) of a backward of one key/value head in tiles of 16 x 16."""
+    """Return (plan, operands) of a backward of one key/value head in tiles of 16 x 16."""
     q, dout, k, v = (
         np.random.default_rng(n).normal(size=(1, LENGTH, heads, HEAD_DIM)).astype(np.float32)
         for n, heads in enumerate((HEADS, HEADS, 1, 1))
@@ -46,14 +46,14 @@ def gradients(plan, operands, threads):
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_pieces_are_the_unsplit_backward_on_any_number_of_threads(options, monkeypatch):
     plan, operands = planned(options)
-    assert engine.pieces(plan.problem, BLOCK) == 4  # pieces, of two or three key tiles each
+    assert engine.pieces(plan.problem, BLOCK) == 4  # four pieces of two or three key tiles each
     split = gradients(plan, operands, 1)
     for threads in (2, 7):
         for x, y in zip(split, gradients(plan, operands, threads), strict=True):
             np.testing.assert_array_equal(x, y)
     monkeypatch.setattr(engine, "pieces", lambda problem, block_kv: 1)
     (dq, *others), (whole_dq, *whole) = split, gradients(plan, operands, 1)
-    np.testing.assert_allclose(dq, whole_dq, rtol=0, atol=1e-5)  # sums of dQ in another order
+    np.testing.assert_allclose(dq, whole_dq, rtol=0, atol=1e-5)  # dQ is summed in another order
     for x, y in zip(others, whole, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -77,7 +77,7 @@ def test_heads_are_split_where_they_are_fewer_than_threads(heads):
     lse = np.zeros((1, heads, 512), np.float32)
     problem, _ = pose("attention_backward", (x, x, x), Options(), saved=Saved(x, x, lse))
     assert engine.pieces(problem, 128) == {1: 2, 3: 2, 16: 1, 40: 1}[heads]
-    assert engine.pieces(problem._replace(bias=(1, 1, 1, 1)), 128) == 1  # heads add to one gradient
+    assert engine.pieces(problem._replace(bias=(1, 1, 1, 1)), 128) == 1  # all heads add to one bias gradient
 
 
 def test_an_ordered_sum_is_that_of_the_order():

@@ -106,7 +106,7 @@ def test_large_calls_on_tensors_are_recorded_by_autograd_as_usual():
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """A list to which each later call adds the Products object that it chose."""
+    """Return a list to which each later call adds the Products object that it chose."""
     calls = []
     monkeypatch.setattr(cpu, "products_of", lambda *arguments: calls.append(blas.products_of(*arguments)) or calls[-1])
     return calls
@@ -134,7 +134,7 @@ def test_calls_that_numpy_computes(call, chosen):
     assert [type(one) for one in chosen] == [Products]
 
 
-ROUNDING = {  # (module of the setting, its value, class of the products)
+ROUNDING = {  # (module of torch's setting fp32_precision, its value, the class that computes the products)
     "one-backend": (torch.backends.mkldnn.matmul, "bf16", Products),
     "all-of-one-backend": (torch.backends.mkldnn, "bf16", Products),
     "all-backends": (torch.backends, "tf32", Products),
@@ -165,7 +165,7 @@ def test_rounded_products_by_the_older_setting_are_not_used(chosen):
 
 
 def test_few_threads_are_obeyed(monkeypatch):
-    """A call takes as many threads as both torch and BLAS may use, though a region has two at least."""
+    """A call computes on the smaller of torch's and BLAS's numbers of threads, although a region has at least two."""
     threads, poll = set(), thread_pool.Stop.poll
     monkeypatch.setattr(thread_pool.Stop, "poll", lambda stop: (threads.add(threading.get_ident()), poll(stop)))
     before = torch.get_num_threads()
@@ -203,7 +203,7 @@ def test_without_a_region_numpy_computes(chosen, monkeypatch):
     assert [type(one) for one in chosen] == [Products]
 
 
-# Runs in a separate process; an alarm ends a child that hangs.
+# This program runs in a separate process; an alarm ends a child that hangs.
 FORK = """
 import os, signal
 import torch
@@ -245,7 +245,7 @@ def test_an_interrupt_at_any_moment_of_a_region_reaches_the_caller():
     reach the caller all the same.
     """
     region, errors = blas._region(), np.geterr()
-    thread_pool.run_tasks(2, [lambda: None], region=region)  # finds the libraries of BLAS, which are then known
+    thread_pool.run_tasks(2, [lambda: None], region=region)  # the first call looks for the libraries of BLAS
     for moment in itertools.count():
         moments = itertools.count()
 

@@ -31,15 +31,15 @@ class Case:
     batch: int = 2
     heads: int = 4
     kv_heads: int = 2
-    kv_dims: tuple[int | None, ...] | None = None  # of k and v, if others than those of q
-    dk: tuple | None = None  # placements of dk and dv, if others than those of out
+    kv_dims: tuple[int | None, ...] | None = None  # of k and v; None: those of q
+    dk: tuple | None = None  # placements of dk and dv; None: those of out
     array: str = ""  # a key of ARRAYS; replicated
     gradient: tuple = ()  # placements of its gradient
     packed: bool = False
     options: dict = field(default_factory=dict)
 
     def tensors(self):
-        """(q, k, v) and the tensors among the options, whole."""
+        """Return (q, k, v) and the tensors among the options, whole."""
         rng = np.random.default_rng(0)
         shapes = [(self.batch, 5, self.heads, 8), *((self.batch, 6, self.kv_heads, 8) for _ in range(2))]
         arrays = [torch.from_numpy(rng.normal(size=shape)) for shape in shapes]
@@ -60,7 +60,7 @@ class Case:
         return arrays, options
 
     def run(self, arrays, options):
-        """(out, lse, *gradients) of a call, for cotangents that are the same for whole and sharded tensors."""
+        """Return (out, lse, *gradients) of a call, for cotangents that are the same for whole and sharded tensors."""
         tensors = [*arrays, *options.values()]
         leaves = [x.requires_grad_() for x in tensors if x.dtype == torch.float64]
         named = {name: x for name, x in self.options.items() if name != "lengths"}
@@ -161,7 +161,7 @@ def refused_dtensors(world):
 
 
 def sums_with_dropout(world):
-    """A sum over ranks is reduced before the call, and not scattered: masks of a shard would be those of another."""
+    """Partial sums are reduced before the call and not scattered: dropout masks depend on the position in the whole."""
     mesh = init_device_mesh("cpu", (2,))
     case = CASES["replicated"]
     arrays, options = case.tensors()

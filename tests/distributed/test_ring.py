@@ -59,7 +59,7 @@ class Case:
         return 0 if self.packed else 2 if self.options.get("layout") == "bhsd" else 1
 
     def whole(self):
-        """NumPy arrays q, k, v, dout, dlse of the whole sequence, and the options."""
+        """Return NumPy arrays q, k, v, dout, dlse of the whole sequence, and the options."""
         rng = np.random.default_rng(0)
         options = dict(self.options)
         if self.sink:
@@ -86,7 +86,7 @@ class Case:
 
 
 def mods_over(factor, table, ids):
-    """The score_mod and mask_mod of a case, which read NumPy or torch arrays."""
+    """Return the score_mod and mask_mod of a case, which read NumPy or torch arrays."""
     return dict(
         score_mod=lambda s, b, h, q, kv: s * factor + table[h, abs(q - kv)],
         mask_mod=lambda b, h, q, kv: (ids[q] == ids[kv]) | (kv % 3 == h % 3) | (q - kv == 1),
@@ -98,7 +98,7 @@ def boundaries(lengths):
 
 
 def on_one(case, arrays):
-    """(out, lse, dlse, gradients) of one process on the whole arrays."""
+    """Return (out, lse, dlse, gradients) of one process on the whole arrays."""
     q, k, v, dout, dlse, options = arrays
     options = dict(options)
     options |= mods_over(*options.pop("mods", ())) if case.mods else {}
@@ -115,7 +115,7 @@ def on_one(case, arrays):
 
 
 def on_ranks(case, arrays, dlse, world, group=None, scheme="ring"):
-    """(out, lse, dq, dk, dv, dsink) of this rank's shard, and the rows of its queries and keys."""
+    """Return (out, lse, dq, dk, dv, dsink) of this rank's shard, and the rows of its queries and keys."""
     q, k, v, dout, _, options = arrays
     options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     if case.packed and scheme == "ring":
@@ -301,7 +301,7 @@ def keys_outside_a_window_are_not_sent(world):
         out = ring_attention(q, k, v, causal=True, window=(8, 0), sharding="contiguous")
         assert len(sent) == 1
         out.sum().backward()
-        assert len(sent) == 1 + 3  # keys, their gradients, and the last transfer of the gradients
+        assert len(sent) == 1 + 3  # the backward sends keys, then gradients, and returns the gradients at the end
 
 
 @check
@@ -351,7 +351,7 @@ def one_rank_that_changes_an_option_is_an_error_on_all(world):
     ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-2]) if odd else 2**64 - 2)
     with pytest.raises(ValueError, match="  - seed: 3 on rank 0.* 18446744073709551615 on rank"):
         ring_attention(q, q, q, dropout=0.5, seed=torch.tensor([-1 if odd else 3]))
-    # every rank has the same number of rows
+    # the bounds differ between ranks, but not the number of rows
     bounds = [0, 4 * world.size, 8 * world.size] if odd else [0, 8 * world.size]
     with pytest.raises(ValueError, match="  - lengths: "):
         ring_attention_varlen(q[0], q[0], q[0], bounds, bounds)
@@ -359,7 +359,7 @@ def one_rank_that_changes_an_option_is_an_error_on_all(world):
 
 @check
 def requires_grad_on_some_ranks_only_is_refused(world):
-    """The backward of such a rank would wait for the other ranks, which never run theirs."""
+    """A rank that requires gradients would wait in its backward for the other ranks, which run none."""
     q, odd = torch.randn(1, 8, 4, 4), world.rank == world.size - 1
     sink = torch.zeros(4, requires_grad=odd)
     alone = q.clone().requires_grad_(odd)
@@ -436,7 +436,7 @@ def agreement_sends_8_bytes_per_rank_or_nothing(world):
             gathered.clear()
             with pytest.MonkeyPatch.context() as without:
                 without.delattr(distributed, "all_gather")
-                without.delattr(channel, "blake2b")  # no digest is computed either
+                without.delattr(channel, "blake2b")  # with check_ranks=False no digest is computed either
                 assert torch.equal(out, attend(q, q, q, check_ranks=False))
                 with pytest.raises(ValueError, match="one length"):
                     attend(q, q, q[:, :7], check_ranks=False)
@@ -576,7 +576,7 @@ SIZES = {2: CHECKS | DTENSORS, 4: CHECKS | ON_4}
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory):
-    """Errors by check and rank of a group of `size` processes; each group runs once."""
+    """Return a function from the size of a group of processes to its errors by check and rank; a group runs once."""
     return cache(lambda size: ranks.run(SIZES[size], size, tmp_path_factory.mktemp("ranks")))
 
 

@@ -32,7 +32,7 @@ def formula() -> Iterator[None]:
 
 
 def results(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> list[Any]:
-    """out and the gradients of query, key and value, from torch's function."""
+    """Return out and the gradients of query, key and value, from torch's function."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 300, 64).to(DEVICE, dtype).requires_grad_() for _ in range(3))
     with sdpa_kernel(backend):

@@ -41,7 +41,7 @@ def test_cupy_holds_results_alone(engine: str) -> None:
 
 
 def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: dict[str, Any]) -> list[int]:
-    """Sizes in bytes of the workspaces that the plans of a forward and a backward state, in order."""
+    """Return sizes in bytes of the workspaces that the plans of a forward and a backward state, in order."""
     problem, _ = pose("attention", arrays, Options(**options), None, saved)
     workspaces = dispatch.plan_for(problem).workspaces(problem.q_len, problem.kv_len)
     return [math.prod(x.shape) * x.dtype.itemsize for x in workspaces]
@@ -50,7 +50,7 @@ def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "deterministic"])
 @on_every_engine
 def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str, deterministic: bool) -> None:
-    """It allocates nothing else: no copies, and no array whose size depends on values."""
+    """A call allocates nothing else: no copies, and no array whose size depends on values."""
     q, k, v, dout = empty("cupy", engine, LENGTHS[0])
     options = dict(causal=True, engine=engine, deterministic=deterministic)
     memory, results = MEMORY["cupy"], []
@@ -63,7 +63,7 @@ def test_a_call_allocates_its_results_and_the_workspaces_of_its_plan(engine: str
 
 
 def allocated_by_packed(arrays: list[Any], lengths: tuple[int, int], engine: str) -> list[int]:
-    """Sizes that a forward and a backward allocate, in order, for two packed sequences of these lengths."""
+    """Return sizes that a forward and a backward allocate, in order, for two packed sequences of these lengths."""
     q, k, v, dout = (x.reshape(-1, *x.shape[2:]) for x in arrays)
     bounds = cupy.asarray([0, lengths[0], sum(lengths)], "int32")
     options = dict(causal=True, engine=engine)

@@ -18,7 +18,7 @@ from cupy_flash.gpu import cuda
 
 
 def from_python(size: int, device_id: int) -> int:
-    """An allocation by a Python function, such as the pool of another library uses."""
+    """Return an allocation by a Python function, such as the pool of another library uses."""
     return cupy.cuda.runtime.malloc(size)
 
 
@@ -60,7 +60,7 @@ VIEWS: dict[str, Callable[[cupy.ndarray], cupy.ndarray]] = {
 
 
 class Exporter:
-    """Device memory of an unknown library: it has either __cuda_array_interface__ or, as DlpackExporter, DLPack."""
+    """Device memory of an unknown library, with __cuda_array_interface__; DlpackExporter has DLPack instead."""
 
     def __init__(self, array: cupy.ndarray, protocol: str) -> None:
         self.array = array
@@ -126,7 +126,7 @@ def test_views_of_every_kind(engine: str, view: str) -> None:
 
 
 def moved(x: cupy.ndarray, elements: int) -> cupy.ndarray:
-    """A copy that starts this many elements after an address which is a multiple of 256 bytes."""
+    """Return a copy that starts this many elements after an address which is a multiple of 256 bytes."""
     memory = cupy.empty(x.size + elements, x.dtype)
     assert memory.data.ptr % 256 == 0
     copy = memory[elements:].reshape(x.shape)
@@ -149,7 +149,7 @@ def test_addresses_that_are_multiples_of_an_element_only(engine: str, elements: 
 
 
 def test_an_address_inside_an_element_is_refused() -> None:
-    """A kernel that read it would corrupt the CUDA context of the process."""
+    """A kernel that read such an address would corrupt the CUDA context of the process."""
     bytes_ = cupy.zeros(1 + 4 * 64, cupy.uint8)
     inside = cupy.ndarray((1, 4, 1, 16), np.float32, bytes_.data + 1)
     aligned = cupy.zeros((1, 4, 1, 16), np.float32)
@@ -158,7 +158,7 @@ def test_an_address_inside_an_element_is_refused() -> None:
 
 
 def relative(table: Any, documents: Any) -> dict[str, Any]:
-    """A score_mod with a bias by distance, and a mask_mod of documents; both capture arrays."""
+    """Return a score_mod with a bias by distance, and a mask_mod of documents; both capture arrays."""
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + table[(q - k) % 16]
@@ -180,7 +180,7 @@ def mod_results(q: Any, k: Any, v: Any, dout: Any, **mods: Any) -> list[Any]:
 
 
 def low_precision(arrays: tuple[np.ndarray, ...], exact: list[Any], **mods: Any) -> list[Any]:
-    """mod_results in fp32: the least accurate of several orders of the head dimensions, as in
+    """Return mod_results in fp32: the least accurate of several orders of the head dimensions, as in
     cases.compute_references.
     """
     q, k, v, dout = arrays

@@ -51,7 +51,7 @@ def test_runs_on_the_device_of_its_arrays(engine: str, framework: str, index: in
 
 
 def fused(library: Any, q: Any, k: Any, v: Any) -> Iterable[Any]:
-    """q, k, v as slices of one array, the output of a fused projection."""
+    """Return q, k, v as slices of one array, the output of a fused projection."""
     together = library.stack([q, k, v], 2)
     return (together[:, :, index] for index in range(3))
 
@@ -61,7 +61,7 @@ def heads_first(library: Any, *arrays: Any) -> Iterable[Any]:
 
 
 def one_head(library: Any, *arrays: Any) -> Iterable[Any]:
-    """One head, broadcast with a stride of 0."""
+    """Return the first head of each array, broadcast to all heads with a stride of 0."""
     return (library.broadcast_to(x[:, :, :1], x.shape) for x in arrays)
 
 

@@ -28,7 +28,7 @@ CASE = CacheCase(
 
 
 def moved(call: CacheCall, framework: str) -> CacheCall:
-    """The call with all arrays copied to the GPU."""
+    """Return the call with all arrays copied to the GPU."""
     return call.map(lambda x: on_gpu(framework, x))
 
 
@@ -37,7 +37,7 @@ def attend(call: CacheCall) -> tuple[Any, Any]:
 
 
 def in_every_form(call: CacheCall) -> list[Callable[[CacheCall], tuple[Any, Any]]]:
-    """Functions like `attend` for the forms of the decode that only a tune chooses; none on some GPUs."""
+    """Return functions like `attend`, one for each form of the decode that only a tune chooses; some GPUs have none."""
 
     def posed(call: CacheCall) -> tuple[Plan, Operands]:
         problem, operands = pose_with_cache(*call[:3], CacheOptions(**call.options))
@@ -113,7 +113,7 @@ def test_a_graph_serves_lengths_that_grow() -> None:
     lengths = call.options["cache_seqlens"]
     for attend_in_form in (attend, *in_every_form(call)):
         lengths[...] = 1
-        attend_in_form(call)  # loads the kernels, because a capture cannot
+        attend_in_form(call)  # this call loads the kernels, because a capture cannot
         with new_stream() as stream:
             stream.begin_capture()
             out, lse = attend_in_form(call)

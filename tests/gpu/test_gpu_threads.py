@@ -31,7 +31,7 @@ THREADS, REPEATS = (2, 2) if in_numpy() else (8, 10)
 
 
 def in_threads(framework: str, engine: str, streams: list[Any], repeats: int) -> list[list[list[np.ndarray]]]:
-    """Results by thread and repetition, copied to the host; each thread has inputs of its own."""
+    """Return results by thread and repetition, copied to the host; each thread has inputs of its own."""
     values = [inputs(framework, engine, seed) for seed in range(THREADS)]
     together = threading.Barrier(THREADS)
     synchronise()

@@ -52,8 +52,8 @@ class Machine:
         self.lock = threading.RLock()  # held during every call
         self.errors: list[str] = []
         self.refusals: list[str] = []
-        self.faults: dict[str, list[int]] = {}  # by call: successes left before it fails, its status, failures left
-        self.trampolines: Trampolines | None = None  # raise the errors of calls from Cython code
+        self.faults: dict[str, list[int]] = {}  # {function: [successes left before it fails, status, failures left]}
+        self.trampolines: Trampolines | None = None  # None without a C compiler (raising.py)
         self._handles = itertools.count(0x1000)
         self.devices = Devices(archs)
         self.heap = Heap(self)
@@ -66,7 +66,7 @@ class Machine:
         return self.devices, self.heap, self.streams, self.graphs, self.modules
 
     def handle(self) -> int:
-        """A new handle for anything but memory."""
+        """Return a new handle for anything but memory."""
         return next(self._handles)
 
     def fail(self, call: str, status: int, after: int = 0, times: int = 1) -> None:
@@ -86,7 +86,7 @@ class Machine:
                 raise CudaError(status, f"{call} fails because a test says so")
 
     def answer(self, call: str):
-        """The method that answers a call; None if no part has one."""
+        """Return the method that answers a call; None if no part has one."""
         return next((getattr(part, call) for part in self.parts if hasattr(part, call)), None)
 
     def reset(self, seed: int) -> None:
@@ -113,7 +113,7 @@ _installed: list[Machine] = []
 
 
 def machine() -> Machine | None:
-    """The machine of this process; None if `install` has not been called."""
+    """Return the machine of this process; None if `install` has not been called."""
     return _installed[0] if _installed else None
 
 

@@ -32,5 +32,5 @@ def install() -> None:
 
 
 def _ptx(target: str) -> str:
-    """The PTX target of an architecture."""
+    """Return the PTX target of an architecture."""
     return target.replace("sm_", "compute_")

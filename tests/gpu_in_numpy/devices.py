@@ -12,7 +12,7 @@ from .errors import INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, CudaError
 from .memory import DeviceMemory
 
 DRIVER_VERSION = 13020  # CUDA 13.2
-DEVICE_ATTRIBUTES = 150  # larger values are no attributes
+DEVICE_ATTRIBUTES = 150  # the values of cudaDeviceAttr are smaller
 SHARED_BYTES = 48 << 10  # per block, unless an attribute allows more
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
@@ -31,7 +31,7 @@ class Card:
         self.lost: int | None = None
 
     def attributes(self) -> dict[int, int]:
-        """Values by cudaDeviceAttr. CuPy reads others too, which get 0 because they do not matter here."""
+        """Return values by cudaDeviceAttr. CuPy reads others too, which get 0 because they do not matter here."""
         major, minor = self.capability
         return {
             1: THREADS_PER_BLOCK,
@@ -70,7 +70,7 @@ class Devices:
         return getattr(self._thread, "has_context", False)
 
     def use(self) -> Card:
-        """The current device; its context becomes current, as in every runtime call that works on a device."""
+        """Return the current device; its context becomes current, as in every runtime call that works on a device."""
         self._thread.has_context = True
         card = self.current
         if card.lost is not None:

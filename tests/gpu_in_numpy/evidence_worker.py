@@ -16,28 +16,26 @@ from cupy_flash.measure.checks import calls
 
 @cache
 def installed() -> gpu_in_numpy.Machine:
-    """Install the devices of this process. CuPy's own kernels are PTX here, which must not get into CuPy's usual cache
-    folder.
-    """
+    """Install the devices of this process, and keep CuPy's kernels, which are PTX here, out of CuPy's usual cache."""
     os.environ["CUPY_CACHE_DIR"] = str(Path(os.environ["CUPY_FLASH_CACHE_DIR"]) / "cupy")
     return gpu_in_numpy.install(("sm_80",))
 
 
 def check(task: calls.Task, announce: Any) -> Any:
-    """The work of a check."""
+    """Return the work of a check."""
     installed()
     return calls.work(task, patiently(announce))
 
 
 def lose(task: calls.Task, announce: Any) -> Any:
-    """The work of a check in which every kernel of simt makes an illegal access."""
+    """Return the work of a check in which every kernel of simt makes an illegal access."""
     if task.engine == "simt":
         installed().fail("cuLaunchKernel", 700)
     return check(task, announce)
 
 
 def tune(task: calls.Task, announce: Any) -> Any:
-    """The work of a tune, which counts warp instructions because a device made of NumPy has no meaningful times."""
+    """Answer a request of a tune; made-up numbers replace times, which mean nothing on a device made of NumPy."""
     installed()
     tuning.METERS["cuda"] = lambda plan, operands: float(len(plan.launches) * plan.block_q)
     return tuning.work(task, patiently(announce))

@@ -65,7 +65,7 @@ class Graphs:
                 raise CudaError(CAPTURE_UNSUPPORTED, f"{call} during a capture that is not relaxed")
 
     def awaited(self, stream: Stream) -> list[Capture]:
-        """The captures of streams that work on this stream would wait for, if it is the legacy default stream."""
+        """Return the captures of the streams for which work on this stream would wait if it is the legacy default."""
         if not stream.is_legacy:
             return []
         return [

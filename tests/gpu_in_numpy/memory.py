@@ -72,14 +72,14 @@ class Heap:
         self._pool_attributes: dict[tuple[int, int], int] = {}
 
     def card_of(self, address: int):
-        """The device of an address; None for host memory."""
+        """Return the device of an address; None for host memory."""
         return next((card for card in self.machine.devices.cards if card.memory.contains(address)), None)
 
     def is_pinned(self, address: int) -> bool:
         return any(start <= address < start + len(buffer) for start, buffer in self.pinned.items())
 
     def _bytes(self, address: int, size: int) -> np.ndarray:
-        """The bytes at an address of a device or of the host."""
+        """Return the bytes at an address of a device or of the host."""
         if card := self.card_of(address):
             return card.memory.view(address, size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
@@ -93,7 +93,7 @@ class Heap:
     def _allocate(self, size: int) -> int:
         card = self.machine.devices.use()
         if card.memory.used + size > self.memGetInfo()[1]:
-            self.machine.streams.finish(card)  # stream-ordered frees may be queued
+            self.machine.streams.finish(card)  # queued frees may make memory available
         free, _ = self.memGetInfo()
         if size > free:
             raise CudaError(OUT_OF_MEMORY, f"{size} bytes, {free} are free")
@@ -135,7 +135,7 @@ class Heap:
         """Do nothing: pools keep no memory here."""
 
     def memPoolSetAttribute(self, pool: int, attribute: int, value: object) -> None:
-        """Store the attribute; CuPy sets its limit by the release threshold, which has no effect here."""
+        """Store the attribute; the release threshold, which CuPy sets for a limited pool, has no effect here."""
         self._pool_attributes[pool, attribute] = int(value)  # type: ignore[call-overload]
 
     def memPoolGetAttribute(self, pool: int, attribute: int) -> int:
@@ -174,7 +174,7 @@ class Heap:
     # Copies
 
     def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Read pageable host memory at the call, and write it before the call returns."""
+        """Copy in stream order, but read pageable host memory at the call, or write it before the call returns."""
         if size == 0:
             return
         if self.card_of(source) is None and not self.is_pinned(source):
@@ -193,7 +193,7 @@ class Heap:
                 raise CudaError(CAPTURE_UNSUPPORTED, "a copy to pageable memory synchronises, which a capture forbids")
             try:
                 self.machine.streams.finish_operation(operation)
-            except BaseException:  # the caller may free the host memory
+            except BaseException:  # cancel the copy, because the caller may now free the host memory
                 operation.run = lambda: None
                 raise
 

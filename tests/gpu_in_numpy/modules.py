@@ -41,7 +41,7 @@ FUNCTION_ATTRIBUTES = 16  # smaller values are attributes
 
 
 def cubin(arch: str, ptx: bytes) -> bytes:
-    """A cubin of an architecture, from its PTX."""
+    """Return a cubin of an architecture, from its PTX."""
     return MAGIC + arch.encode() + b"\n" + ptx
 
 
@@ -221,12 +221,12 @@ class Modules:
 
 @functools.cache
 def _kept(text: str) -> bytes:
-    """The bytes of a text, which are kept alive so that pointers to them stay valid."""
+    """Return the bytes of a text, which are kept alive so that pointers to them stay valid."""
     return text.encode()
 
 
 def _packed(function: Function, pointers) -> bytes:
-    """The parameter buffer; each pointer leads to the bytes of one parameter."""
+    """Return the parameter buffer; each pointer leads to the bytes of one parameter."""
     offsets, size = function.parameter_layout()
     buffer = bytearray(size)
     for i, parameter in enumerate(function.parameters):

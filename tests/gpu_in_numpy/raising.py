@@ -1,4 +1,4 @@
-"""Trampolines in C, with which a failed runtime call of CuPy's Cython code raises, as a ctypes callback cannot.
+"""Trampolines in C, which raise the error of a failed call inside CuPy's Cython code; a ctypes callback cannot.
 
 A trampoline calls the callback. If the callback has stored an exception with `raise_later`, the trampoline raises it
 and returns the value by which CuPy's function reports an error. Trampolines exist only if there is a C compiler.
@@ -45,11 +45,11 @@ TRAMPOLINE = """
     return raises() ? ({result}){failed} : value;
 }}
 """
-FAILED = {"int": -1, "float": -1}  # handles, addresses and objects are 0
+FAILED = {"int": -1, "float": -1}  # other results (handles, addresses and objects) are 0
 
 
 def compiler() -> str | None:
-    """The path of a C compiler; None if there is none."""
+    """Return the path of a C compiler; None if there is none."""
     return shutil.which("cc")
 
 
@@ -71,7 +71,7 @@ class Trampolines:
         self._library.raise_later(type(error), error)
 
     def around(self, name: str, callback: int) -> int:
-        """The address of the trampoline that calls a callback."""
+        """Return the address of the trampoline that calls a callback."""
         ctypes.c_void_p.in_dll(self._library, f"answer_{name}").value = callback
         address = ctypes.cast(getattr(self._library, f"raising_{name}"), ctypes.c_void_p).value
         assert address is not None
@@ -95,5 +95,5 @@ def _trampoline(name: str, signature: str) -> str:
 
 
 def _plain(signature: str) -> str:
-    """A C signature with pointers instead of CuPy's structs, and without parameter names."""
+    """Return a C signature with pointers instead of CuPy's structs, and without parameter names."""
     return re.sub(r"struct \w+ \*\w*", "void *", signature).replace("int __pyx_skip_dispatch", "int")

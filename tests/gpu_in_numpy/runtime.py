@@ -40,7 +40,7 @@ _api.Py_IncRef.argtypes = [ctypes.py_object]
 
 
 class _Options(ctypes.Structure):
-    """Optional arguments as Cython passes them: how many are given, and their values."""
+    """The optional argument of a Cython function: whether it is given (count), and its value."""
 
     _fields_ = (("count", ctypes.c_int), ("value", ctypes.c_int))
 
@@ -72,7 +72,7 @@ def _checked(
 
     @functools.wraps(answer)
     def call(*arguments: Any, **options: Any) -> Any:
-        with interrupts_deferred(), machine.lock:  # no call of a real driver ends at Ctrl-C
+        with interrupts_deferred(), machine.lock:  # Ctrl-C does not interrupt the call of a real driver
             try:
                 machine.require_no_fault(name)
                 return answer(*arguments, **options)
@@ -84,19 +84,19 @@ def _checked(
 
 
 def _signature(capsule: Any) -> str:
-    """The C signature of a capsule's function."""
+    """Return the C signature of a capsule's function."""
     return _api.PyCapsule_GetName(capsule).decode()
 
 
 def _caller() -> str:
-    """The Python function and line that called CuPy."""
+    """Return the Python function and line that called CuPy."""
     here = Path(__file__).parent
     frame = next(x for x in reversed(traceback.extract_stack()) if Path(x.filename).parent != here)
     return f"{frame.name}, {frame.filename}:{frame.lineno}"
 
 
 def _capsule(machine: Machine, name: str, capsule: Any, answer: Callable[..., Any]) -> Any:
-    """A capsule with the signature of `capsule` that calls the answer."""
+    """Return a capsule of a C function that calls `answer`, with the signature of the function in `capsule`."""
     signature = _signature(capsule)
     result, text = re.fullmatch(r"(.*?)\s*\((.*)\)", signature).groups()
     arguments = [argument.strip() for argument in text.split(",") if argument.strip() != "void"]

@@ -124,7 +124,7 @@ class Streams:
     # Queues
 
     def at(self, handle: int) -> Stream:
-        """The stream of a handle; default streams are those of the current device."""
+        """Return the stream of a handle; default streams are those of the current device."""
         key: object = handle
         if handle in (NULL, LEGACY, PER_THREAD):
             card = self.machine.devices.current
@@ -178,7 +178,7 @@ class Streams:
         return self.enqueue(handle, "graph", lambda: None, [*after, *copies.values()])
 
     def _before(self, stream: Stream) -> list[Operation]:
-        """The operations after which the next one of a stream runs.
+        """Return the operations after which the next one of a stream runs.
 
         The legacy default stream and the blocking streams of its device wait for each other.
         """
@@ -206,7 +206,7 @@ class Streams:
         self.executed.append((chosen.stream.handle, chosen.name))
         try:
             chosen.run()
-        except Exception as error:  # the next call that waits reports it, as on a real card
+        except Exception as error:  # the next call that waits for the device reports the error, as on a real card
             status = ILLEGAL_ADDRESS if isinstance(error, (MemoryFault, CudaError)) else LAUNCH_FAILED
             self._lose(chosen, status, error)
         except BaseException as error:  # a second Ctrl-C leaves the operation half done
@@ -345,7 +345,7 @@ class Streams:
         return 0.0
 
     def _progress(self, operation: Operation | None) -> int:
-        """The status of a query; some work runs meanwhile, so that a loop of queries ends."""
+        """Return the status of a query; some work runs meanwhile, so that a loop of queries ends."""
         if operation is None or operation.done:
             return 0
         self.step()

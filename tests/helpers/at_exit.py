@@ -1,4 +1,4 @@
-"""Delays calls of the jax adapter's handler in a script until it exits.
+"""Delays calls of the jax adapter's handler in a script until the script exits.
 
 It is a module of its own because XLA keeps the handler, and so the globals of functions that replace it: those of a
 script hold arrays, which would keep XLA's client from being deleted.
@@ -19,7 +19,7 @@ def in_flight(function):
 
     def delayed(*arguments):
         threading.main_thread().join()
-        time.sleep(0.2)  # an interpreter that does not wait finalizes now
+        time.sleep(0.2)  # meanwhile an interpreter that does not wait for this call finalizes
         result = function(*arguments)
         ended.append(None)
         return result
@@ -50,7 +50,7 @@ def release():
 
 
 class _Slow:
-    """Its destructor, which runs before XLA's client is deleted, takes 3 seconds."""
+    """An object whose destructor takes 3 seconds. It runs before XLA's client is deleted."""
 
     def __del__(self, sleep=time.sleep):
         sleep(3)

@@ -37,23 +37,25 @@ class CacheCall(NamedTuple):
     options: dict[str, Any]
 
     def copied(self) -> CacheCall:
-        """The same call with copies of the caches, which keep their strides."""
+        """Return the same call with copies of the caches, which keep their strides."""
         return self._replace(k_cache=_copied(self.k_cache), v_cache=_copied(self.v_cache))
 
     def map(self, function: Callable[[np.ndarray], Any]) -> CacheCall:
-        """The same call with `function` applied to every array."""
+        """Return the same call with `function` applied to every array."""
         options = {name: function(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
         return CacheCall(*map(function, self[:3]), options)
 
     def in_wider_arrays(self) -> CacheCall:
-        """The same call with every array in a wider one, which gives it strides of its own."""
+        """Return the same call with every array in a wider one, which gives it strides of its own."""
         paddings = itertools.count(8, 8)
         return self.map(lambda x: in_a_wider_array(x, next(paddings)))
 
 
 def in_a_wider_array(x: np.ndarray, padding: int) -> np.ndarray:
-    """A view with the contents of x of an array that is longer in each dimension and holds NaN elsewhere, or numbers
-    that are out of bounds as an index. A view of one dimension takes every second element.
+    """Return a view, with the contents of x, of an array that is longer in each dimension.
+
+    Elsewhere the array holds NaN, or numbers that are out of bounds as an index. A view of one dimension takes every
+    second element.
     """
     filling = {"b": True, "i": 2**30}.get(x.dtype.kind, np.nan)
     step = 2 if x.ndim == 1 else 1
@@ -102,7 +104,7 @@ class CacheCase:
     softcap: float | None = None
     alibi: str | None = None  # axes: "h" or "bh"
     sink: bool = False
-    mask: str | None = None  # axes: letters of bhqs or 1; s, the number of last keys, is 3
+    mask: str | None = None  # axes: letters of bhqs, or 1; s stands for the last 3 keys
     split_size: int | None = None
     descales: bool = False
     seed: int = 0
@@ -115,7 +117,7 @@ class CacheCase:
         return self.packed or (self.appended,) * len(self.lengths)
 
     def call(self) -> CacheCall:
-        """The arrays of the case, drawn from a fixed seed."""
+        """Return the arrays of the case, drawn from a fixed seed."""
         rng = np.random.default_rng([self.seed, 7])
         batch = len(self.lengths)
         tokens = (sum(self.packed) + 2,) if self.packed else (batch, self.q_len)
@@ -192,7 +194,7 @@ class CacheCase:
         return CacheCall(q, k_cache, v_cache, options)
 
     def _blocks(self, rng):
-        """(number of blocks, keys per block, block table or None). Pages are shuffled, and some belong to no
+        """Return (number of blocks, keys per block, block table or None). Pages are shuffled, and some belong to no
         sequence.
         """
         batch = len(self.lengths)
@@ -207,8 +209,9 @@ class CacheCase:
         return sum(used) + 3, self.page, table
 
     def _by_slots(self, table, width):
-        """The options slots, one per row of k with -1 for padding rows, and cache_seqlens, which then counts the new
-        keys.
+        """Return the options slots and cache_seqlens.
+
+        There is a slot per row of k, -1 for padding rows; cache_seqlens then includes the new keys.
         """
         slots = []
         for b, (length, rows) in enumerate(zip(self.lengths, self.rows, strict=True)):
@@ -222,9 +225,7 @@ class CacheCase:
 
 
 def references(call: CacheCall, dtype: np.dtype) -> list[tuple[np.ndarray, ...]]:
-    """(out, lse, k_cache, v_cache) of the formula in fp64, and the least accurate of several runs in the dtype of the
-    call.
-    """
+    """Return (out, lse, k_cache, v_cache) in fp64, and the least accurate of several runs of the formula in `dtype`."""
     skipped = ("split_size", "max_seqlen_q")
     options = {name: value for name, value in call.options.items() if name not in skipped}
     with np.errstate(invalid="ignore", over="ignore"):
@@ -236,14 +237,14 @@ def references(call: CacheCall, dtype: np.dtype) -> list[tuple[np.ndarray, ...]]
 
 
 def run(call: CacheCall, **options: Any) -> tuple[np.ndarray, ...]:
-    """(out, lse, k_cache, v_cache) of attention_with_kv_cache."""
+    """Return (out, lse, k_cache, v_cache) of attention_with_kv_cache."""
     ours = call.copied()
     out, lse = cupy_flash.attention_with_kv_cache(*ours[:3], **ours.options, return_lse=True, **options)
     return out, lse, ours.k_cache, ours.v_cache
 
 
 def posed(call: CacheCall, **options: Any) -> tuple[Problem, Operands]:
-    """The problem and operands of a call, with copies of the caches."""
+    """Return the problem and operands of a call, with copies of the caches."""
     ours = call.copied()
     return pose_with_cache(*ours[:3], CacheOptions(**ours.options | options))
 
@@ -253,7 +254,7 @@ def run_kernels(
     engine: str = "mma_decode", tma: bool = False, cluster: int = 0, start: Any = start,
     spoil: Callable[[Operands], None] | None = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """(out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
+    """Return (out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
 
     blocks, rows and cluster replace the fields of a decode's planned tile; `tma` adds a producer warp.
     `start` runs the launches, as in `gpu.run_plan`. `spoil` changes the operands after the host has checked them.

@@ -86,7 +86,7 @@ class Case:
     seed: int = 0
 
     def call(self) -> Call:
-        """The arrays of the case, drawn from a fixed seed."""
+        """Return the arrays of the case, drawn from a fixed seed."""
         rng = np.random.default_rng([self.seed, 1])
         dtype = DTYPES[self.dtype]
         q = rng.normal(size=(self.batch, self.q_len, self.heads, self.head_dim))
@@ -157,7 +157,7 @@ def _pack(x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _stretch(q: np.ndarray, k: np.ndarray, keys: np.ndarray) -> None:
-    """Set q and k so that q.k is keys[j] for every query."""
+    """Set q and k so that the product of every query with key j is keys[j]."""
     q[...], k[...] = 0, 0
     q[..., 0] = 1
     k[..., 0] = keys[:, None]
@@ -188,7 +188,7 @@ SCORES = {
 
 
 def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Results of the public functions on the arrays of the case, or on those of `call`."""
+    """Return results of the public functions on the arrays of the case, or on those of `call`."""
     q, k, v, options, dout, dlse, packed = call or case.call()
     options = options | dict(backend=backend)
     if packed is None:
@@ -200,7 +200,7 @@ def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Re
 
 
 def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Results of the public functions; backend="simulator" runs the kernels in small tiles."""
+    """Return results of the public functions; backend="simulator" runs the kernels in small tiles."""
     if backend == "simulator":
         return run_kernels(case, tile=small_tile, call=call)
     return run_public(case, backend, call)
@@ -208,19 +208,19 @@ def run(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
 
 @cache
 def outcome(case: Case, backend: str) -> Result:
-    """Results of `run`, cached because several tests check the same ones."""
+    """Return results of `run`, cached because several tests check the same ones."""
     return run(case, backend)
 
 
 def posed(case: Case, saved: Saved | None = None, call: Call | None = None, **changes) -> tuple[Plan, Operands]:
-    """The plan of a case, with `changes` of its fields, and its operands; it is a backward if `saved` is given."""
+    """Return the plan of a case, with `changes` of its fields, and its operands; a backward if `saved` is given."""
     call = call or case.call()
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed, saved)
     return dispatch.plan_for(problem)._replace(**changes), operands
 
 
 def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
-    """Results of the CPU engine with `changes` of the plan's fields, for example the tile or the number of threads."""
+    """Return results of the CPU engine with `changes` of the plan's fields, such as the tile or number of threads."""
     call = call or case.call()
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, call=call, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), call, **changes))
@@ -236,7 +236,7 @@ def planned(
     fewer_bytes: int = 0,
     **changes,
 ) -> tuple[Plan, Operands]:
-    """The plan of a case on a simulated GPU, after `changes` of the problem's fields, and its operands.
+    """Return the plan of a case on a simulated GPU, after `changes` of the problem's fields, and its operands.
 
     tile: replaces the best tile; a function receives the plan with the best tile and returns another tile.
     fewer_bytes: reduces the shared memory of every kernel by this number of bytes.
@@ -250,7 +250,7 @@ def planned(
 
 
 def run_kernels(case: Case, *, call: Call | None = None, start: run_plan.Start = start, **how) -> Result:
-    """Results of the simulator with the plan of `planned(case, call=call, **how)`; `start` runs the launches."""
+    """Return results of the simulator with the plan of `planned(case, call=call, **how)`; `start` runs the launches."""
     call = call or case.call()
     out, lse = (array.numpy() for array in run_plan.forward(*planned(case, call=call, **how), start))
     saved = Saved(call.dout, out, lse, call.dlse)
@@ -260,14 +260,12 @@ def run_kernels(case: Case, *, call: Call | None = None, start: run_plan.Start =
 
 @cache
 def references(case: Case, gradients: bool = True) -> tuple[Result, Result]:
-    """Results of compute_references for the case's own arrays, cached because several tests use them."""
+    """Return results of compute_references for the case's own arrays, cached because several tests use them."""
     return compute_references(case, case.call(), gradients)
 
 
 def compute_references(case: Case, call: Call, gradients: bool = True, orders: int = 8) -> tuple[Result, Result]:
-    """Results of the formula in fp64 (longdouble for fp64), and the least accurate results of several low-precision
-    runs.
-    """
+    """Return results of the formula in fp64 (longdouble for fp64), and the least accurate of low-precision runs."""
     exact, low = reference_runs.references(call, DTYPES[case.dtype], gradients, orders)
     return Result(*exact), Result(*low)
 
@@ -421,7 +419,7 @@ PAIRS = {
 
 
 def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
-    """Rows of up to `size` features that contain every pair of PAIRS, for backends too slow to run PAIRS itself."""
+    """Return rows of up to `size` features that contain every pair of PAIRS, for backends too slow to run PAIRS."""
     pairs = (frozenset(name.split("+")) for name in PAIRS)
     left = dict.fromkeys(pair for pair in pairs if pair.isdisjoint(without))
     rows = []
@@ -497,7 +495,7 @@ PACKED_OPTIONS = {
 
 
 def by_backend(names: str = "case", exhaustive: Collection[str] = (), **rows: dict) -> pytest.MarkDecorator:
-    """Parametrize over (backend, `names`), with a table of rows per backend: by_backend(cpu={id: row}, simulator=...).
+    """Parametrize over (backend, `names`), given a table of rows per backend: by_backend(cpu={id: row}, simulator=...).
 
     Ids in `exhaustive` run by default only on the CPU. A GPU runs the simulator's rows, because both run the same
     engines, unless `rows` has a table for it.

@@ -26,7 +26,7 @@ DOCUMENTED = ast.Module, ast.ClassDef, *FUNCTIONS
 
 @functools.cache
 def code_lines(text):
-    """The numbers of the lines of code of a Python file."""
+    """Return the numbers of the lines of code of a Python file."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in NO_CODE]
     lines = {line for first, last in spans for line in range(first, last + 1)}
@@ -37,7 +37,7 @@ def code_lines(text):
 
 
 def of_functions(text):
-    """(qualified name, lines of code) of every function of a Python file, with those inside it."""
+    """Return (qualified name, lines of code) of every function of a Python file, with those inside it."""
     lines = code_lines(text)
 
     def walk(node, prefix):
@@ -53,18 +53,18 @@ def of_functions(text):
 
 
 def texts(folder, root=ROOT):
-    """{path: text} of the Python files of a folder of a checkout."""
+    """Return {path: text} of the Python files of a folder of a checkout."""
     paths = sorted((root / folder).rglob("*.py"))
     return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
 def of_files(folder, root=ROOT):
-    """{path: lines of code} of the Python files of a folder."""
+    """Return {path: lines of code} of the Python files of a folder."""
     return {path: len(code_lines(text)) for path, text in texts(folder, root).items()}
 
 
 def total(folder, root=ROOT):
-    """Lines of code of a folder, without the simulator."""
+    """Return lines of code of a folder, without the simulator."""
     return sum(lines for path, lines in of_files(folder, root).items() if not path.startswith(f"{SIMULATOR}/"))
 
 

@@ -39,7 +39,7 @@ class Derivatives(NamedTuple):
 
 
 def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
-    """The tangents of a case that `moving` names, drawn from a fixed seed; NaN where the inputs are NaN."""
+    """Return the tangents of a case that `moving` names, drawn from a fixed seed; NaN where the inputs are NaN."""
     rng = np.random.default_rng([case.seed, 3])
     bias, sink = call.options.get("bias"), call.options.get("sink")
     inputs = dict(tq=call.q, tk=call.k, tv=call.v, tbias=bias, tsink=sink)
@@ -55,7 +55,7 @@ def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
 
 
 def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
-    """Derivatives by the public functions."""
+    """Return derivatives computed by the public functions."""
     call = call or case.call()
     q, k, v, options, dout, dlse, packed = call
     options, direction = options | dict(backend=backend), direction_of(case, call, moving)._asdict()
@@ -78,9 +78,7 @@ def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
 
 
 def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
-    """Derivatives by the CPU engine with `changes` of the plans' fields, for example the tile or the number of
-    threads.
-    """
+    """Return derivatives by the CPU engine with `changes` of the plans' fields, such as the tile."""
 
     def planned(problem):
         return dispatch.plan_for(problem)._replace(**changes)
@@ -89,7 +87,7 @@ def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
 
 
 def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None):
-    """Derivatives by an engine on the simulator; `jvp` names another engine for the JVP.
+    """Return derivatives by an engine on the simulator; `jvp` names another engine for the JVP.
 
     `tile` replaces the planned tile of both; a function receives the plan and returns the tile.
     """
@@ -122,7 +120,7 @@ def run_plans(case: Case, planned, jvp, double_backward, moving, call) -> Deriva
 
 @cache
 def references(case: Case, moving=ALL, orders=8) -> tuple[Derivatives, Derivatives]:
-    """Results of the formula in fp64 (longdouble for fp64), and the least accurate ones of several low-precision runs.
+    """Return results of the formula in fp64 (longdouble for fp64), and the least accurate of low-precision runs.
 
     The runs differ in the order of their sums, and the least accurate value is chosen per element. Derivatives are
     linear in the tangents: these are divided by their size, and the results multiplied by it, so that it changes
@@ -167,7 +165,7 @@ def _run_reference(case, moving, dtype, order=0) -> Derivatives:
 
 
 def references_of_seeds(case: Case, moving=ALL) -> tuple[Derivatives, Derivatives]:
-    """`references` with the largest errors of several seeds: in a small array one run may be exact by chance."""
+    """Return `references` with the largest errors of several seeds: in a small array one run may be exact by chance."""
     exact, low = references(case, moving)
     errors = [_errors_of(exact, low)]
     for seed in range(case.seed + 100, case.seed + 105):
@@ -177,7 +175,7 @@ def references_of_seeds(case: Case, moving=ALL) -> tuple[Derivatives, Derivative
 
 
 def _errors_of(exact: Derivatives, low: Derivatives) -> list[float]:
-    """The largest finite error of each result."""
+    """Return the largest finite error of each result."""
 
     def largest(x, y):
         finite = np.isfinite(x)
@@ -187,7 +185,7 @@ def _errors_of(exact: Derivatives, low: Derivatives) -> list[float]:
 
 
 def check(case: Case, result=None, backend="cpu", moving=ALL, references=references, names=Derivatives._fields) -> None:
-    """Compare derivatives, by default all of the public functions, with the formula by the rule of tolerance.py."""
+    """Compare derivatives (by default those of the public functions) with the formula, by the rule of tolerance.py."""
     result = run(case, backend, moving) if result is None else result
     exact, low = references(case, moving)
     dtypes = dict.fromkeys(Derivatives._fields, DTYPES[case.dtype])

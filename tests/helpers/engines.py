@@ -34,13 +34,13 @@ BATCH, LENGTH, HEADS, HEAD_DIM = (1, 8, 2, 8) if in_numpy() else (2, 100, 4, 64)
 
 
 def case(engine: str, seed: int = 0) -> Case:
-    """The case that `inputs` draws and `step` computes."""
+    """Return the case that `inputs` draws and `step` computes."""
     sizes = LENGTH, LENGTH, BATCH, HEADS, HEADS, HEAD_DIM, HEAD_DIM
     return Case(*sizes, ENGINES[engine], causal=True, dlse=False, seed=seed)
 
 
 def inputs(framework: str, engine: str, seed: int = 0) -> list[Any]:
-    """q, k, v and dout of a case on the GPU."""
+    """Return q, k, v and dout of a case on the GPU."""
     call = case(engine, seed).call()
     return [on_gpu(framework, x) for x in (call.q, call.k, call.v, call.dout)]
 
@@ -64,7 +64,7 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def empty(framework: str, engine: str, length: int) -> list[Any]:
-    """Uninitialised q, k, v and dout with `length` tokens."""
+    """Return uninitialised q, k, v and dout with `length` tokens."""
     shape = BATCH, length, HEADS, HEAD_DIM
     if framework == "cupy":
         return [cupy.empty(shape, DTYPES[ENGINES[engine]]) for _ in range(4)]
@@ -83,7 +83,7 @@ def assign(arrays: list[Any], values: list[Any]) -> None:
 
 
 def differ(actual: list[Any], expected: list[Any]) -> Any:
-    """Number of arrays whose bits differ, as a scalar array on the GPU."""
+    """Return the number of arrays whose bits differ, as a scalar array on the GPU."""
     return sum((bits(a) != bits(b)).any() for a, b in zip(actual, expected, strict=True))
 
 
@@ -133,7 +133,7 @@ def on_device(index: int) -> Iterator[None]:
 
 
 def library_of(framework: str) -> Any:
-    """The module of a framework."""
+    """Return the module of a framework."""
     return cupy if framework == "cupy" else torch
 
 

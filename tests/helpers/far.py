@@ -21,7 +21,7 @@ FAR = 2**31 + 64  # in elements
 
 
 def empty(shape: tuple[int, ...], dtype: Any, axes: Iterable[int]) -> np.ndarray:
-    """An array of zeros, of which neighbours along these axes are at least FAR elements apart."""
+    """Return an array of zeros in which neighbours along these axes are at least FAR elements apart."""
     dtype = np.dtype(dtype)
     near = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
     strides = [stride + FAR * (axis in axes) for axis, stride in enumerate(near)]
@@ -33,25 +33,25 @@ def empty(shape: tuple[int, ...], dtype: Any, axes: Iterable[int]) -> np.ndarray
 
 
 def spread(array: np.ndarray, axes: Iterable[int]) -> np.ndarray:
-    """A copy of an array, of which neighbours along these axes are at least FAR elements apart."""
+    """Return a copy of an array in which neighbours along these axes are at least FAR elements apart."""
     far = empty(array.shape, array.dtype, axes)
     far[...] = array
     return far
 
 
 def spread_rows(array: np.ndarray) -> np.ndarray:
-    """A copy that is far in all axes but the last, which kernels require to be contiguous."""
+    """Return a copy that is far in all axes but the last, which kernels require to be contiguous."""
     return spread(array, range(array.ndim - 1))
 
 
 class FarMemory(Memory):
     """Memory whose arrays are so far apart that a wrong offset from one of them lies in no other.
 
-    It keeps no record of the initialised bytes, of which there would be as many as of the data.
+    It does not record which bytes are initialised: the record would be as large as the data.
     """
 
     def add(self, array: np.ndarray, name: str, *, writable: bool = True, initialised: bool = True) -> int:
-        """Register an array, as Memory does."""
+        """Register an array as Memory does, more than 2**36 bytes after the previous one."""
         self._next += 2**32 * 16
         return super().add(array, name, writable=writable)
 
@@ -72,7 +72,7 @@ def spread_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _far(workspace: Workspace) -> Workspace:
-    """The workspace with the strides of `far_empty` for sequences and heads; those of a packed batch have no sequences.
+    """Return the workspace with the strides of `far_empty` for its heads and, if it is not packed, its sequences.
 
     Kernels compute the addresses of rows and columns by themselves.
     """

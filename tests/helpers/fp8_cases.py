@@ -38,7 +38,7 @@ OPTIONS = {
 
 
 def quantised(case, descales=True):
-    """The call of a case with q, k and v quantised to e4m3 and random descales; rows past a length are NaN."""
+    """Return the call of a case with q, k and v quantised to e4m3 and random descales; rows past a length are NaN."""
     call = case.call()
     options = dict(call.options)
     if descales:
@@ -50,7 +50,7 @@ def quantised(case, descales=True):
 
 
 def references(call):
-    """Results of the formula in fp64, and of its low-precision run in fp8."""
+    """Return results of the formula in fp64, and of its low-precision run in fp8."""
     results = []
     for dtype in (None, FP8):
         with np.errstate(invalid="ignore", over="ignore"):

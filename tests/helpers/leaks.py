@@ -54,9 +54,7 @@ class SavedTensors(saved_tensors_hooks):
 
 
 class Kept:
-    """Context manager that finds tensors which were made inside it and which Python still holds; compared by
-    storage.
-    """
+    """Context manager that finds tensors which were made inside it and whose storage Python still holds."""
 
     def __enter__(self) -> Kept:
         gc.collect()
@@ -67,7 +65,7 @@ class Kept:
         self.before = []
 
     def beyond(self, *allowed: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors that share no storage with `allowed` or with a tensor older than the context."""
+        """Return tensors that share no storage with `allowed` or with a tensor older than the context."""
         gc.collect()
         older = [tensor for reference in self.before if (tensor := reference()) is not None]
         known = {_address(tensor) for tensor in (*older, *allowed)}
@@ -83,7 +81,7 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch dispatches it again as operations on the shards
+            return NotImplemented  # torch then dispatches the operation again, on the shards
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if type(tensor) is torch.Tensor:
@@ -97,7 +95,7 @@ class Allocated(TorchDispatchMode):
 
 
 def _tensors_of_python() -> list[torch.Tensor]:
-    """All dense tensors that have a storage."""
+    """Return all dense tensors that have a storage."""
     # type() instead of isinstance(): the latter reads __class__ of every object, which makes lazy modules import.
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     plain = [x for x in tensors if type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__]

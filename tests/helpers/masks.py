@@ -34,12 +34,12 @@ def global_window(count, window):
 
 
 def batchify(length):
-    """Consecutive sequences of equal length, each with a causal mask."""
+    """Return the mask of consecutive sequences of equal length, each of them causal."""
     return lambda b, h, q, kv: (q // length == kv // length) & (q % length >= kv % length)
 
 
 def documents(count=9, seed=0):
-    """(document of each token, first token of each document), int32."""
+    """Return (document of each token, first token of each document), int32."""
     cuts = np.random.default_rng(seed).choice(np.arange(1, LENGTH), count - 1, replace=False)
     starts = np.concatenate([[0], np.sort(cuts)]).astype(np.int32)
     return np.repeat(np.arange(count, dtype=np.int32), np.diff([*starts, LENGTH])), starts
@@ -50,7 +50,7 @@ def document(window=None, causal=False, logical=False, dtype=np.int32):
 
     def mask(b, h, q, kv):
         same = ids[q] == ids[kv]
-        if logical:  # positions relative to the start of the document
+        if logical:  # use positions relative to the start of the document
             i, j = q - starts[ids[q]], kv - starts[ids[kv]]
         else:
             i, j = q, kv
@@ -62,13 +62,13 @@ def document(window=None, causal=False, logical=False, dtype=np.int32):
 
 
 def shared_prefix(length):
-    """Causal documents after a prefix that every token sees."""
+    """Return the mask of causal documents after a prefix that every token sees."""
     ids, _ = documents(seed=1)
     return lambda b, h, q, kv: (kv < length) | ((ids[q] == ids[kv]) & (q >= kv))
 
 
 def block_diffusion(block):
-    """Block diffusion: half the tokens are noisy, the other half the same tokens clean.
+    """Return the mask of block diffusion: half the tokens are noisy, and the other half are the same tokens, clean.
 
     Noisy blocks see themselves and earlier clean blocks.
     """
@@ -98,7 +98,7 @@ def tiled(width, tile):
 
 
 def morton(i):
-    """Row and column of a pixel in Morton order, from the interleaved bits of its index."""
+    """Return the row and the column of a pixel in Morton order, from the interleaved bits of its index."""
 
     def even_bits(x):
         x = x & 0x55555555
@@ -111,7 +111,7 @@ def morton(i):
 
 
 def natten(place, width, window):
-    """Neighborhood attention: each pixel sees a square around it, which is shifted inwards at the image's edges."""
+    """Return the mask of neighborhood attention: a pixel sees a square around it, shifted inwards at the edges."""
     radius = window // 2
 
     def mask(b, h, q, kv):
@@ -124,7 +124,7 @@ def natten(place, width, window):
 
 
 def sliding_tiles(canvas, tile, window):
-    """Sliding tile attention: blocks of an image or video see the blocks around them, shifted inwards at the edges.
+    """Return the mask of sliding tile attention: blocks see the blocks around them, shifted inwards at the edges.
 
     All sizes are counts of blocks.
     """
@@ -148,12 +148,12 @@ def sliding_tiles(canvas, tile, window):
 
 
 def frames(size, reach, first):
-    """Tokens see neighbouring frames; the first tokens see everything and are seen by all."""
+    """Return a mask in which tokens see neighbouring frames; the first tokens see everything and are seen by all."""
     return lambda b, h, q, kv: (abs(q // size - kv // size) <= reach) | (kv < first) | (q < first)
 
 
 def across_frames(size, reach):
-    """Tokens see tokens at nearby positions of all frames."""
+    """Return a mask in which tokens see the tokens at nearby positions of all frames."""
     return lambda b, h, q, kv: abs(q % size - kv % size) <= reach
 
 
@@ -163,7 +163,7 @@ def block_map(size):
 
 
 def top_blocks(size, count):
-    """Block-sparse mask: a table lists the key blocks that each query block sees."""
+    """Return a block-sparse mask: a table lists the key blocks that each query block sees."""
     rng = np.random.default_rng(3)
     chosen = np.stack([rng.choice(LENGTH // size, count, replace=False) for _ in range(LENGTH // size)])
 
@@ -177,13 +177,13 @@ def top_blocks(size, count):
 
 
 def permuted():
-    """Documents with shuffled tokens: no tile is empty or full, so none may be classified as such."""
+    """Return the mask of documents with shuffled tokens, in which no tile is empty or full."""
     ids = np.random.default_rng(4).permutation(documents()[0])
     return lambda b, h, q, kv: ids[q] == ids[kv]
 
 
 class Tokens(NamedTuple):
-    """Operands of random expressions."""
+    """The values from which random expressions are made: positions, the head, and elements of captured arrays."""
 
     q: Any
     kv: Any
@@ -196,7 +196,7 @@ class Tokens(NamedTuple):
 
 
 def random_mask(seed, depth):
-    """A mask of 320 tokens made of random operators; every call gives the same mask, for NumPy arrays and for
+    """Return a mask of 320 tokens made of random operators; every call gives the same mask, for NumPy arrays and for
     tracing.
     """
     rng = np.random.default_rng(seed)
@@ -206,7 +206,7 @@ def random_mask(seed, depth):
     hidden = np.arange(320) % 150 > 100
     huge = np.sort(rng.integers(-(2**63), 2**63 - 1, 320))
 
-    choices = f"{seed} {depth}"  # a string, because a captured number stays symbolic in a trace
+    choices = f"{seed} {depth}"  # a string, because a trace would replace captured numbers by stand-ins
 
     def mask(b, h, q, kv):
         seed, depth = map(int, choices.split())
@@ -274,8 +274,8 @@ def _small(rng, low, high):
     return np.int32(rng.integers(low, high))
 
 
-# name: (mask, smallest fraction of the empty tiles to be classified as empty, and of the full tiles as full); tiles of
-# 128 x 128
+# name: (mask, smallest fraction of empty tiles that must be classified as empty, and of full tiles as full); a tile
+# is 128 x 128.
 MASKS = {
     "causal": (causal, 1, 1),
     "sliding": (sliding(512), 1, 1),
@@ -326,7 +326,7 @@ def relative(score, b, h, q, kv):
 
 
 def everything(score, b, h, q, kv):
-    """Uses every operator on reals."""
+    """Modify the score by every operator on reals."""
     x = np.where(score > 0, np.log(np.abs(score) + 0.5), score) + np.exp(-np.abs(score)) * np.sin(score)
     x = np.maximum(x, -1.5) + np.minimum(score, 1.0) * np.cos(x) + np.sqrt(1.0 + np.square(score))
     x = x + np.expm1(score * 0.1) + np.log1p(np.abs(x)) + np.exp2(x * 0.125) + np.log2(1.5 + np.abs(x))

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def arrays_of(case):
-    """The arrays that the mods of a case capture, by name."""
+    """Return the arrays that the mods of a case capture, by name."""
     rng = np.random.default_rng([case.seed, 2])
     rows, batch, heads = max(case.q_len, case.kv_len), case.batch, case.heads
     floating = {
@@ -21,7 +21,7 @@ def arrays_of(case):
         "buckets": rng.integers(0, 6, rows).astype(np.int32),
         "blocks": rng.random((batch, *(2 * [max(8, -(-rows // 4))]))) < 0.6,
     }
-    # Memory layouts that callers use: contiguous, transposed and repeated.
+    # The plane is the view of a transposed array, because callers pass such views.
     strided = {"plane": np.ascontiguousarray(floating["plane"].swapaxes(2, 3)).swapaxes(2, 3)}
     return (
         {name: np.asarray(x, np.float32) for name, x in floating.items()}
@@ -35,7 +35,7 @@ def relative(xp, a):
 
 
 def learned_twice(xp, a):
-    """A table that is read twice, with indices from other tables."""
+    """Return a score_mod that reads one table twice, with indices from another table."""
 
     def mod(s, b, h, q, kv):
         first, second = a["buckets"][q], a["buckets"][kv]
@@ -45,7 +45,7 @@ def learned_twice(xp, a):
 
 
 def hides_by_score(xp, a):
-    """Hides keys by position and by their score; some rows lose all keys by their score and see none."""
+    """Return a score_mod that hides keys by position and by score; the scores of some rows hide all their keys."""
 
     def mod(s, b, h, q, kv):
         largest = xp.where(q % 5 == 2, -1000.0, 0.7)
@@ -72,7 +72,7 @@ MASK_MODS = {
     "sliding": lambda xp, a: lambda b, h, q, kv: (q - kv < 6) & (kv - q < 3),
     "borders": lambda xp, a: lambda b, h, q, kv: (q < 16) | (kv < 16) | ((q - kv < 6) & (kv - q < 3)),
     "document": lambda xp, a: lambda b, h, q, kv: a["ids"][b, q] == a["ids"][b, kv],
-    # Hides tiles of 64 keys or queries, and smaller ones, between tiles that it cuts.
+    # Hides whole tiles of up to 64 keys or queries between tiles that it cuts.
     "gaps": lambda xp, a: lambda b, h, q, kv: ((q % 128 < 40) & (kv % 128 < 50)) | ((q >= 140) & (kv >= 200)),
     "blocks": lambda xp, a: lambda b, h, q, kv: a["blocks"][b, q // 4, kv // 4],
     "rows": lambda xp, a: lambda b, h, q, kv: (q % 5 != 2) & (h != 1),  # some rows, and all rows of a head, see no key
@@ -81,7 +81,7 @@ MASK_MODS = {
 
 
 def mods_of(case, xp=np, arrays=None):
-    """The options score_mod and mask_mod of a case."""
+    """Return the options score_mod and mask_mod of a case."""
     if case.score_mod is None and case.mask_mod is None:
         return {}
     arrays = arrays_of(case) if arrays is None else arrays

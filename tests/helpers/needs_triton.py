@@ -1,4 +1,4 @@
-"""Whether tests/other_kernels can run here: they need the version of Triton that setup.cfg pins."""
+"""Finds whether tests/other_kernels can run here: they need the version of Triton that setup.cfg pins."""
 
 import configparser
 import importlib.metadata
@@ -10,7 +10,7 @@ SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 
 
 def reason_to_leave_out():
-    """Why the tests that need Triton are left out; None if they are not."""
+    """Return the reason why the tests that need Triton are left out; None if they are not."""
     config = configparser.ConfigParser()
     config.read(SETUP, encoding="utf-8")
     lines = config["options.extras_require"]["test"].split("\n")

@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_blocks(text):
-    """(line number, code) of each ```python block."""
+    """Return (line number, code) of each ```python block."""
     return [
         (text[: match.start(1)].count("\n") + 1, match[1])
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
@@ -18,7 +18,7 @@ def python_blocks(text):
 
 
 def blocks(cupy):
-    """The Python blocks of all pages: those that import CuPy, or all others."""
+    """Return the Python blocks of all pages: those that import CuPy, or all others."""
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES

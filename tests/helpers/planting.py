@@ -30,7 +30,7 @@ CLOSED = {")": "(", "]": "[", "}": "{"}
 
 
 class StalePlant(Exception):
-    """A plant that no longer applies: no kernel has its step, or the step lacks the text to change."""
+    """A planted bug no longer applies: no kernel has its step, or the step lacks the text to change."""
 
 
 # A bug is a tuple of pairs: the name of a step, and a function that turns the text of its statement into the wrong
@@ -38,7 +38,7 @@ class StalePlant(Exception):
 
 
 def skip(step):
-    """The step is left out; if it is a function, its body."""
+    """Plant a bug that leaves out the step; if the step is a function, its body."""
 
     def edit(statement):
         body = re.match(r"((?:__device__|template)\b.*?\{).*\}", statement, re.DOTALL)
@@ -48,27 +48,27 @@ def skip(step):
 
 
 def before(step, text):
-    """A statement is inserted before the step, or a condition on which the step depends."""
+    """Plant a bug that inserts a statement, or a condition of the step, before the step."""
     return ((step, lambda statement: f"{text} {statement}"),)
 
 
 def after(step, text):
-    """A statement is inserted after the step."""
+    """Plant a bug that inserts a statement after the step."""
     return ((step, lambda statement: f"{statement} {text}"),)
 
 
 def change(step, old, new):
-    """An expression that occurs once in the step is replaced."""
+    """Plant a bug that replaces an expression, which must occur once in the step."""
     return ((step, lambda statement: _changed(statement, old, new)),)
 
 
 def never(step):
-    """The condition of the step, which begins with `if`, is false."""
+    """Plant a bug that makes the condition of the step, an `if` statement, false."""
     return ((step, lambda statement: _with_condition(statement, "false")),)
 
 
 def always(step):
-    """The condition of the step, which begins with `if`, is true."""
+    """Plant a bug that makes the condition of the step, an `if` statement, true."""
     return ((step, lambda statement: _with_condition(statement, "true")),)
 
 
@@ -99,11 +99,11 @@ def plant(folder, step, edit):
 
 
 def steps(text):
-    """(name, start, end) of every statement of a kernel that a comment names."""
+    """Yield (name, start, end) of every statement of a kernel that a comment names."""
     tokens, named = [], []
     for match in TOKEN.finditer(text):
         if match["comment"]:
-            # Behind code, a comment names the statement that ends there, otherwise the next one.
+            # A comment behind code names the statement that ends before it, and a comment line the next statement.
             behind = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip() != ""
             named += [(name, len(tokens) - behind, behind) for name in MARKER.findall(match[0])]
         elif not match["directive"]:
@@ -115,7 +115,7 @@ def steps(text):
 
 
 def _ending_near(words, place):
-    """The first and the last token of the statement that ends at a place, or of the text before a brace there."""
+    """Return the first and the last token of the statement that ends at a place, or of the text before a brace."""
     last = place if words[place] in (";", "{", "}") else _end(words, place)
     first = _opening(words, last) if words[last] == "}" else last
     while first > 0 and words[first - 1] not in (";", "{") and not _ends_a_block(words, first - 1):
@@ -124,7 +124,7 @@ def _ending_near(words, place):
 
 
 def _end(words, place):
-    """The last token of the statement to which the token at a place belongs."""
+    """Return the last token of the statement to which the token at a place belongs."""
     while words[place] != ";":
         if words[place] in CLOSED.values():
             place = next(n for n in range(place, len(words)) if words[n] in CLOSED and _opening(words, n) == place)
@@ -135,12 +135,12 @@ def _end(words, place):
 
 
 def _ends_a_block(words, place):
-    """True for the brace that closes a block, not an initialiser."""
+    """Return whether the token is a brace that closes a block, not an initialiser."""
     return words[place] == "}" and re.match(r"[\w*+}-]|$", "".join(words[place + 1 : place + 2])) is not None
 
 
 def _opening(words, place):
-    """The place of the opening bracket that matches the closing one at `place`."""
+    """Return the place of the opening bracket that matches the closing one at `place`."""
     depth = 0
     while True:
         depth += (words[place] in CLOSED) - (words[place] in CLOSED.values())
@@ -150,7 +150,7 @@ def _opening(words, place):
 
 
 def _words(text):
-    """The tokens outside comments, also those inside a string, such as the instructions of an asm statement."""
+    """Return the tokens outside comments, also those inside a string, such as the instructions of an asm statement."""
     return list(WORD.finditer(COMMENT.sub(lambda comment: " " * len(comment[0]), text)))
 
 

@@ -58,5 +58,5 @@ if torch_has_gpu():
 
 
 def nbytes(*arrays: Any) -> int:
-    """Total size of the arrays in bytes."""
+    """Return the total size of the arrays in bytes."""
     return sum(x.nbytes for x in arrays)

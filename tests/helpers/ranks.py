@@ -30,7 +30,7 @@ class World:
 
 
 def run(checks: dict[str, Any], size: int, folder: Path) -> dict[str, dict[int, str]]:
-    """Tracebacks by check and rank, "" for success; a rank has no entry if its process ended during the check."""
+    """Return tracebacks by check and rank, "" for success; a rank whose process ended in a check has no entry."""
     context = torch.multiprocessing.get_context("spawn")
     processes = [context.Process(target=_work, args=(checks, World(rank, size, folder))) for rank in range(size)]
     for process in processes:

@@ -32,7 +32,8 @@ from cupy_flash.problem.features import Options
 from cupy_flash.problem.records import Operands, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
-# A few tiles each, the last one partial. Together the cases cover every option, every kernel, and both orders of dQ.
+# Each case has a few tiles, the last one partial. Together they cover every option, every kernel, and both orders of
+# the additions to dQ.
 LONG = dict(q_len=150, kv_len=170, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64)
 CASES = {
     "causal-sink": Case(**LONG, causal=True, sink=True),
@@ -45,7 +46,7 @@ CASES = {
 # Properties of wgmma tiles that a plan chooses only for larger problems, or never.
 OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
-# the order in which the gradient of the table is summed is not fixed
+# The gradient of the table is summed in no fixed order.
 MODS = Case(**LONG, score_mod="relative", mask_mod="document")
 CACHES = {
     "cache": CacheCase(
@@ -74,7 +75,7 @@ FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
 def engines() -> list[str]:
-    """The engines that this GPU supports."""
+    """Return the engines that this GPU supports."""
     return ["simt", "mma", "cache", "derivatives", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
 
 
@@ -89,14 +90,14 @@ def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
             yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic), None
     if engine != "wgmma":
         yield "mods", replace(MODS, dtype=DTYPES[engine]), {}, None
-    if engine == "wgmma":  # its blocks draw tiles from a counter only if the tiles are unequal
+    if engine == "wgmma":  # blocks draw tiles from a counter only if tiles have unequal costs
         yield "drawn tiles", replace(CASES["causal-sink"], dtype=DTYPES[engine]), {}, best_having("persistent")
     for having in OTHER_TILES if engine == "wgmma" else ():
         yield having, replace(FULL, dtype=DTYPES[engine]), {}, best_having(having)
 
 
 def best_having(name: str) -> TileOf:
-    """A function that returns a plan's cheapest tile with a given property, or None if no tile has it."""
+    """Return a function that returns a plan's cheapest tile with a given property, or None if no tile has it."""
 
     def tile(chosen: Plan) -> Any:
         return next(tile for tile, _ in candidates(chosen, chosen.engine) if getattr(tile, name, True))
@@ -105,7 +106,7 @@ def best_having(name: str) -> TileOf:
 
 
 def run_in(call: Call, tile: TileOf) -> Result:
-    """Results of a call on CuPy copies of its arrays, in the given tile."""
+    """Return results of a call on CuPy copies of its arrays, in the given tile."""
     import cupy
 
     q, k, v, dout, dlse = map(cupy.asarray, (call.q, call.k, call.v, call.dout, call.dlse))
@@ -123,7 +124,7 @@ def run_in(call: Call, tile: TileOf) -> Result:
 def sanitize(engine: str, *, checked: bool) -> None:
     import cupy
 
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads it at its first allocation
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch reads this variable at its first allocation
     cupy.cuda.set_allocator(None)
     if engine == "fp8":
         return _fp8(checked)
@@ -166,7 +167,7 @@ def _block_mask(checked: bool) -> None:
 
 
 def _with_mods(case: Case) -> Call:
-    """The call of a case with mods that read CuPy arrays."""
+    """Return the call of a case with mods that read CuPy arrays."""
     import cupy
 
     call = case.call()

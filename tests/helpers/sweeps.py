@@ -4,7 +4,7 @@ from bench import gpu
 
 
 def case(regime, ours, *, others=None, matmul=800.0, clock=1700.0):
-    """A record with the TFLOP/s of tiles, given as text such as "mma 64x64 True", and of other implementations."""
+    """Return a record with the TFLOP/s of tiles, given by name (such as "mma 64x64 True"), and of other libraries."""
     tiles = [
         dict(name=name, engine=name.partition(" ")[0], size=name.split()[1], predicted_ms=1.0 + place)
         for place, name in enumerate(ours)

@@ -4,7 +4,7 @@ import pytest
 
 
 def in_tiers(rows, default):
-    """The rows {id: value} for parametrize; ids missing from `default` are marked exhaustive."""
+    """Return the rows {id: value} for parametrize; ids missing from `default` are marked exhaustive."""
     assert set(default) <= set(rows), set(default) - set(rows)
     return [
         pytest.param(value, id=name, marks=[] if name in default else pytest.mark.exhaustive)
@@ -13,5 +13,5 @@ def in_tiers(rows, default):
 
 
 def exhaustive(*values):
-    """One row for parametrize that runs only with --exhaustive."""
+    """Return a row for parametrize that runs only with --exhaustive."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)

@@ -13,7 +13,7 @@ SMALL_FRAGMENTS = mma.Tile(rows=32, step=16, threads=64, column_warps=1, stages=
 
 
 def in_small_tiles(problem: Problem) -> Plan:
-    """The plan of a problem on its device, with a small tile if the device is the simulator."""
+    """Return the plan of a problem on its device, with a small tile if the device is the simulator."""
     chosen = dispatch.plan_for(problem)
     if chosen.device.backend != "simulator":
         return chosen
@@ -21,12 +21,12 @@ def in_small_tiles(problem: Problem) -> Plan:
 
 
 def small_tile(chosen: Plan) -> simt.Tile | mma.Tiles:
-    """The small tile for a plan's engine, simt or mma."""
+    """Return the small tile for a plan's engine, simt or mma."""
     return {"simt": lambda _: SMALL_TILE, "mma": fragments(SMALL_FRAGMENTS)}[chosen.engine](chosen)
 
 
 def fragments(tile, dq="own"):
-    """A function that returns the mma tiles of a plan: `tile` for every kernel, with the fields that the kernel has.
+    """Return a function from a plan to its mma tiles: `tile` for every kernel, with the fields that the kernel has.
 
     A pipeline that exceeds the shared memory gets one stage. dq="own" computes dQ in a kernel of its own; dq="added"
     adds dQ atomically in the kernel of dK and dV.

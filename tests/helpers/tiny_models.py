@@ -46,7 +46,7 @@ BATCH, LENGTH = 3, 12
 def formula(
     module, query, key, value, mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
 ):
-    """Textbook attention in the dtype of query: the float64 reference, also for models that refuse sdpa."""
+    """Return textbook attention in the dtype of query: in float64 the reference, also for models that refuse sdpa."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -65,7 +65,7 @@ def formula_mask(**arguments):
 
 @functools.cache
 def model_of(case):
-    """A random model with large weights, because the usual small initial weights make attention almost uniform."""
+    """Return a random model with large weights, because small initial weights make attention almost uniform."""
     torch.manual_seed(0)
     config = DECODERS[case]
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
@@ -81,7 +81,7 @@ def tokens():
 
 
 def token_mask(padding):
-    """int64 (BATCH, LENGTH), 1 = token: the rows have 12, 7 and 1 tokens."""
+    """Return an int64 mask (BATCH, LENGTH), 1 = token: the rows have 12, 7 and 1 tokens."""
     lengths = torch.tensor([[LENGTH], [7], [1]])
     places = torch.arange(LENGTH)
     if padding == "left":
@@ -94,8 +94,9 @@ def token_mask(padding):
 
 
 def three_runs(model, case, get):
-    """`get(model)` with cupy_fa, with the formula in float64, and the least accurate of float32 runs: another
-    implementation, and the formula in several orders of its sums.
+    """Return `get(model)` with cupy_fa, with the formula in float64, and the least accurate one of float32 runs.
+
+    These runs use another implementation, and the formula in several orders of its sums.
     """
     runs = []
     for implementation in ("cupy_fa", "eager" if case in REFUSED_BY_SDPA else "sdpa"):

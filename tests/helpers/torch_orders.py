@@ -16,7 +16,7 @@ MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.d
 
 
 class InAnotherOrder(TorchDispatchMode):
-    """Permutes the terms of every matmul and sum, of backwards too, and adds a rounding of fp32 to some results.
+    """Permutes the terms of every matmul and sum, also in the backward, and adds a rounding of fp32 to some results.
 
     FlashAttention rounds scores again where it computes them again, which the formula does not, and its delta is
     rowsum(dO * O) instead of rowsum(dP * P): every matmul, and delta in the gradient of a softmax, get this rounding.
@@ -43,12 +43,12 @@ class InAnotherOrder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def rounding(self, x):
-        """A random number for each element, up to one rounding of fp32."""
+        """Return a random number for each element, up to one rounding of fp32."""
         return x * (EPS * (2 * torch.rand(x.shape, generator=self.generator) - 1)).to(x.dtype)
 
 
 def in_several_orders(run: Callable[[], Result], orders: int = 4) -> Iterator[Result]:
-    """Results of `run` with torch's own order of summation, then with other orders and SDPA's math backend."""
+    """Yield results of `run` with torch's own order of summation, then with other orders and SDPA's math backend."""
     yield run()
     for seed in range(1, orders):
         with sdpa_kernel(SDPBackend.MATH), InAnotherOrder(seed):
@@ -56,6 +56,6 @@ def in_several_orders(run: Callable[[], Result], orders: int = 4) -> Iterator[Re
 
 
 def furthest(exact: torch.Tensor, *runs: torch.Tensor) -> torch.Tensor:
-    """For each element, the value of the run that is furthest from the exact value."""
+    """Return for each element the value of the run that is furthest from the exact value."""
     each = torch.stack([run.to(exact.dtype) for run in runs])
     return each.gather(0, (each - exact).abs().argmax(0, keepdim=True))[0]

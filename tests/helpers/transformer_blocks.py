@@ -15,7 +15,7 @@ SMALL_LLAMA = Transformer(
 
 
 def dropout(x):
-    # It saves a mask of bytes, as F.dropout does on a GPU; on a CPU F.dropout saves one in the dtype of x.
+    # native_dropout saves a mask of bytes, as F.dropout does on a GPU; on a CPU F.dropout saves a mask in x's dtype.
     return torch.native_dropout(x, 0.1, True)[0]
 
 
@@ -106,7 +106,8 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-# README.md promises 2 %. Layer norm in bf16 keeps fp32 statistics on a GPU and bf16 on a CPU, 0.2 % of the total here.
+# README.md promises 2 % on a GPU. This is stricter, but allows for layer norm in bf16, which saves its statistics in
+# fp32 on a GPU and in bf16 on a CPU: 0.2 % of the total.
 WITHIN = 0.005
 BLOCKS = {"gpt": (GPTBlock, SMALL_GPT), "llama": (LlamaBlock, SMALL_LLAMA)}
 DTYPES = {"mixed": torch.bfloat16, "float32": torch.float32}

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def sees(mask, q_len, kv_len):
-    """bool (q_len, kv_len): i + o - left <= j <= i + o + right, computed one pair at a time."""
+    """Return bool (q_len, kv_len), True where i + o - left <= j <= i + o + right, computed one pair at a time."""
     o = 0 if mask.top_left else kv_len - q_len
     return np.array(
         [

@@ -131,7 +131,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """Without the unused padding after P and one byte more, each kernel accesses memory out of bounds."""
+    """In shared memory smaller by P's unused padding and one byte more, each kernel accesses memory out of bounds."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     checked = []
 
@@ -157,7 +157,7 @@ WORK = {("tq", "tk", "tv"): (3, 3.2), ("tq", "tv"): (2.5, 2.7), ("tq",): (2, 2.2
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("moving", WORK)
 def test_work_relative_to_the_forward_and_the_backward(moving, monkeypatch):
-    """Products (FMA) and all instructions, relative to those of the forward and the backward in the same tile."""
+    """FMAs, and all instructions, have bounds relative to those of the forward and the backward in the same tile."""
     # compile with the flags of a user's call, which unroll more than the tests' flags
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     case = Case(q_len=64, kv_len=192, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1)
@@ -190,7 +190,7 @@ def test_work_relative_to_the_forward_and_the_backward(moving, monkeypatch):
 
 
 def run_mma(case, moving=ALL, which=0, **how):
-    """The JVP by mma, in its best tile unless `which` selects another, followed by the double backward by mma."""
+    """Return the JVP by mma, in its best tile unless `which` selects another, and the double backward by mma."""
 
     def tile(chosen):
         return mma.tiles(chosen.problem, chosen.device)[which]
@@ -198,19 +198,20 @@ def run_mma(case, moving=ALL, which=0, **how):
     return run_kernels(case, moving, engine="mma", tile=tile, **how)
 
 
-# A bias that is broadcast over queries and keys has only a few gradients, whose exact value is 0. The low-precision run
-# sets their tolerance by its error, which is near 0 by chance with other seeds.
+# The few gradients of a bias that is broadcast over queries and keys are exactly 0. Their tolerance is the error of the
+# low-precision run, which other seeds make too small by chance.
 OF_SUMS = {name: replace(EVERY[name], seed=1) for name in ("bias-1h11", "bias-single")}
 HALVES = ("bfloat16", "float16")
 IN_HALF = {f"{name}-bfloat16": replace(case, dtype="bfloat16") for name, case in (EVERY | OF_SUMS).items()}
-# fp16 cannot hold second derivatives of scores of 10^4, up to 10^8, unless dout is small; nor those of a large scale.
+# Second derivatives with scores of 10^4 reach 10^8, which exceeds fp16 unless dout is small; those with a large scale
+# exceed it too.
 IN_HALF |= {
     f"{name}-float16": replace(case, dtype="float16", dout_size=2.0**-12 if "huge" in name else 1.0)
     for name, case in (EVERY | OF_SUMS).items()
     if name != "scale-large"
 }
 
-# Without "huge": exponents in base 2 round scores of 10^4 to 10^-3, of which tlse has the error and lse has not.
+# Without "huge": scores of 10^4 times log2(e) have rounding errors of 10^-3, which affect tlse more than lse.
 PAIRS_IN_HALF = cases.covering(6, without=("bfloat16", "float64", "float16", "huge"))
 GPUS = [("sm_80", "bfloat16"), ("sm_90", "bfloat16"), ("sm_75", "float16"), ("sm_80", "float16")]
 
@@ -282,7 +283,7 @@ MANY_TILES = Case(q_len=40, kv_len=160, head_dim=64, head_dim_v=64, batch=1, hea
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("scores", cases.SCORES)
 def test_means_of_many_tiles(scores, head_dim):
-    """mu stays, moves a little or jumps from tile to tile, with the scores and their tangents."""
+    """mu, the mean of tS over P, depends on the scores: it is constant, or changes little or much from tile to tile."""
     case = replace(MANY_TILES, scores=scores, head_dim=head_dim, head_dim_v=head_dim)
     check(case, run_mma(case))
 
@@ -363,7 +364,7 @@ def test_tangents_of_any_size_in_fp16(case, arch):
     check(case, run_mma(case, arch=arch))
 
 
-# OF_TINY omits dq and dk: through the row sums of dout * tout they also contain the error of tout, a subnormal number.
+# OF_TINY omits dq and dk, because the row sums of dout * tout add the error of tout, a subnormal number, to them.
 TINY, OF_TINY = replace(IN_FP16, tangent_size=2.0**-18, dout_size=2.0**5), ("tout", "tlse", "dv")
 
 
@@ -373,8 +374,8 @@ def test_tiny_tangents_keep_their_digits_in_fp16():
 
 
 LARGEST, UNIT = SIZES["largest"], IN_FP16
-ODD = replace(UNIT, q_len=1, kv_len=32, causal=False, seed=2)  # only the last 16 keys have an infinite factor
-RISING = replace(UNIT, q_len=150, scores="rising", seed=1)  # the power is lowered again after the first queries
+ODD = replace(UNIT, q_len=1, kv_len=32, causal=False, seed=2)  # only the last 16 keys have infinite factors
+RISING = replace(UNIT, q_len=150, scores="rising", seed=1)  # the power of two is lowered again after the first queries
 # (case, bug)
 BUGS_OF_FP16 = {
     "power-starts-at-1": (TINY, change("first-power", "15", "0")),

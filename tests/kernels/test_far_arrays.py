@@ -44,7 +44,7 @@ ROWS, COLUMNS, HEADS = 2**27 + 16, 16, 2
 
 
 def far_call(case):
-    """The call of a case with far rows, and a bias, a mask and dlse that are far in all axes."""
+    """Return the call of a case with far rows, and a bias, a mask and dlse that are far in all axes."""
     call = case.call()
     options = dict(call.options)
     for name in options.keys() & {"bias", "mask"}:
@@ -73,7 +73,10 @@ def test_arrays_results_and_workspaces_of_an_engine(case, engine):
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_workspaces_of_dq(is_packed):
-    """The last rows of the last head of the second sequence; a packed sequence starts a block of 16 rows of its own."""
+    """The kernel adds to the last rows of the last head of the second sequence, whose addresses are far from the first.
+
+    A packed sequence starts a new block of 16 rows.
+    """
     bounds = np.array([0, ROWS - 16, ROWS], np.int32)
     squares = ROWS // 16 + is_packed
     head, batch = 16 * COLUMNS * squares, 0 if is_packed else 16 * COLUMNS * squares * HEADS

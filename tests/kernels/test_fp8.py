@@ -33,14 +33,14 @@ LENGTHS = Case(**LONG | dict(q_len=140, q_lengths=(130,), kv_lengths=(140,), hea
 
 
 def planned(call, tile=None):
-    """The plan of a call in this tile (by default the best one), and its operands."""
+    """Return the plan of a call in this tile (by default the best one), and its operands."""
     options = Options(**call.options | HOPPER)
     problem, operands = pose("case", call[:3], options, call.packed)
     return plan(problem, dispatch.device_of(problem), tile), operands
 
 
 def forward(call, tile=None, blocks=None, start=start):
-    """(out, lse) of a call with `blocks` blocks per head; None: one block per query tile."""
+    """Return (out, lse) of a call with `blocks` blocks per head; None: one block per query tile."""
     chosen, operands = planned(call, tile)
     if blocks is not None:
         *others, last = chosen.launches
@@ -142,7 +142,7 @@ def test_transposed_values(packed):
 # Sums over long rows
 
 
-# O has a single part here, and the plant adds all tiles to it in the tensor core.
+# This bug accumulates PV of all tiles in the tensor core. O has a single part here.
 PLAIN_SUMS = (
     change("O-of-tile", "float sums[1][PART][4]", "float sums[1][PART][4] = {}")
     + change("PV-of-tile", "k > 0", "true")
@@ -223,7 +223,7 @@ def test_launches_set_every_constant_that_their_kernels_use():
 
 
 def test_every_tile_compiles_without_spills():
-    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either."""
+    """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg."""
     for words in (
         dict(head_dim=128),
         dict(head_dim=256, softcap=1.0, bias=True, mask=True, sink=True, dropout=0.5, kv_lengths=True),
@@ -245,7 +245,7 @@ def zeros(heads, dim):
 
 
 def arguments(**changes):
-    """Arguments of a small call in fp8."""
+    """Return the arguments of a small call in fp8."""
     return dict(q=zeros(4, 32), k=zeros(2, 32), v=zeros(2, 32)) | changes
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_the_simulator_knows_every_inline_instruction():
-    """Reads the mnemonic of each line of inline PTX in kernels_cu, also in kernels that no test compiles."""
+    """The test reads the mnemonic of each line of inline PTX in kernels_cu, also in kernels that no test compiles."""
     texts = [path.read_text() for path in sorted(kernel_folder().rglob("*.cu*"))]
     inline = [asm for text in texts for asm in re.findall(r'\basm\s*(?:volatile)?\s*\(((?:[\s\\]*"[^"]*")+)', text)]
     lines = [re.sub(r'[\s\\"{}]+', " ", line).strip() for asm in inline for line in asm.split(";")]
@@ -46,7 +46,7 @@ def test_the_simulator_knows_every_inline_instruction():
 
 
 def layout_assertions(structs):
-    """static_asserts that every struct has the size of its NumPy dtype, and every field its offset."""
+    """Yield static_asserts that compare sizes of structs and offsets of fields with the NumPy dtypes."""
     for name, dtype in structs.items():
         yield f"static_assert(sizeof({name}) == {dtype.itemsize});"
         for member, (kind, offset, *_) in dtype.fields.items():
@@ -89,7 +89,7 @@ EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, drop
     ids=str,
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
-    """Without the unused padding after P and one byte more, each kernel accesses memory out of bounds."""
+    """In shared memory smaller by P's unused padding and one byte more, each kernel accesses memory out of bounds."""
     case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
     call, result = case.call(), run_kernels(case, tile=tile)
     padding = 8 * case.accumulation.itemsize  # padding after the last row of P, the last array in shared memory

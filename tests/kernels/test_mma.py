@@ -159,7 +159,7 @@ def test_any_tiles_accumulate_dq(tile, arch):
 
 @pytest.mark.parametrize(("left", "right"), [(46, 30), (47, 31), (30, 46), (31, 47)])
 def test_tiles_on_the_edge_of_a_window(left, right):
-    """Tiles at either end of the window, covered by it exactly or but for one key: only covered tiles skip the mask."""
+    """The window covers a tile at either end exactly, or all but one key; only covered tiles skip the mask."""
     case = Case(96, 96, batch=1, heads=1, kv_heads=1, window=(left, right), dtype="bfloat16")
     check(case, run_mma(case, tile=small_tile))
 
@@ -212,7 +212,10 @@ def test_shared_memory_is_what_the_kernels_use():
 
 
 def creeping(powers):
-    """Scores, in units of log2, that grow by `powers` from each tile of 16 keys to the tile visited next."""
+    """Return a function that sets q and k so that scores in log2 units grow by `powers` at each visited tile.
+
+    A tile has 16 keys; the last one is visited first.
+    """
 
     def scores(q, k):
         q[...], k[...] = 0, 0
@@ -228,7 +231,7 @@ STEEP = Case(96, 96, batch=1, heads=1, kv_heads=1, scale=math.log(2))
 
 
 def forward(case, rescale_above=RESCALE_ABOVE):
-    """(out, lse) of a case with the given threshold of lazy rescaling."""
+    """Return (out, lse) of a case with the given threshold of lazy rescaling."""
     chosen, operands = planned(case, None, "sm_75" if case.dtype == "float16" else "sm_80", small_tile, engine="mma")
     (launch,) = chosen.launches
     constants = dict(launch.constants) | {"RESCALE_ABOVE": rescale_above}
@@ -332,14 +335,14 @@ def test_dq_is_added_in_any_order():
 
 
 def shifted(x, by, extra):
-    """The same values in rows that are `extra` elements longer, starting at an offset of `by` elements."""
+    """Return the same values in rows that are `extra` elements longer, starting at an offset of `by` elements."""
     wide = np.full((*x.shape[:-1], x.shape[-1] + extra), np.nan, x.dtype)
     wide[..., by : by + x.shape[-1]] = x
     return wide[..., by : by + x.shape[-1]]
 
 
 def run_on(case, arch, **arrays):
-    """Results of a case with some of its arrays replaced."""
+    """Return results of a case with some of its arrays replaced."""
     return run_mma(case, arch, tile=small_tile, call=case.call()._replace(**arrays))
 
 
@@ -379,7 +382,7 @@ def test_layouts_and_steps_backwards():
     ],
 )
 def test_rows_that_see_no_key_have_no_gradient(case, dq):
-    """Gradients are finite although dout and dlse are NaN in these rows, as for a loss that contains lse = -inf."""
+    """Gradients are finite although dout and dlse are NaN in such rows, as for a loss that contains lse = -inf."""
     case = replace(case, dtype="bfloat16")
     call, how = case.call(), dict(arch="sm_90", engine="mma", tile=fragments(SMALL_FRAGMENTS, dq))
     out, lse = (array.numpy() for array in dispatch.run_forward(*planned(case, **how)))

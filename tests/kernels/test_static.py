@@ -25,7 +25,7 @@ def unseen(_):
 
 @pytest.fixture(scope="module")
 def problems(pytestconfig):
-    """Problems with high register pressure; `python -m bench static` compiles all problems."""
+    """Return problems with high register pressure; `python -m bench static` compiles all problems."""
     return ["fp16 D 128", *(["fp64 D 64", "KV cache fp16 D 64"] if pytestconfig.option.exhaustive else [])]
 
 
@@ -36,9 +36,7 @@ def compiled(problems):
 
 @pytest.fixture(scope="module")
 def steps():
-    """Instruction counts of kernels compiled with the flags of a user's call, which unroll more than the tests'
-    flags.
-    """
+    """Yield instruction counts of kernels compiled with the flags of a user's call, which unroll more than in tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
         kernel_cache.compiled.cache_clear()
@@ -61,7 +59,7 @@ def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):
             }
             of_plans = {(launch.kernel, launch.tile) for launch in launches}
             assert of_plans <= kernels
-            # A tune also has decodes with a producer warp or in clusters to choose from.
+            # A tune also chooses among decodes with a producer warp or in clusters.
             assert {kernel for kernel, _ in kernels - of_plans} <= {"mma/decode"}
 
 
@@ -89,7 +87,7 @@ def test_instructions_of_the_steady_loop(steps):
         assert 5 < sum(sass[kernel].values()) - sass[kernel]["products"] <= most
 
 
-JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inputs that move
+JVP_LIMITS = {("q", "k", "v"): 3.2, ("q", "v"): 2.7, ("q",): 2.2}  # by the inputs that have tangents
 LIMITS_OF_128 = {  # bench/NOTES.md has the reasons
     "bfloat16": JVP_LIMITS | {("q",): 3.2}, "float16": JVP_LIMITS | {("q", "v"): 2.8, ("q",): 3.4},
 }  # fmt: skip
@@ -139,23 +137,23 @@ def test_wgmma_per_score():
     block_q, block_kv, _ = backward.tile
     per_warpgroup = 2 * 8 + 2 * block_q / 16 + block_kv / 16
     assert backward.sass.per_score["products"] == per_warpgroup * 256 / (block_q * block_kv)
-    # The backward also adds dQ to global memory: 8 instructions and their addresses per 32 scores of a thread. In order
-    # it waits and arrives, too, and reads and writes the counters of the turns.
+    # The backward also adds dQ to global memory: 8 instructions and their addresses per 32 scores of a thread. A
+    # deterministic one also waits for its turn, signals the next, and reads and writes the semaphore of dQ.
     for step, most in ((forward, 7), (backward, 15), (in_order, 16)):
         per_score = step.sass.per_score
         assert per_score["exp"] == 1
         assert 4 < sum(per_score.values()) - per_score["products"] <= most
         assert sum(per_score.values()) < step.sass.longest < 2 * sum(per_score.values())
         assert static.complaints([], [step]) == [] and 1 <= step.bytes_over_least <= 1 + 2e-4 * (step is in_order)
-    # Exponentials overlap with wgmma: the forward computes all of a tile before it waits for its last product, P V, and
-    # the backward before it waits for its second, dP.
+    # Exponentials overlap with wgmma: the forward computes all exponentials of a tile before it waits for the last
+    # product (P V), and the backward before it waits for the second product (dP).
     for step, number in ((forward, -1), (backward, 1), (in_order, 1)):
         waits = [wait for wait in step.sass.waits if "WARPGROUP" in wait.instruction]
         assert waits[number].exps == step.tile[0] * step.tile[1] / 256
 
 
 def gpu_scope_fences(kernel, **constants):
-    """Number of GPU-scope memory fences (MEMBAR) after the first wgmma of a kernel."""
+    """Return the number of GPU-scope memory fences (MEMBAR) after the first wgmma of a kernel."""
     on = device.named("sm_90a", "cuda")
     launches = ahead.launches(on, dtype="bfloat16", head_dim=128, engine="wgmma")
     launch = next(each for each in launches if each.kernel == kernel)
@@ -243,9 +241,9 @@ TINY = {name: dict(dtype="float32", head_dim=dim, backward=False) for name, dim 
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """The command on a gate of two problems and one architecture, without a compiler: (arguments, what is compiled).
+    """Return (arguments of the command, list of compiled kernels) for two problems on one architecture.
 
-    There are no tile steps and no mods.
+    A function replaces the compiler. There are no tile steps and no mods.
     """
     compiled = []
 

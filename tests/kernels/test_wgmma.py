@@ -45,7 +45,7 @@ PACKED_LENGTHS = Case(**LONG | dict(batch=3, q_lengths=(30, 70, 61), kv_lengths=
 
 
 def forward(case, tile=TILE, blocks=None, start=start, call=None):
-    """(out, lse) of a case in a tile (None: the planned one); a persistent grid has `blocks` blocks."""
+    """Return (out, lse) of a case in a tile (None: the planned one); a persistent grid has `blocks` blocks."""
     chosen, operands = planned(case, None, "sm_90a", tile, call, engine="wgmma")
     if blocks is not None:
         *others, step = chosen.launches
@@ -187,7 +187,7 @@ PLANTED = {
     "panels": (change("S-panel", "k % 4 * NEXT_16_COLUMNS, k", "(k + 1) % 4 * NEXT_16_COLUMNS, k"), AssertionError),
     "past the keys": (change("mask-S", "kv_tiles.masked()", "false"), AssertionError),
 }
-# The same in a packed batch.
+# name -> (bug, errors), in a packed batch
 PLANTED_IN_ROWS = {
     "no fence before Q is copied": (skip("fence-rows-of-O"), errors.MissingFence),
     "Q released before rows of O have left": (
@@ -201,7 +201,7 @@ PLANTED_IN_ROWS = {
         (AssertionError, errors.SimulationError),
     ),
 }
-# The same with KV multicast.
+# name -> (bug, errors), with KV multicast
 PLANTED_IN_PAIRS = {
     "the other block not told": (
         change("release-slot-of-cluster", "lane_id() < CLUSTER_SIZE", "lane_id() < 1"),
@@ -215,14 +215,14 @@ PLANTED_IN_PAIRS = {
     "halves in one place": (change("load-half", "panel + half * ROW", "panel"), errors.SimulationError),
     "exit before the other block": (skip("wait-cluster-exit"), errors.EarlyExit),
 }
-# The same with PV in two parts.
+# name -> (bug, errors), with PV in two parts
 PLANTED_IN_PARTS = {
     "the other part not issued": (skip("issue-late-PV"), AssertionError),
     "a part begins too late": (change("issue-late-PV", "<EARLY_PV,", "<EARLY_PV + 1,"), AssertionError),
     "the other part not waited for": (change("wait-O", "<0>", "<1>"), (errors.PendingRegister, errors.PendingCopy)),
     "V of the other part": (skip("wait-V"), errors.PendingCopy),
 }
-# The same with a buffer for O.
+# name -> (bug, errors), with a buffer for O
 PLANTED_IN_BUFFERS = {
     "O over the last one": (skip("wait-O-buffer"), (errors.PendingCopy, errors.Race)),
     "the last O not waited for": (skip("wait-last-O"), (errors.PendingCopy, errors.SimulationError)),
@@ -268,7 +268,7 @@ HOPPER = device.named("sm_90a", "cuda")
 
 
 def posed_forward(**words):
-    """The forward problem of these options of `cupy_flash.compile`."""
+    """Return the forward problem of these options of `cupy_flash.compile`."""
     (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="wgmma", backward=False) | words)
     return problem
 
@@ -277,7 +277,7 @@ def posed_forward(**words):
     "words", [dict(head_dim=128), exhaustive(dict(head_dim=64, causal=True, packed=True))], ids=str
 )
 def test_the_largest_tiles_compile_without_spills(words):
-    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either.
+    """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg.
 
     `python -m bench static` compiles every tile that a plan may choose.
     """
@@ -296,7 +296,7 @@ def test_the_largest_tiles_compile_without_spills(words):
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_switches_of_the_tiles(dims):
-    """Every head dimension has tiles with and without each switch.
+    """Every head dimension has tiles with and without each switch (fields 3 to 5 of a tile).
 
     KV multicast is legal only if neighbouring query tiles visit the same keys, and a persistent grid is planned only
     for many unequal tiles.
@@ -322,7 +322,7 @@ def test_switches_of_the_tiles(dims):
 
 
 def refused(case=None, arch="sm_90a", call=None, **changes):
-    """The reasons for which wgmma refuses a problem."""
+    """Return the reasons for which wgmma refuses a problem."""
     case = Case(**LONG) if case is None else case
     call = case.call() if call is None else call
     problem, _ = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
@@ -361,7 +361,7 @@ def test_strides_and_addresses_that_tma_cannot_load():
         return wide[..., by : by + x.shape[-1]]
 
     repeated = np.broadcast_to(call.k[:, :1], call.k.shape)
-    columns = np.asfortranarray(call.v)  # copied to contiguous rows before the launch
+    columns = np.asfortranarray(call.v)  # a call copies such a V to contiguous rows before the launch
     for arrays, aligned in (
         (dict(q=shifted(call.q, 8)), True),
         (dict(q=shifted(call.q, 1)), False),

@@ -34,7 +34,7 @@ LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)
 
 
 def run(case, tile=None, **how):
-    """Results with this tile in the backward, and the planned tile in the forward."""
+    """Return results with this tile in the backward, and the planned tile in the forward."""
     return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(tile), **how)
 
 
@@ -49,7 +49,7 @@ def check_gradients(case, result):
 BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
 
 
-# Options with another code path if warpgroups share keys.
+# Options that have a code path of their own if warpgroups share keys.
 SHARED_KEYS_OPTIONS = (
     "causal",
     "window-empty-tiles",
@@ -99,7 +99,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
 def posed_backwards(dims, **words):
-    """The backward problems of these head dimensions."""
+    """Return the backward problems of these head dimensions."""
     words = dict(head_dim=dims[0], head_dim_v=dims[1], dtype="bfloat16", engine="wgmma") | words
     return [problem for problem in ahead.problems(**words) if problem.backward]
 
@@ -108,7 +108,7 @@ def posed_backwards(dims, **words):
     "dims", [(64, 64), (128, 128), (192, 128), (256, 256), exhaustive((96, 96)), exhaustive((160, 192))], ids=str
 )
 def test_every_tile(dims):
-    """Runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
+    """The test runs every tile that a plan may choose; the last tile of queries and of keys is partial."""
     dim, dim_v = dims
     case = Case(**LONG | dict(heads=1, q_len=141, head_dim=dim, head_dim_v=dim_v, dtype="bfloat16", causal=True))
     hopper = device.named("sm_90a", "cuda")
@@ -149,7 +149,7 @@ CAUSAL = Case(**LONG | dict(q_len=100, kv_len=290, heads=1, causal=True))
 @pytest.mark.parametrize("blocks", [1, exhaustive(2)])
 @pytest.mark.parametrize("case", [CAUSAL, exhaustive(IN_ORDER)], ids=["causal", "window"])
 def test_no_deadlock_in_any_order_of_blocks(case, blocks):
-    """Whichever blocks start first, and however few at a time: a block waits for none that has not started."""
+    """No block waits for one that has not started, in any order of starts and with any number of resident blocks."""
     how = dict(tile=TILES["keys"], deterministic=True)
     first = run(case, **how)
     for seed in range(2):
@@ -370,7 +370,7 @@ def test_planted_bug_of_unequal_shares_is_found(bug, monkeypatch):
     ids=str,
 )
 def test_every_tile_compiles_without_spills(dims, words):
-    """The compiler must not warn about serialized wgmma or an ignored setmaxnreg either."""
+    """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg."""
     (problem,) = posed_backwards(dims, **words)
     hopper = device.named("sm_90a", "cuda")
     for tile in wgmma.backward.tiles(problem, hopper):

@@ -55,7 +55,7 @@ def test_the_lengths_in_shapes_are_in_the_bucket():
 
 
 def problems(engine, backward):
-    """A problem that selects this engine, and a device on which it runs."""
+    """Return a problem that selects this engine, and a device on which it runs."""
     if engine in ("cpu", "cpu_decode"):
         return PROBLEM._replace(backward=backward, engine=engine), CPU
     if engine == "mma_decode":
@@ -115,8 +115,8 @@ def test_a_growing_cache_of_keys_plans_once_per_bucket():
         assert plan.cache_info().misses == 1024
 
 
-# Chosen by exact length, the tiles of engine cpu would differ within a bucket: (128, 128) would have a tile of its own,
-# and (129 .. 160, 129 .. 160) several.
+# If engine cpu chose tiles by the exact lengths, they would differ within a bucket: (128, 128) would have a tile of its
+# own, and the bucket (129 .. 160, 129 .. 160) several tiles.
 LENGTHS = [*product((129, 144, 160), (129, 150, 160)), (128, 128), (113, 120), (120, 113), (1, 129), (1, 160)]
 
 
@@ -137,7 +137,7 @@ def cold(*, planted=False):
 
 
 def changed_by_order(run, *, planted):
-    """The lengths for which run(q_len, kv_len) gives different results in random orders of calls with cold caches."""
+    """Return the lengths for which run(q_len, kv_len) depends on the order of calls after the caches were emptied."""
     results = defaultdict(set)
     for seed in range(ORDERS):
         with cold(planted=planted):
@@ -147,7 +147,7 @@ def changed_by_order(run, *, planted):
 
 
 def run_on_cpu(q_len, kv_len):
-    """The bytes of the results of a forward and a backward by the public functions."""
+    """Return the bytes of the results of a forward and a backward by the public functions."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, length, 2, 16)).astype(np.float32) for length in (q_len, kv_len, kv_len))
     out, vjp = cupy_flash.attention_vjp(q, k, v, causal=True)

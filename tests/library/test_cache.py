@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that NVRTC compiled, in order."""
+    """Return a list of the names of the kernels that NVRTC compiles, in order."""
     names: list[str] = []
     compile = nvrtc.compile
 
@@ -56,7 +56,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return compile(text, name, target)
 
-    nvrtc.identity()  # it compiles a kernel, once per process
+    nvrtc.identity()  # compiles a kernel, once per process
     monkeypatch.setattr(nvrtc, "compile", counted)
     return names
 
@@ -171,7 +171,7 @@ def test_text_flags_and_compiler_are_the_key(folder: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def library_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry per load of the compiler's library."""
+    """Return a list that gets an entry whenever the compiler's library is loaded."""
     calls: list[str] = []
     library = nvrtc.library
 
@@ -201,7 +201,7 @@ def test_another_compiler_compiles_again(
         library.write_text("a library")
     monkeypatch.setattr(nvrtc, "path", lambda: libraries[0])
     monkeypatch.setattr(kernel_cache.environment, "libraries", lambda: ("another",))
-    assert store() == first and compiles == [NAME]  # another environment with the same library file
+    assert store() == first and compiles == [NAME]  # the environment differs, but not the library file
     monkeypatch.setattr(nvrtc, "identity", lambda: "release 14.0")
     assert store() == first and compiles == [NAME]  # the file has not changed, so the stored identity is used
     libraries[0].write_text("the next release")
@@ -270,7 +270,7 @@ def test_a_folder_that_others_can_write_is_not_used(folder: Path, compiles: list
     contents = sorted(folder.iterdir())
     message = assert_unstored(3)
     assert f"{folder} can be written by other users (chmod go-w would close it)" in message
-    assert compiles == [NAME] * 4  # the existing entry was not used either
+    assert compiles == [NAME] * 4  # the fourth one: the existing entry was not used
     assert sorted(folder.iterdir()) == contents
 
 
@@ -582,8 +582,7 @@ def hammer(rank: int, folder: Path, start: Barrier) -> None:
             entry.publish(files)
             after = entry.load()
             assert {None if loaded is None else loaded.code for loaded in (before, after)} <= {None, result.code}
-            # If the entry was damaged, another process may mistake the new entry for the damaged one and be about to
-            # replace it.
+            # A process that has found the entry damaged may be about to replace it, and so removes even a new entry.
             assert after is not None or damaged
     except BaseException:
         start.abort()
@@ -612,7 +611,7 @@ def test_many_processes_on_one_cold_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_folder(folder: Path) -> Path:
-    """Two entries, files left by a killed process, and foreign files."""
+    """Return a cache folder with two entries, files left by a killed process, and foreign files."""
     entry = store()
     store(OTHER)
     shutil.copytree(entry, folder / "publishing-k1lled" / "entry")

@@ -68,7 +68,7 @@ def wrong_in_clusters(task, announce):
 
 
 def hangs(task, announce):
-    """The simt kernel loops for ever; only the step that runs it has a time limit."""
+    """Do the work of a check in which the simt kernel loops for ever; only the step that runs it has a time limit."""
 
     def limited(step, seconds):
         announce(step, 1.0 if step == task.name and task.engine == "simt" else FOREVER)
@@ -155,10 +155,10 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
     stored = measurements.check_of("simt", named("sm_80"))
     assert not stored.passed and words in stored.reason and measurements.check_of("mma", named("sm_80")).passed
     (case,) = json.loads(stored.path.read_text())["cases"]
-    assert Trial.of(case["trial"]) == SMALL  # and can be reproduced
+    assert Trial.of(case["trial"]) == SMALL  # the record reproduces the case
     with pytest.raises(UnsupportedError, match="simt: its check failed on simulator"):
         explained()
-    assert "checked    simt failed" in explained("simt")  # but an engine that is requested explicitly runs
+    assert "checked    simt failed" in explained("simt")  # an engine that is requested explicitly runs all the same
 
 
 OBSTACLES = {
@@ -173,7 +173,7 @@ OBSTACLES = {
 
 @pytest.mark.parametrize(("work", "status", "message"), OBSTACLES.values(), ids=OBSTACLES)
 def test_what_is_not_the_engine_s_fault_stores_no_verdict(work, status, message, tmp_path, monkeypatch, capsys):
-    """It stores none about simt either, which has passed before."""
+    """No verdict is stored even about simt, which passes before the obstacle occurs."""
     monkeypatch.setattr(calls, "work", work)
     assert main(["check", "--backend", "simulator:sm_80"]) == status
     printed = capsys.readouterr()

@@ -25,7 +25,7 @@ def test_the_stored_results_are_the_simulators(kernels):
 
 @pytest.fixture
 def results(monkeypatch):
-    """The results of two kernels; afterwards a simulation raises an error."""
+    """Return the results of two kernels, and make any further simulation an error."""
     results = {kernel.name: micro_kernels.simulate(kernel) for kernel in (EXACT, BOUNDED)}
 
     def fail(kernel):
@@ -47,7 +47,7 @@ def test_a_wrong_result_is_named(results, monkeypatch):
     assert "1 of 128 differ, the first at (31, 3): " in simulated.wrong(
         BOUNDED, results[BOUNDED.name] + np.float32(np.arange(128).reshape(32, 4) == 127)
     )
-    for flipped in (1, 1 << 31):  # the last bit, and the sign, of a zero
+    for flipped in (1, 1 << 31):  # flips the last bit, or the sign, of a zero
         out = results[EXACT.name].copy()
         out.view(np.uint32)[np.flatnonzero(out == 0)[-1]] ^= flipped
         with pytest.raises(AssertionError, match="is simulated"):

@@ -23,13 +23,13 @@ TINY = ["--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]
 
 
 def run(capsys, *arguments):
-    """The output of a command."""
+    """Return the output of a command."""
     assert main(arguments) == 0
     return capsys.readouterr().out
 
 
 def status_of(arguments):
-    """The exit status of a command, also if its arguments cannot be parsed."""
+    """Return the exit status of a command, also if its arguments cannot be parsed."""
     try:
         return main(arguments)
     except SystemExit as stop:

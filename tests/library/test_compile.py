@@ -35,7 +35,7 @@ def planned(problem, on):
 
 
 def words(case):
-    """Arguments of compile() for a case: dtypes in place of arrays."""
+    """Return the arguments of compile() for a case: dtypes in place of arrays."""
     given = {}
     for name, value in case.call().options.items():
         if isinstance(value, np.ndarray):
@@ -141,7 +141,7 @@ def test_command_without_nvrtc(folder, capsys, monkeypatch):
         raise ImportError(nvrtc.MISSING)
 
     monkeypatch.setattr(nvrtc, "library", missing)
-    monkeypatch.setattr(nvrtc, "identity", missing)  # the process may have cached the identity
+    monkeypatch.setattr(nvrtc, "identity", missing)  # patched too, because this process may have cached the identity
     kernel_cache.compiled.cache_clear()
     assert main(["compile", "--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]) == 1
     output = capsys.readouterr()

@@ -22,7 +22,7 @@ MODULES = sorted(
 
 
 def documented():
-    """The functions, classes and methods of the API reference, by full name."""
+    """Return the functions, classes and methods of the API reference, by full name."""
     items = {}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         text = page.read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ WITH_ARGUMENTS = {
 
 
 def described_arguments(item):
-    """The names in the Args section of a docstring, in order; **name for keyword arguments."""
+    """Return the names in the Args section of a docstring, in order; **name for keyword arguments."""
     section = re.search(r"^Args:\n((?:(?: {4}.*)?\n)*)", inspect.getdoc(item) + "\n", re.M)
     return re.findall(r"^ {4}(\*{0,2}\w+): ", section[1], re.M) if section else []
 

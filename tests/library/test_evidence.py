@@ -35,7 +35,7 @@ SINGLE = posed(Case(dtype="float32", **SIZES))[0].problem._replace(backend="simu
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A new cache folder without evidence."""
+    """Use a new cache folder without evidence."""
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUPY_FLASH_EVIDENCE_DIR", raising=False)
     forget_plans()
@@ -51,9 +51,7 @@ def passed(device, engine, reason=None):
 
 
 def measured(problem, device, *fastest, **changes):
-    """Store measurements in which these (engine, tile) are the fastest, in this order, and the planned tile the
-    slowest.
-    """
+    """Store measurements in which these (engine, tile) are the fastest, in order, and the planned tile the slowest."""
     bucket = last_of_bucket(problem)
     default = predicted(bucket, device)
     names = [*fastest, (default.engine, repr(default.tile))]
@@ -66,7 +64,7 @@ def measured(problem, device, *fastest, **changes):
 
 
 def slowest(problem, device, engine):
-    """(engine, tile) with the largest predicted time, which a plan would not choose by prediction."""
+    """Return (engine, tile) with the largest predicted time, which a plan would not choose by prediction."""
     tile, _ = candidates(plan(problem, device), engine)[-1]
     return engine, repr(tile)
 
@@ -79,7 +77,7 @@ def test_an_engine_on_request_needs_a_passed_check_and_a_measurement():
     assert "no check has passed on this card yet (python -m cupy_flash check)" in plan(HALF, HOPPER).explain()
     tile = slowest(HALF, HOPPER, "wgmma")
     measured(HALF, HOPPER, tile)
-    assert plan(HALF, HOPPER).engine == "mma"  # faster, but not checked
+    assert plan(HALF, HOPPER).engine == "mma"  # wgmma is faster, but has not passed a check
     passed(HOPPER, "wgmma")
     chosen = plan(HALF, HOPPER)
     assert (chosen.engine, repr(chosen.tile)) == tile
@@ -182,7 +180,7 @@ SMALL = SMALL._replace(device="cuda:0", aligned=True)  # simt is predicted to ta
 
 
 def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
-    """Store measurements of a bucket: the predicted time of each engine times its factor."""
+    """Store measurements of a bucket: the predicted time of each engine, multiplied by the engine's factor."""
     bucket = last_of_bucket(problem)
     best = {engine: candidates(predicted(bucket, CARD), engine)[0] for engine in factors}
     costs = {engine: each.cost for engine, (_, each) in best.items()}
@@ -198,7 +196,7 @@ def refit(problem=SMALL, unit=SECONDS, complete=True, spoil=None, **factors):
 
 
 def longer(length, problem=SMALL):
-    """The plan for another length, in another bucket."""
+    """Return the plan for another length, in another bucket."""
     return plan(problem._replace(q_len=length, kv_len=length), CARD)
 
 
@@ -243,7 +241,7 @@ NO_REFIT = {
 def test_measurements_that_do_not_refit_predictions(why):
     tune = refit(simt=0.4, mma=1.0, **NO_REFIT[why])
     assert longer(100).engine == "mma" and "refitted" not in longer(100).explain()
-    assert longer(64).engine == "simt"  # they still count in their own bucket
+    assert longer(64).engine == "simt"  # measurements still count in their own bucket
     ignored = f"ignored    {tune.path}: its predictions alone: they are of another cost model"
     assert (ignored in longer(100).explain()) == (why == "another-model")
 
@@ -419,7 +417,7 @@ def test_a_parent_that_others_can_write_to(where, folder, tmp_path, monkeypatch)
 
 
 def test_measurements_without_the_default_are_ignored():
-    """Without a time of the default tile, the record does not show that its fastest tile is faster."""
+    """Without a measurement of the default tile, a record does not show that its fastest tile is faster than that."""
     path = measured(SINGLE, AMPERE, slowest(SINGLE, AMPERE, "simt"))
     rewritten(path, lambda record: record["measured"].pop())
     forget_plans()
@@ -532,7 +530,7 @@ def test_storing_fewer_measurements_keeps_the_others():
     assert stored.measured == (Measured("simt", "a", 1.0), Measured("simt", "b", 2.0)) and stored.complete
     assert measurements.tune_of(key, AMPERE) == stored
     other = measurements.store_tune(AMPERE, key, INSTRUCTIONS, [Measured("simt", "b", 5.0)], ("simt", "b"), {}, False)
-    assert len(other.measured) == 1 and not other.complete  # it was measured against another default tile
+    assert len(other.measured) == 1 and not other.complete  # those have another default tile
 
 
 # ---- commands

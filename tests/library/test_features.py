@@ -6,6 +6,7 @@ import re
 import pytest
 
 from cupy_flash import api, append_to_kv_cache, attention, attention_with_kv_cache
+from cupy_flash.engines import MODULES
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
@@ -22,7 +23,7 @@ BY_NAME = pytest.mark.parametrize("feature", FEATURES, ids=NAMES)
 
 
 def documented(name):
-    """The entry of an option in attention()'s docstring, joined to one line; None if there is none."""
+    """Return the entry of an option in attention()'s docstring, joined to one line; None if there is none."""
     arguments = attention.__doc__.partition("Args:")[2].partition("Returns:")[0]
     names = rf"(?:\w+, )*{name}(?:, \w+)*"
     match = re.search(rf"(?:^ +|\. ){names}: (.*?)(?=^ {{8}}\w[\w, ]*: |\Z)", arguments, re.M | re.S)
@@ -35,7 +36,7 @@ def test_the_signature_has_the_options_of_the_table():
 
 
 def types_of(options):
-    """{option: type} of a TypedDict of argument_types.py, for arrays of any library."""
+    """Return {option: type} of a TypedDict of argument_types.py, for arrays of any library."""
     return {name: re.sub(r"\bT\b", "AnyArray", kind.__forward_arg__) for name, kind in options.__annotations__.items()}
 
 
@@ -95,6 +96,12 @@ def test_the_reference_takes_the_options_of_the_definition():
     assert argument_types.ReferenceOptions.__annotations__.keys() == names | {"dtype", "order"}
 
 
+def test_engines_name_the_common_options():
+    """All do but cpu_decode, which is for few queries; what is not common is named by some."""
+    named = [x.OPTIONS for name, x in MODULES.items() if x.OPTIONS is not None and name != "cpu_decode"]
+    assert frozenset.intersection(*named) == {feature.name for feature in FEATURES if feature.common}
+
+
 @BY_NAME
 def test_every_option_is_documented(feature):
     text = documented(feature.name)
@@ -137,7 +144,9 @@ def test_each_kind_of_feature_has_its_columns():
     for feature in FEATURES:
         assert (feature.kind == features.ARRAY) == bool(feature.axes) == bool(feature.dtypes)
         assert (feature.kind == features.NUMBER) == bool(feature.range)
+        assert (feature.kind == features.NUMBER and bool(feature.constant)) == bool(feature.example)
         assert not feature.element or feature.dtypes == features.FLOATING
+        assert not feature.common or feature.definition
         assert set("".join(feature.axes)) <= SIZES.keys()
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tests are left out, because they invent names.
+# Comments of tests are not read, because they invent file names.
 READ = (
     "cupy_flash",
     "kernels_cu",
@@ -18,12 +18,13 @@ READ = (
 )
 SUFFIXES = {".py", ".cu", ".cuh", ".md", ".sh", ".cfg"}
 NAME = re.compile(r"(?<![\w./{}<>*-])((?:[\w-]+/)*[\w-]+\.(?:py|cuh?|sh|md))\b(?![\w(])")
-# Written at run time: by the cache, by mods/cuda_code.py, and the name of the text in the example of docs/simulator.md.
+# Files that exist only at run time: source.cu is written by the cache, captured.cuh and traced.cuh are headers made by
+# mods/cuda_code.py, and reverse.cu is the name of a text in an example of docs/simulator.md.
 WRITTEN = {"source.cu", "captured.cuh", "traced.cuh", "reverse.cu"}
 
 
 def missing_names(root):
-    """(file, name) of every file name in a checkout that is not the end of an existing path."""
+    """Return (file, name) of every file name in a checkout that is not the end of an existing path."""
     paths = [
         path
         for folder in READ

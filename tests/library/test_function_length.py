@@ -8,8 +8,8 @@ import pytest
 from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
-LONGEST_IN_PYTHON = 60  # lines of code, with those of functions inside it
-# Python functions that are longer. A number may only fall; a function that fits is no exception.
+LONGEST_IN_PYTHON = 60  # lines of code of a Python function, with those of functions inside it
+# Python functions that are longer. A number may only fall; a function that no longer exceeds the limit is removed.
 LONGER = {
     "cupy_flash/reference.py: attention_with_kv_cache": 100,
 }
@@ -23,9 +23,9 @@ FUNCTION = re.compile(r"[^=]*?(?P<name>\w+|operator\W+)\s*\(.*", re.DOTALL)
 
 
 def functions(text):
-    """(name, number of lines) of every function in C++ code, without those inside another function."""
+    """Yield (name, number of lines) of every function in C++ code, without those inside another function."""
     code = NO_BLOCK.sub(lambda match: "\n" * match[0].count("\n"), text)
-    names = []  # of the functions whose blocks are open; None for other blocks
+    names = []  # a name for each open block of a function, None for each other open block
     start = 0  # start of the current declaration
     for mark in re.finditer(r"[{};]", code):
         if mark[0] == "{":
@@ -40,7 +40,7 @@ def functions(text):
 
 
 def lengths(folder):
-    """Number of lines by (file, function) for all kernel files and headers of a folder."""
+    """Return the number of lines by (file, function) for all kernel files and headers of a folder."""
     return {
         (path.relative_to(folder).as_posix(), name): lines
         for path in sorted(folder.rglob("*.cu*"))
@@ -84,7 +84,7 @@ def test_other_blocks_are_no_functions(text):
 
 
 def python_lengths():
-    """Lines of code by "file: function" for the package and the bench."""
+    """Return lines of code by "file: function" for the package and the bench."""
     files = code_lines.texts("cupy_flash") | code_lines.texts("bench")
     return {f"{path}: {name}": lines for path, text in files.items() for name, lines in code_lines.of_functions(text)}
 

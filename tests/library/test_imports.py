@@ -268,7 +268,7 @@ sys.addaudithook(record)
 
 
 def python(code: str, **variables: str) -> str:
-    """The output of `code` in a fresh process that imports this checkout."""
+    """Return the output of `code` in a fresh process that imports this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -277,7 +277,7 @@ def python(code: str, **variables: str) -> str:
 
 
 def module_name(path: Path) -> str:
-    """The name in FLOW: a folder's __init__ has the folder's name, the package's own is __init__."""
+    """Return the name in FLOW: a folder's __init__ has the folder's name, the package's own is __init__."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -286,12 +286,12 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def package_of(module: str) -> str:
-    """The package to which the relative imports of `module` refer."""
+    """Return the package to which the relative imports of `module` refer."""
     return ".".join(("cupy_flash", *MODULES[module].parent.relative_to(PACKAGE).parts))
 
 
 def imports_of(module: str) -> Iterator[tuple[str, bool]]:
-    """The modules of cupy_flash that `module` imports; True if the import is inside a function."""
+    """Yield (module of cupy_flash that `module` imports, whether the import is inside a function)."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
@@ -353,7 +353,7 @@ def test_numpy_attention_needs_no_optional_library() -> None:
 
 
 def test_numpy_attention_works_where_importing_cupy_fails(tmp_path: Path) -> None:
-    # CuPy raises this instead of ImportError if it cannot create its cache folder.
+    # CuPy raises FileNotFoundError instead of ImportError if it cannot create its cache folder.
     (tmp_path / "cupy.py").write_text('raise FileNotFoundError("no place for the kernel cache")')
     assert "no place" in python(
         "try:\n    import cupy\nexcept FileNotFoundError as error:\n    print(error)", PYTHONPATH=str(tmp_path)

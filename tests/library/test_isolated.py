@@ -91,7 +91,7 @@ def is_alive(pid):
     ],
 )
 def test_a_lost_call_is_reported_and_the_next_is_served(how, reason, obstacle):
-    """Only a loss whose reason is not the work has an obstacle, which a check raises."""
+    """A loss has an obstacle, which a check raises, only if the work is not the reason of the loss."""
     with Worker(work) as worker:
         first = worker("goes well", until=math.inf)
         assert worker("goes well", until=math.inf) == first != os.getpid()

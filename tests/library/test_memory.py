@@ -64,7 +64,10 @@ def test_parameters_of_megatron_turing():
 
 
 def paper(training, a, s, h, t):
-    """Bytes of one layer, divided by s b h, by table 2 of Korthikanti et al. 2022: a heads, hidden size h, t GPUs."""
+    """Return the bytes of one layer, divided by s b h, by table 2 of Korthikanti et al. 2022.
+
+    a is the number of heads, s the length, h the hidden size, t the number of tensor-parallel GPUs.
+    """
     scores = 0 if training.checkpoint == "selective" else 5 * a * s / (h * t)
     if training.checkpoint == "full":
         return 2 / t if training.sequence_parallel else 2
@@ -89,7 +92,7 @@ def test_embedding_and_head_equal_those_of_the_paper():
     model, training = PRESETS["mt-530b"], Training(1, 2048, tensor=8, checkpoint="selective")
     sbh = training.seqlen * model.embed_dim
     expected = (34 * model.layers + 1 + 4 * (1 + model.vocab_size / model.embed_dim)) * sbh / 8
-    # the paper ignores statistics and token ids
+    # rel, because the paper ignores statistics and token ids
     assert estimate(model, training).activations == pytest.approx(expected, rel=2e-3)
 
 
@@ -115,7 +118,7 @@ def test_states(precision, parameters, working, gradients, optimizer):
 def test_ratio_of_activations_to_the_rest(name, tokens_per_width):
     model = PRESETS[name]
     memories = estimate(model, Training(1, int(tokens_per_width * model.embed_dim)))
-    blocks = 18 * model.layers * model.block_parameters  # bytes of their states in mixed precision
+    blocks = 18 * model.layers * model.block_parameters  # bytes of weights, gradients and optimizer states
     assert round(memories.blocks / blocks / tokens_per_width, 1) == 0.2
 
 
@@ -181,7 +184,7 @@ def test_block_is_measured_as_modelled(family, attention, precision):
     modelled = [sum(tensor.bytes for tensor in memory.saved_by_block(sizes, training)) for training in trainings]
     assert measured == pytest.approx(modelled, rel=WITHIN)
 
-    # The quadratic coefficient, from measurements at a length and at twice that length.
+    # beta, the coefficient of the squared length, follows from measurements at a length and at twice that length.
     beta = (measured[1] - 2 * measured[0]) / (batch * sizes.heads * 2 * lengths[0] ** 2)
     assert beta == pytest.approx(coefficients(sizes, trainings[0]).beta, rel=WITHIN, abs=0.01)
     assert (abs(beta) < 0.01) == (attention == "flash")
@@ -237,7 +240,7 @@ def test_measure_names_the_module_that_saves_first():
     assert measured == {
         "norm1": bsd + statistics,
         "qkv": bsd,
-        # q, k, v, out, lse and seed; two dropout masks; the input of gelu
+        # the block itself saves q, k, v, out, lse and seed, two dropout masks, and the input of gelu
         "": 4 * bsd + lse + seed + 2 * bsd // 4 + 4 * bsd,
         "norm2": bsd + statistics,
         "mlp_in": bsd,
@@ -337,7 +340,7 @@ def test_folder_of_any_language_model(config, sizes, tmp_path):
     matrices = 3 if model.activation == "swiglu" else 2
     experts = config.get("num_local_experts", 1)
     width = model.mlp_dim // config.get("num_experts_per_tok", 1)
-    # the rest are norms and biases
+    # `least` omits norms and biases
     least = 2 * 64 * 64 + 2 * 64 * kv_heads * head_dim + experts * matrices * 64 * width
     assert least < model.block_parameters < 1.1 * least
     assert model.parameters == 3 * model.block_parameters + model.end_parameters
@@ -461,7 +464,7 @@ def test_nothing_fits():
 
 
 def run(*words):
-    """Output of the command."""
+    """Return the output of the command."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["memory", *words]) == 0

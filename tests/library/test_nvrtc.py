@@ -120,7 +120,7 @@ def test_warnings_of_both_compilers() -> None:
         '#line 7 "mask.cuh"\n'
         "__device__ int one() { int unused; return 1; }\n"
         'extern "C" __global__ void k(int* x) {\n'
-        # ignored by ptxas, because the kernel has no launch bounds
+        # ptxas ignores setmaxnreg and warns, because the kernel has no launch bounds
         '    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");\n'
         "    x[0] = one();\n"
         "}\n"

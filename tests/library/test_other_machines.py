@@ -15,7 +15,7 @@ HERE = Path(__file__).relative_to(ROOT)
 
 
 def run_of_pytest(*arguments, shell=(), **variables):
-    """A run of pytest in one process unless `arguments` have -n, in an environment with some other variables."""
+    """Return a run of pytest in one process unless `arguments` have -n, in an environment with some other variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | variables
     environment["KERNELS"] = os.environ["CUPY_FLASH_CACHE_DIR"]
     command = [*shell, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]

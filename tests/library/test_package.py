@@ -31,7 +31,7 @@ PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
 
 
 def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> str:
-    """The output of a command run without PYTHONPATH, which could contain this checkout."""
+    """Return the output of a command run without PYTHONPATH, which could contain this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -15,6 +15,7 @@ from cupy_flash.arrays import Array, as_array
 from cupy_flash.engines.launch import Workspace
 from cupy_flash.gpu import params
 from cupy_flash.gpu.params import dtypes, pack, pack_partials
+from cupy_flash.problem.features import NUMBERS
 from cupy_flash.problem.records import Saved
 
 
@@ -46,7 +47,7 @@ def test_any_subset_of_members_is_packed(name, data):
 
 
 def expected_params(problem, operands, results):
-    """The record, filled field by field as the comments in params.cuh specify."""
+    """Return the record, filled field by field as the comments in params.cuh specify."""
     expected = np.zeros((), dtypes()["Params"])
     axes = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[problem.layout]
     arrays = {name: getattr(operands, name) for name in operands._fields} | results
@@ -75,7 +76,9 @@ def expected_params(problem, operands, results):
     if problem.alibi and len(operands.alibi_slopes.shape) == 2:
         expected["alibi_batch"] = operands.alibi_slopes.strides[0]
     expected["seed"] = operands.seed if isinstance(operands.seed, int) else 0
-    expected["scale"], expected["softcap"] = problem.scale, problem.softcap or 0
+    for feature in NUMBERS:
+        if feature.member:
+            expected[feature.member] = getattr(problem, feature.field) or 0
     expected["keep_scale"] = dropout.keep_scale(problem.dropout)
     expected["drop_below"] = dropout.threshold(problem.dropout)
     expected["step"], expected["first_head"], expected["whole_heads"] = 1, 0, problem.heads
@@ -179,7 +182,7 @@ def test_partials_of_a_stack():
     ],
 )
 def test_alignment_of_rows(dtype, elements, strides, aligned):
-    """The largest of 8, 4 and 1 that divides the start address and every stride, in elements."""
+    """The alignment is the largest of 8, 4 and 1 elements that divides the start address and every stride."""
     batch, head, row = strides
     item = np.dtype(dtype)
     array = Array(4096, (2, 2, 2, 8), (batch, row, head, 1), item, "cpu", "numpy", None)

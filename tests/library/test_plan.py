@@ -1,7 +1,7 @@
 """Plans depend on problem and device alone and are cached by them; refusals list every engine's reasons; explain."""
 
 import ast
-from dataclasses import FrozenInstanceError
+import dataclasses
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +15,13 @@ import cupy_flash
 from cupy_flash.arrays import named_dtype
 from cupy_flash.device import GPUS, Device, named
 from cupy_flash.engines import MODULES, Engine, mma, mma_decode, simt
+from cupy_flash.engines.shared import COMMON
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.measure.checks.calls import trials
 from cupy_flash.plan import measurements
 from cupy_flash.plan.plan import candidates, launches_at_any_length, plan
 from cupy_flash.plan.refusals import engine_refusals, refusals
-from cupy_flash.problem import checks, kv_cache_records
+from cupy_flash.problem import checks
 from cupy_flash.problem.features import ARRAY, FEATURES, Feature
 from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, Cache
 from cupy_flash.problem.records import BACKENDS, ENGINES, FP8, JVP, Problem, Saved, UnsupportedError
@@ -30,6 +31,7 @@ PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0
 
 CACHE = Cache("bshd", PROBLEM.dtype, blocks=4, page=16, appended=1, slots=False, rotary=None, split_size=None)
 FLOAT8 = named_dtype(FP8)
+COMMON_OF_CACHE = {feature.name for feature in CACHE_FEATURES if feature.common}
 
 
 def test_plans_are_reproducible():
@@ -43,8 +45,9 @@ def test_plans_are_reproducible():
 @pytest.mark.parametrize("record", [PROBLEM, DEVICE, plan(PROBLEM, DEVICE)], ids=["problem", "device", "plan"])
 def test_records_are_frozen(record):
     assert record in {record}
-    with pytest.raises((FrozenInstanceError, AttributeError)):
-        setattr(record, next(iter(record.__dataclass_fields__)), None)
+    name = record._fields[0] if isinstance(record, tuple) else dataclasses.fields(record)[0].name
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        setattr(record, name, None)
 
 
 def test_a_given_tile_replaces_the_best():
@@ -59,8 +62,8 @@ def test_a_given_tile_replaces_the_best():
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A toy engine, added by the recipe in the docstring of engines/__init__.py: simt's kernels in one tile, for head
-    dimension 16, at no cost. It names no option yet.
+    """A toy engine, added by CONTRIBUTING's recipe: simt's kernels in one tile, for head dimension 16, at no cost. It
+    names no option yet.
     """
     engine = SimpleNamespace(**{name: getattr(simt, name) for name in dir(Engine) if hasattr(simt, name)})
     for name in Engine.__annotations__:
@@ -113,7 +116,7 @@ def test_an_engine_is_a_module_and_an_entry(toy):
         (dict(ARCHES=("sm_90a",)), {}, "sm_80 lacks the instructions of sm_90a"),
         (dict(), dict(derivative=JVP, tangents=("q",)), "it computes no JVP in this version"),
         (dict(), dict(cache=CACHE), "it reads no KV cache in this version"),
-        (dict(CACHE_OPTIONS=simt.CACHE_OPTIONS - {"block_table"}), dict(cache=CACHE), "it takes no block_table"),
+        (dict(CACHE_OPTIONS=COMMON_OF_CACHE - {"block_table"}), dict(cache=CACHE), "it takes no block_table"),
         (dict(CACHE_OPTIONS=simt.CACHE_OPTIONS), dict(cache=CACHE._replace(split_size=64)), "pieces of split_size"),
         (dict(CACHE_OPTIONS=simt.CACHE_OPTIONS), dict(cache=CACHE._replace(dtype=FLOAT8)), "as mma_decode does"),
         (dict(OPTIONS=None), {}, "it serves attention on a KV cache alone"),
@@ -122,7 +125,7 @@ def test_an_engine_is_a_module_and_an_entry(toy):
     ids=["arch", "derivative", "cache", "cache-option", "split", "cache-dtype", "no-cache", "request"],
 )
 def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
-    """The same problem is served by an engine that names it."""
+    """The toy engine serves the problem as long as it names its options, dtypes and derivatives."""
     named_by_all = dict(OPTIONS=simt.OPTIONS, CACHE_OPTIONS=simt.CACHE_OPTIONS | {"split_size"}, CACHE_DTYPES=(FP8,))
     vars(toy).update(named_by_all, DERIVATIVES=(JVP,))
     problem = PROBLEM._replace(backend="simulator", head_dim=16, head_dim_v=16, bias=None, **asked)
@@ -133,9 +136,9 @@ def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
 
 
 def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
-    """The toy option is a row of the table whose fact is a field of Cache."""
+    """The toy option is a row of CACHE_FEATURES whose fact is a field of Cache."""
     toy = Feature("toy_slots", ARRAY, fact="slots")
-    monkeypatch.setattr(kv_cache_records, "CACHE_FEATURES", (*CACHE_FEATURES, toy))
+    monkeypatch.setattr("cupy_flash.problem.kv_cache_records.CACHE_FEATURES", (*CACHE_FEATURES, toy))
     problem = PROBLEM._replace(dtype=np.dtype("float16"), cache=CACHE._replace(dtype=np.dtype("float16")))
     for engine, module in MODULES.items():
         device = DEVICE if "cpu" in module.BACKENDS else named("sm_90a")
@@ -145,7 +148,7 @@ def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
 
 
 def test_a_check_and_a_compilation_take_every_engine(toy):
-    """The calls of a check are those that the engine names; its kernels are found by the name of their folder."""
+    """A check makes calls with the options that the engine names, and finds its kernels by the name of their folder."""
     toy.OPTIONS, toy.HEAD_DIMS = simt.OPTIONS, ((16, 16), (32, 32))
     covering = trials("toy", named("sm_80"), True, quick=False)
     assert {trial.dtype for trial in covering} == set(toy.DTYPES) and {trial.head_dim for trial in covering} == {16}
@@ -157,10 +160,10 @@ def test_a_check_and_a_compilation_take_every_engine(toy):
 
 
 def test_the_registry_is_the_only_list_of_engines():
-    """Checks know the names, in the order of the registry; other modules outside engines/ have no name of an engine."""
+    """Outside engines/ only problem/records.py lists the engines' names, in the order of the registry."""
     assert tuple(MODULES) == ENGINES
     names = set(ENGINES) - set(BACKENDS)
-    instructions = {"mma", "wgmma"}  # also names of PTX instructions, which these modules speak of
+    instructions = {"mma", "wgmma"}  # these two are also names of PTX instructions, which the modules below may mention
     of_instructions = {"measure/checks/micro_kernels.py", "measure/checks/evidence.py"}
     package = Path(cupy_flash.__file__).parent
     for path in package.rglob("*.py"):
@@ -174,8 +177,10 @@ def test_the_registry_is_the_only_list_of_engines():
 
 
 def test_every_option_is_named_by_an_engine():
-    """An engine names options of the tables alone. A plan cannot see, and so not refuse, an option that is part of
-    another fact, or whose array is only read: such a row needs an entry here.
+    """Engines name all options of the tables, and no others.
+
+    A plan cannot refuse an option that it does not see, because it is part of another fact or an array that is only
+    read: such a row needs an entry here.
     """
     part_of_a_fact = {"causal", "window", "seed"}
     only_read = {"v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "positions", "rotary_sin", "out"}
@@ -185,7 +190,9 @@ def test_every_option_is_named_by_an_engine():
         (CACHE_FEATURES, "CACHE_OPTIONS", {*Problem._fields, *Cache._fields}),
     ):
         options = {feature.name for feature in table if feature.definition}
-        assert set().union(*(getattr(module, attribute) or () for module in MODULES.values())) == options
+        named = set().union(*(getattr(module, attribute) or () for module in MODULES.values()))
+        common = {feature.name for feature in table if feature.common}
+        assert (named - {COMMON} | common if COMMON in named else named) == options
         facts = {feature.field for feature in FEATURES} | {feature.field for feature in table}
         hidden = {x.name for x in table if x.definition and x.field not in fields & facts}
         assert hidden <= part_of_a_fact | only_read
@@ -312,7 +319,7 @@ def test_an_explicit_choice_is_kept():
 
 
 def test_explain():
-    """The engine, its tiles, the reason, and a line per reason against each other engine; nothing is computed."""
+    """The text has the engine, its tiles, the reason, and a line per reason against each other engine."""
     case = Case(q_len=300, kv_len=500, causal=True, dropout=0.1)
     q, k, v, options, *_ = case.call()
     text = cupy_flash.explain(q, k, v, **options)
@@ -425,7 +432,7 @@ def test_deterministic_has_no_unordered_additions():
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("q_len", [70, 300])
 def test_small_problems_run_on_tensor_cores(q_len, backward):
-    """The latency of loads decides, not the products: simt waits for two tiles in every step."""
+    """mma is cheaper even here: latency costs more than products, and simt waits for two tiles per step."""
     problem = posed(Case(q_len, q_len, kv_heads=4, head_dim=32, head_dim_v=32, dtype="float16"))[0].problem
     assert plan(problem._replace(backward=backward), named("sm_80")).engine == "mma"
 

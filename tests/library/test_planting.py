@@ -31,7 +31,7 @@ __device__ int f(int n) {
 }
 __device__ int size() { return 2 * n; }  // @size
 """
-# The same, written otherwise
+# The same steps in another order and format
 MOVED = """
 __device__ int other(int k) {
   // @few
@@ -51,12 +51,12 @@ __device__ int size() {
 
 
 def joined(text):
-    """The text without comments, with one space between tokens."""
+    """Return the text without comments, with one space between tokens."""
     return " ".join(token[0] for token in planting._words(text))
 
 
 def with_bug(text, bug, folder):
-    """The text of a kernel in which a bug is planted."""
+    """Return the text of a kernel in which a bug is planted."""
     path = folder / "kernel.cuh"
     path.write_text(text)
     for step, edit in bug:
@@ -64,7 +64,7 @@ def with_bug(text, bug, folder):
     return path.read_text()
 
 
-# name -> (bug, what it changes, to what)
+# name -> (bug, text that it replaces, new text)
 ANYWHERE = {
     "a loop": (skip("all"), "for (int i = 0; i < n; ++i) g(i);", ""),
     "a block": (skip("few"), "if (n) { return h([](int i) { return i; }); }", ""),
@@ -115,13 +115,13 @@ def test_a_stale_plant_is_an_error(bug, message, tmp_path):
 
 
 def test_a_stale_plant_does_not_pass_for_a_bug_that_is_found(monkeypatch):
-    """As tests write it, `planted` stands before the expected error."""
+    """Tests enter `planted` before pytest.raises, so a StalePlant is not taken for the expected error."""
     with pytest.raises(StalePlant), planted(monkeypatch, skip("renamed")), pytest.raises(AssertionError):
         raise AssertionError
 
 
 def plants_of_tests():
-    """(place in a test, name of the step, the edit or None if it depends on variables) of all plants of the tests."""
+    """Yield (place in a test, name of the step, its edit or None if that depends on variables) of all planted bugs."""
     operations = {each.__name__: each for each in (skip, before, after, change, never, always)}
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def plants_of_tests():
 
 
 def test_all_plants_apply():
-    """A plant of an exhaustive test that is stale fails here already, and each name in a kernel has a plant."""
+    """Stale plants fail here even if their test is exhaustive, and each step named in a kernel has a plant."""
     statements = {}
     for path in source.kernel_folder().rglob("*.cu*"):
         text = path.read_text(encoding="utf-8")

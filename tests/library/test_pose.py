@@ -104,7 +104,7 @@ CALLS = {
 
 
 def result(*, q=Q, k=K, v=V, packed=None, saved=None, **options):
-    """The problem of a call, or its error, as text, in which 1 and True differ."""
+    """Return the problem of a call, or its error, as text, in which 1 and True differ."""
     try:
         stated, operands = pose("case", (q, k, v), Options(**options), packed, saved)
     except (TypeError, ValueError) as error:
@@ -129,7 +129,7 @@ def forgotten():
 
 @pytest.fixture(scope="module")
 def alone():
-    """The result of every call with empty caches."""
+    """Return the result of every call, made with empty caches."""
     results = {}
     for name, call in CALLS.items():
         forget()

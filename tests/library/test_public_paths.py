@@ -108,7 +108,7 @@ PATHS = {
 
 @pytest.mark.parametrize("module", PATHS)
 def test_the_names_that_users_import_exist(module):
-    # Twice: the import of a submodule may replace a name of its package.
+    # Look twice, because the import of a submodule may replace a name of its package.
     for _ in range(2):
         missing = [name for name in PATHS[module] if not hasattr(import_module(module), name)]
         assert missing == []

@@ -1,38 +1,33 @@
 """CONTRIBUTING's recipe of an option, followed in a copy of the package with a toy: it is refused until an engine
-names it, and then served by that engine. `temperature` divides the scores.
+names it, and then served by that engine, or by all if its row is common. `temperature` divides the scores.
 """
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from recipes import Copy, files_of
 
-ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "Adding a score feature"
 
 # (file, text, what replaces it)
 DECLARED = (
     (
-        "problem/features.py",
-        "    alibi_slopes: AnyArray | None = option(",
+        "cupy_flash/problem/features.py",
+        "    causal: Causal = common(",
         '    temperature: float | None = option(NUMBER, range=CAP, constant="TEMPERATURE", changes_score=True)\n'
-        "    alibi_slopes: AnyArray | None = option(",
+        "    causal: Causal = common(",
     ),
-    ("problem/records.py", "    dropout: float\n", "    temperature: float | None\n    dropout: float\n"),
-    ("api.py", "    alibi_slopes: AnyArray | None = None,", "    temperature=None,\n    alibi_slopes=None,"),
-    ("api.py", "softcap, alibi_slopes, bias, mask, sink,", "softcap, temperature, alibi_slopes, bias, mask, sink,"),
+    ("cupy_flash/problem/records.py", "    dropout: float\n", "    temperature: float | None\n    dropout: float\n"),
+    ("cupy_flash/api.py", "    causal: Causal = False,", "    temperature=None,\n    causal=False,"),
+    ("cupy_flash/api.py", "        causal, window, scale,", "        temperature, causal, window, scale,"),
 )
 IMPLEMENTED = (
     (
-        "cpu/score.py",
+        "cupy_flash/cpu/score.py",
         "    if operands.alibi_slopes is not None:",
         "    if problem.temperature is not None:\n        applied.append(Temperature(problem.temperature))\n"
         "    if operands.alibi_slopes is not None:",
     ),
     (
-        "cpu/score.py",
+        "cupy_flash/cpu/score.py",
         "class Alibi:",
         "class Temperature:\n"
         "    bounded, by_sequence, by_head = False, True, True\n\n"
@@ -43,11 +38,11 @@ IMPLEMENTED = (
         "class Alibi:",
     ),
 )
-NAMED = (("engines/cpu.py", "= ATTENTION_OPTIONS\n", '= ATTENTION_OPTIONS | {"temperature"}\n'),)
+NAMED = (("cupy_flash/engines/cpu.py", "= ATTENTION_OPTIONS\n", '= ATTENTION_OPTIONS | {"temperature"}\n'),)
+COMMON = (("cupy_flash/problem/features.py", "= option(NUMBER, range=CAP,", "= common(NUMBER, range=CAP,"),)
 
 CALLS = """
-import numpy as np, cupy_flash, os
-assert cupy_flash.__file__.startswith(os.getcwd())
+import numpy as np
 q, k, v = np.random.default_rng(0).normal(size=(3, 1, 20, 2, 16))
 def served(**options):
     try:
@@ -67,39 +62,36 @@ np.testing.assert_allclose(served(), cupy_flash.attention(q, k, v, scale=0.125),
 assert "not simt   it takes no temperature" in cupy_flash.explain(q, k, v, temperature=2.0)
 assert "  - simt: it takes no temperature" in served(backend="simulator")
 """
+SERVED_BY_ALL = """
+q, k, v = (x.astype("float16") for x in (q, k, v))
+for backend in ("cpu", "simulator", "simulator:sm_90a"):
+    assert "it takes no" not in cupy_flash.explain(q, k, v, temperature=2.0, backend=backend)
+"""
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package and its kernels, in which the option is declared."""
-    for folder in ("cupy_flash", "kernels_cu"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    edit(tmp_path, DECLARED)
-    return tmp_path
-
-
-def edit(copy, edits):
-    for file, old, new in edits:
-        path = copy / "cupy_flash" / file
-        text = path.read_text("utf-8")
-        assert text.count(old) == 1, f"{old!r} in {file}"
-        path.write_text(text.replace(old, new), "utf-8")
-
-
-def run(copy, code):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", CALLS + code]
-    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    copy = Copy(tmp_path, RECIPE)
+    copy.edit(DECLARED)
+    return copy
 
 
 def test_an_option_that_no_engine_names_is_refused(copy):
-    """Also if the code of an engine implements it: only OPTIONS says what the engine serves."""
-    run(copy, REFUSED)
-    edit(copy, IMPLEMENTED)
-    run(copy, REFUSED)
+    """The option is refused even if the code of an engine implements it: its row or OPTIONS say what is served."""
+    copy.run(CALLS + REFUSED)
+    copy.edit(IMPLEMENTED)
+    copy.run(CALLS + REFUSED)
 
 
 def test_the_engine_that_names_an_option_serves_it(copy):
-    edit(copy, (*IMPLEMENTED, *NAMED))
-    run(copy, SERVED)
+    copy.edit((*IMPLEMENTED, *NAMED))
+    copy.run(CALLS + SERVED)
+
+
+def test_all_engines_serve_an_option_whose_row_is_common(copy):
+    copy.edit(COMMON)
+    copy.run(CALLS + SERVED_BY_ALL)
+
+
+def test_an_option_takes_few_files():
+    assert len(files_of(RECIPE)) <= 10

@@ -26,7 +26,7 @@ SIZES = {"ROWS": 48, "BUFFERED": True, "element": "half16", "CLUSTERS": False}
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A function that writes a kernel folder from {path: text}, with CONFIG as its config.cuh."""
+    """Return a function that writes a kernel folder from {path: text}, with CONFIG as its config.cuh."""
     monkeypatch.setattr(shared_memory, "kernel_folder", lambda: tmp_path)
     shared_memory._layout.cache_clear()
 
@@ -40,7 +40,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def layout(*members: str, before: str = "") -> str:
-    """The text of a kernel with these members of its SharedMemory."""
+    """Return the text of a kernel with these members of its SharedMemory."""
     body = "".join(f"  static constexpr int {member};\n" for member in members)
     return f'#include "../config.cuh"\n{before}struct SharedMemory {{\n{body}}};\n'
 
@@ -123,7 +123,7 @@ CALLS = {
 
 
 def launches_of(arch: str, tangents: tuple[str, ...] = (), **config: object) -> dict[tuple[str, int], Launch]:
-    """Launches with dynamic shared memory that engines offer for a call, some tiles of each kernel."""
+    """Return launches with dynamic shared memory that engines offer for a call: some tiles of each kernel."""
     gpu = device.named(arch, "cuda")
     found: dict[tuple[str, int], Launch] = {}
     for problem in ahead.problems(**config):

@@ -22,7 +22,7 @@ using element = float;
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """A function that writes a kernel folder from {path: text}; config.cuh is CONFIG unless given."""
+    """Return a function that writes a kernel folder from {path: text}; config.cuh is CONFIG unless given."""
     folder = tmp_path / "kernels_cu"
     monkeypatch.setattr(source, "kernel_folder", lambda: folder)
 
@@ -36,7 +36,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 
 def without_config(text: str) -> str:
-    """The assembled text without the lines of config.cuh."""
+    """Return the assembled text without the lines of config.cuh."""
     return text.split("#define BIAS", 1)[1].split("\n", 1)[1]
 
 

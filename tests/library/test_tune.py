@@ -142,7 +142,7 @@ def test_a_tune_out_of_time_resumes():
     first = run(card, [CALL, other], minutes=15 / 60)
     assert not first.complete and first.left == 1 and len(card.calls) == 2
     assert "not all tiles are measured yet: run again to resume" in str(first) and "1 of 2 calls left" in str(first)
-    assert plan_of(24).measured  # measurements of an unfinished tune count already
+    assert plan_of(24).measured  # plans use the measurements of an unfinished tune
     again = run(card, [CALL, other])
     assert again.complete and len(card.calls) == 6 and set(card.calls[:3]) == set(map(repr, TILES))
     lines = []
@@ -269,7 +269,7 @@ def test_a_tile_with_other_results_is_left_out(monkeypatch):
 
 
 def peer_of(task):
-    """The time of a peer that beats every tile; the other peers crash or refuse the call."""
+    """Return the time of a peer that beats every tile; the other peers crash or refuse the call."""
     if task.tile == "SDPA flash":
         return 1e-9
     raise Lost("x", "crashed" if task.tile == "SDPA cuDNN" else "RuntimeError: no available kernel")
@@ -314,7 +314,7 @@ def test_an_engine_measured_four_times_as_fast_wins_in_other_buckets(monkeypatch
 def test_peers_are_reported_and_never_chosen(monkeypatch):
     monkeypatch.setattr(
         other_libraries.importlib.util, "find_spec", lambda name: None
-    )  # flash-attn counts as not installed
+    )  # as if flash-attn were not installed
     half = Trial("float16", 64, q_len=64, kv_len=64, heads=8, kv_heads=8, causal=True, backward=False)
     card = FourTimesAsFast()
     results = run_tune([half], "cuda", None, lambda line: None, card, card.clock)
@@ -359,7 +359,7 @@ def test_the_peers_of_a_call(changes, count, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_peer_computes_the_call(backward):
-    """Runs on the CPU, where torch has a flash kernel as well."""
+    """The peers run on the CPU, where torch has a flash kernel as well."""
     trial = Trial("float32", 16, 24, 2, 9, 9, heads=4, kv_heads=2, causal=True, backward=backward)
     call = other_libraries.peer("SDPA flash", replace(trial, head_dim_v=16), "cpu")
     shapes = [tuple(x.shape) for x in (call() if backward else [call()])]
@@ -461,7 +461,7 @@ def ones(*shape):
 
 
 def call(options=None, layout="bshd", **kwargs):
-    """The problem and operands of a plain call with these options."""
+    """Return the problem and operands of a plain call with these options."""
     q = ones(2, 40, 2, 16) if layout == "bshd" else ones(2, 2, 40, 16)
     return pose("attention", (q, q, q), Options(**options or {}, layout=layout, backend="simulator", **kwargs))
 
@@ -471,7 +471,7 @@ def call_on_cache(q, *caches, **options):
 
 
 CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
-V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append into one array for K and V is refused
+V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append to one array for both K and V is refused
 TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
 SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
 PAGES = dict(block_table=TABLE, cache_seqlens=30)

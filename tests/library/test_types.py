@@ -95,7 +95,7 @@ WRONG = (
 )
 
 
-# Reads of fields that no record has, and values of a wrong type.
+# Expressions with errors: reads of fields that no record has, and values of a wrong type.
 NO_FIELDS = (
     "o.casual",
     "c.block_tables",
@@ -116,7 +116,7 @@ NO_FIELDS = (
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
+    """Return mypy's errors for each call, from one run; torch and jax count as untyped, as in setup.cfg."""
     folder = tmp_path_factory.mktemp("types")
     calls = {"right": (HEAD, RIGHT), "wrong": (HEAD, WRONG), "records": (HEAD + "    pass\n" + RECORDS, NO_FIELDS)}
     for name, (head, lines) in calls.items():
@@ -154,7 +154,7 @@ def words(text):
 
 
 def fields_of_records(path):
-    """{class.field: annotation} of the NamedTuples, TypedDicts and dataclasses of a module."""
+    """Return {class.field: annotation} of the NamedTuples, TypedDicts and dataclasses of a module."""
     classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
     return {
         f"{record.name}.{ast.unparse(field.target)}": ast.unparse(field.annotation)

@@ -37,7 +37,7 @@ def elements(mask_mod, b=0, h=0, q_len=LENGTH, kv_len=LENGTH):
 
 
 def expected_classes(mask, block):
-    """The picture of exact block classes, from the mask's elements."""
+    """Return the picture of exact block classes, from the mask's elements."""
     result = np.empty(mask.shape, np.uint8)
     for i in range(0, mask.shape[0], block):
         for j in range(0, mask.shape[1], block):
@@ -91,7 +91,7 @@ def test_tables_of_torch_tensors():
 
 
 def simulated_classes(mask_mod, q_len, kv_len, heads=(1, 1), block=BLOCK):
-    """The classes that the kernel of a GPU computes."""
+    """Return the classes that the kernel of a GPU computes."""
     problem, operands = posed(traced(None, mask_mod), heads, (q_len, kv_len), "simulator")
     return run_plan.block_classes(problem, operands, block, "sm_80", start).numpy().swapaxes(1, 2)
 

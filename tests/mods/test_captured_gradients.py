@@ -32,7 +32,7 @@ CASES = {
 
 
 def gradients(case, how, cast=lambda x: x, moved=None):
-    """Gradients of the arrays that a case's score_mod captures; None for arrays without a gradient.
+    """Return gradients of the arrays that a case's score_mod captures; None for arrays without a gradient.
 
     `moved`, a seed, perturbs every element of q, k, v and dout by up to one rounding.
     """
@@ -85,7 +85,8 @@ def check_gradients(case, how):
             assert_matches_reference([x] * runs, [y] * runs, z, x.dtype, f"gradient of array{slot} of {case}")
 
 
-# Arrays whose elements any score may add to: read at computed indices, read twice, a single number, a number per head.
+# Any score may add to the gradients of these arrays: they are read at computed indices, read twice, or have only one
+# number, or one per head.
 ADDED = {
     "table": Case(score_mod="relative", mask_mod="document"),
     "read-twice": Case(score_mod="learned-twice", causal=True, head_dim=16),
@@ -109,7 +110,7 @@ ORDERS = (dict(order="early"), dict(order="late"), dict(order="random", seed=1))
 
 
 def bits_in_each_order():
-    """The distinct bytes of deterministic gradients, over several orders of blocks and warps."""
+    """Return the distinct bytes of deterministic gradients, over several orders of blocks and warps."""
     arrays = {name: x if x.dtype.kind != "f" else x.astype(np.float64) for name, x in arrays_of(SHARED).items()}
     call = SHARED.call()
     call = call._replace(options=call.options | mods_of(SHARED, arrays=arrays))

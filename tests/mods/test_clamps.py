@@ -19,7 +19,7 @@ IDS = np.array([-(2**31), -5, 7, 2**31 - 1, 2**30], np.int32)
 
 
 def random_index(rng):
-    """A chain of minima, maxima and sums with numbers, starting from a value that differs from score to score."""
+    """Return a chain of minima, maxima and sums with numbers; it starts from a value that differs between scores."""
     graph = Graph()
     make, q, kv = graph.make, graph.input("q"), graph.input("kv")
     ids = graph.load(0, [make("mod", kv, graph.const(5))], INT)
@@ -38,7 +38,7 @@ def random_index(rng):
 
 
 def differences(fold, largest, count=600):
-    """(number of folds that read a wrong element for at least one (q, kv) pair, number of folds)."""
+    """Return (number of folds that read a wrong element for at least one (q, kv) pair, number of folds)."""
     rng = np.random.default_rng(0)
     edges = np.array([0, 1, 40, 99, 100, 250, largest // 3, largest - 2, largest - 1], np.int32)
     q, kv = edges[:, None], edges[None]
@@ -77,7 +77,7 @@ def test_only_ints_whose_sums_cannot_wrap_are_arguments():
 
 @pytest.mark.parametrize("strides, refused", [((1, 2**29), True), ((1, 2**29 - 1), False), ((2**29, 1), False)])
 def test_strides_that_kernels_cannot_index_are_refused(strides, refused):
-    """A dimension at a computed index is indexed by bytes, others by elements, both with 32 bits."""
+    """Kernels index with 32 bits: by bytes in a dimension with a computed index, and by elements in the others."""
     table = np.zeros((1, 1), np.float32)
     mod = Mod(lambda s, b, h, q, kv: s + table[h, q - kv])
     array = SimpleNamespace(shape=(1, 1), strides=strides, dtype=np.dtype(np.float32))

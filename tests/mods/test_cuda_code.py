@@ -70,7 +70,7 @@ MOST_INSTRUCTIONS = 500  # SASS instructions to classify a tile, counting the bo
 
 
 def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
-    """The text of a kernel that contains the struct of a mod."""
+    """Return the text of a kernel that contains the struct of a mod."""
     program = mod.program
     by = None if program.score is None else derivative(program.score)
     headers = {
@@ -84,7 +84,7 @@ def kernel_text(mod, kernel, constants=(), header="mod.cuh", **options):
 
 
 def table_of(array):
-    """The table of extremes of a captured array's chunks, (rows, chunks, 2)."""
+    """Return the table of extremes of a captured array's chunks, (rows, chunks, 2)."""
     bounds = Extremes(array).chunks
     number = np.int64 if array.dtype in (np.int64, np.uint32) else np.int32
     return np.stack([bounds.lo, bounds.hi], axis=-1).astype(number)
@@ -121,7 +121,7 @@ def run(mod, kernel, inputs, outputs, constants=(), **options):
 
 
 def pairs_of(mod, real, length=LENGTH, constants=(), **options):
-    """((scores, slopes, seen) of random pairs by the kernel, the same by NumPy)."""
+    """Return ((scores, slopes, seen) of random pairs by the kernel, the same by NumPy)."""
     rng = np.random.default_rng(0)
     heads = rng.integers(0, 3, 512).astype(np.int32)
     q, kv = (rng.integers(0, length, 512).astype(np.int32) for _ in range(2))
@@ -143,7 +143,7 @@ def pairs_of(mod, real, length=LENGTH, constants=(), **options):
 
 
 def classes_of(mod, length, block, **options):
-    """(EMPTY, CUT or FULL of each tile by the kernel, the same by NumPy)."""
+    """Return (EMPTY, CUT or FULL of each tile by the kernel, the same by NumPy)."""
     starts = np.arange(0, length, block)
     q, kv = (np.resize(x, -(-x.size // 128) * 128) for x in np.meshgrid(starts, starts, indexing="ij"))
     inputs = [np.stack([x, x + block - 1], axis=1).astype(np.int32) for x in (q, kv)]
@@ -194,8 +194,9 @@ def test_tables_of_extremes_equal_numpy():
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(8), "many": range(8, 150)}, ["few"]))
 def test_random_masks_equal_numpy(seeds):
-    """Elements equal NumPy's. NumPy finds every tile empty or full that the kernel does, and may find more, because it
-    knows the mod's run-time numbers.
+    """Elements equal NumPy's. Tiles that the kernel finds empty or full, NumPy finds so too.
+
+    NumPy may find more such tiles, because it knows the mod's run-time numbers.
     """
     for seed in seeds:
         mod = Mod(mask_mod=random_mask(seed, 2 + seed % 3))
@@ -224,7 +225,7 @@ def test_struct_compiles_within_its_limits(row, target, monkeypatch):
 
 
 PLACES = np.arange(320, dtype=np.int32)
-# (bug of the interval arithmetic, mask of 320 tokens of which some 40 x 40 tiles are then classified wrongly)
+# (bug of the interval arithmetic, mask of 320 tokens for which it classifies some 40 x 40 tiles wrongly)
 PLANTS = {
     "less for less or equal": (
         change("interval-less-equal", "{x.lo <= y.hi, x.hi > y.lo}", "{x.lo < y.hi, x.hi >= y.lo}"),
@@ -272,12 +273,12 @@ def test_a_missing_clamp_is_found(monkeypatch):
         pairs_of(mod, np.float32)
 
 
-RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # its rows are not contiguous
-LIMIT, HUGE = 12, 2**31 - 1  # a run-time number, and a constant of the text
+RELATIVE = np.random.default_rng(2).normal(size=(30, 3)).astype(np.float32).T  # the rows are not contiguous
+LIMIT, HUGE = 12, 2**31 - 1  # LIMIT becomes a run-time number, HUGE a constant of the text
 
 
 def folded_reads(s, b, h, q, kv):
-    """Reads at clamped distances, of which the last two wrap."""
+    """Add elements at clamped distances; the sums inside the last two indices wrap."""
     near = RELATIVE[h, np.clip(q - kv, -LIMIT, LIMIT) + LIMIT] + RELATIVE[1, np.minimum(abs(q - kv), 40)]
     return s + near + RELATIVE[h, np.maximum(q - kv, 3) + HUGE] + RELATIVE[h, np.minimum(kv - q, 9) - HUGE - 9]
 
@@ -286,7 +287,7 @@ def test_folded_clamps_read_what_numpy_reads():
     (score, _, _), (expected, _, _) = pairs_of(Mod(folded_reads), np.float32)
     np.testing.assert_allclose(score, expected, 1e-5, 1e-5)
     text = cuda_code.mod_struct(Mod(folded_reads).program)
-    assert text.count("clamped(") == 2  # in the reads that wrap, which keep their clamps
+    assert text.count("clamped(") == 2  # the two reads whose sums wrap keep their clamps
 
 
 def test_a_clamp_that_is_folded_away_is_found(monkeypatch):
@@ -295,7 +296,7 @@ def test_a_clamp_that_is_folded_away_is_found(monkeypatch):
         pairs_of(Mod(lambda s, b, h, q, kv: s + RELATIVE[h, np.maximum(q - kv, 3)]), np.float32)
 
 
-# name -> (mask_mod, rounds in which a warp may classify the 8,192 tiles of 2^20 keys; tile by tile these are 256)
+# name -> (mask_mod, most rounds in which a warp classifies the 8,192 tiles of 2^20 keys; tile by tile they are 256)
 NARROW = {
     "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),
     "sinks": (lambda b, h, q, kv: (q >= kv) & ((q - kv < 512) | (kv < 4)), 18),
@@ -306,7 +307,7 @@ LONG_QUERIES = np.repeat(np.array([0, 128 * 4000, 128 * 4095, 2**20 - 128], np.i
 
 
 def walk(name, order):
-    """Compare the tiles that a warp visits with the classes of NumPy; return the most rounds of a warp."""
+    """Compare the tiles that a warp visits with the classes of NumPy; return the largest number of rounds of a warp."""
     mod, outputs = Mod(mask_mod=NARROW[name][0]), (np.empty((4, 128), np.int32), np.empty(128, np.int32))
     kernel = WALK.replace("Order::ORDER", f"Order::{order}")
     visited, rounds = run(mod, kernel, (LONG_QUERIES,), outputs, {"MASK_MOD": True}, header="walk.cuh")

@@ -51,7 +51,7 @@ FUNCTIONS = {
 
 
 def evaluate(mod, score, q=0, kv=0, b=0, h=0):
-    """(score, slope) of a Mod in fp64."""
+    """Return (score, slope) of a Mod in fp64."""
     indices = (np.int32(b), np.int32(h), np.int32(q), np.int32(kv))
     with np.errstate(all="ignore"):
         modified, slope, _ = slope_of(mod.text, (False,) * len(mod.arrays)).evaluate(
@@ -83,7 +83,7 @@ def test_no_nan_comes_from_a_branch_that_is_not_taken():
 
 
 def unguarded(adjoints, adjoint, factor):
-    """A product in which 0 times an infinite factor is NaN."""
+    """Return a product in which 0 times an infinite factor is NaN."""
     return adjoints.make("mul", adjoint, factor)
 
 
@@ -102,7 +102,7 @@ PLANTED = {
 @pytest.mark.parametrize("plant,check", PLANTED.values(), ids=PLANTED)
 def test_planted_bug_of_a_derivative_is_found(plant, check, monkeypatch):
     plant(monkeypatch)
-    slope_of.cache_clear()  # of slopes that were derived without the bug
+    slope_of.cache_clear()  # the cache holds slopes that were derived without the bug
     try:
         with pytest.raises(AssertionError):
             check()
@@ -195,14 +195,14 @@ class Expressions:
         seed = self.rng.integers(2**31)
 
         def random_mod(s, b, h, q, kv):
-            self.rng = np.random.default_rng(seed)  # tracing and evaluation must draw the same expression
+            self.rng = np.random.default_rng(seed)  # so that tracing and evaluation draw the same expression
             return self.real(3, s, q, kv, h) + 0 * s
 
         return random_mod
 
 
 def evaluate_tile(mod, score, arrays):
-    """(score, slope, {slot: gradient of the sum of scores with respect to the array}) over LENGTH queries and keys."""
+    """Return (score, slope, {slot: gradient of the sum of scores}) over LENGTH queries and keys."""
     q, kv = np.arange(LENGTH, dtype=np.int32)[:, None], np.arange(LENGTH, dtype=np.int32)[None, :]
     gradients = {slot: np.zeros(array.shape) for slot, array in enumerate(arrays) if array.dtype == np.float64}
     with np.errstate(all="ignore"):
@@ -224,7 +224,7 @@ def test_random_expressions_against_central_differences(seed):
     rng = np.random.default_rng(seed)
     score = rng.normal(size=(LENGTH, LENGTH))
     value, slope, gradients = evaluate_tile(mod, score, mod.arrays)
-    # The function applied to arrays is the expected result.
+    # The expected result is the function itself, applied to arrays.
     q, kv = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
     with np.errstate(all="ignore"):
         truth = np.broadcast_to(function(score, 0, np.int64(1), q, kv), score.shape)
@@ -232,7 +232,7 @@ def test_random_expressions_against_central_differences(seed):
 
     step = 1e-6
     (up, slope_up, _), (down, slope_down, _) = (evaluate_tile(mod, score + sign * step, mod.arrays) for sign in (1, -1))
-    smooth = np.abs(slope_up - slope_down) < 1e-3 * (1 + np.abs(slope))  # no kink is near
+    smooth = np.abs(slope_up - slope_down) < 1e-3 * (1 + np.abs(slope))  # points without a kink nearby
     error = np.abs((up - down) / (2 * step) - slope) / (1 + np.abs(slope))
     assert error[smooth].max(initial=0) < 1e-6
     assert smooth.mean() > 0.9

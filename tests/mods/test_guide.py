@@ -12,7 +12,7 @@ TEN_MODS = python_blocks((ROOT / "docs" / "mods.md").read_text(encoding="utf-8")
 
 
 def run(library, **changes):
-    """The names that the block of ten mods defines with a library, after changes of its text."""
+    """Return the names that the block of ten mods defines with a library, after changes of its text."""
     if library == "jax.numpy":
         pytest.importorskip("jax")
     elif library == "torch":

@@ -59,7 +59,7 @@ def test_any_tiles(name, block_q, block_kv):
 
 @pytest.mark.parametrize(("block_q", "block_kv"), [(64, 256), (256, 64)])
 def test_a_mask_is_computed_for_the_cut_part_of_a_tile(block_q, block_kv):
-    """A tile of several grains sees all keys at one end only, or only in its middle."""
+    """Only at one end, or only in its middle, a tile of several grains needs no mask."""
     banded = Case(window=(199, 149), q_len=300, kv_len=300, batch=1, heads=2, kv_heads=1)
     call = banded.call()
     options = call.options | dict(window=None, mask_mod=lambda b, h, q, kv: (q - kv < 200) & (kv - q < 150))
@@ -85,7 +85,7 @@ def test_masked_visits_that_cost_more_are_fewer(monkeypatch):
 
 
 def captured_gradients(case):
-    """({name: gradient} of the floating arrays that the mods of a case capture, all gradients)."""
+    """Return ({name: gradient} of the floating arrays that the mods of a case capture, all gradients)."""
     call, arrays = case.call(), arrays_of(case)
     mods = mods_of(case, arrays=arrays)
     options = call.options | mods
@@ -110,7 +110,7 @@ def captured_gradients(case):
 
 
 def by_autograd(case, dtype="float64"):
-    """Gradients of captured arrays by torch's autograd on all scores, in `dtype`."""
+    """Return gradients of captured arrays by torch's autograd on all scores, in `dtype`."""
     torch = pytest.importorskip("torch")
     call, dtype = case.call(), getattr(torch, dtype)
     arrays = {name: torch.tensor(x) for name, x in arrays_of(case).items()}
@@ -178,7 +178,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads():
     ("name", "tasks"), [("softcap", 4), ("dense", 4), ("relative", 2), ("row-bias", 1), ("learned-twice", 1)]
 )
 def test_heads_that_add_to_the_same_elements_are_one_task(name, tasks):
-    """2 sequences have 2 key/value heads: `dense` is indexed by both, `relative` by the head alone."""
+    """There are 2 sequences and 2 key/value heads. `dense` is indexed by both numbers, `relative` by the head alone."""
     case = Case(score_mod=name)
     call, result = case.call(), run(case)
     plan, operands = posed(case, Saved(call.dout, result.out, result.lse))
@@ -369,9 +369,7 @@ def test_explain_shows_the_mods():
 
 
 def test_explain_counts_the_tiles_of_each_class():
-    """The counts include all heads and sequences, also shorter ones; the mask depends on the sequence, not on the
-    head.
-    """
+    """The counts include all heads and sequences, also shorter ones; the mask depends only on the sequence."""
     q = np.zeros((2, 300, 2, 16), np.float32)
     limits = np.array([300, 128])
     options = dict(mask_mod=lambda b, h, i, j: j < limits[b], q_lengths=np.array([300, 100], np.int32))

@@ -29,7 +29,7 @@ DEFAULT = ["learned-twice", "hides-by-sum", "row-bias"]
 
 
 def inputs_of(case):
-    """(call, arrays by name, names of the captured arrays, tangents of the floating ones, tangents of q, k and v)."""
+    """Return (call, {name: array}, names of captured arrays, tangents of the floating ones, tangents of q, k, v)."""
     call, arrays = case.call(), arrays_of(case)
     captured = cupy_flash.Mod(**mods_of(case, arrays=arrays)).arrays
     names = [next(name for name, x in arrays.items() if x is array) for array in captured]
@@ -39,7 +39,7 @@ def inputs_of(case):
 
 
 def by_autograd(case, dtype):
-    """{name: result} of dense attention: (out, lse), their tangents, and the results of a double backward."""
+    """Return {name: result} of dense attention: (out, lse), their tangents, and the results of a double backward."""
     call, arrays, names, tangents, moved = inputs_of(case)
     floating = [name for name in dict.fromkeys(names) if name in tangents]
     variables = [torch.tensor(x).to(dtype) for x in (*call[:3], *(arrays[name] for name in floating))]
@@ -76,14 +76,14 @@ def by_autograd(case, dtype):
 
 @functools.cache
 def autograd_references(case):
-    """Results in float64, and the least accurate ones of several runs in float32, chosen per element."""
+    """Return results in float64, and the least accurate ones of several runs in float32, chosen per element."""
     exact = by_autograd(case, torch.float64)
     runs = list(in_several_orders(lambda: by_autograd(case, torch.float32), orders=8))
     return exact, {name: furthest(x, [run[name] for run in runs]) for name, x in exact.items()}
 
 
 def furthest(exact, runs):
-    """For each element, the result of the run that is furthest from the exact value."""
+    """Return for each element the result of the run that is furthest from the exact value."""
     return functools.reduce(lambda a, b: np.where(np.abs(b - exact) > np.abs(a - exact), b, a), runs)
 
 

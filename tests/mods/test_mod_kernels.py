@@ -36,7 +36,7 @@ def kernels_of(case, **how):
 
 
 def check_kernels(case):
-    """Check results and gradients, those of captured arrays included."""
+    """Check results and gradients, including the gradients of captured arrays."""
     result = kernels_of(case)
     check(case, result)
     if case in EACH.values():

@@ -37,13 +37,13 @@ OPTIONS = {
 
 
 def long_case(options):
-    """A case with these options and several tiles; lengths are replaced by ones that fit it."""
+    """Return a case with these options and several tiles; lengths are replaced by ones that fit it."""
     lengths = {name: (30, 141) if name == "q_lengths" else (199, 70) for name in options if name.endswith("lengths")}
     return Case(**LONG | dict(batch=2 if lengths else 1) | options | lengths)
 
 
 def forward(case, tile=TILE, blocks=None, start=start):
-    """(out, lse) of a case in a tile; a persistent grid has `blocks` blocks."""
+    """Return (out, lse) of a case in a tile; a persistent grid has `blocks` blocks."""
     chosen, operands = planned(case, None, "sm_90a", tile, engine="wgmma")
     grids = {"forward": (blocks, 1, 1)} if blocks is not None else {}
     launches = tuple(each._replace(grid=grids.get(each.function, each.grid)) for each in chosen.launches)
@@ -72,7 +72,7 @@ WIDE = {"document": dict(mask_mod="document"), "row-bias": dict(score_mod="row-b
 
 @pytest.mark.exhaustive
 def test_blocks_of_a_cluster_stage_their_own_values():
-    """Two blocks load half of K and V each for both, and each stages the values of all keys."""
+    """Each of two blocks loads half of K and V for both, and stages the values of all keys for itself."""
     case = long_case(dict(score_mod="row-bias"))
     check_forward(case, forward(case, TILE._replace(paired=True)))
 
@@ -109,7 +109,7 @@ BACKWARD = {
 
 
 def run(case, tile="keys", **how):
-    """All results of a case, with one of the BACKWARD tiles."""
+    """Return all results of a case, with one of the BACKWARD tiles."""
     backward_tile = lambda chosen: BACKWARD[tile] if chosen.problem.backward else None  # noqa: E731
     return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile, **how)
 
@@ -189,7 +189,7 @@ def test_planted_bug_of_the_forward_is_found(plant, monkeypatch):
         check_forward(SPARSE, forward(SPARSE, DRAWING, blocks=1))
 
 
-# The same for values that are staged by key
+# name -> (bug, errors), for values that are staged by key
 PLANTED_STAGING = {
     "values of another slot": (
         change("read-staged-keys", "(K.index - 1)", "K.index"),
@@ -213,7 +213,7 @@ def test_planted_bug_of_staged_values_is_found(plant, monkeypatch):
         check_forward(case, forward(case, DRAWING, blocks=1))
 
 
-# The same for the deterministic backward
+# name -> (bug, errors), for the deterministic backward
 PLANTED_BACKWARD = {
     "cut tiles count as full": (change("record-of-queries", "(q_tiles.may_hide & 1 ? CUT : 0)", "0"), AssertionError),
     "records not waited for": (skip("wait-record-of-queries"), errors.Race),
@@ -230,6 +230,6 @@ PLANTED_BACKWARD = {
 def test_planted_bug_of_the_backward_is_found(plant, monkeypatch):
     bug, error = plant
     with planted(monkeypatch, bug), pytest.raises(error):
-        # A deterministic backward would wait forever for the turn of another head: no check ends that wait.
+        # This bug makes a deterministic backward wait forever for the turn of another head, which no check detects.
         deterministic = plant is not PLANTED_BACKWARD["another head"]
         check(SPARSE, run(SPARSE, deterministic=deterministic), only=("dq", "dk", "dv"))

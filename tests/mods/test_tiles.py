@@ -11,7 +11,7 @@ from cupy_flash.mods.trace import Mod
 
 
 def true_classes(mask, length, block, head=1):
-    """(tile is empty, tile is full) for each tile, from the mask's elements."""
+    """Return (tile is empty, tile is full) for each tile, from the mask's elements."""
     i = np.arange(length, dtype=np.int32)
     with np.errstate(all="ignore"):
         seen = mask(np.zeros((1, 1), np.int32), np.full((1, 1), head, np.int32), i[:, None], i[None])
@@ -21,7 +21,7 @@ def true_classes(mask, length, block, head=1):
 
 
 def proved_classes(mask, length, block, head=1):
-    """(EMPTY, FULL) for each tile, by interval arithmetic."""
+    """Return (EMPTY, FULL) for each tile, by interval arithmetic."""
     mod = Mod(mask_mod=mask)
     starts = np.arange(0, length, block)
     queries, keys = starts[:, None], starts[None]
@@ -43,7 +43,7 @@ def test_classes_of_known_masks(row):
 
 
 def wrong_classes(seeds):
-    """Numbers of (wrong classes, classified tiles, tiles that are empty or full) over random masks."""
+    """Return numbers of (wrong classes, classified tiles, tiles that are empty or full) over random masks."""
     wrong = proved = exist = 0
     for seed in seeds:
         mask = random_mask(seed, 1 + seed % 4)
@@ -66,7 +66,7 @@ def test_no_class_of_a_random_mask_is_wrong(seeds):
 
 
 def test_a_wrong_comparison_is_found(monkeypatch):
-    """The planted `<` is never false where `<=` may hold, and is wrong at equality."""
+    """The planted bug evaluates `<` as `<=`, which differs for equal operands."""
     monkeypatch.setitem(tiles.FUNCTIONS, "less", lambda x, y: tiles.Truth(x.lo <= y.hi, x.hi > y.lo))
     assert wrong_classes(range(100))[0] > 0
 

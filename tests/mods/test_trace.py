@@ -148,7 +148,7 @@ class Module(torch.nn.Module):
 
 
 def ways_to_capture(table):
-    """Mods that read table[h, (q - kv) % 4], each with the table captured in another way."""
+    """Return mods that read table[h, (q - kv) % 4], each with the table captured in another way."""
 
     def inner(h, distance):
         return table[h, distance % 4]
@@ -247,7 +247,7 @@ def test_a_choice_of_minus_infinity_at_the_root_is_a_mask():
 
 
 def test_a_condition_that_reads_the_score_stays_in_the_score():
-    """A mask is computed where no score exists; conditions of positions leave such a choice from either side of it."""
+    """Masks are computed without scores, so such a condition stays; conditions of positions around or in it do not."""
     inf, where = np.inf, np.where
     small = "score: where((score <= 1), score, -inf)"
     assert expressions(lambda s, b, h, q, kv: where(s <= 1, s, -inf)) == small
@@ -409,7 +409,7 @@ def test_a_global_that_hides_a_builtin_is_seen(kept):
 
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_trace_does_not_keep_what_a_mod_captures(is_cached):
-    """The traces that are cached hold none of it, and no reference cycle delays its release."""
+    """Cached traces hold no captured object, and no reference cycle delays the release of one."""
 
     def references():
         owner, array = Plain(), np.ones(9, np.float32)
@@ -462,7 +462,7 @@ def test_a_mod_keeps_arrays_and_numbers():
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda mod: pickle.loads(pickle.dumps(mod))])
 def test_a_copy_of_a_mod_is_equal(duplicate):
-    """Also of a long chain of operations; an array that is copied together with the Mod stays its captured array."""
+    """Mods with long chains of operations can be copied; copied together with its array, a Mod captures the copy."""
 
     def long(s, b, h, q, kv):
         for n in range(3, 1000):
@@ -673,7 +673,7 @@ def test_containers_and_wrappers_hold_arrays(kept, mod):
 
 
 def test_functions_of_math_take_captured_numbers(kept):
-    """ldexp takes only an int as exponent; math.floor calls the method of a traced number."""
+    """ldexp takes only an int as exponent; math.floor(x) calls x.__floor__, which traced numbers have."""
     mods = [
         traced(lambda s, b, h, q, kv, x=x, n=n: s * math.ldexp(math.sqrt(x), n) + erf(x) + math.floor(s), None)
         for x, n in ((2.0, 3), (2.0, 3), (2.0, 4))
@@ -719,7 +719,7 @@ def test_singledispatch_of_the_score_and_a_later_registration(kept):
 
 
 def test_a_wrapper_gives_what_its_function_takes():
-    """functools.wraps names the function inside, with other parameters than those of the wrapper."""
+    """functools.wraps gives a wrapper the signature of the function inside, whose parameters may differ."""
 
     def scaled(score, b, h, q_idx, kv_idx, *, width):
         return score * width
@@ -745,7 +745,7 @@ def test_a_partial_keeps_its_attributes(kept):
 
 
 class PrintedOtherwise:
-    """A dtype, or a shape, of a library that prints it in a way of its own, as TensorFlow does."""
+    """A dtype or a shape that prints in a way of its own, as those of TensorFlow do."""
 
     def __init__(self, value):
         self.value = value
@@ -760,14 +760,14 @@ class PrintedOtherwise:
 
 
 def other_library(x):
-    """An array of a library that is known by DLPack alone."""
+    """Return an array of a library that is known by DLPack alone."""
     array = Producer(x)
     array.shape, array.dtype = x.shape, PrintedOtherwise(str(x.dtype))
     return array
 
 
 def test_captured_arrays_of_any_library_with_dlpack(kept):
-    """Their dtype is that of the memory that they export."""
+    """The dtype of such an array is that of the memory that it exports."""
     for weights in (TABLES["torch"], TABLES["torch"] + 1):
         array = other_library(weights)
         mod = lambda s, b, h, q, kv, array=array: s + array[h, q]  # noqa: E731

@@ -73,7 +73,7 @@ def use_small_super_tiles(monkeypatch):
 
 @pytest.mark.parametrize("seeds", in_tiers({"few": range(30), "many": range(30, 300)}, ["few"]))
 def test_super_tiles_change_no_visit(monkeypatch, seeds):
-    """The visits of known and of random masks, with lengths that are not multiples of a super-tile."""
+    """Visits are the same, for known and random masks, with lengths that are not multiples of a super-tile."""
     cases = [(row[0], 1000, 1500, 192, 256, WHOLE) for row in MASKS.values()]
     for seed in seeds:
         cases.append((random_mask(seed, 1 + seed % 4), 301, 320, 64, 128, WHOLE))
@@ -147,7 +147,7 @@ def test_runs_are_split_at_blocks_and_at_empty_classes():
     first, second = runs(classes, 10, 20)
     assert [run[:2] for run in first] == [(0, 20), (20, 40), (40, 50), (60, 70)]
     assert [run.cut_stop > run.cut_start for run in first] == [False, True, False, False]
-    assert first[1][2:] == (20, 30)  # (start, stop) of the part where the mask may hide a pair
+    assert first[1][2:] == (20, 30)  # cut_start and cut_stop: the part of the run where the mask may hide a pair
     assert second == []
     (inner,), _ = runs(np.array([[FULL, CUT, FULL, CUT, FULL], [EMPTY] * 5], np.uint8), 10, 50)
     assert inner == (0, 50, 10, 40)
@@ -160,7 +160,7 @@ def test_a_cut_tile_that_counts_as_full_is_found(monkeypatch):
 
 
 def count_dense(seen, block_q, block_kv):
-    """The number of tiles of each class, from a dense mask."""
+    """Return the number of tiles of each class, from a dense mask."""
     tiles = [
         seen[i : i + block_q, j : j + block_kv]
         for i in range(0, seen.shape[0], block_q)
@@ -183,7 +183,7 @@ def test_counts_of_classes_are_those_of_the_dense_mask(blocks, band):
 
 
 EXACT = {name: MASKS[name][0] for name in ("causal", "sliding", "natten morton")}
-# cuts tiles of several grains, but no tile of one grain
+# This mask cuts tiles of several grains, but no tile of one grain.
 EXACT["grains"] = lambda b, h, q, kv: q // GRAIN >= kv // GRAIN
 
 

@@ -13,17 +13,17 @@ from .products import exactly, farthest, matrix, product
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 DTYPES = {"f16": np.float16, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "tf32": np.float32}
-CLUSTER = [[1, 0]]  # each of the two blocks of a cluster has half of the rows
-BOTH = [[0, 0]]  # each block has all rows
+CLUSTER = [[1, 0]]  # layout of a tile in a cluster of two blocks, each of which has half of the rows
+BOTH = [[0, 0]]  # layout of a tile in a cluster of two blocks, both of which have all rows
 
 
 def bits_of_sums(capability, dtype):
-    """The bits that tensor cores keep of a sum: Hopper's wgmma keeps 14 if the operands are fp8."""
+    """Return the bits that tensor cores keep of a sum: Hopper's wgmma keeps 14 if the operands are fp8."""
     return 14 if capability == 90 and np.dtype(dtype).itemsize == 1 else 24
 
 
 def matmul(capability, dtype, transposes="nn", result=np.float32):
-    """A matrix product that loads through pointers; the last block of K is partial.
+    """Return a matrix product that loads through pointers; the last block of K is partial.
 
     transposes: "t" for a column-major operand, "n" for a row-major one.
     """
@@ -55,7 +55,7 @@ def matmul_tiles(
     specialised=False,
     **options,
 ):
-    """A matrix product that loads through tensor maps.
+    """Return a matrix product that loads through tensor maps.
 
     If the shape is no multiple of the blocks, the last blocks reach beyond the arrays.
     """
@@ -92,7 +92,7 @@ def shared(dtype, swizzle, **layout):
 
 
 def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=False):
-    """majors: for each operand, "k" if it is K-major, "m" if it is M-major or N-major."""
+    """Return a product by wgmma. `majors` has "k" for each operand that is K-major, "m" if it is M- or N-major."""
     rng = np.random.default_rng(0)
     m, k = 64, 2 * block_k
     a, b = matrix(rng, (m, k), dtype), matrix(rng, (k, n), dtype)
@@ -116,7 +116,10 @@ def wgmma(dtype, majors="kk", swizzles=(128, 128), n=64, block_k=64, registers=F
 
 
 def wgmma_no_swizzle():
-    """Operands in core matrices of 8 rows of 16 bytes, one after the other along M or N, then along K."""
+    """Return a product by wgmma of operands without swizzle.
+
+    Their core matrices of 8 rows of 16 bytes lie one after the other along M or N, then along K.
+    """
     rng = np.random.default_rng(0)
     m, n, k = 64, 64, 64
     a, b = matrix(rng, (m, k), BF16), matrix(rng, (k, n), BF16)
@@ -167,7 +170,7 @@ def specialised():
 
 
 def box_moved(source, start, box, target, to):
-    """A copy of `target` into which the box of `source` at `start` is written at `to`.
+    """Return a copy of `target` into which the box of `source` at `start` is written at `to`.
 
     Elements outside the source are 0, and places outside the target are skipped.
     """
@@ -257,7 +260,7 @@ def take_tickets(capability):
 
 
 def on_rows(kernel, capability, x, result, options=(), **arguments):
-    """One block of a kernel that reads rows of x and writes `out`."""
+    """Return the case of one block that reads rows of x and writes `out`."""
     rows, columns = x.shape
     return Case(
         kernel, capability, (1, 1, 1), dict(x=x, ROWS=rows, COLUMNS=columns, **arguments), {"out": result}, {},
@@ -317,7 +320,7 @@ def histogram(capability):
 
 
 def decode(capability, dtype, result):
-    """All finite numbers of an 8-bit format."""
+    """Return all finite numbers of an 8-bit format."""
     x = np.arange(256, dtype=np.uint8).view(dtype)
     x = np.where(np.isfinite(x.astype(np.float32)), x, dtype(0)).astype(dtype)
     return Case(
@@ -326,7 +329,7 @@ def decode(capability, dtype, result):
 
 
 def encode(capability, dtype):
-    """Numbers of all magnitudes up to the largest of the format, because Triton saturates larger ones."""
+    """Return numbers of all magnitudes up to the largest of the format, because Triton saturates larger ones."""
     largest = float(ml_dtypes.finfo(dtype).max)
     rng = np.random.default_rng(0)
     x = np.ldexp(rng.uniform(-1, 1, 1024), rng.integers(-20, 16, 1024)).astype(np.float32)
@@ -350,7 +353,7 @@ def attention(capability, dtype, causal=False):
     scale = d**-0.5
 
     def run(type_, p_dtype, tile=length):
-        """Attention in `type_`, with weights rounded to `p_dtype`, in tiles of keys."""
+        """Return attention computed in `type_` over tiles of keys, with P rounded to `p_dtype`."""
         q_, k_, v_ = (x.astype(type_) for x in (q, k, v))
         s = (q_ @ k_.T) * type_(scale)
         if causal:
@@ -404,7 +407,7 @@ def attention_backward(capability, dtype):
 
 
 def rank(n):
-    """A box of n dimensions that begins before the first element of the source, and ends beyond the target."""
+    """Return a box of n dimensions that begins before the first element of the source, and ends beyond the target."""
     shape, box = (3, 5, 6, 7, 32)[5 - n :], (2, 2, 4, 4, 16)[5 - n :]
     behind = [size - part + 1 for size, part in zip(shape, box, strict=True)]
     return move_box(np.float16, shape, box, (*[-1] * (n - 1), -8), (*behind[:-1], 24))

@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 
 class Compiled(NamedTuple):
-    """The PTX and the facts that a launch needs; `tiles` are Triton's descriptions of the tensor maps, one each."""
+    """The PTX and the facts that a launch needs; `tiles` has Triton's description of each tensor map."""
 
     ptx: str
     name: str
@@ -25,7 +25,7 @@ class Compiled(NamedTuple):
 
 def compile_kernel(kernel, signature, constants, capability, **options):
     """Return the kernel of these types and constants, from the cache of the session if it was compiled before."""
-    # Triton, too, tells the compiler that addresses of arrays are multiples of 16.
+    # Triton's own launcher also tells the compiler that addresses of arrays are multiples of 16, if they are.
     aligned = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_.startswith("*")}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, aligned)
     key = f"{source.hash()}-{capability}-{sorted(options.items())}"
@@ -42,7 +42,7 @@ def compile_kernel(kernel, signature, constants, capability, **options):
 
 
 def _compile(source, target, options):
-    """Compile by the stages of triton.compile up to PTX; the simulator reads no result of ptxas, the next one."""
+    """Compile by the stages of triton.compile up to PTX; the simulator needs no result of the next stage, ptxas."""
     backend = make_backend(target)
     options = backend.parse_options({"enable_fp_fusion": True} | options)
     stages, metadata = {}, {}

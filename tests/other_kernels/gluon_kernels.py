@@ -1,4 +1,4 @@
-"""Kernels in Gluon, which states layouts, tensor maps, mbarriers and wgmma one by one."""
+"""Kernels in Gluon, a language in which the author states layouts, tensor maps, mbarriers and wgmma."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

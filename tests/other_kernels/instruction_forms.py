@@ -13,7 +13,7 @@ from cupy_flash.measure.checks.evidence import FILE, forms
 
 
 def table(cases, default):
-    """{form: the first case with it}; cases of the default tests come before the others."""
+    """Return {form: the first case with it}; cases of the default tests come before the others."""
     from .launching import compiled_kernel
 
     found = {}

@@ -26,7 +26,7 @@ ORDERS = {"early": {"order": "early"}, "late": {"order": "late"}, "random": {"or
 
 
 class Expected(NamedTuple):
-    """An array that a kernel writes: its values in float64, and its initial values.
+    """An array that a kernel writes: the expected values in float64, and the initial values.
 
     low_precision: what low-precision runs write, or None if the kernel writes the bits of the reference.
     """
@@ -127,7 +127,7 @@ def _descriptor(case, array, tile):
 
 
 def _fields(case, name, array, address, tiles):
-    """The (alignment, bytes) of the fields of an argument; a descriptor has a tensor map, shape and strides."""
+    """Return the (alignment, bytes) of the fields of an argument; a descriptor has a tensor map, shape and strides."""
     if array is None:
         value = case.arguments[name]
         return [(4, struct.pack("<i" if isinstance(value, int) else "<f", value))]

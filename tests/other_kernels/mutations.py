@@ -1,4 +1,4 @@
-"""Beliefs of the simulator about the hardware, each broken once: which kernels of other code generators notice?"""
+"""Breaks each belief of the simulator about the hardware, to find which kernels of other code generators notice."""
 
 import __future__
 
@@ -19,7 +19,7 @@ from .launching import ORDERS, compiled_kernel, run
 
 
 class Mutation(NamedTuple):
-    """A belief, what the broken simulator believes instead, and (function, old text, new text) of each change."""
+    """A belief, what the broken simulator does instead, and (function, old text, new text) of each change."""
 
     belief: str
     instead: str
@@ -387,14 +387,14 @@ def changed_code(function, old, new):
 
 
 def forget(mutation):
-    """Empty the caches of the functions that changed."""
+    """Empty the caches of the changed functions."""
     for function, _, _ in mutation.changes:
         if isinstance(function, functools._lru_cache_wrapper):
             function.cache_clear()
 
 
 def functions_called(case):
-    """The code objects of the functions that a run of a case calls."""
+    """Return the code objects of the functions that a run of a case calls."""
     called = set()
 
     def record(frame, event, _):
@@ -410,7 +410,7 @@ def functions_called(case):
 
 
 def notices(case, mutation):
-    """Whether a case, whose result is otherwise right, has a wrong result or raises an error under the mutation.
+    """Return whether a case, whose result is otherwise right, has a wrong result or raises an error under the mutation.
 
     In the first run asynchronous instructions take effect as late as possible, which shows a missing wait; in the
     second one they take effect at random times.
@@ -425,7 +425,7 @@ def notices(case, mutation):
 
 
 def evidence(names):
-    """{belief: the names of at most three cases that notice its mutation, those with the shortest kernels}."""
+    """Return {belief: the names of at most three cases that notice its mutation, those with the shortest kernels}."""
     noticed = {mutation.belief: [] for mutation in ALL}
     for case, name in sorted(((CASES[name](), name) for name in names), key=lambda pair: (length(pair[0]), pair[1])):
         called = functions_called(case)
@@ -441,7 +441,7 @@ def length(case):
 
 
 def table(noticed):
-    """The tables of docs/simulator_evidence.md."""
+    """Return the tables of docs/simulator_evidence.md."""
     lines = []
     for row, mutations in MUTATIONS.items():
         lines += [f"### {row}", "", "| belief | broken: | noticed by |", "|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Products of matrices as tolerances need them: in float64, and in float32 with sums in several orders."""
+"""Products of matrices in float64, and in float32 with several orders of sums, from which tolerances are derived."""
 
 import numpy as np
 
@@ -12,19 +12,19 @@ def matrix(rng, shape, dtype):
 
 
 def as_tf32(array):
-    """The numbers that tensor cores read from float32: the low 13 bits are ignored."""
+    """Return the numbers that tensor cores read from float32: the low 13 bits are ignored."""
     return (array.view(np.uint32) & TF32_BITS).view(np.float32) if array.dtype == np.float32 else array
 
 
 def product(a, b, dtype, *, bits=24):
-    """`a @ b` as tensor cores compute it with accumulators that keep `bits` bits, rounded to `dtype`."""
+    """Return a @ b as tensor cores compute it with accumulators of `bits` bits, rounded to `dtype`."""
     a, b = as_tf32(a), as_tf32(b)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     return Expected(exact, farthest(exact, sums(a, b) if bits == 24 else truncated_sums(a, b, bits), dtype), dtype)
 
 
 def sums(a, b):
-    """a @ b in float32, summed forwards, backwards and in blocks of 16."""
+    """Return a @ b in float32, summed forwards, backwards and in blocks of 16."""
     a, b = a.astype(np.float32), b.astype(np.float32)
     terms = [np.multiply.outer(a[:, k], b[k]) for k in range(a.shape[1])]
     forwards, backwards = np.zeros_like(terms[0]), np.zeros_like(terms[0])
@@ -35,7 +35,7 @@ def sums(a, b):
 
 
 def truncated_sums(a, b, bits):
-    """a @ b in blocks of 32 products, with the blocks forwards and backwards.
+    """Yield a @ b, summed in blocks of 32 products, with the blocks forwards and then backwards.
 
     All terms of a block, the sum so far among them, are truncated to the last of the `bits` bits of the largest one.
     """
@@ -51,12 +51,12 @@ def truncated_sums(a, b, bits):
 
 
 def farthest(exact, runs, dtype):
-    """For each element the value, rounded to `dtype`, that is farthest from the exact one."""
+    """Return for each element the run's value, rounded to `dtype`, that is farthest from the exact one."""
     rounded = np.stack([np.asarray(run).astype(np.float32).astype(dtype).astype(np.float64) for run in runs])
     worst = np.abs(rounded - exact).argmax(0)
     return np.take_along_axis(rounded, worst[None], 0)[0]
 
 
 def exactly(array, initial=None):
-    """The Expected of an array that a kernel must write bit for bit."""
+    """Return the Expected of an array that a kernel must write bit for bit."""
     return Expected(array, None, array.dtype, initial)

@@ -1,4 +1,4 @@
-"""docs/simulator_evidence.md is true: the kernels that it names notice if a belief of the simulator is broken."""
+"""docs/simulator_evidence.md is right: the kernels that it names notice if a belief of the simulator is broken."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "simulator_evidence.md"
 
 
 def rows():
-    """{belief: the names in its row of the page}."""
+    """Return {belief: the names in its row of the page}."""
     cells = re.findall(r"^\| (.+?) \| .+? \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {belief: re.findall("`([^`]+)`", names) for belief, names in cells if belief != "belief"}
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton, which chooses layouts, instructions, copies and barriers itself."""
+"""Kernels in Triton, whose compiler chooses layouts, instructions, copies and barriers."""
 
 import triton
 import triton.language as tl
@@ -43,13 +43,13 @@ def matmul_tiles(
 
 @triton.jit
 def add_tiles(a, c, ROWS: tl.constexpr):
-    """Blocks add their tiles to the same tile, by reductions of TMA."""
+    """Add the tiles of all blocks into one tile, by TMA reductions."""
     c.atomic_add([0, 0], a.load([tl.program_id(0) * ROWS, 0]))
 
 
 @triton.jit
 def split_k(a, b, c, K, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ORDER: tl.constexpr):
-    """Each block adds its product of a part of K to C."""
+    """Split K: each block adds the product over its part of K to C."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     depth = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     left = tl.load(a + rows[:, None] * K + depth[None, :])
@@ -59,7 +59,7 @@ def split_k(a, b, c, K, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K
 
 @triton.jit
 def last_block_sums(x, parts, count, out, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Each block writes a part; the block that finds by the counter that it is the last adds all parts."""
+    """Each block writes a partial sum; the block that the counter shows to be the last one adds them all."""
     block, at = tl.program_id(0), tl.arange(0, SIZE)
     tl.store(parts + block * SIZE + at, tl.load(x + block * SIZE + at) * 2)
     tl.debug_barrier()
@@ -72,7 +72,7 @@ def last_block_sums(x, parts, count, out, SIZE: tl.constexpr, BLOCKS: tl.constex
 
 @triton.jit
 def take_tickets(count, out):
-    """Each block writes at the place that the counter gives it."""
+    """Each block draws a place from the counter, and writes there."""
     ticket = tl.atomic_add(count, 1, sem="relaxed")
     tl.store(out + ticket, ticket + 10)
 
@@ -129,7 +129,7 @@ def transpose(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def dependent(x, out, SIZE: tl.constexpr):
-    """A kernel for programmatic dependent launch: it waits for the grid before it, and lets the next one start."""
+    """A kernel for programmatic dependent launch: it waits for the previous grid, and lets the next grid start."""
     gdc_wait()
     at = tl.arange(0, SIZE)
     values = tl.load(x + at)
@@ -167,7 +167,7 @@ def attention(
 def attention_backward(
     q, k, v, do, lse, delta, dq, dk, dv, LENGTH, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr
 ):
-    """A block computes dK and dV of its keys, and adds its part of dQ to those of the other blocks."""
+    """Compute dK and dV of a block's keys, and add the block's contribution to dQ atomically."""
     keys, at = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
     k_tile = tl.load(k + keys[:, None] * D + at[None, :])
     v_tile = tl.load(v + keys[:, None] * D + at[None, :])

@@ -232,7 +232,7 @@ class Tensor(Producer):
 
 
 class OwnTensor(Tensor):
-    """A subclass in a user's module."""
+    """A subclass of a tensor class that is defined in a user's module."""
 
     __module__ = "model"
 
@@ -311,7 +311,7 @@ def test_arrays_that_overlap_one_that_is_written_are_refused():
     with pytest.raises(ValueError, match="start at one address"):
         cupy_flash.append_to_kv_cache(options["k"], options["v"], one, one, cache_seqlens=options["cache_seqlens"])
     cupy_flash.attention_with_kv_cache(q, one, one[..., :8], **reads)  # latent attention reads V from the rows of K
-    both = np.zeros((2, 40, 3, 2, 16), np.float32)  # K, V and other rows interleaved in one array share no element
+    both = np.zeros((2, 40, 3, 2, 16), np.float32)  # K, V and new rows interleaved in one array share no element
     k_cache, v_cache = both[:, :, 0], both[:, :, 1]
     cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **options | dict(k=both[:, 7:8, 2], v=both[:, 9:10, 2]))
 

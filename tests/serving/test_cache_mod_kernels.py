@@ -46,12 +46,15 @@ DOCUMENTS = np.sort(np.random.default_rng(3).integers(0, 6, (4, CAPACITY)).astyp
 
 
 def documents(b, h, q_idx, kv_idx):
-    """The kernels classify tiles by the extremes of the captured array, for the rows that captured_start selects."""
+    """Let a query see the earlier keys of its document.
+
+    The kernels classify tiles by the extremes of the captured array, in the rows that captured_start selects.
+    """
     return (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (q_idx >= kv_idx)
 
 
 def windows(b, h, q_idx, kv_idx):
-    """Each head sees a window of its own and the first keys, so the heads of a GQA group visit different tiles."""
+    """Let each head see a window of its own and the first keys, so that heads of a GQA group visit different tiles."""
     return ((q_idx - kv_idx <= 40 * (h + 1)) | (kv_idx < 4)) & (kv_idx <= q_idx)
 
 
@@ -72,8 +75,9 @@ def test_masks_with_hidden_tiles(mask, engine, positions):
 
 
 def neighbours(b, h, q_idx, kv_idx):
-    """Keys of the same document before and after the query. The first head of a group does not see the first keys, and
-    no query sees the third tile of a decode.
+    """Let a query see nearby keys of its document, before and after it.
+
+    Heads of even index do not see the first 100 keys, and no query sees the third tile of a decode.
     """
     nearby = (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]) & (abs(q_idx - kv_idx) <= 40)
     return nearby & ((kv_idx >= 100) | (h % 2 == 1)) & (kv_idx // 64 != 2)
@@ -156,7 +160,7 @@ def test_the_batch_changes_no_bit(mask):
 
 @pytest.mark.parametrize("engine", ["mma_decode", exhaustive("mma"), exhaustive("simt")])
 def test_invalid_positions_are_clamped(engine):
-    """No captured array is read out of bounds, and the other sequence's result does not change."""
+    """Invalid positions cause no read of a captured array out of bounds, nor change the other sequence's result."""
     case = CacheCase(lengths=(5, 9), q_len=2, positions=True, dtype="float16")
 
     def spoil(operands):
@@ -200,7 +204,7 @@ def test_compile_covers_mods(arch):
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("mask_mod", [None, lambda b, h, q_idx, kv_idx: DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]])
 def test_every_tile_compiles_without_spills(arch, dim, page, mask_mod, monkeypatch):
-    """The registers of the loop over the parts of a block are live in the mainloop."""
+    """Spills are likely, because the registers of the loop over a block's parts stay live in the mainloop."""
     monkeypatch.setattr(nvrtc, "flags", inspect.unwrap(nvrtc.flags))
     call = CacheCase(lengths=(500,), capacity=CAPACITY, heads=8, kv_heads=1, dtype="float16", head_dim=dim,
                      head_dim_v=dim, page=page).call()  # fmt: skip

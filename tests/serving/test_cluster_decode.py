@@ -108,7 +108,7 @@ def test_any_order_of_warps_and_blocks(order):
         assert a.tobytes() == b.tobytes()
 
 
-# An output tile may have more pieces than a cluster has blocks, so there are no clusters with split_size.
+# Without the case with split_size: an output tile may then have more pieces than a cluster has blocks.
 IN_CLUSTERS = {name: name for name in WRONG if name != "bounds-of-pieces"}
 
 
@@ -148,7 +148,7 @@ def test_clusters_are_choices_where_they_exist():
 
 
 def test_a_tune_chooses_clusters():
-    """They are candidates with a predicted time, but not the default before they are measured."""
+    """Tiles with clusters are candidates with a predicted time, but no plan uses one before it is measured."""
     problem, _ = posed(CacheCase(dtype="float16", capacity=4096).call(), backend="simulator:sm_90a")
     chosen = plan(problem, HOPPER)
     assert not chosen.tile.cluster and "merge" in chosen.explain()

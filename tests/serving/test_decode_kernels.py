@@ -196,7 +196,7 @@ def test_chunks_of_a_prefill_change_no_bit(options, steps):
 # Contents of arrays, which the host never reads on a GPU
 
 
-# name: (fields of the case, array, index, contents, or a function of the call that returns them)
+# name: (fields of the case, name of an array, index, wrong contents or a function from the call to them)
 WRONG = {
     "length-negative": (dict(), "cache_seqlens", 0, -5),
     "length-past-the-capacity": (dict(), "cache_seqlens", 0, 10**6),
@@ -215,7 +215,7 @@ WRONG = {
     ),
     "bounds": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, 2**31 - 1),
     "bounds-negative": (dict(packed=(2, 2), appended=0), "cu_seqlens_q", 1, -9),
-    "bounds-of-pieces": (  # more partial results than max_seqlen_q allows
+    "bounds-of-pieces": (  # these bounds need more partial results than max_seqlen_q allows
         dict(packed=(2, 2), appended=0, heads=16, kv_heads=1, lengths=(90, 99), capacity=128, split_size=64),
         "cu_seqlens_q", 1, 2**31 - 1,
     ),
@@ -236,7 +236,7 @@ def assert_other_sequences_keep_their_bits(name, kernels=run_kernels, **sizes):
         array[at] = contents(call) if callable(contents) else contents
 
     expected, results = kernels(call), kernels(case.call(), spoil=spoil)
-    if member == "cu_seqlens_q":  # it moves the rows of both sequences
+    if member == "cu_seqlens_q":  # wrong cu_seqlens_q moves the rows of both sequences
         return
     blocks = call.options["block_table"][0] if case.page else np.array((case.batch_idx or (0,))[:1])
     if member == "cache_batch_idx":  # keys of a row that does not exist read as zeros
@@ -364,7 +364,7 @@ def test_append_alone_writes_the_same_bits_as_the_cpu(case, monkeypatch):
     if case.packed:
         options["cu_seqlens"] = call.options["cu_seqlens_q"]
     if case.packed and case.slots:
-        options["slots"][-1] = case.capacity - 1  # of a row past the last sequence
+        options["slots"][-1] = case.capacity - 1  # the slot of a row past the last sequence
     assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch)
 
 

@@ -11,7 +11,7 @@ from cupy_flash.adapters.torch import flash_attn_with_kvcache
 
 
 def tensors(**changes):
-    """(q, k_cache, v_cache) and the other arguments of a call as torch tensors, and the NumPy call."""
+    """Return (q, k_cache, v_cache) and the other arguments of a call as torch tensors, and the NumPy call."""
     call = CacheCase(**dict(appended=2, q_len=2) | changes).call()
     options = {n: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for n, x in call.options.items()}
     return [torch.from_numpy(x.copy()) for x in call[:3]], options, call
@@ -56,7 +56,7 @@ def test_equals_attention_with_kv_cache(sizes, flash_options):
 @pytest.mark.parametrize("rows, appended", [(3, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (9, 9)}], ids=["full", "causal", "local"])
 def test_queries_are_rotated_as_flash_attn_does(rows, appended, options):
-    """flash-attn rotates query i of a causal or local call by n_b + i, and every query of other calls by n_b."""
+    """flash-attn rotates query i by n_b + i if the call is causal or local, else by n_b, the length before the call."""
     arrays, given, call = tensors(q_len=rows, appended=appended, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = given["cache_seqlens"].clone()
@@ -107,16 +107,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in REFUSED), ("rows-of-the-table", True)])
 def test_a_refused_call_writes_nothing(name, compiled):
-    """Also if flash-attn's rotation needs two steps, an append and then an attention: all is checked before either
-    writes.
-    """
+    """All is checked before anything is written, also if flash-attn's rotation needs an append, then an attention."""
     changes, error, text = REFUSED[name]
     (q, *caches), given, _ = tensors(q_len=3, appended=2, rotary=(8, True))
     given = {name: given[name] for name in ("k", "v", "cache_seqlens", "rotary_cos", "rotary_sin")}
     before = [cache.clone() for cache in caches]
     arguments = {"q": q, "k_cache": caches[0], "v_cache": caches[1]} | given | changes
     function = flash_attn_with_kvcache
-    if compiled:  # without functionalization, which would write to clones first
+    if compiled:  # the backend eager has no functionalization, which would write to clones
         function = torch.compile(function, backend="eager", fullgraph=True)
     with pytest.raises(error, match=text):
         function(**arguments)
@@ -171,7 +169,7 @@ def test_refusals(options, error, text):
 
 
 def given_to_flash(sizes):
-    """(q, k_cache, v_cache) and the keyword arguments of a call that appends."""
+    """Return (q, k_cache, v_cache) and the keyword arguments of a call that appends."""
     arrays, options, _ = tensors(**sizes)
     kept = ("k", "v", "cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q")
     return arrays, {name: options[name] for name in kept if name in options} | {"causal": True}
@@ -210,7 +208,7 @@ def test_reasons(sizes, change, error, text):
 
 
 def select_rows(given):
-    """Move the block table's rows to a table of three, from which cache_batch_idx selects them."""
+    """Return options with the block table's rows in a table of three rows, from which cache_batch_idx selects them."""
     table = torch.full((3, given["block_table"].shape[1]), 7, dtype=torch.int32)
     table[[2, 0]] = given["block_table"]
     return dict(block_table=None, page_table=table, cache_batch_idx=torch.tensor([2, 0], dtype=torch.int32))
@@ -226,7 +224,7 @@ def select_rows(given):
     ids=["equal-bounds", "rows-of-a-table"],
 )
 def test_arguments_of_flash_attention_3(sizes, change, compiled):
-    """In a graph equal bounds cannot be compared, so there the same tensor is given twice."""
+    """In a graph two cu_seqlens tensors cannot be compared by value, so one tensor must be passed for both."""
     results = []
     function = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
     for changes in (lambda given: {}, change):
@@ -243,7 +241,7 @@ def test_arguments_of_flash_attention_3(sizes, change, compiled):
 
 
 def test_a_row_that_no_table_has_is_refused_in_a_graph():
-    """Its pages do not exist, so the operator refuses it although the graph reads no indices."""
+    """The operator refuses the row because its pages do not exist; the graph itself does not check indices."""
     (q, *caches), given = given_to_flash(PAGED)
     before = [cache.clone() for cache in caches]
     given["cache_batch_idx"] = torch.tensor([0, 2], dtype=torch.int32)

@@ -29,7 +29,7 @@ def case_with(options, **changes):
 
 
 def at(call, rows):
-    """The call with only the sequences `rows`; caches are contiguous."""
+    """Return the call with only the sequences `rows`; caches are contiguous."""
     own = ("k", "v", "cache_seqlens", "k_descale", "v_descale")
     options = {name: x[rows] if name in own else x for name, x in call.options.items()}
     return CacheCall(*(x[rows] for x in call[:3]), options)

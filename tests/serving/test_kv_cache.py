@@ -99,7 +99,7 @@ def test_split_size(case):
 @pytest.mark.parametrize("backend", ["cpu", "simulator"])
 @pytest.mark.parametrize("sizes", [{}, dict(positions=True), dict(cache_dtype="float8_e4m3fn", descales=True)])
 def test_packed_rows_past_the_last_sequence_are_appended_by_their_slots(sizes, backend):
-    """They are rotated by position 0, and have no descale."""
+    """Such rows are rotated by position 0, and have no descale."""
     case = CacheCase(packed=(3, 1), appended=0, slots=True, rotary=(8, True), dtype="float16", **sizes)
     call = case.call()
     call.options["slots"][-2:] = case.capacity - 1, 2 * case.capacity - 2

@@ -16,8 +16,9 @@ PAGES = 2**31 // (PAGE * KV_HEADS * DIM) + 8  # the last pages start past 2^31 e
 
 @pytest.fixture(params=["numpy", "torch"])
 def huge_pool(request):
-    """Pools of K and V pages, (PAGES, PAGE, KV_HEADS, DIM) float16; np.zeros only reserves the memory, of which a test
-    touches little.
+    """Return pools of K and V pages, (PAGES, PAGE, KV_HEADS, DIM) float16.
+
+    np.zeros only reserves the memory, of which a test touches little.
     """
     shape = (PAGES, PAGE, KV_HEADS, DIM)
     pools = [np.zeros(shape, np.float16) for _ in range(2)]

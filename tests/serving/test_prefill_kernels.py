@@ -46,7 +46,7 @@ def test_the_formula(case, engine):
 @pytest.mark.parametrize("case", in_tiers(ROWS, ("everything", "packed-everything")))
 @pytest.mark.parametrize("dtype", ["float32", exhaustive("float64")])
 def test_the_formula_in_full_precision(case, dtype):
-    """Only simt serves float32 and float64, with and without an append."""
+    """simt alone serves float32 and float64; the cases have an append or none."""
     check(replace(case, dtype=dtype), backend="simulator")
 
 
@@ -77,13 +77,13 @@ def test_any_gpu_and_head_dimension(arch, dim, dim_v):
 
 
 def planned(case):
-    """The plan of a case on sm_80 by mma."""
+    """Return the plan of a case on sm_80 by mma."""
     return dispatch.plan_for(posed(case.call(), backend="simulator", engine="mma")[0])
 
 
 @pytest.mark.exhaustive
 def test_every_tile_with_pages_of_one_key():
-    """In tiles with few threads each thread looks up several pages."""
+    """With pages of one key, each thread of a tile with few threads looks up several pages."""
     case = replace(CHUNK, page=1, lengths=(70, 3), q_len=70, appended=70, capacity=144)
     for _, each in candidates(planned(case), "mma"):
         problem, operands = posed(case.call(), backend="simulator", engine="mma")
@@ -114,7 +114,7 @@ def test_pages_change_no_bit(engine):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", [None, 1, 16])
 def test_keys_are_read_once_per_query_tile(page, watch):
-    """The bytes read, tables included, exceed those of the visible keys per query tile by at most 5 %."""
+    """The bytes read, including tables, exceed the bytes of the keys that each query tile sees by at most 5 %."""
     case = CacheCase(lengths=(512,), capacity=512, q_len=128, page=page, heads=1, kv_heads=1, head_dim=64,
                      head_dim_v=64, dtype="float16")  # fmt: skip
     run_kernels(case.call(), engine="mma", start=watch.start)

@@ -25,7 +25,7 @@ def example():
 
 @pytest.fixture
 def saved(example, tmp_path):
-    """A file with a random model, large enough that its tokens depend on the tokens that it attends to."""
+    """Return a file with a random model, large enough that its tokens depend on the tokens that it attends to."""
     generator = torch.Generator().manual_seed(3)
     model = example.train_gpt.GPT(example.train_gpt.parse_arguments([f"--{n}={x}" for n, x in SIZES.items()]))
     weights = {name: torch.randn(x.shape, generator=generator) * 0.5 for name, x in model.state_dict().items()}
@@ -34,7 +34,7 @@ def saved(example, tmp_path):
 
 
 def serve(example, saved, *options):
-    """The tokens of every request, the expected tokens, and the server at the end."""
+    """Return the tokens of every request, the expected tokens, and the server at the end."""
     arguments = example.parse_arguments(["--model", str(saved), *options])
     model = example.load_model(saved)
     server = example.Server(model, arguments)
@@ -57,7 +57,8 @@ def serve(example, saved, *options):
 def test_tokens_are_those_without_a_cache(example, saved, options, preempts):
     tokens, expected, server = serve(example, saved, *options)
     assert tokens == expected
-    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])  # the model does not repeat a single token
+    # A model that repeats a single token would hide errors.
+    assert all(len(set(sequence[-12:])) > 1 for sequence in tokens[3:])
     assert bool(server.preemptions) == preempts
     assert sorted(server.free) == list(range(server.arguments.pages))
     assert server.most_pages <= server.arguments.pages

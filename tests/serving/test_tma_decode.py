@@ -45,7 +45,7 @@ def on_hopper(call, **options):
 
 
 def assert_same_bits(call, **options):
-    """The results, after a comparison with those of the same blocks without a producer warp."""
+    """Return the results, after a comparison with those of the same blocks without a producer warp."""
     results = on_hopper(call, tma=True, **options)
     for a, b in zip(results, on_hopper(call, **options), strict=True):
         assert a.tobytes() == b.tobytes()
@@ -133,7 +133,7 @@ def test_what_tma_cannot_load_is_no_choice(options, arch):
 
 
 def test_a_tune_chooses_the_producer_warp():
-    """It is a candidate with a predicted time, but not the default before it is measured."""
+    """A tile with a producer warp is a candidate with a predicted time, but no plan uses it before it is measured."""
     problem, _ = posed(CacheCase(dtype="float16", capacity=4096, **WIDE).call(), backend="simulator:sm_90a")
     assert not plan(problem, HOPPER).tile.tma
     tile = max((x for x in mma_decode.choices(problem, HOPPER) if x.tma), key=lambda x: x.stages)

@@ -50,7 +50,7 @@ def test_the_formula(case):
 
 
 def step(**changes):
-    """(q and the caches, options) of a call that appends."""
+    """Return (q and the caches, options) of a call that appends."""
     arrays, options = tensors_of(CacheCase(appended=1, **changes).call())
     return arrays, options
 
@@ -159,7 +159,7 @@ def test_opcheck():
 
 
 def test_a_profiler_sees_the_operator_and_both_ways_write_the_caches():
-    """A call that nothing observes has no operator, but the same results and versions of the tensors it writes."""
+    """An unobserved call bypasses the operator, with the same results and the same versions of the written tensors."""
     results, versions = [], []
     for observe in (contextlib.nullcontext, torch.profiler.profile):
         (q, *caches), options = step()
@@ -175,7 +175,7 @@ def test_a_profiler_sees_the_operator_and_both_ways_write_the_caches():
 
 
 def test_a_lazily_negated_tensor_cannot_be_written():
-    """Its numbers are those of memory times -1, so a kernel would write to a copy, which is lost."""
+    """The values of such a tensor are its memory times -1, so a kernel would write to a copy, which is lost."""
     (q, *caches), options = step()
     for n, name in enumerate(("k_cache", "v_cache")):
         negated = [cache._neg_view() if n == at else cache for at, cache in enumerate(caches)]

@@ -12,7 +12,7 @@ OURS = {"seqused_k": "cache_seqlens", "softmax_scale": "scale", "s_aux": "sink",
 
 
 def tensors(**changes):
-    """(q, k pages, v pages), and the other arguments of a call on pages under vLLM's names."""
+    """Return (q, k pages, v pages), and the other arguments of a call on pages under vLLM's names."""
     call = CacheCase(**dict(packed=(2, 3), page=8) | changes).call()
     names = ("cache_seqlens", "block_table", "cu_seqlens_q", "max_seqlen_q", "alibi_slopes", "sink", "k_descale")
     names += ("v_descale",)

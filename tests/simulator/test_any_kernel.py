@@ -1,4 +1,4 @@
-"""The simulator on kernels of any origin: parameter buffers, sums of counters, and errors of a first use."""
+"""The simulator runs kernels of any origin: parameter buffers, sums of counters, and errors that new users make."""
 
 import struct
 

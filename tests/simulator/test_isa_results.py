@@ -18,7 +18,7 @@ def test_the_simulator_gives_the_stated_results(name):
     assert simulated.wrong(kernel, simulate(kernel)) is None
 
 
-# name -> (instruction, another one that stands for a wrong reading of it)
+# name -> (instruction, the instruction that a simulator with a wrong reading of the ISA would execute)
 MISREAD = {
     "isa.predicates": ("or.pred %q3", "and.pred %q3"),
     "isa.selections": ("selp.b64 %d3, %d1, %d2", "selp.b64 %d3, %d2, %d1"),

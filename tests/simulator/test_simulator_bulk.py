@@ -26,7 +26,7 @@ def result(case, body=None, **options):
 
 
 def swizzle(byte, span):
-    """The address of a byte after swizzling (PTX ISA 9.2, swizzling modes).
+    """Return the address of a byte after swizzling (PTX ISA 9.2, swizzling modes).
 
     In a span of 32, 64 or 128 bytes, the index of a 16-byte chunk in its span is XORed with the index of its 128-byte
     row modulo 2, 4 or 8.
@@ -141,7 +141,7 @@ def test_blocks_have_copies_of_their_own():
 # ---- misuse
 
 LOAD, STORE, ADD = BY_NAME["load.2d"], BY_NAME["store.2d"], BY_NAME["add.2d-f32"]
-# No wait before the first use, but one before the block exits.
+# The body lacks the wait before the first use, but waits before the block exits.
 NO_WAIT = LOAD.body.replace(wait(), "")
 
 
@@ -341,7 +341,7 @@ def test_fence_by_each_writer_while_one_writes_elsewhere():
 
 
 def test_store_before_other_lanes_have_written():
-    """A proxy fence does not order lanes with each other."""
+    """A proxy fence does not order the accesses of different lanes."""
     with pytest.raises(errors.Race, match="write, then asynchronous read of .* without a __syncwarp"):
         warp_store(FENCE)
     with pytest.raises(errors.Race, match="write, then read of .* without a __syncwarp"):
@@ -385,7 +385,7 @@ def test_the_order_decides_when_a_store_reads():
     good = result(STORE)[0]
     assert np.array_equal(result(STORE, body, order="early", unchecked=CHECKS)[0], good)
     assert not np.array_equal(result(STORE, body, order="late", unchecked=CHECKS)[0], good)
-    # wait_group 1 leaves one group pending, so it does not cover a single group.
+    # wait_group 1 leaves one group pending, so it does not wait for the only group.
     body = STORE.body.replace(WAIT_GROUP, f"cp.async.bulk.wait_group 1; st.shared.b64 [%r60], 0; {WAIT_GROUP}")
     assert not np.array_equal(result(STORE, body, order="late", unchecked=CHECKS)[0], good)
 
@@ -413,7 +413,7 @@ def test_stores_in_a_long_loop_that_wait_for_their_reads_only():
 
 
 def test_late_loads_complete_in_reverse():
-    """The wait for the second copy does not imply the first one, although it was issued earlier."""
+    """A wait for the second copy says nothing about the first copy, although that was issued earlier."""
     body = f"""
         {initialise()}
         @%q6 mbarrier.init.shared::cta.b64 [%r50+8], 1;

@@ -236,7 +236,7 @@ def test_barrier_orders_only_the_warps_that_use_it():
 
 
 def test_arrive_publishes_but_does_not_wait():
-    # The producer arrives and the consumer waits, which orders its writes; but the producer may not write again.
+    # The producer arrives and the consumer waits, which orders the producer's earlier writes, but no later ones.
     body = f"""
         {STORE_OWN}
         setp.ge.u32 %q0, %t, 32;

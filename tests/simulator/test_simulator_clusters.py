@@ -60,7 +60,7 @@ FENCE = "@%q6 fence.mbarrier_init.release.cluster;"
 
 
 def with_first_barrier(case, barrier):
-    """The kernel with other instructions in place of its first cluster barrier."""
+    """Return the kernel with other instructions in place of its first cluster barrier."""
     first, last = case.body.index("barrier.cluster.arrive"), case.body.index("barrier.cluster.wait")
     return case.body[:first] + barrier + case.body[case.body.index(";", last) + 1 :]
 
@@ -75,10 +75,10 @@ def test_a_relaxed_barrier_after_the_fence_of_the_initialisation(case, order):
     assert body.count(FENCE) == 1
     for planted in (
         body.replace(FENCE, ""),
-        body.replace(FENCE, FENCE.replace("@%q6", "@!%q6")),  # not by the thread that has initialised
+        body.replace(FENCE, FENCE.replace("@%q6", "@!%q6")),  # a thread other than the initialising one executes it
         body.replace(FENCE, "").replace(init, init.replace("%r50", "%r50+8") + FENCE + init),
         body.replace(FENCE, "").replace(RELAXED, RELAXED + FENCE),
-        body.replace(FENCE, "@%q6 fence.proxy.async;"),  # for the copies, but it releases nothing
+        body.replace(FENCE, "@%q6 fence.proxy.async;"),  # orders copies only, and releases nothing
     ):
         with pytest.raises(errors.Race, match=r"without a barrier after its mbarrier\.init"):
             result(case, planted, order=order)
@@ -127,7 +127,7 @@ def test_copy_over_bytes_that_the_other_block_still_reads():
 
 
 def without_the_last_barrier(case):
-    """The kernel without the barrier that keeps a block from exiting while the other one uses its shared memory."""
+    """Return the kernel without the barrier that keeps a block alive while the other one uses its shared memory."""
     return case.body[: case.body.rindex("barrier.cluster.arrive")]
 
 

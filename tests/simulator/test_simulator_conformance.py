@@ -54,7 +54,7 @@ def round_exact(x, type_, mode="rn"):
 
 
 def exactly(operation, type_, mode="rn"):
-    """A float operation that rounds once.
+    """Return a float operation that rounds once.
 
     It computes with fractions if all operands are finite, and with float64 otherwise; a zero has its sign by IEEE 754.
     """
@@ -131,14 +131,14 @@ def square_root(type_):
 
 
 def wrapped(value, type_):
-    """An integer modulo the range of its type."""
+    """Return an integer modulo the range of its type."""
     bits = int(type_[1:])
     value %= 1 << bits
     return value - (1 << bits) if type_[0] == "s" and value >> (bits - 1) else value
 
 
 def to_integer(value, type_, mode, source):
-    """PTX ISA, cvt: the value is clamped; NaN gives 0, but only the top bit if it is .f64 or the result has 64 bits."""
+    """Convert to an integer by the PTX ISA's cvt: clamped; NaN gives 0, but 1 << (bits - 1) from .f64 or to 64 bits."""
     bits, value = int(type_[1:]), float(value)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if type_[0] == "s" else (0, (1 << bits) - 1)
     if math.isnan(value):
@@ -171,7 +171,7 @@ def leading_one(a, type_):
 
 
 def extracted(a, position, length, type_):
-    """PTX ISA, bfe, transcribed from its pseudo code."""
+    """Return the result of bfe, by the pseudo code of the PTX ISA."""
     bits, position, length = bits_of(type_), position & 255, length & 255
     a %= 1 << bits
     top = bits - 1
@@ -184,7 +184,7 @@ def extracted(a, position, length, type_):
 
 
 def inserted(a, b, position, length, bits):
-    """PTX ISA, bfi, transcribed from its pseudo code."""
+    """Return the result of bfi, by the pseudo code of the PTX ISA."""
     position, length = position & 255, length & 255
     for i in range(length):
         if position + i < bits:
@@ -230,7 +230,7 @@ def value_of(bits, type_):
 
 
 def narrow(value, type_, mode="rn", *, satfinite=False, relu=False):
-    """Bits of a value in a narrow format: ml_dtypes rounds to nearest, fractions are used for the other modes."""
+    """Return the bits of a value in a narrow format: ml_dtypes rounds to nearest, Fractions to the other modes."""
     value = float(value)
     if math.isnan(value):
         return CANONICAL_NAN[type_]
@@ -269,7 +269,7 @@ def half_maximum(type_, *, packed):
 
 
 def extremum(a, b, *, smaller, propagate=False):
-    """PTX ISA, min and max: a number wins over NaN unless the instruction has .NaN; -0 < +0."""
+    """Return min or max by the PTX ISA: a number wins over NaN unless the instruction has .NaN, and -0 < +0."""
     a, b = float(a), float(b)
     if math.isnan(a) or math.isnan(b):
         if propagate:
@@ -310,7 +310,7 @@ def flushed(value):
 
 
 def expected_function(case):
-    """A function that computes the expected result of a case for one row."""
+    """Return a function that computes the expected result of a case for one row."""
     opcode, *modifiers = case.name.split(".")
     type_ = case.output
     mode = next((m for m in modifiers if m in ("rn", "rz", "rm", "rp", "rna")), "rn")
@@ -539,7 +539,7 @@ REDUCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def warp_result(case, warps):
-    """The expected result of each lane, (warps, 32), for inputs (warps, 32)."""
+    """Return the expected result of each lane, (warps, 32), for inputs (warps, 32)."""
     opcode, *rest = case.name.split(".")
     bits = (1 << np.arange(32)).astype(np.uint32)
     if opcode == "redux":

@@ -62,8 +62,9 @@ WATCHED = (
 
 
 def forms(ptx):
-    """The forms of instructions that only a GPU can verify: their names and, for wgmma, the location of A and the
-    transposed operands. bf16 counts as f16.
+    """Return the forms of instructions that only a GPU can verify.
+
+    A form is a name and, for wgmma, the location of A and the transposed operands. bf16 counts as f16.
     """
     names = set()
     for name, operands in re.findall(rf"(?<![\w.%])((?:{WATCHED})\.[\w.:]+)([^;]*)", ptx.replace("bf16", "f16")):
@@ -91,7 +92,7 @@ def compiled(launch, arch):
 
 
 def confirmed_by_nobody(ptx):
-    """Forms of instructions that neither another code generator's kernel nor the PTX ISA confirms."""
+    """Return forms of instructions that neither another code generator's kernel nor the PTX ISA confirms."""
     return [row.form for row in evidence_for([ptx]) if row.other_kernel is None and row.micro_kernel is None]
 
 
@@ -149,7 +150,7 @@ CALLS = {
 @pytest.mark.usefixtures("flags_of_users")
 @pytest.mark.parametrize("call", in_tiers(CALLS, ["simt-f64"]))
 def test_every_instruction_of_the_kernels_is_confirmed(call):
-    """By a kernel of Triton or Gluon, or by a micro-kernel whose results follow from the PTX ISA."""
+    """Each form of an instruction is confirmed by a kernel of Triton or Gluon, or by a result from the PTX ISA."""
     arch, words = call
     kernels = {launch.kernel: launch for launch in ahead.launches(device.named(arch, "cuda"), **words)}
     assert {name: confirmed_by_nobody(compiled(launch, arch)) for name, launch in kernels.items()} == dict.fromkeys(
@@ -162,9 +163,7 @@ def test_an_instruction_that_nobody_confirms_is_named():
 
 
 def test_ptxas_assembles_every_micro_kernel_of_several_threads():
-    """A kernel with setmaxnreg must also start with the number of registers that it assumes, or it would wait
-    forever.
-    """
+    """A kernel with setmaxnreg must start with the number of registers that it assumes, or it would wait forever."""
     kernels = [kernel for kernel in KERNELS.values() if kernel.rows is None]
     compiled = nvrtc.compile(source(kernels), "micro", "sm_90a")
     assert compiled.warnings == () and len(compiled.resources) == len(kernels) > 100
@@ -191,7 +190,7 @@ class CUDADriverError(Exception):
 
 
 def stand_in(number, announce):
-    """Replaces micro_kernels.work: runs a kernel on the simulator, or fails in the way that its name selects."""
+    """Stand in for micro_kernels.work: run a kernel on the simulator, or fail in the way that its name selects."""
     if number is None:
         return 90
     name = (kernel := kernels()[number]).name

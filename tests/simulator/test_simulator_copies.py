@@ -12,7 +12,7 @@ ORDERS = ["early", "late", "random"]
 
 
 def copy(size=16, *, more="", wait="cp.async.wait_group 0;", barrier="bar.sync 0;"):
-    """PTX: each thread copies `size` bytes from %p0 to shared memory, and stores its neighbour's bytes to %p1."""
+    """Return PTX in which each thread copies `size` bytes from %p0 to smem, and stores its neighbour's bytes to %p1."""
     load = {4: "b32 %r4", 8: "v2.b32 {%r4, %r5}", 16: "v4.b32 {%r4, %r5, %r6, %r7}"}[size]
     kind, registers = load.split(" ", 1)
     return f"""

@@ -11,7 +11,10 @@ LANES = np.arange(32)
 
 
 def count_by_hand(words, width):
-    """Wavefronts of one warp: the largest number of distinct words in a bank, for each quarter, half or whole warp."""
+    """Return the wavefronts of one warp: the sum over its parts of the most distinct words in one bank.
+
+    A part is a quarter of the warp for 16-byte accesses, half for 8 bytes, and the whole warp for 4 bytes.
+    """
     parts, per_lane = {4: (1, 1), 8: (2, 2), 16: (4, 4)}[width]
     total = 0
     for lanes in np.split(np.asarray(words), parts):

@@ -125,8 +125,10 @@ THIRD:
 
 
 def test_order_is_transitive():
-    """A third block reads through another block's release or a relaxed atomic on the same flag, but not through a
-    relaxed store.
+    """What block 0 releases reaches block 2 through block 1.
+
+    Block 1 must release, or continue the release sequence by a relaxed atomic on the same flag; a relaxed store does
+    not.
     """
     further = dict(acquire=PARTS["acquire"], blocks=3, numbers=2)
     other = WRITE + THIRD.replace("SPIN:\n    {acquire}", "SPIN:\n    ld.acquire.gpu.global.b32 %r1, [%p1+4];")

@@ -39,7 +39,7 @@ def compiled(text):
 
 @functools.lru_cache(maxsize=1)
 def problem():
-    """(q, k, v), each (heads, length, D), and (out, lse) in fp64."""
+    """Return (q, k, v), each (heads, length, D), and (out, lse) in fp64."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((HEADS, length, D)).astype(ml_dtypes.bfloat16) for length in (Q_LEN, KV_LEN, KV_LEN))
     Q, K, V = (x.astype(np.float64) for x in (q, k, v))
@@ -49,7 +49,7 @@ def problem():
 
 
 def forward(text=KERNEL, *, blocks=3, **options):
-    """(out, lse) by a persistent grid with fewer blocks than tiles."""
+    """Return (out, lse) by a persistent grid with fewer blocks than tiles."""
     (q, k, v), _ = problem()
     out, lse = np.zeros_like(q), np.zeros((HEADS, Q_LEN), np.float32)
     memory = Memory()

@@ -20,7 +20,7 @@ STORE = "mad.wide.u32 %d0, %t, 4, %p0; st.global.b32 [%d0], {};"
 
 
 def result(body, threads=32, register="%r1", **options):
-    """The final value of %r1 of each thread."""
+    """Return the final value of %r1 of each thread."""
     out = np.zeros(threads, np.uint32)
     run(body + STORE.format(register), out, threads=threads, **options)
     return out
@@ -275,7 +275,7 @@ def test_a_spinning_lane_does_not_block_its_own_warp():
 
 
 def shuffled(mode, lane, b, c):
-    """PTX ISA, shfl.sync, transcribed from its pseudo code: (source lane, predicate)."""
+    """Return (source lane, predicate) of shfl.sync, by the pseudo code of the PTX ISA."""
     segment, clamp = c >> 8 & 31, c & 31
     most, least = lane & segment | clamp & ~segment, lane & segment
     if mode == "up":
@@ -364,7 +364,7 @@ def test_barrier_with_a_vote(kind):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lanes_that_arrive_at_a_barrier_separately(seed):
-    """They wait for the rest of their warp and do not execute earlier instructions again."""
+    """Such lanes wait for the rest of their warp, and do not execute earlier instructions again."""
     body = """
         mov.u32 %r1, 0;
         and.b32 %r2, %t, 3;
@@ -442,7 +442,7 @@ def test_strided_arrays_are_used_in_place():
     base = np.arange(400, dtype=np.float32).reshape(20, 20)
     view = base[3:13:2, ::-4]
     run("mov.f32 %f0, 0f00000000; st.global.f32 [%p0], %f0; st.global.f32 [%p0+-16], %f0;", view, threads=1)
-    assert base[3, 19] == 0 and base[3, 15] == 0 and (base == 0).sum() == 3  # base[0, 0] is the third zero
+    assert base[3, 19] == 0 and base[3, 15] == 0 and (base == 0).sum() == 3  # base[0, 0] was 0 before
 
 
 def test_generic_addresses_reach_every_space():
@@ -494,7 +494,7 @@ def test_module_variables_and_their_initial_values():
 
 
 def test_modules_have_variables_of_their_own():
-    """A variable keeps its value from launch to launch of its module; that of another module is another one."""
+    """A variable keeps its value between launches of its module; modules do not share variables of the same name."""
     counting = """
 .version 8.0
 .target sm_80
@@ -717,7 +717,7 @@ def test_blocks_start_in_any_order():
 
 
 def test_turns_require_blocks_to_start_in_order():
-    """A kernel whose blocks wait in the order of their index deadlocks otherwise, unless all blocks are resident."""
+    """If block n waits for block n - 1, blocks must start in the order of their index unless all are resident."""
     case, out = launched("turns", resident_lanes=32 * 32)
     assert np.array_equal(out, case.inputs[0].cumsum(0)[-1])
     with pytest.raises(errors.Deadlock, match="no end after 2000 basic blocks"):

@@ -21,54 +21,54 @@ def thread_of(lane):
 
 
 def a_m16n8k16(lane, i):
-    """9.7.14.5.8, Figure 79: matrix A, .f16 / .bf16."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.8, Figure 79: matrix A, .f16 / .bf16)."""
     row = group_of(lane) if 0 <= i < 2 or 4 <= i < 6 else group_of(lane) + 8
     return row, thread_of(lane) * 2 + (i & 1) + (0 if i < 4 else 8)
 
 
 def b_m16n8k16(lane, i):
-    """9.7.14.5.8, Multiplicand B, .f16 / .bf16."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.8, Multiplicand B, .f16 / .bf16)."""
     return thread_of(lane) * 2 + (i & 1) + (0 if i < 2 else 8), group_of(lane)
 
 
 def c_m16n8(lane, i):
-    """9.7.14.5.7 and 9.7.14.5.8, Accumulators (C or D), .f32"""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.7 and 9.7.14.5.8, Accumulators (C or D), .f32)."""
     return group_of(lane) if i < 2 else group_of(lane) + 8, thread_of(lane) * 2 + (i & 1)
 
 
 def a_m16n8k8(lane, i):
-    """9.7.14.5.7, Figure 71: matrix A, .f16 / .bf16."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.7, Figure 71: matrix A, .f16 / .bf16)."""
     return group_of(lane) if i < 2 else group_of(lane) + 8, thread_of(lane) * 2 + (i & 1)
 
 
 def b_m16n8k8(lane, i):
-    """9.7.14.5.7, Multiplicand B, .f16 / .bf16."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.7, Multiplicand B, .f16 / .bf16)."""
     return thread_of(lane) * 2 + i, group_of(lane)
 
 
 def a_m16n8k8_tf32(lane, i):
-    """9.7.14.5.7, Figure 72: matrix A, .tf32."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.7, Figure 72: matrix A, .tf32)."""
     return group_of(lane) if i in (0, 2) else group_of(lane) + 8, thread_of(lane) if i < 2 else thread_of(lane) + 4
 
 
 def b_m16n8k8_tf32(lane, i):
-    """9.7.14.5.7, Multiplicand B, .tf32."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.7, Multiplicand B, .tf32)."""
     return thread_of(lane) + 4 * i, group_of(lane)
 
 
 def a_m16n8k32(lane, i):
-    """9.7.14.5, m16n8k32, Figure 88: matrix A, .e4m3 / .e5m2."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5, m16n8k32, Figure 88: matrix A, .e4m3 / .e5m2)."""
     row = group_of(lane) if 0 <= i < 4 or 8 <= i < 12 else group_of(lane) + 8
     return row, thread_of(lane) * 4 + (i & 3) + (0 if i < 8 else 16)
 
 
 def b_m16n8k32(lane, i):
-    """9.7.14.5, m16n8k32, Multiplicand B, .e4m3 / .e5m2."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5, m16n8k32, Multiplicand B, .e4m3 / .e5m2)."""
     return thread_of(lane) * 4 + (i & 3) + (0 if i < 4 else 16), group_of(lane)
 
 
 def fragments(matrix, layout, words):
-    """(32, words): the registers of each lane that hold the matrix in this layout."""
+    """Return (32, words): the registers of each lane that hold the matrix in this layout."""
     per_lane = words * 4 // matrix.dtype.itemsize
     held = np.array([[matrix[layout(lane, i)] for i in range(per_lane)] for lane in range(32)], matrix.dtype)
     return held.view(np.uint32)
@@ -129,14 +129,18 @@ def test_mma_rounds_the_sum_once():
 
 
 def ldmatrix_row(lane, count):
-    """9.7.14.5.15, table of .num: lanes 0-7 hold the row addresses of matrix 0, lanes 8-15 those of matrix 1, and so
-    on.
+    """Return (matrix, row) of the address that a lane holds, or None (PTX ISA 9.7.14.5.15, table of .num).
+
+    Lanes 0-7 hold the row addresses of matrix 0, lanes 8-15 those of matrix 1, and so on.
     """
     return (lane // 8, lane % 8) if lane < 8 * count else None
 
 
 def ldmatrix_element(lane, i, *, transposed):
-    """9.7.14.5.15, the .m8n8 fragment: four lanes hold a row, two elements each; with .trans they hold a column."""
+    """Return (row, column) of element i of a lane (PTX ISA 9.7.14.5.15, the .m8n8 fragment).
+
+    Four lanes hold a row, two elements each; with .trans they hold a column.
+    """
     row, column = lane // 4, 2 * (lane % 4) + i
     return (column, row) if transposed else (row, column)
 
@@ -145,8 +149,8 @@ def ldmatrix_element(lane, i, *, transposed):
 @pytest.mark.parametrize("count", [1, 2, 4], ids=["x1", "x2", "x4"])
 def test_ldmatrix_distributes_as_documented(count, transposed):
     matrices = np.arange(count * 64, dtype=np.uint16).reshape(count, 8, 8)
-    stride = 48  # bytes between rows; rows do not touch each other
-    offsets = np.full(32, 1 << 20, np.uint32)  # an invalid address, for lanes whose address is unused
+    stride = 48  # bytes between the starts of rows, more than the 16 of a row
+    offsets = np.full(32, 1 << 20, np.uint32)  # lanes whose address is unused keep an invalid one
     memory = np.zeros((count * 8, stride // 2), np.uint16)
     for lane in range(32):
         place = ldmatrix_row(lane, count)
@@ -224,13 +228,13 @@ def test_movmatrix_transposes():
 
 
 def chunks_of(image):
-    """(64, 64) 16-bit numbers of 64 rows of 128 bytes, in which chunk c of row r is stored at chunk c ^ r % 8."""
+    """Return 16-bit numbers (64, 64) from swizzled rows of 128 bytes: chunk c of row r is stored at chunk c ^ r % 8."""
     chunks = image.view(np.uint16).reshape(64, 8, 8)
     return chunks[np.arange(64)[:, None], np.arange(8) ^ np.arange(64)[:, None] % 8].reshape(64, 64)
 
 
 def matrix_of_fragments(words, *, transposed=False):
-    """(64, 64) elements of each warp's four 8 x 8 matrices, in rows 16 w and columns 16 w of warp w; elsewhere -1.
+    """Return a (64, 64) matrix whose diagonal block w (16 x 16) holds warp w's four 8 x 8 matrices; the rest is -1.
 
     Word i of a lane holds two elements of row lane / 4 of matrix i, or of that column if transposed.
     """

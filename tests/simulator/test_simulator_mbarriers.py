@@ -29,7 +29,7 @@ def test_parity_is_that_of_the_last_completed_phase(order):
     blocks.
     """
     out = result("mbarrier.parity", order=order)
-    # Each row follows one more arrival, and every second arrival completes a phase.
+    # Row i is the result after i arrivals; every second arrival completes a phase.
     passed = [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [0, 1]]
     assert out.tolist() == passed
 
@@ -258,7 +258,7 @@ def test_use_without_a_barrier_after_the_initialisation():
         micro(body, np.zeros(64, np.uint32))
 
 
-# The mbarrier of EXCHANGE ends its first life, its bytes are ordinary memory, and it begins a second life.
+# The mbarrier of EXCHANGE is invalidated, its bytes serve as ordinary memory, and it is initialised again.
 INVAL = "@%q6 mbarrier.inval.shared::cta.b64 [%r50];"
 LIVES = f"""
     {initialise()}
@@ -319,7 +319,7 @@ def test_mbarrier_overwritten_while_another_warp_may_use_it(order):
 
 
 def test_an_arrival_of_the_first_life_publishes_nothing_in_the_second():
-    """Lane 1 arrives at the first life only, so that its later write is not published by the arrival of lane 0."""
+    """Lane 1 arrives only in the mbarrier's first life, so the arrival of lane 0 does not publish its later write."""
     exchange = EXCHANGE.replace("bar.warp.sync -1;", "").replace("st.shared", "@%q3 st.shared")
     body = f"""
         {initialise(2)}
@@ -353,7 +353,7 @@ TWO_COPIES = f"""
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_copies_that_signal_both_lives_of_an_mbarrier(order):
-    """A wait for the first phase of the first life says nothing about the first phase of the second."""
+    """A wait for the first phase of an mbarrier's first life is no wait for the first phase of its second life."""
     numbers = np.arange(4, dtype=np.uint32)
     both = TWO_COPIES.format(first=wait(0, "ONE"), second=wait(0, "TWO"))
     micro(both, numbers, order=order)

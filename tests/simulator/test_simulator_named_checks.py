@@ -23,7 +23,7 @@ TWO_WARPS = {"threads": 64, **WGMMA.options}
 
 
 def without(case, *removed):
-    """The kernel of a case without some of its instructions."""
+    """Return the kernel of a case without some of its instructions."""
     body = case.body
     for text in removed:
         assert text in body
@@ -32,13 +32,13 @@ def without(case, *removed):
 
 
 def changed(case, old, new):
-    """The kernel of a case with another text in its body."""
+    """Return the kernel of a case with another text in its body."""
     assert old in case.body
     return case, case.body.replace(old, new)
 
 
 def with_leading_offset(case, operand, leading):
-    """The kernel of a case with another leading dimension byte offset in the descriptors of an operand."""
+    """Return the kernel of a case with another leading dimension byte offset in the descriptors of an operand."""
     changed = operand.constant & ~(0x3FFF << 16) | leading >> 4 << 16
     assert str(operand.constant) in case.body
     return case, case.body.replace(str(operand.constant), str(changed))
@@ -52,7 +52,7 @@ PLANTED = {
     "wgmma-fence": without(WGMMA, "wgmma.fence.sync.aligned;"),
     "wgmma-registers": without(WGMMA, "wgmma.wait_group.sync.aligned 0;"),
     "early-exit": (LOAD, LOAD.body[: LOAD.body.index(wait().strip())]),
-    # Blocks that synchronise are meant to fix the order of their sums.
+    # Only blocks that synchronise are checked, because they are meant to fix the order of their sums.
     "float-order": (SUMS, SUMS.body + "ld.acquire.gpu.global.b32 %r0, [%p0];"),
     "setmaxnreg-aligned": changed(
         REGISTERS, DECREASE, f"setp.lt.u32 %q1, %t, 32; @%q1 bra APART; {DECREASE} bra DONE; APART: {DECREASE}"

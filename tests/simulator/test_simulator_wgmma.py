@@ -25,7 +25,7 @@ ORDERS = ["early", "late", "random"]
 
 
 def by_shape_and_stride(coordinate, shape, stride):
-    """The offset of a coordinate in one mode of a CuTe layout, decomposed over the shape with the first part
+    """Return the offset of a coordinate in one mode of a CuTe layout, decomposed over the shape with the first part
     fastest.
     """
     place = 0
@@ -36,7 +36,7 @@ def by_shape_and_stride(coordinate, shape, stride):
 
 
 def canonical(row, k, operand):
-    """The offset of an element of a matrix without swizzling, by the table of canonical layouts.
+    """Return the offset of an element of a matrix without swizzling, by the table of canonical layouts.
 
     T elements are 16 bytes. The last part of a shape, m or k of the table, is unbounded.
     """
@@ -62,14 +62,14 @@ def canonical(row, k, operand):
 
 
 def swizzle(byte, operand):
-    """CuTe's Swizzle<B, 4, 3>: XORs B bits from bit 4 on with the B bits three positions above."""
+    """Apply CuTe's Swizzle<B, 4, 3>, which XORs B bits from bit 4 on with the B bits three positions above."""
     bits = {16: 0, 32: 1, 64: 2, 128: 3}[operand.swizzle]
     mask = ((1 << bits) - 1) << 7
     return byte ^ (byte & mask) >> 3
 
 
 def matrix(image, operand):
-    """An operand (rows, depth), read from the bytes of shared memory at its start, a multiple of 1024."""
+    """Return an operand (rows, depth), read from the bytes of shared memory at its start, a multiple of 1024."""
     values = np.zeros((operand.rows, operand.depth))
     per_step = 32 // operand.itemsize
     for row in range(operand.rows):
@@ -81,31 +81,31 @@ def matrix(image, operand):
 
 
 def accumulator(thread, i):
-    """Register fragments of wgmma, matrix D: (row, column) of element i of a thread."""
+    """Return (row, column) of element i of a thread in matrix D (PTX ISA, register fragments of wgmma)."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i // 2 % 2), i // 4 * 8 + lane % 4 * 2 + i % 2
 
 
 def a_16_bit(thread, i):
-    """Register fragments of wgmma, matrix A, .f16 / .bf16: (row, column) of element i of a thread."""
+    """Return (row, column) of element i of a thread in matrix A of .f16 or .bf16 (PTX ISA, as above)."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i // 2 % 2), lane % 4 * 2 + i % 2 + 8 * (i // 4)
 
 
 def a_8_bit(thread, i):
-    """Register fragments of wgmma, matrix A, .e4m3 / .e5m2: (row, column) of element i of a thread."""
+    """Return (row, column) of element i of a thread in matrix A of .e4m3 or .e5m2 (PTX ISA, as above)."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i // 4 % 2), lane % 4 * 4 + i % 4 + 16 * (i // 8)
 
 
 def a_32_bit(thread, i):
-    """Register fragments of wgmma, matrix A, .tf32: (row, column) of element i of a thread."""
+    """Return (row, column) of element i of a thread in matrix A of .tf32 (PTX ISA, as above)."""
     warp, lane = thread // 32, thread % 32
     return warp * 16 + lane // 4 + 8 * (i % 2), lane % 4 + 4 * (i // 2)
 
 
 def a_from_registers(words, type_):
-    """Matrix A (64, depth), read from the registers of all threads, (128, 4 words per k step)."""
+    """Return matrix A (64, depth), read from the registers of all threads, (128, 4 words per k step)."""
     layout = {1: a_8_bit, 2: a_16_bit, 4: a_32_bit}[np.dtype(DTYPES[type_]).itemsize]
     per_step = 32 // np.dtype(DTYPES[type_]).itemsize
     elements = words.view(np.uint8).view(DTYPES[type_])
@@ -196,7 +196,7 @@ def test_two_groups_in_flight(order):
 
 
 def sums_of_fp8(before, one, others):
-    """D of four wgmmas: each row of A holds `one` once and `others` 127 times, B is all ones, D starts as `before`."""
+    """Return `before` + A B by four wgmmas; each row of A holds `one` once and `others` 127 times, B is all ones."""
     case = BY_NAME["wgmma.rs-e4m3-k"]
     a = np.full((128, 64), others, DTYPES["e4m3"])
     a[::4, :8:4] = one  # k = 0 of rows r and r + 8
@@ -219,7 +219,7 @@ def test_sums_of_fp8_keep_14_bits():
     assert np.all(sums_of_fp8(0, 256, 2**-5) == 256 + 127 * 2**-5)
     assert np.all(sums_of_fp8(0, 256, 2**-6) == 256)
     assert np.all(sums_of_fp8(256, 2**-6, 2**-6) == 256)
-    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # truncation is towards 0
+    assert np.all(sums_of_fp8(-256, -(2**-6), 2**-6) == -256)  # sums are truncated towards 0
     assert np.all(sums_of_fp8(0, 2**-6, 2**-6) == 2)
 
 

@@ -9,7 +9,7 @@ from ...device import Device
 from ...jit.shared_memory import shared_bytes
 from ...problem.records import Problem
 from .. import mma
-from ..fragments import backward_workspaces, fragment_backward, fragment_constants, is_modified, keeps_scores
+from ..fragments import backward_workspaces, fragment_backward, fragment_constants, keeps_scores
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import known_constants, loads_by_key, sequences
 from .hopper import (
@@ -141,7 +141,7 @@ def _live(problem: Problem, tile: Tile) -> int:
     )
     scores = tile.block_q // tile.shares // 2
     loads_in_mask = problem.mask_mod and loads_by_key(problem)
-    passes = is_modified(problem), problem.dense_mask is not None or loads_in_mask
+    passes = problem.is_modified, problem.dense_mask is not None or loads_in_mask
     option_registers = LIVE_OF_SCORES if any(passes) else 0
     option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
     option_registers += scores if keeps_scores(problem) else 0

@@ -10,7 +10,7 @@ import numpy as np
 from ...device import Device
 from ...jit.shared_memory import shared_bytes
 from ...problem.records import Problem
-from ..fragments import fragment_constants, is_modified
+from ..fragments import fragment_constants
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
 from .hopper import (
@@ -74,7 +74,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the tiles whose S, P and O fit the registers, each with as many pipeline stages as fit shared memory."""
     legal = []
     options = needs_registers(problem)
-    modified = is_modified(problem) or problem.dense_mask is not None
+    modified = problem.is_modified or problem.dense_mask is not None
     wide = columns(problem.head_dim_v)
     for warpgroups, limits in LIVE.items():
         for block_kv in (128, 64):

@@ -1,7 +1,6 @@
 """Hopper constants that the engine's kernels share: tile granularity and the cost model's throughputs."""
 
 from ...problem.records import Problem
-from ..fragments import is_modified
 from ..shared import loads_by_score
 
 ARCH = "sm_90a"
@@ -25,7 +24,7 @@ CLEAR = 2e-6  # seconds of the launch that clears the tile scheduler's counter
 def needs_registers(problem: Problem) -> bool:
     """Return whether the forward needs registers for lengths, modified scores, masks, a left window or dropout."""
     masks = problem.dense_mask is not None or problem.mask_mod or problem.mask.left is not None
-    modifies_scores = is_modified(problem) or masks
+    modifies_scores = problem.is_modified or masks
     return problem.has_lengths or modifies_scores or problem.dropout > 0
 
 

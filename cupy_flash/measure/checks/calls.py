@@ -32,7 +32,7 @@ REFERENCE_SECONDS, COMPILE_SECONDS = 300.0, 300.0  # time limits of a step in th
 ORDERS = 3  # low-precision runs per call
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
 
-# Every option on every engine, and each pair that shares code in the kernels.
+# These calls cover every option on every engine, and each pair of options that shares code in the kernels.
 ROWS: tuple[dict[str, Any], ...] = (
     dict(causal=True),
     dict(window=(40, 0), options=("softcap", "sink"), deterministic=True),
@@ -75,7 +75,7 @@ def trials(engine: str, on: Device, simulated: bool, quick: bool) -> list[Trial]
 
 
 def _served(engine: str, on: Device, trial: Trial) -> list[Trial]:
-    """Return the trial, or its forward alone, if an engine serves it on a device, else []."""
+    """Return [trial] if the engine serves it on a device, [its forward] if it serves only that, else []."""
     values = {feature.name: feature.example if feature.kind == NUMBER else True for feature in FEATURES}
     facts: dict[str, Any] = {name: getattr(trial, name) for name in ("causal", "window", "layout", "deterministic")}
     facts |= {name: values[name] for name in trial.options}
@@ -120,7 +120,7 @@ def find_device(task: Task, announce: Announce) -> Device:
         return device.named(arch)
     try:
         return ahead.device_for(None)
-    except RuntimeError as error:  # the message gives advice for compile(), not for a check
+    except RuntimeError as error:  # its message gives advice for a call of compile()
         raise RuntimeError(f"there is no GPU that CuPy can use ({error.__cause__})") from None
 
 
@@ -163,7 +163,7 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
         arrays, given = move(task.backend, (arrays, given))
         results = {"": on_host(list(kv_cache.attention_with_kv_cache(*arrays, **given)))}
         problem, operands = pose_with_cache(arrays[0], arrays[1], arrays[2], CacheOptions(**given))
-        for form, chosen in forms(plan_for(problem)).items():  # each appends the same rows again
+        for form, chosen in forms(plan_for(problem)).items():  # each form appends the same rows again
             announce(f"{task.name}: {form}", COMPILE_SECONDS + task.seconds)
             results[form] = on_host([x.result() for x in run_forward(chosen, operands)])
         for form, result in results.items():
@@ -204,7 +204,7 @@ def run_in_graph(task: Task, announce: Announce) -> str | None:
     values, captured = on_backend(task.backend, call), on_backend(task.backend, call)
     _assign(captured, None)
     stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    _run(task, captured)  # loads the kernels, which is illegal during a capture
+    _run(task, captured)  # this call loads the kernels, which is illegal during a capture
     cupy.cuda.Device().synchronize()
     with stream, cupy.cuda.using_allocator(pool.malloc):
         stream.begin_capture()
@@ -254,7 +254,7 @@ def _compile(task: Task, call: Call, announce: Announce) -> None:
 def chosen_plans(task: Task, call: Call) -> list[Plan]:
     """Return the plans of a call and of its backward; UnsupportedError if the engine does not serve one."""
     options = Options.of("check", call.options | _how(task))
-    saved = Saved(call.dout, call.dout, call.dlse, call.dlse)  # any arrays of these shapes
+    saved = Saved(call.dout, call.dout, call.dlse, call.dlse)  # the plan depends on their shapes only
     return [
         plan_for(pose("check", (call.q, call.k, call.v), options, call.packed, each)[0])
         for each in ((None, saved) if _trial(task).backward else (None,))

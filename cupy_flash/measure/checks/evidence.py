@@ -1,4 +1,4 @@
-"""Which kernels confirm how the simulator executes an instruction, besides the kernels of this package.
+"""Finds the kernels, besides those of this package, that confirm how the simulator executes an instruction.
 
 A form of an instruction is confirmed either by a kernel in Triton or Gluon, whose compilers are used on GPUs every day
 and which gives right results in the simulator (tests/other_kernels), or by a micro-kernel whose results follow from
@@ -23,14 +23,14 @@ FILE = Path(__file__).with_name("other_kernels.json")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INSTRUCTION = re.compile(r"(?:^|[;{}:])\s*(?:@!?%\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=[\s;\[])([^;]*)", re.MULTILINE)
 _HINT = re.compile(r"\.(nc|uni|tile|L1::\w+|L2::\w+|ca|cg(?=\.))(?=\.|$)")
-# Opcodes that move or compare bits: of their type only the size matters.
+# Opcodes that move or compare bits: only the size of their type affects the result.
 _UNTYPED = {"ld", "st", "mov", "selp", "setp.eq", "setp.ne"}
 # Opcodes with the same result for signed and unsigned integers.
 _SIGNLESS = {"add", "sub", "mul.lo", "mad.lo"}
 
 
 class Evidence(NamedTuple):
-    """The kernels that confirm a form; None if no kernel does."""
+    """The kernels that confirm a form of an instruction: at most one of each kind, None if there is none."""
 
     form: str
     other_kernel: str | None
@@ -44,7 +44,7 @@ def forms(ptx: str) -> set[str]:
     parameters read at once, and the width N of wgmma. The form of a wgmma also says whether A comes from registers.
     """
     found = (_form(name, operands) for name, operands in _INSTRUCTION.findall(_COMMENT.sub("", ptx)))
-    return {form for form in found if "." in form}  # without bra, exit and ret
+    return {form for form in found if "." in form}  # leave out bra, exit and ret
 
 
 def _form(name: str, operands: str) -> str:

@@ -1,4 +1,4 @@
-"""Micro-kernels with the results that the PTX ISA states, written out: neither the simulator nor Python computes them.
+"""Micro-kernels whose expected results are literals that follow from the PTX ISA; no code computes them.
 
 They are for forms of instructions that no kernel of another code generator confirms (evidence.py): a run on a GPU
 shows whether this package understands them correctly.
@@ -76,7 +76,7 @@ PREDICATES = """
     st.global.b32 [%d0], %r2;
 """
 
-# PTX ISA, selp: a if the predicate is true. setp compares 16-bit integers; cvt.u32.u16 extends with zeros.
+# PTX ISA: selp returns a if the predicate is true, setp compares 16-bit integers, cvt.u32.u16 extends with zeros.
 SELECTIONS = """
     mad.wide.u32 %d0, %t, 4, %p0;
     ld.global.u16 %h0, [%d0];

@@ -65,7 +65,7 @@ class Kernel:
     dynamic: int = 0  # bytes of dynamic shared memory
     relative: float | None = None  # relative error bound of an approximation
     family: str | None = None  # the name in MICRO_KERNELS of the engines that use it; None: all use it
-    expected: Array | None = None  # the output by the PTX ISA; None: the simulator's is compared with a GPU's
+    expected: Array | None = None  # the output that the PTX ISA states; None: that of the simulator
 
     @property
     def key(self) -> str:

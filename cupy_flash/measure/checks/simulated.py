@@ -33,7 +33,8 @@ def wrong(kernel: Kernel, out: Array) -> str | None:
             return difference(out, expected, kernel.relative)
         if results == _digest(_canonical(out)):
             return None
-    # Simulate the kernel: to name the first wrong number, or because this release of NumPy draws other random inputs.
+    # The stored digest cannot name the wrong number, and belongs to other inputs if this release of NumPy draws other
+    # random numbers. So simulate the kernel.
     return difference(out, simulate(kernel), kernel.relative)
 
 

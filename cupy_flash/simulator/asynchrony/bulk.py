@@ -28,21 +28,21 @@ from .exits import Exits, Use
 from .mbarriers import Mbarriers
 
 Indices = npt.NDArray[np.int64]
-# At most this many stores that have read their source wait to write global memory.
+# Largest number of stores that have read their source and not yet written to global memory.
 _MAX_UNWRITTEN = 32
-_READ_AT_ISSUE = 0.5  # probability that a store reads its source at issue, in random order
+_READ_AT_ISSUE = 0.5  # probability that a store reads its source at issue, if order="random"
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """One bulk copy of n lanes. `targets`: the mbarriers of a load; the shared source of a store or reduction."""
+    """One bulk copy of n lanes. `targets` are the mbarriers of a load, or the shared source of a store or reduction."""
 
     instruction: Instruction
     number: int
     pieces: Pieces
     index: Indices  # (n, m) in the shared memory of all blocks
     targets: SharedAddresses
-    operation: str = ""  # that of a reduction, else empty
+    operation: str = ""  # the operation of a reduction, "" for other copies
     # Only stores and reductions have these:
     groups: Any = None  # (n,): index of the thread's bulk group
     data_read: Any = None  # the bytes read from shared memory
@@ -60,7 +60,7 @@ class BulkCopies(Unit):
         self.loads: list[_Copy] = []
         self.stores: list[_Copy] = []
         self.committed = np.zeros((context.warps, 32), np.int64)
-        # By thread: the groups that its waits have covered, the group of its last store and that store's instruction.
+        # For each thread: the number of groups that its waits have covered, and (group, instruction) of its last store.
         self._waited = np.zeros((context.warps, 32), np.int64)
         self._last_store = np.full((2, context.warps, 32), -1)
 
@@ -101,7 +101,7 @@ class BulkCopies(Unit):
             )
 
     def land(self, wanted: set[tuple[int, int]] | None = None) -> bool:
-        """Complete one load: the youngest that signals one of these mbarriers (offset, block), or any if None.
+        """Complete one load: the youngest that signals a `wanted` mbarrier (offset, block); for None any load.
 
         Returns False if there is none.
         """
@@ -301,7 +301,10 @@ Reader = tuple[Callable[[Group], Indices], Callable[[Group, SharedAddresses], Pi
 
 
 def _global_operand(instruction: Instruction, context: Context, operand: Any, size: Any, type_: str) -> Reader:
-    """Return a reader of (key, pieces) of the global operand, a box or range; lanes with equal keys issue one copy."""
+    """Return two functions of a group, for the global operand (a box or a range): one gives keys (n,), one the Pieces.
+
+    Lanes with equal keys issue one copy.
+    """
     if isinstance(operand, TensorAddress):
         address_of = addresses(operand.map, context, instruction)
         coordinates = [context.source(item, "s32", instruction) for item in operand.coordinates.items]

@@ -12,7 +12,10 @@ from .exits import Exits, Use
 
 
 def _load(instruction: Instruction, context: Context) -> Step:
-    """Compile ld.shared::cluster, which races like a load of the own block, and must precede the other's exit."""
+    """Compile ld.shared::cluster.
+
+    It is checked for races like a load from the own block, and must precede the exit of the other block.
+    """
     access = describe(instruction, context, writes=False)
     target, source = instruction.operands
     results = [context.destination(item, access.type, instruction) for item in components(target, access)]

@@ -27,7 +27,7 @@ class ClusterBarrier(Unit):
         self.waited = np.zeros(context.warps, np.int64)
 
     def arrive(self, rows: npt.NDArray[np.int64], instruction: Instruction, *, release: bool) -> None:
-        """Execute barrier.cluster.arrive; a second arrival without a wait between is an error."""
+        """Execute barrier.cluster.arrive; a second arrival without a wait in between is an error."""
         context = self.context
         again = self.arrivals[rows] != self.waited[rows]
         if again.any():
@@ -37,8 +37,8 @@ class ClusterBarrier(Unit):
         context.events += 1
         if self.checks is None:
             return
-        # Published at the cluster's first block, in two alternating entries: a warp may arrive for the next phase
-        # before others have left this one.
+        # Clocks are published at the cluster's first block, in two alternating entries, because a warp may arrive for
+        # the next phase before others have left this one.
         clocks = self.checks.clocks
         for phase in np.unique(self.arrivals[rows]):
             mine = rows[self.arrivals[rows] == phase]
@@ -47,7 +47,7 @@ class ClusterBarrier(Unit):
                 clocks.publish(barrier, mine, context.cluster_of_row[mine] * context.cluster)
                 self.checks.converge(mine)
                 continue
-            # A relaxed arrival publishes only what a release fence before it has.
+            # A relaxed arrival publishes only what an earlier release fence has published.
             for warp in np.unique(context.warp_in_cluster[mine]):
                 first = context.cluster_of_row[mine[context.warp_in_cluster[mine] == warp]] * context.cluster
                 rank, in_block = divmod(int(warp), context.warps_per_block)

@@ -35,7 +35,7 @@ class Use(Enum):
 
 
 class Exits(Unit):
-    """Exited blocks of one set of resident blocks, and the accesses that each must be ordered after at its exit."""
+    """Exited blocks of one set of resident blocks, and the accesses that must be ordered before each block's exit."""
 
     def __init__(self, context: Context):
         super().__init__(context)
@@ -49,7 +49,7 @@ class Exits(Unit):
     def record(
         self, targets: SharedAddresses, instruction: Instruction, use: Use, phases: Indices | None = None
     ) -> None:
-        """Record lanes that arrive at mbarriers in these phases, start copies which signal them, or read memory."""
+        """Record that lanes arrive at mbarriers in these phases, start copies that signal them, or read memory."""
         context = self.context
         exited = self.exited[targets.blocks]
         if exited.any():
@@ -92,7 +92,7 @@ class Exits(Unit):
         rows = np.flatnonzero(context.block_of_row == block)
         users = np.flatnonzero((context.cluster_of_row == cluster) & (uses[_DONE] > 0))
         agent = None if use is Use.READ else clocks.agent(("mbarrier", offset, rank))
-        # A lane keeps its block alive until it exits, so what a single lane has waited for counts.
+        # A lane keeps its block alive until the lane exits, so a wait by any single lane of the block is enough.
         known = clocks.known_by_leaders[cluster, context.warp_in_cluster[rows]].max(0).astype(np.int64)
         done = np.zeros(len(users), bool) if agent is None else known[agent] >= uses[_DONE, users]
         done |= known[context.warp_in_cluster[users]] >= uses[_CLOCK, users]

@@ -24,7 +24,7 @@ from .exits import Exits, Use
 Indices = npt.NDArray[np.int64]
 
 _MORE = 16
-_TIMED_OUT = 0.1  # probability that a wait returns false at each check, in random order
+_TIMED_OUT = 0.1  # probability that a wait returns false at each check, if order="random"
 
 
 class Mbarriers(Unit):
@@ -53,7 +53,7 @@ class Mbarriers(Unit):
         self.waits: dict[int, Callable[[Group], Any]] = {}  # instruction number -> its `_waited` function
 
     def lookup(self, targets: SharedAddresses, instruction: Instruction) -> Indices:
-        """Return the index of each lane's mbarrier; raises unless its initialisation happens before."""
+        """Return the index of each lane's mbarrier; raises unless the initialisation happens before this use."""
         context = self.context
         first = int(targets.offsets[0])
         if (targets.offsets == first).all():
@@ -118,7 +118,8 @@ class Mbarriers(Unit):
         context.shared.scatter(index, 8, np.zeros(len(index), np.uint64))  # opaque value
         self.expected[at] = self.pending[at] = counts
         self.tx_count[at] = self._copies[at] = 0
-        self.phase[at] += self.phase[at] & 1  # The parity starts at 0, the clock of the copies never goes back.
+        # An even number, so that the parity starts at 0; never a smaller one, because it is the clock of the copies.
+        self.phase[at] += self.phase[at] & 1
         self._fenced[at] = False
 
     def invalidate(self, group: Group, targets: SharedAddresses, instruction: Instruction) -> None:

@@ -23,8 +23,8 @@ class Registers(Unit):
 
     def __init__(self, context: Context):
         super().__init__(context)
-        # For a kernel with setmaxnreg ptxas allocates .maxnreg registers, or an equal share of the SM's for blocks of
-        # .maxntid threads, but at most the largest setmaxnreg.inc.
+        # ptxas gives each thread of a kernel with setmaxnreg .maxnreg registers, or else an equal share of the SM's
+        # registers for .minnctapersm blocks of .maxntid threads, but at most the largest setmaxnreg.inc.
         function = context.program.function
         threads = function.max_threads or context.threads
         share = REGISTERS_PER_SM // (function.min_blocks * -(-threads // 32) * 32)

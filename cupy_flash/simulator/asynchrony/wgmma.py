@@ -29,7 +29,7 @@ Values = npt.NDArray[np.float64]
 
 _DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # K
 _FENCES = 32  # number of bits that hold a fence count in `touched`
-_EARLIER = 0.3  # probability that an issue computes the wgmma in flight of its warpgroup, in random order
+_EARLIER = 0.3  # probability that an issue first computes its warpgroup's wgmma in flight, if order="random"
 
 
 # ---- operands in shared memory
@@ -110,7 +110,7 @@ class WgmmaQueue(Unit):
         self.in_flight: list[_Wgmma] = []
         self.committed = np.zeros(warps, np.int64)  # by warpgroup
         self.fences = np.zeros(warps, np.int64)  # wgmma.fence executed, by row
-        # The last use of a register by another instruction: its number << _FENCES | fences before it.
+        # The last use of a register by another instruction: that one's number << _FENCES | wgmma.fence executed before.
         self.touched = np.full((registers, warps), -1)
         self.busy = np.zeros(
             (registers, warps), np.int64
@@ -122,7 +122,7 @@ class WgmmaQueue(Unit):
         return self._keys.setdefault(tuple(accumulators), len(self._keys) + 1)
 
     def watched(self, step: Step, instruction: Instruction) -> Step:
-        """Wrap the step of another instruction: report uses of registers in flight, record uses for the fence check."""
+        """Wrap another instruction's step: report uses of registers in flight, and record uses for the fence check."""
         slots = self.context.program.slots
         names = [r.name for operand in (*instruction.operands, instruction.guard) for r in registers_of(operand)]
         indices = sorted({slots[name][1] for name in names if slots[name][0] == "matrix"})
@@ -256,7 +256,7 @@ class WgmmaQueue(Unit):
             if held is not None and not (held[0].key == form.key and np.array_equal(held[1], rows)):
                 self._write(*held)
                 held = None
-            # A chain of wgmma on the same accumulators reads and writes them once.
+            # Successive wgmma on the same accumulators read them once, and write them once at the end.
             total = self._read(form, rows) if held is None else held[2]
             total = np.where(wgmma.scale_d[now][:, None, None], total, np.float32(0))
             a = self._registers_a(form, rows) if wgmma.a is None else self._operand(wgmma, 0, now)
@@ -273,7 +273,7 @@ class WgmmaQueue(Unit):
     def _read(self, form: _Form, rows: Indices) -> npt.NDArray[np.float32]:
         """Return the accumulators as (n, 64, columns), "Matrix D" of m64nNk16."""
         words = self.context.matrix_registers[form.accumulators[:, None, None], rows]
-        # register = (block of 8 columns, upper or lower 8 rows, odd column), then n, warp, lane = (row, pair)
+        # axes: register as (block of 8 columns, upper or lower 8 rows, odd column), n, warp, lane as (row, pair)
         split = words.view(np.float32).reshape(-1, 2, 2, len(rows), 4, 8, 4)
         return split.transpose(3, 4, 1, 5, 0, 6, 2).reshape(len(rows), 64, form.columns)
 
@@ -285,7 +285,7 @@ class WgmmaQueue(Unit):
     def _registers_a(self, form: _Form, rows: Indices) -> Values:
         """Return A from registers as (n, 64, depth), "Matrix A" of m64nNk8, k16 and k32."""
         words = self.context.matrix_registers[form.registers[:, None, None], rows]
-        # register = (right half of K, lower 8 rows), n, warp, lane = (row, word)
+        # axes: register as (right half of K, lower 8 rows), n, warp, lane as (row, word)
         split = words.reshape(2, 2, len(rows), 4, 8, 4).transpose(2, 3, 1, 4, 0, 5)
         return elements(split, form.types[0]).reshape(len(rows), 64, -1)
 
@@ -415,7 +415,7 @@ def _mma_async(instruction: Instruction, context: Context) -> Step:
 def _pieces(
     descriptors: Array, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
 ) -> Indices:
-    """Return indices into the shared memory of all blocks for the matrices of the descriptors (n), (n, pieces)."""
+    """Return indices, in the shared memory of all blocks, of the pieces of each descriptor's matrix, (n, pieces)."""
     pieces: list[Indices] = []
     for descriptor in map(int, descriptors):
         address, layout = descriptor_layout(descriptor, extent, transposed=transposed)

@@ -28,7 +28,7 @@ def member_operand(instruction: Instruction) -> Any:
 
 
 def members(instruction: Instruction, context: Context) -> Callable[[Group], Mask]:
-    """Return a function from a group to its member lanes (rows, 32), the mask of each warp's first active lane."""
+    """Return a function from a group to its member lanes (rows, 32), given by each warp's first active lane."""
     operand = member_operand(instruction)
     if operand is None:
         return lambda group: context.live[group.rows]
@@ -50,7 +50,7 @@ def members(instruction: Instruction, context: Context) -> Callable[[Group], Mas
 
 
 def _shuffle(instruction: Instruction, context: Context) -> Step:
-    """PTX ISA, shfl.sync: segment mask in bits 8-12 of c, clamp in bits 0-4."""
+    """Compile shfl.sync. PTX ISA: bits 8-12 of c are the segment mask, bits 0-4 the clamp."""
     mode = instruction.modifiers[1]
     target = instruction.operands[0]
     value_to, inside_to = (target.first, target.second) if isinstance(target, Pair) else (target, None)
@@ -163,7 +163,7 @@ def _reduce(instruction: Instruction, context: Context) -> Step:
 
 
 def _elect(instruction: Instruction, context: Context) -> Step:
-    """elect.sync d|p: the same member lane every time, the first at or after lane Context.first_elected."""
+    """Compile elect.sync d|p. It elects the same lane every time: the first member from Context.first_elected on."""
     target = instruction.operands[0]
     if not isinstance(target, Pair):
         raise unsupported(instruction)

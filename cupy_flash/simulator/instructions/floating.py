@@ -173,7 +173,7 @@ def _truncate_mantissa(function: Function) -> Function:
 
 
 def _in_double(function: Function) -> Function:
-    """Return an .approx float32 function, computed in float64; a GPU's is within the error bounds of the PTX ISA."""
+    """Return an .approx float32 function, computed in float64; a GPU's may differ within the ISA's error bounds."""
     return lambda a: function(np.float64(a)).astype(np.float32)
 
 

@@ -80,7 +80,7 @@ def _short_product(instruction: Instruction, context: Context) -> Step:
 
 @compiles("addc", "subc", "madc")
 def with_carry(instruction: Instruction, context: Context) -> Step:
-    """add, sub and mad with .cc, addc, subc, madc: the carry flag CC.CF is kept as a hidden predicate register."""
+    """Compile add.cc, sub.cc, mad.cc, addc, subc and madc; the carry flag CC.CF is a hidden predicate register."""
     type_ = operand_type(instruction)
     unsigned = f"u{8 * TYPE_BYTES[type_]}"
     result = context.destination(instruction.operands[0], unsigned, instruction)
@@ -98,7 +98,7 @@ def with_carry(instruction: Instruction, context: Context) -> Step:
 
     def step(group: Group) -> None:
         x, y = group.read(a), group.read(b)
-        if factors:  # (x, y, addend) of mad are (factor, a, b) here
+        if factors:  # mad: x is factors[0] * a, and y is the addend
             x = product(group.read(factors[0]), x)
         incoming = group.read(carry).astype(dtype) if reads else dtype(0)
         if subtracts:
@@ -167,7 +167,7 @@ def _logical_not(instruction: Instruction, context: Context) -> Step:
 
 @compiles("shl", "shr")
 def _shift(instruction: Instruction, context: Context) -> Step:
-    """PTX ISA, shl and shr: shift counts clamp to the width, which leaves zeros, or the sign for shr.s."""
+    """Compile shl and shr. PTX ISA: counts clamp to the width, which leaves zeros, or copies of the sign for shr.s."""
     type_ = operand_type(instruction)
     result = context.destination(instruction.operands[0], type_, instruction)
     value = context.source(instruction.operands[1], type_, instruction)
@@ -221,7 +221,7 @@ def _lookup(instruction: Instruction, context: Context) -> Step:
 
 @compiles("bfe")
 def _extract_field(instruction: Instruction, context: Context) -> Step:
-    """PTX ISA, bfe: position and length are 8-bit; signed fields are filled with bit min(pos + len - 1, msb)."""
+    """Compile bfe. PTX ISA: position and length have 8 bits; bit min(pos + len - 1, msb) fills signed fields."""
     type_ = operand_type(instruction)
     bits = 8 * TYPE_BYTES[type_]
     result = context.destination(instruction.operands[0], type_, instruction)
@@ -267,7 +267,7 @@ def _insert_field(instruction: Instruction, context: Context) -> Step:
 
 
 def _bit_length(values: Array) -> Array:
-    """One plus the position of the highest set bit; 0 for zero."""
+    """Return one plus the position of the highest set bit; 0 for zero."""
     x = values.astype(np.uint64)
     length = np.zeros(np.shape(x), np.uint32)
     for shift in (32, 16, 8, 4, 2, 1):
@@ -325,7 +325,7 @@ def _reverse_bits(instruction: Instruction, context: Context) -> Step:
 
 @compiles("prmt")
 def _permute_bytes(instruction: Instruction, context: Context) -> Step:
-    """PTX ISA, prmt, default mode: four 4-bit selectors, whose top bit replicates the byte's sign."""
+    """Compile prmt in its default mode. PTX ISA: four 4-bit selectors, whose top bit replicates the byte's sign."""
     if instruction.modifiers != ("b32",):
         raise unsupported(instruction)
     result = context.destination(instruction.operands[0], "b32", instruction)

@@ -52,7 +52,7 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
 
 
 def _mma(instruction: Instruction, context: Context) -> Step:
-    """D = A B + C: exact products summed in float64, rounded once. The order of summation on a GPU is undocumented."""
+    """Compile mma: exact products are summed in float64 and rounded once, as a GPU's order of sums is undocumented."""
     shape, *layout = instruction.modifiers[2:]
     types = layout[2:]
     input_types = {"m16n8k8": ("f16", "bf16", "tf32"), "m16n8k16": ("f16", "bf16"), "m16n8k4": ("tf32",)}
@@ -124,7 +124,7 @@ _ROW, _COLUMN = np.arange(32) // 4, np.arange(32) % 4
 
 
 def _load_matrix(instruction: Instruction, context: Context) -> Step:
-    """ldmatrix: lane l receives elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, or with .trans of column l / 4."""
+    """Compile ldmatrix: lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 (.trans: of column l / 4)."""
     access = _row_access(instruction, context, writes=False)
     items = _registers(instruction.operands[0])
     count = len(items)
@@ -150,7 +150,7 @@ def _load_matrix(instruction: Instruction, context: Context) -> Step:
 
 
 def _store_matrix(instruction: Instruction, context: Context) -> Step:
-    """stmatrix: the inverse of ldmatrix."""
+    """Compile stmatrix, the inverse of ldmatrix."""
     access = _row_access(instruction, context, writes=True)
     items = _registers(instruction.operands[1])
     count = len(items)

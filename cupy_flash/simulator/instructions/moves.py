@@ -78,7 +78,7 @@ def _unpack(instruction: Instruction, context: Context, target: Vector, type_: s
 
 @compiles("cvta")
 def _convert_address(instruction: Instruction, context: Context) -> Step:
-    """cvta{.to}: converts between addresses of a state space and generic ones, which are equal for global memory."""
+    """Compile cvta{.to}: addresses of a state space to or from generic ones, which are equal for global memory."""
     type_ = operand_type(instruction)
     result = context.destination(instruction.operands[0], type_, instruction)
     source = context.source(instruction.operands[1], type_, instruction)

@@ -51,7 +51,7 @@ class Group:
         self.plain = self.index is None and mask is None
 
     def read(self, view: Any) -> Any:
-        """This group's rows of a register view; a constant is returned as it is."""
+        """Return this group's rows of a register view; a constant is returned as it is."""
         return view if self.index is None or isinstance(view, np.generic) else view[self.index]
 
     def spread(self, values: Any) -> Array:
@@ -171,7 +171,7 @@ class Context:
         return self._units.get(kind)
 
     def forget_units(self) -> None:
-        """End the life of the units, which refer to their context."""
+        """Drop the units, because they and their context refer to each other."""
         self._units.clear()
 
     # ---- layout

@@ -102,15 +102,15 @@ def launch(
         _add_asynchronous_units(context, order)
         scheduler = Scheduler(context, most_basic_blocks)
         scheduler.run()
-        # Instructions, units and context refer to each other. Apart, their hundreds of megabytes are freed at once
-        # instead of at the next collection of cycles.
+        # Instructions, units and context refer to each other. Breaking these cycles frees their hundreds of megabytes
+        # now instead of at the next garbage collection.
         scheduler.forget_instructions()
         context.forget_units()
     return counters
 
 
 def _function(module: Module, kernel: str, parameters: bytes) -> Function:
-    """Return the entry point of a kernel that takes as many bytes of parameters."""
+    """Return the entry point of a kernel; raises SimulationError unless `parameters` has the size that it takes."""
     function = entry_point(module, kernel)
     _, size = function.parameter_layout()
     if len(parameters) != size:

@@ -1,4 +1,4 @@
-"""A kernel's basic blocks and register allocation. Independent of the launch: one Program per kernel, cached."""
+"""A kernel's basic blocks and register allocation. A Program does not depend on the launch, so it is cached."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _synchronises(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Instructions [start, stop) that a group executes without a jump or a wait between.
+    """Instructions [start, stop) that a group executes without a jump or a wait in between.
 
     A collective or a wait is always the first, a jump the last, and a block barrier is alone: waiting lanes re-enter
     the block, and must not repeat earlier instructions.
@@ -126,7 +126,7 @@ class Program:
         self.block_at = {block.start: i for i, block in enumerate(self.blocks)}
         self.block_at[len(code)] = len(self.blocks)
         self.slots = _share_slots(code, sorted({0} | targets | after_jump))
-        # A wgmma accesses its registers until its wait, many at a time: these registers are kept in one array.
+        # The registers of wgmma are kept in one array, because each wgmma accesses many of them at a time.
         matrix = [
             register.name
             for instruction in code
@@ -140,7 +140,7 @@ class Program:
         for kind, number in self.slots.values():
             self.slot_counts[kind] = max(self.slot_counts[kind], number + 1)
         in_flight = set(matrix)
-        # The ids of the instructions that use such a register.
+        # The ids of the instructions that use a register of wgmma.
         self.watched = {
             id(instruction)
             for instruction in code
@@ -237,7 +237,7 @@ def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple
             else:
                 slots[name] = (kind, used.setdefault(kind, 0))
                 used[kind] += 1
-        # Freed after the instruction, so that its result never shares storage with its operands.
+        # Operands are freed after the instruction's results are placed, so that they never share storage.
         for name in ending.get(i, ()):
             free[slots[name][0]].append(slots[name][1])
     return slots

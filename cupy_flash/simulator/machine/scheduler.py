@@ -1,4 +1,4 @@
-"""The warp scheduler: groups of lanes at one basic block, lowest block first, split by branches and merged again."""
+"""The warp scheduler. It runs the group of lanes at the lowest basic block; branches split groups, which then merge."""
 
 from __future__ import annotations
 
@@ -52,15 +52,16 @@ COMPILERS: dict[str, Compiler] = {
 }
 # Every opcode that the simulator executes, in at least one form.
 OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
-# Groups that jump backwards this often while another is ready or a bulk load in flight may be spinning on a value that
-# it writes: they yield, and from then on every group runs in short turns.
+# A group may spin on a value that another ready group, or a bulk load in flight, will write. If groups jump backwards
+# this often while one of those is passed over, the running group yields, and from then on all turns are short.
 _PATIENCE, _SHORT_TURN = 1024, 16
-_LOADS = -1  # stands for the bulk loads in flight among the places of groups
-_INTERRUPTED = 0.1  # probability that a basic block ends a turn, in random order
-_LANDING = 0.1  # probability that a bulk load completes after a turn, in random order
+_LOADS = -1  # the key of the bulk loads in flight in `_passed_over`
+_INTERRUPTED = 0.1  # probability that a basic block ends a turn, if order="random"
+_LANDING = 0.1  # probability that a bulk load completes after a turn, if order="random"
 # Number of successive time-outs of mbarrier waits, with nothing else able to run, that count as a deadlock.
 _MAX_TIME_OUTS = 3
-# Basic blocks before the run counts as a deadlock: one costs at least ten microseconds, so this is minutes of spinning.
+# A run counts as a deadlock after this many basic blocks. One costs at least ten microseconds, so a kernel that never
+# ends is reported after minutes.
 MOST_BASIC_BLOCKS = 20_000_000
 
 
@@ -78,7 +79,7 @@ class _CompiledBlock:
 
 
 class Scheduler:
-    """Runs one set of resident blocks until all lanes have exited; at most so many basic blocks."""
+    """Runs one set of resident blocks until all lanes have exited, but at most `most_basic_blocks` basic blocks."""
 
     def __init__(self, context: Context, most_basic_blocks: int):
         self.most_basic_blocks = most_basic_blocks
@@ -100,7 +101,8 @@ class Scheduler:
         self.executed = 0
         self._patience = _PATIENCE
         self._jumps = 0  # backward jumps so far
-        self._passed_over: dict[int, int] = {}  # place of ready groups, or _LOADS -> _jumps when first passed over
+        # {place of a ready group, or _LOADS: `_jumps` when it was first passed over}
+        self._passed_over: dict[int, int] = {}
         self._time_outs = 0
         self._aligned = WARPGROUP - ({"setmaxnreg"} if "setmaxnreg-aligned" in context.unchecked else set())
 
@@ -233,7 +235,7 @@ class Scheduler:
         return trap
 
     def _block_barrier(self, instruction: Instruction, number: int, following: int) -> Callable[[Group], Group | None]:
-        """bar{rier}{.cta}.sync, .arrive and .red."""
+        """Compile bar{rier}{.cta}.sync, .arrive and .red."""
         context, modifiers = self.context, instruction.modifiers
         kind = next((m for m in modifiers if m in ("sync", "arrive", "red")), None)
         if kind is None:
@@ -296,7 +298,7 @@ class Scheduler:
         if not missing.any():
             return True
         place = self.program.block_at[number]
-        if place in self.parked:  # may hold the missing lanes
+        if place in self.parked:  # the parked group may have the missing lanes
             group = self._merged(place, [self.parked.pop(place), group])
             missing = (self.context.live[group.rows] & ~group.lanes()).any(1)
         self._park(place, group, missing)
@@ -365,7 +367,7 @@ class Scheduler:
             self.wgmma.finish()
 
     def forget_instructions(self) -> None:
-        """End the life of the compiled instructions, which refer to their scheduler."""
+        """Drop the compiled instructions, because they and their scheduler refer to each other."""
         self.blocks.clear()
         self._after_barrier.clear()
 

@@ -289,7 +289,7 @@ class Checks(Unit):
             self.clocks.known_by(rows, group.active_lanes()) if self.clocks.led else self.clocks.known[cluster, warp]
         )
         if self.context.program.asynchronous or self._agents.shape != (1, known.shape[1]):
-            # The columns are not in the order of the clock's components.
+            # Order the components of the clock as the columns of `readers`.
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
         last = self.readers[units]  # (accesses, units, columns)
         unordered = (last >> np.uint64(_CLOCK)) > known[:, None, :]
@@ -311,7 +311,7 @@ class Checks(Unit):
         self.atomics[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
 
     def conflicting_stores(self, group: Group, position: int, name: str, instruction: Instruction) -> None:
-        """Report Race: two lanes of one instruction store different values to one address."""
+        """Report a Race between two lanes of one instruction that store different values to one address."""
         rows = group.active_rows()
         thread = self.context.thread_name(int(rows[position]), int(group.active_lanes()[position]))
         self.context.report(
@@ -393,7 +393,7 @@ class Checks(Unit):
         return base | (np.asarray(issue.agents, np.uint64) << np.uint64(_AGENT))
 
     def _async_require_order(self, tags: npt.NDArray[np.uint64], issue: Issue, units: Indices, what: str) -> None:
-        """Report last accesses that do not happen before the issue or, if by warps, without a proxy fence between."""
+        """Report last accesses that do not happen before the issue or, if by warps, have no proxy fence after them."""
         last = tags[units]
         if not last.any():
             return
@@ -401,7 +401,7 @@ class Checks(Unit):
         clock, lane = last >> np.uint64(_CLOCK), (last & np.uint64(31)).astype(np.int64)
         known = np.take_along_axis(self._clocks_of(issue, fenced=False), agent, 1)
         unordered = clock > known
-        if issue.lanes is not None:  # other lanes of the issuing thread's warp, since it last converged
+        if issue.lanes is not None:  # accesses of the warp's other lanes since it last converged
             row = issue.issuers[:, :1]
             diverged = (agent == self.context.warp_in_cluster[row]) & (clock > self.converged_at[row])
             unordered |= diverged & (lane != issue.lanes[:, None])
@@ -451,7 +451,7 @@ class Checks(Unit):
         if reader not in self._columns:
             column = self._first_async_column + len(self._columns)
             if column == self._agents.shape[1]:
-                # Unused columns map to agent 0 and hold no reads. Twice as many, because each time costs a copy.
+                # Double the columns, because adding one copies all. Unused ones map to agent 0 and hold no reads.
                 more = max(_MORE_READERS, len(self._columns))
                 self._agents = np.pad(self._agents, ((0, 0), (0, more)))
                 if self.readers is not None:

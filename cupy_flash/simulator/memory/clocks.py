@@ -36,7 +36,7 @@ class Clocks:
     def __init__(self, context: Context, grid: int = 0):
         self.context = context
         self.warps = context.warps_per_block * context.cluster
-        # Without asynchronous instructions the second clock has no reader.
+        # Without asynchronous instructions nothing reads the second clock.
         planes = 2 if context.program.asynchronous else 1
         agents = AGENTS + grid if grid else self.warps
         self._state = np.zeros((planes, 2, context.blocks // context.cluster, self.warps, agents), np.uint64)
@@ -89,7 +89,7 @@ class Clocks:
         return self._state[-1][(self._lead(rows, lanes), *self._place(rows))]
 
     def leaders_with(self, row: int, agent: int, clock: int) -> list[int]:
-        """Return the warp's leaders if their clock includes this one (only convergence is missing then), else []."""
+        """Return the warp's leaders if their clock includes this one, so that only convergence is missing; else []."""
         cluster, warp = self._place(np.array(row))
         known = int(self._state[0, 1, cluster, warp, agent]) >= clock
         return [int(lane) for lane in np.flatnonzero(self._leaders[row])] if known else []

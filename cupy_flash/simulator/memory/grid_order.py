@@ -114,10 +114,11 @@ class GridOrder:
         `converged_at` is each warp's clock when it last converged.
         """
         self.context, self.clocks, self.converged_at = context, clocks, converged_at
-        self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since then
+        self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since their warp last converged
         self._read = np.zeros((context.warps, 32), np.int64)  # release number and kind of each lane's last read
-        self._fenced: dict[tuple[int, int], _Release] = {}  # released by the thread's next strong write
-        self._seen: dict[tuple[int, int], list[tuple[_Release, str]]] = {}  # acquired by the thread's next fence
+        # By thread: the release that its next strong write publishes, and the releases that its next fence acquires.
+        self._fenced: dict[tuple[int, int], _Release] = {}
+        self._seen: dict[tuple[int, int], list[tuple[_Release, str]]] = {}
         return self
 
     def converge(self, rows: Indices) -> None:

@@ -12,7 +12,7 @@ machine = gpu_in_numpy.machine()
 
 
 def kernel(blocks: int) -> cupy.RawKernel:
-    """A kernel in clusters of `blocks` blocks; each block writes its rank."""
+    """Return a kernel in clusters of `blocks` blocks; each block writes its rank."""
     code = """
 extern "C" __global__ __cluster_dims__(BLOCKS, 1, 1) void rank(int* x) {
     unsigned rank;

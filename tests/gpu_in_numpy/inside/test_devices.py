@@ -132,11 +132,11 @@ def test_a_kernel_of_an_unloaded_module_is_not_launched() -> None:
     with pytest.raises(cupy.cuda.driver.CUDADriverError) as raised:
         kernel((1,), (1,), ())
     assert raised.value.status == INVALID_HANDLE
-    machine.modules._modules[owner] = loaded  # CuPy unloads it when its own object is freed
+    machine.modules._modules[owner] = loaded  # CuPy unloads the module when it frees its own object
 
 
 def test_an_empty_array_of_an_exporter_is_on_the_device_of_the_others() -> None:
-    """Its pointer is 0, which does not identify a device."""
+    """The pointer of an empty array is 0, which does not identify a device."""
 
     class Exporter:
         def __init__(self, array: cupy.ndarray) -> None:

@@ -45,7 +45,7 @@ class Scarce:
 
 
 def given(engine: str) -> list[Any]:
-    """q, k, v and dout; q has to be copied, in the forward and in the backward."""
+    """Return q, k, v and dout; q has to be copied, in the forward and in the backward."""
     q, *others = inputs("cupy", engine)
     return [q.T.copy().T, *others]
 
@@ -61,7 +61,7 @@ def allocations_of_a_step(engine: str, deterministic: bool) -> int:
 @on_every_engine
 def test_out_of_memory_at_every_allocation(engine: str, deterministic: bool) -> None:
     count, arrays = allocations_of_a_step(engine, deterministic), given(engine)
-    assert count > 6  # out, lse, dq, dk, dv, two copies and workspaces
+    assert count > 6  # the step allocates out, lse, dq, dk, dv, two copies and workspaces
     for after in range(count):
         scarce = Scarce(after)
         with cupy.cuda.using_allocator(scarce):
@@ -132,5 +132,5 @@ def test_a_stream_that_has_been_destroyed() -> None:
         step(arrays, "simt")
     assert raised.value.status == INVALID_HANDLE
     machine.reset(0)
-    stream.ptr = 0  # its destructor would destroy it again
+    stream.ptr = 0  # otherwise the destructor of the stream would destroy it again
     assert_right(step(arrays, "simt"), "simt")

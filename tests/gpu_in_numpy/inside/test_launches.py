@@ -168,7 +168,7 @@ def test_shared_memory_that_was_not_allowed_is_found(monkeypatch: pytest.MonkeyP
 
 
 def planted_function(launch: Launch, arch: str) -> Any:
-    """cuda._function without setting the attribute of dynamic shared memory."""
+    """Return the function of cuda._function, without setting its attribute of dynamic shared memory."""
     result = run_plan.compile_launch(launch, arch)
     return cupy.RawModule(path=str(result.path)).get_function(launch.function)
 
@@ -209,14 +209,14 @@ def test_without_a_folder_the_bytes_are_loaded(monkeypatch: pytest.MonkeyPatch, 
     closed.write_text("no folder")
     monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(closed))
     monkeypatch.setattr(cuda, "_loaded", {})
-    monkeypatch.setattr(kernel_cache, "failures", iter(range(1, 9)))  # test_cache.py tests the warning
+    monkeypatch.setattr(kernel_cache, "failures", iter(range(1, 9)))  # no warning here: test_cache.py tests it
     kernel_cache.compiled.cache_clear()
     q, k, v, _ = inputs("cupy", "simt")
     machine.modules.loads.clear()
     out = cupy_flash.attention(q, k, v, engine="simt")
     assert len(machine.modules.loads) == 1 and bool(cupy.isfinite(out).all())
     (function,) = cuda._loaded.values()
-    assert isinstance(function, cupy.cuda.Function)  # a RawKernel would need a path
+    assert isinstance(function, cupy.cuda.Function)  # a function loaded from memory; a RawKernel is loaded from a path
     kernel_cache.compiled.cache_clear()
 
 

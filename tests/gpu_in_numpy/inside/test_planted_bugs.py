@@ -34,7 +34,7 @@ def new_stream() -> Any:
 
 
 def late_inputs() -> tuple[list[Any], list[Any]]:
-    """(values, arrays of zeros of the same shapes), ready on the host."""
+    """Return (values, arrays of zeros of the same shapes), ready on the host."""
     values = inputs("cupy", "simt")
     late = [cupy.zeros_like(x) for x in values]
     cupy.cuda.Device().synchronize()
@@ -46,11 +46,11 @@ def step(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
     return [out, *vjp(dout)[:3]]
 
 
-# Bodies: each gives right results if every dependency is kept.
+# Bodies of the tests. Each gives right results if cupy_flash keeps every dependency.
 
 
 def on_one_stream() -> list[Any]:
-    """Inputs are written, and results are read, on the stream of the call."""
+    """Return the results of a step whose inputs are written, and whose results are read, on the stream of the call."""
     values, late = late_inputs()
     with new_stream():
         assign(late, values)
@@ -58,7 +58,7 @@ def on_one_stream() -> list[Any]:
 
 
 def from_another_stream() -> list[Any]:
-    """Inputs become ready on another stream, which their __cuda_array_interface__ names."""
+    """Return the results of a step whose inputs are written on a stream named by their __cuda_array_interface__."""
     values, late = late_inputs()
     producer, consumer = new_stream(), new_stream()
     with producer:
@@ -68,7 +68,7 @@ def from_another_stream() -> list[Any]:
 
 
 def after_a_blocking_stream() -> list[Any]:
-    """The legacy default stream waits for a blocking stream, on which inputs are written."""
+    """Return the results of a step on the legacy default stream, which waits for the blocking stream of the inputs."""
     values, late = late_inputs()
     producer = cupy.cuda.Stream()
     with producer:
@@ -106,9 +106,7 @@ def kernels_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def workspaces_freed_before_the_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Kernels run on another stream, and the caller's stream waits for it only after the call has freed its
-    workspaces.
-    """
+    """Run kernels on another stream, for which the caller's stream waits only after the call has freed workspaces."""
     other, run = new_stream(), {name: getattr(cuda, name) for name in ("forward", "backward")}
     patch.setattr(cuda, "stream_of", lambda like: other.ptr)
 
@@ -141,7 +139,7 @@ def legacy_default_stream_taken_for_per_thread(patch: pytest.MonkeyPatch) -> Non
 
 
 def wait_for_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """The event is recorded on the consumer's stream instead of the producer's."""
+    """Record the event on the consumer's stream instead of the producer's."""
     wait = cuda._wait
     patch.setattr(cuda, "_wait", lambda stream, others: wait(SimpleNamespace(ptr=stream.ptr), {stream.ptr}))
 
@@ -160,7 +158,7 @@ BUGS = {
 def test_a_planted_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         bug(patch)
-        assert not all(is_right(BUGS[bug], seed) for seed in range(40))  # stops at the first wrong order
+        assert not all(is_right(BUGS[bug], seed) for seed in range(40))  # all() stops at the first wrong order
     machine.reset(0)
 
 

@@ -24,7 +24,7 @@ def new_stream() -> Any:
 
 
 def results_in_all_orders(work: Any) -> set[object]:
-    """The set of results of the work in the first orders of execution."""
+    """Return the set of results of the work in the first orders of execution."""
     results = set()
     for seed in ORDERS:
         machine.reset(seed)
@@ -48,7 +48,7 @@ def test_streams_without_a_dependency_have_no_order() -> None:
     first, second = new_stream(), new_stream()
     assert results_in_all_orders(lambda: written(first.ptr, second.ptr)) == {1, 2}
     assert results_in_all_orders(lambda: written(first.ptr, first.ptr)) == {2}
-    assert results_in_all_orders(lambda: written(first.ptr, 0)) == {1, 2}  # the stream is non-blocking
+    assert results_in_all_orders(lambda: written(first.ptr, 0)) == {1, 2}  # `first` is a non-blocking stream
 
 
 def test_an_event_orders_streams() -> None:
@@ -66,7 +66,7 @@ def test_the_legacy_default_stream_and_blocking_streams_wait_for_each_other() ->
     blocking, other = cupy.cuda.Stream(), cupy.cuda.Stream()
     assert results_in_all_orders(lambda: written(blocking.ptr, 0)) == {2}
     assert results_in_all_orders(lambda: written(1, blocking.ptr)) == {2}
-    assert results_in_all_orders(lambda: written(2, 1)) == {2}  # the per-thread default stream is blocking
+    assert results_in_all_orders(lambda: written(2, 1)) == {2}  # the per-thread default stream is a blocking stream
     assert results_in_all_orders(lambda: written(blocking.ptr, other.ptr)) == {1, 2}
     assert results_in_all_orders(lambda: written(blocking.ptr, 2)) == {1, 2}
 
@@ -120,7 +120,7 @@ def test_a_copy_to_pageable_memory_is_done_at_its_return() -> None:
 
 
 def test_a_copy_into_memory_that_is_freed_before_it_runs() -> None:
-    """Like a kernel's access, it is a fault in the orders in which the free comes first."""
+    """Such a copy is a fault in the orders in which the free runs first, as an access by a kernel would be."""
     first, second, source = new_stream(), new_stream(), cupy.ones(4, np.uint8)
 
     def work() -> int | None:

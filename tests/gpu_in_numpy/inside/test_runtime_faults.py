@@ -99,7 +99,7 @@ def test_out_of_memory_at_every_cudamalloc(engine: str) -> None:
 
 
 def mallocs(work: Any) -> int:
-    """Number of cudaMalloc calls of the work, with an empty pool."""
+    """Return the number of cudaMalloc calls of the work, with an empty pool."""
     machine.fail("malloc", OUT_OF_MEMORY, 10**6)
     with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
         work()

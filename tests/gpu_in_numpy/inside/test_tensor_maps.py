@@ -44,7 +44,7 @@ def test_a_new_thread_encodes_maps_in_a_context() -> None:
         results.append(cupy_flash.attention(q, k, v, engine="wgmma"))
 
     call()
-    thread = threading.Thread(target=call)  # with a new out, whose map is not cached
+    thread = threading.Thread(target=call)  # allocates a new `out`, whose map is not cached
     thread.start()
     thread.join()
     first, second = (x.get().tobytes() for x in results)

@@ -47,7 +47,8 @@ BOXES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ..
     "4d-wide-bytes": ("u8", (96, 70, 2, 1), (128, 64, 1, 1), 128, (0, 20, 1, 0)),
     "5d": ("bf16", (16, 5, 4, 3, 2), (16, 2, 3, 2, 2), 32, (0, 4, 2, 1, 1)),
 }
-# A box of two rows in each of two planes, at row 1 of 2: the second row of each is outside, and is filled with zeros.
+# A box of two rows in each of two planes. It starts at the last row of the planes, so the second row of the box lies
+# outside the tensor and is filled with zeros.
 ROWS = "4d-rows"
 ROWS_EXPECTED = np.concatenate([np.arange(80, 96), np.zeros(16), np.arange(112, 128), np.zeros(16)]).astype(np.uint8)
 BOXES[ROWS] = ("u8", (16, 2, 2, 2), (16, 2, 2, 1), 0, (0, 1, 0, 1))

@@ -75,7 +75,7 @@ def copies_case() -> HopperCase:
     return HopperCase("cp.async", body, (source,), np.zeros(256, np.uint32), threads=32, target="sm_80")
 
 
-# Dynamic shared memory of the maximum size: outputs the alignment of its address and its last word.
+# The kernel has the largest dynamic shared memory. It outputs the alignment of its address, and its last word.
 DYNAMIC_BYTES = 227 * 1024
 DYNAMIC_BODY = f"""
     mov.u32 %r0, dynamic;

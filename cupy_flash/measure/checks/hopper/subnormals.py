@@ -50,7 +50,8 @@ def subnormal_sums_case() -> HopperCase:
     return HopperCase("subnormals.add", SUBNORMAL_SUMS_BODY, (new,), np.tile(old, (5, 1)), threads=32)
 
 
-# Outputs which powers of two of a bf16 pair are zero: bit 0 for the lower, bit 1 for the upper.
+# Computes 2^x of both halves of a bf16 pair, and outputs which results are zero: bit 0 for the lower half, bit 1 for
+# the upper half.
 SUBNORMAL_POWERS_BODY = """
     mad.wide.u32 %d0, %t, 4, %p0;
     ld.global.b32 %r0, [%d0];

@@ -31,7 +31,7 @@ TURN:
 
 
 def turns_case() -> HopperCase:
-    """Return a case of 64 blocks that add random numbers one after the other."""
+    """Return a case of 64 blocks that add random numbers in block order."""
     numbers = np.random.default_rng(9).normal(size=(64, 128)).astype(np.float32)
     turn, out = np.zeros(1, np.uint32), np.zeros(128, np.float32)
     return HopperCase("turns", TURNS_BODY, (numbers, turn), out, threads=32, blocks=64)
@@ -175,19 +175,19 @@ LOAD_BODY = """
 
 
 def _case(name: str, body: str, expected: list[int] | list[list[int]], threads: int) -> HopperCase:
-    """Return a case without inputs, whose output the PTX ISA states."""
+    """Return a case without inputs; `expected` is the output that follows from the PTX ISA."""
     literals = np.array(expected, np.uint32)
     return HopperCase(name, body, (), np.zeros_like(literals), threads=threads, expected=literals)
 
 
 def _pair_case(name: str, body: str, expected: list[int]) -> HopperCase:
-    """Return such a case for a cluster of two blocks of 128 threads."""
+    """Return a case without inputs for a cluster of two blocks of 128 threads."""
     return replace(_case(name, body, expected, threads=128), **PAIR)
 
 
 CASES = [
     turns_case(),
-    # Warp 0 triples the number, warp 1 triples it and adds 1, eight times each.
+    # Eight times, warp 0 triples the number, and then warp 1 triples it and adds 1.
     _case("barriers", BARRIERS_BODY, 32 * [16142520] + 32 * [48427561], threads=64),
     # Two arrivals complete a phase. The phase of parity 1 before the first one counts as completed.
     _case("mbarrier.parity", PARITY_BODY, [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [0, 1]], threads=32),

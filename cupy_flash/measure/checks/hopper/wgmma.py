@@ -76,7 +76,7 @@ class Operand:
 
 
 def descriptor(register: str, offset: int, constant: int, apart: int = 0) -> str:
-    """Return PTX that computes the descriptor of the matrix at smem + offset + warpgroup * apart."""
+    """Return PTX that computes the descriptor of a warpgroup's matrix, at smem + offset + warpgroup index * apart."""
     return f"""
         mov.u32 %r60, smem;
         shr.u32 %r61, %t, 7;

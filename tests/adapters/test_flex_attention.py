@@ -11,8 +11,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 import cupy_flash
 from cupy_flash.adapters.torch import flex_attention
 
-B, HEADS, L, S, E = 2, 4, 150, 170, 8
-DISTANCES = L + S
+B, HEADS, L, S, E = 2, 2, 130, 150, 8
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ CASES = {  # (arguments of `inputs`, the BlockMask, options)
     "scale": ({}, None, dict(scale=-0.3)),
     "other-value-dimension": (dict(dim_v=3), None, {}),
     "one-head-of-keys": (dict(kv_heads=1), None, dict(enable_gqa=True)),
-    "grouped": (dict(kv_heads=2), lambda: masked(document, B, HEADS), dict(enable_gqa=True)),
+    "grouped": (dict(kv_heads=1), lambda: masked(document, B, HEADS), dict(enable_gqa=True)),
     "causal": ({}, lambda: masked(causal), {}),
     "no-full-blocks": ({}, lambda: masked(causal, separate_full_blocks=False), {}),
     "small-blocks": ({}, lambda: masked(causal, 1, HEADS, BLOCK_SIZE=(32, 16)), {}),
@@ -135,7 +134,7 @@ class Bias(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table = torch.nn.Parameter(normal(HEADS, DISTANCES))
+        self.table = torch.nn.Parameter(normal(HEADS, L + S))
         self.slope = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
         self.register_buffer("of_key", normal(B, S))
 
@@ -192,7 +191,7 @@ def test_paged_keys():
     key_cache, value_cache = (torch.randn(1, HEADS, page * pages, E, generator=generator).double() for _ in range(2))
     paged.assign(torch.arange(B), positions, key, value, key_cache, value_cache)
     logical = masked(document, B, 1, BLOCK_SIZE=(64, page))
-    score_mod = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (h + 1) * (q_idx - kv_idx).abs()  # noqa: E731
+    score_mod = lambda score, b, h, q_idx, kv_idx: score - 0.125 * (h + 1) * (q_idx - kv_idx).abs()  # noqa: E731
     physical = paged.convert_logical_block_mask(logical)
     out = flex_attention(query, key_cache, value_cache, paged.get_score_mod(score_mod), physical)
     assert_close([out], [flex_attention(query, key, value, score_mod, logical)])
@@ -219,7 +218,7 @@ def test_what_is_not_supported(options, reason):
 
 
 def test_one_error_has_all_reasons():
-    query, key, value = inputs(kv_heads=2)
+    query, key, value = inputs(kv_heads=1)
     block_mask = create_block_mask(causal, 3, None, L, S + 1, device="cpu")
     options = dict(
         block_mask=block_mask, return_lse=True, return_aux=AuxRequest(), kernel_options={"BLOCKM": 64}, scale=torch.inf
@@ -228,14 +227,14 @@ def test_one_error_has_all_reasons():
         flex_attention(query, key[..., :3], value, **options)
     for reason in (
         "return_lse and return_aux cannot both be given", "kernel_options has no BLOCKM",
-        "4 heads of query, 2 of key and 2 of value need enable_gqa=True",
-        f"block_mask must be made for (2, 4, {L}, {S}), not for (3, 1, {L}, {S + 1})",
+        "2 heads of query, 1 of key and 1 of value need enable_gqa=True",
+        f"block_mask must be made for (2, 2, {L}, {S}), not for (3, 1, {L}, {S + 1})",
         "q and k must have one head dimension, not 8 and 3", "scale must be",
     ):  # fmt: skip
         assert reason in str(error.value)
     with pytest.raises(TypeError, match="return_aux must be torch's AuxRequest, not dict") as error:
         flex_attention(query[0], key.tolist(), value, block_mask=causal, return_aux={})
-    for reason in ("block_mask must be torch's BlockMask, not function", "q must have 4 dimensions", "k must be"):
+    for reason in ("block_mask must be torch's BlockMask, not function", "k must be"):
         assert reason in str(error.value)
 
 
@@ -244,6 +243,8 @@ def test_a_sliced_mask_is_refused_with_the_words_of_torch():
         flex_attention(*inputs(), block_mask=masked(causal)[:, :])
 
 
+# raised by Dynamo after a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled():
     """torch.compile breaks the graph at functions, which are traced outside, and keeps a Mod in it."""
     tensors, bias = [x.requires_grad_() for x in inputs()], Bias()

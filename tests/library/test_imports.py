@@ -128,6 +128,7 @@ FLOW = (
     "adapters.torch.module",
     "adapters.torch",
     "adapters.transformers",
+    "adapters.xformers",
     "api",
     "distributed.channel",
     "distributed.shards",

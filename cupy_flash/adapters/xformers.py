@@ -8,7 +8,7 @@ that no mask is materialized.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,11 +67,11 @@ def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Any = None,
+    attn_bias: Tensor | object = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
-    op: Any = None,
+    op: object = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute xformers.ops.memory_efficient_attention with cupy_flash, differentiably.
@@ -104,11 +104,11 @@ def memory_efficient_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Any = None,
+    attn_bias: Tensor | object = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
-    op: Any = None,
+    op: object = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `memory_efficient_attention`, under which name xFormers has its forward alone.
@@ -133,11 +133,11 @@ def memory_efficient_attention_forward_requires_grad(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Any = None,
+    attn_bias: Tensor | object = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
-    op: Any = None,
+    op: object = None,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `memory_efficient_attention` and the lse that `memory_efficient_attention_backward` takes.
@@ -164,11 +164,11 @@ def memory_efficient_attention_partial(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Any = None,
+    attn_bias: Tensor | object = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
-    op: Any = None,
+    op: object = None,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention on a part of the keys; `merge_attentions` merges the parts. Both results are differentiable.
@@ -198,11 +198,11 @@ def memory_efficient_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Any = None,
+    attn_bias: Tensor | object = None,
     p: float = 0.0,
     scale: float | None = None,
     *,
-    op: Any = None,
+    op: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `memory_efficient_attention`.
 
@@ -236,16 +236,9 @@ def memory_efficient_attention_backward(
     if call.packed is None:
         lse = lse[..., : query.shape[1]]
     else:
-        dout, out = dout[0], out[0]
-        bounds = attn_bias.q_seqinfo.seqstart_py
-        if lse.shape[0] == 1:
-            lse = lse[0, :, : bounds[-1]]
-        else:
-            lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-            lse = torch.cat([row[:, :length] for row, length in zip(lse, lengths, strict=True)], 1)
+        dout, out, lse = dout[0], out[0], _packed_lse(lse, attn_bias)
     arguments = arguments_of(call.arrays, call.options, call.packed, False)
-    saved = (dout.contiguous(), out.contiguous(), lse.contiguous())
-    gradients = attention_backward(*arguments, *saved, None, False)[:3]
+    gradients = attention_backward(*arguments, dout, out, lse, None, False)[:3]
     dq, dk, dv = (x.reshape(like.shape) for x, like in zip(gradients, (query, key, value), strict=True))
     return dq, dk, dv
 
@@ -400,6 +393,14 @@ def _packed(function: str, arrays: tuple[Any, Any, Any], options: Options, attn_
     rows_of_block = of_k.padding if table is None else attn_bias.page_size
     k, v = (x.unflatten(0, (-1, rows_of_block)) for x in (k, v))
     return _Call((q, k, v), options, cache=cache)
+
+
+def _packed_lse(lse: Any, attn_bias: Any) -> Any:
+    """Return lse (H, M) of packed sequences from (1, H, M or more), or from (sequences, H, longest or more)."""
+    bounds = attn_bias.q_seqinfo.seqstart_py
+    if lse.shape[0] == 1:
+        return lse[0, :, : bounds[-1]]
+    return torch.cat([row[:, : end - start] for row, (start, end) in zip(lse, pairwise(bounds), strict=True)], 1)
 
 
 def _window(attn_bias: Any) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ BUDGET = {
         (21711, "the package when the budget began"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (83, "torch's flex_attention: the checks of its signature, and lse in the layout of a query"),
-        (272, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
+        (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

@@ -83,7 +83,7 @@ class Standard:
         self.masked = np.triu(np.ones((case.seqlen, case.seqlen), bool), 1) if case.causal else None
 
     def _grouped(self, x: Array, case: Case) -> Array:
-        """Reshape to (B, Hk, Hq / Hk or 1, S, D), so that query heads broadcast over their key/value head."""
+        """Reshape to (B, Hk, Hq / Hk or 1, S, D), so that each key/value head broadcasts over its query heads."""
         return x.reshape(case.batch, case.kv_heads, -1, case.seqlen, case.head_dim).astype(self.compute, copy=False)
 
     def forward(self) -> Any:

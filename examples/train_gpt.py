@@ -251,7 +251,7 @@ def local_positions(arguments: argparse.Namespace) -> slice | Tensor:
 
 
 def average_gradients(model: GPT) -> None:
-    """All-reduce the gradients in a ring, where each loss is the mean over a shard; FSDP does this itself."""
+    """Average the gradients over the ranks of a ring, where each loss is the mean of a shard; FSDP does it itself."""
     for parameter in model.parameters():
         distributed.all_reduce(parameter.grad)
         parameter.grad /= rank_and_processes()[1]

@@ -23,7 +23,7 @@ constexpr int PART_COLUMNS = (HEAD_DIM_V + 15) / 16 * 16;  // columns of a row o
 struct Iterations {
   Range keys;  // the keys that any query sees
   int output_tiles;
-  int first;     // index of an output tile's first iteration, if key 0 begins iteration 0
+  int first;     // the first iteration of an output tile; iterations are numbered from key 0
   int per_tile;  // iterations of an output tile, at least 1
 
   __device__ Iterations(const Params& p, const Sequence& sequence, const Band& band) {

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash import device
-from cupy_flash.engines import mma_decode
+from cupy_flash.engines import Tile, mma_decode
 from cupy_flash.engines.launch import Launch
 from cupy_flash.engines.wgmma import hopper
 from cupy_flash.gpu import ahead, run_plan
@@ -116,18 +116,6 @@ SCARCE = (
 MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions with counted steps
 STEP_LENGTH, STEP_HEADS = 4096, 64  # sequence length and heads of the problem whose steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
-TILE_CONSTANTS = (
-    "THREADS",
-    "BLOCK_Q",
-    "BLOCK_KV",
-    "COLUMN_WARPS",
-    "STAGES",
-    "Q_IN_REGISTERS",
-    "SUM_COLUMNS",
-    "ADD_DQ",
-    "SHARES",
-    "DQ_IN_BULK",
-)
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need
 
 
@@ -407,6 +395,7 @@ class Counted(NamedTuple):
     arch: str
     backward: bool
     deterministic: bool
+    plan_tile: Tile  # the tile of the whole plan, which has a part per kernel
 
     @property
     def label(self) -> str:
@@ -433,8 +422,9 @@ def counted(problems: Iterable[str], archs: Iterable[str] = STEP_ARCHS) -> list[
         for backward, deterministic in ((False, False), (True, False), (True, True)):
             if backward and not PROBLEMS[name].get("backward", True):
                 continue
-            for launch in _chosen(PROBLEMS[name], backward, arch, deterministic):
-                each = Counted(name, launch, arch, backward, deterministic)
+            chosen = _chosen(PROBLEMS[name], backward, arch, deterministic)
+            for launch in chosen.launches:
+                each = Counted(name, launch, arch, backward, deterministic, chosen.tile)
                 if launch.function in MAINLOOPS:
                     found.setdefault((name, each.label, launch.tile), each)
     return list(found.values())
@@ -472,8 +462,8 @@ def _adds_dq(launch: Launch) -> bool:
     return launch.function == "backward" or bool(dict(launch.constants).get("ADD_DQ"))
 
 
-def _chosen(config: dict[str, Any], backward: bool, arch: str, deterministic: bool = False) -> tuple[Launch, ...]:
-    """Return the launches of the plan for a long problem."""
+def _chosen(config: dict[str, Any], backward: bool, arch: str, deterministic: bool = False) -> Plan:
+    """Return the plan for a long problem."""
     (problem,) = {
         problem._replace(
             q_len=STEP_LENGTH, kv_len=STEP_LENGTH, heads=STEP_HEADS, kv_heads=STEP_HEADS, deterministic=deterministic
@@ -481,7 +471,7 @@ def _chosen(config: dict[str, Any], backward: bool, arch: str, deterministic: bo
         for problem in _problems(**config)
         if problem.backward == backward and not problem.dlse
     }
-    return plan(problem, device.named(arch, "cuda")).launches
+    return plan(problem, device.named(arch, "cuda"))
 
 
 def _count(counted: Counted) -> Step:
@@ -490,19 +480,13 @@ def _count(counted: Counted) -> Step:
     The mainloop visits key tiles, or, in a backward whose blocks own keys, query tiles. A block that adds to dQ in
     order polls until it is its turn, and the polls would be counted, so such a launch has only one block.
     """
-    name, launch, arch, backward, deterministic = counted
-    config, tile = PROBLEMS[name] | {"deterministic": deterministic}, launch.tile
+    name, launch, arch = counted[:3]
+    config, tile = PROBLEMS[name], launch.tile
     assert tile is not None
     block_q, block_kv, threads = tile
     by_key, blocks = launch.function in ("backward_kv", "backward"), 1 if _in_order(launch) else 2
     base, longer = (
-        _run(
-            config,
-            launch,
-            backward,
-            arch,
-            (visited * block_q, blocks * block_kv) if by_key else (blocks * block_q, visited * block_kv),
-        )
+        _run(counted, (visited * block_q, blocks * block_kv) if by_key else (blocks * block_q, visited * block_kv))
         for visited in (2, 3)
     )
     added = {key: longer.by_class()[key] - base.by_class().get(key, 0) for key in longer.by_class()}
@@ -553,8 +537,10 @@ def _least_bytes(launch: Launch, config: dict[str, Any], blocks: int) -> int:
     return 2 * keys * (k + v) + blocks * query_bytes  # K, V, dK, dV
 
 
-def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, lengths: tuple[int, int]) -> Counters:
+def _run(counted: Counted, lengths: tuple[int, int]) -> Counters:
     """Simulate a kernel on (queries, keys) of one head and return its counters."""
+    kernel, backward = counted.launch.kernel, counted.backward
+    config = PROBLEMS[counted.problem] | {"deterministic": counted.deterministic}
     options = {key: value for key, value in config.items() if key not in NOT_OPTIONS}
     (q_len, kv_len), dim = lengths, config["head_dim"]
     rng = np.random.default_rng(0)
@@ -579,9 +565,10 @@ def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, leng
 
     def planned(saved: Saved | None) -> tuple[Plan, Operands]:
         problem, operands = pose("static", arrays, Options(**options, backend="simulator"), None, saved)
-        chosen = plan(problem, device.named(arch))
-        # Keep the small problem's constants, but use the tile that is to be counted.
-        launches = tuple(_with_tile(each, launch) if each.kernel == launch.kernel else each for each in chosen.launches)
+        tile = counted.plan_tile if problem.backward == backward else None
+        chosen = plan(problem, device.named(counted.arch), tile)
+        # The counted kernel has 3 blocks in both runs, whatever their lengths, so that their difference is one step.
+        launches = tuple(x._replace(grid=(3, *x.grid[1:])) if x.kernel == kernel else x for x in chosen.launches)
         return chosen._replace(launches=launches), operands
 
     chosen, operands = planned(None)
@@ -589,14 +576,7 @@ def _run(config: dict[str, Any], launch: Launch, backward: bool, arch: str, leng
     if backward:
         saved = Saved(array(q_len, dim_v), out.owner, lse.owner, lse.owner if "mask" in options else None)
         run_plan.backward(*planned(saved), counting)
-    return counters[launch.kernel]
-
-
-def _with_tile(launch: Launch, other: Launch) -> Launch:
-    """Return `launch` with the tile of `other`, a launch of the same kernel, and a grid of 3 blocks."""
-    tile = {name: value for name, value in other.constants if name in TILE_CONSTANTS}
-    constants = tuple((name, tile.get(name, value)) for name, value in launch.constants)
-    return other._replace(constants=constants, grid=(3, *launch.grid[1:]))
+    return counters[kernel]
 
 
 def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:

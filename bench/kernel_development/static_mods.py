@@ -173,7 +173,7 @@ def _spills(launch: Launch, arch: str) -> int:
 
 
 def _instructions(launch: Launch, arch: str) -> tuple[float, float]:
-    """Return instructions per score of the mainloop's steady and longest path, matrix products not counted."""
+    """Return instructions per score, without products, of the mainloop's steady path and of its longest path."""
     assert launch.tile is not None
     block_q, block_kv, threads = launch.tile
     threads -= 128 if launch.kernel.startswith("wgmma/") else 0  # the producer warpgroup has no mainloop math
@@ -200,5 +200,5 @@ def tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
         ]
         for row in rows
     ]  # fmt: skip
-    heading = "Instructions that mods add to the steady loop, SASS of a thread for one score but products (bf16, D 128)"
+    heading = "SASS instructions of a thread per score that mods add to the steady loop, without products (bf16, D 128)"
     return [Table(heading, columns, lines)] if lines else []

@@ -55,7 +55,7 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
         for step in steps
     ]
     columns = ["problem", "kernel", "tile", *classes, "bank conflicts", "bytes over least"]
-    step_tables = [Table("One tile step on the simulator, PTX instructions of a thread for one score", columns, rows)]
+    step_tables = [Table("One tile step on the simulator, in PTX instructions of a thread per score", columns, rows)]
     tensor_core_steps = [step for step in steps if step["sass"] is not None]
     if tensor_core_steps:
         classes = list(tensor_core_steps[0]["sass"]["per_score"])
@@ -76,7 +76,7 @@ def _step_tables(steps: list[dict[str, Any]]) -> list[Table]:
         ]  # fmt: skip
         step_tables.append(
             Table(
-                "The steady loop as sm_80 (Hopper: sm_90a) executes it, SASS of a thread for one score", columns, rows
+                "The steady loop for sm_80 (Hopper: sm_90a), in SASS instructions of a thread per score", columns, rows
             )
         )
     return step_tables

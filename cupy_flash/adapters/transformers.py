@@ -164,11 +164,11 @@ class LazyMask(torch.Tensor):
 
     make_elements: Callable[[], Any]
     elements: Any  # the boolean tensor, once an operator has read it; else None
-    mod: Mod | None  # the whole pattern; if given, the fields below are ignored
+    mod: Mod | None  # the whole pattern; if given, causal, window and padding are ignored
     causal: bool  # bottom-right
     window: tuple[int, int] | None  # as in `cupy_flash.attention`
     padding: Padding | None
-    static_keys: StaticKeys | None  # of a static cache; if given, the fields above are ignored
+    static_keys: StaticKeys | None  # of a static cache; if given, mod, causal, window and padding are ignored
 
     @staticmethod
     def of(

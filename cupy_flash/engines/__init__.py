@@ -69,7 +69,7 @@ class Engine(Protocol[TileT]):
         """Return the tiles that a tune measures: at least those of `tiles`, among which a prediction chooses."""
 
     def forms(self, problem: Problem, device: Device, tile: TileT) -> dict[str, Sequence[TileT]]:
-        """Return {form of the kernel that only a tune may choose: tiles of this form with the rows of `tile`}."""
+        """Return {form of the kernel that only a tune may choose: its tiles with as many rows as `tile`}."""
 
     def advantage(self, problem: Problem) -> str:
         """Return why the engine is the default for a problem that it serves; "" if predictions decide."""

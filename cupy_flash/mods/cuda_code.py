@@ -313,7 +313,8 @@ class _Writer:
         self.directed, self.moving = moved is not None, None
         if moved is not None and program.score is not None:
             self.moving = _Moving.of(program.score, moved, target).map(self._prepared)
-        # (element, derivatives of the score and of its tangent) for each read to whose gradient several blocks may add
+        # for each read to whose gradient more than one block may add: (element, derivatives with respect to it, of the
+        # score and of its tangent)
         self.reads = []
         for read in (read for read in reads if not read.is_owned):
             of_tangent = () if self.moving is None else (self.moving.by(read),)

@@ -177,7 +177,7 @@ class Graph:
         return tuple(self.cast(arg, kind) for arg in args), BOOL if op in COMPARISONS else kind
 
     def _folded(self, op: str, kind: str, args: tuple[Node, ...]) -> Node | None:
-        """Return the constant result of `op` for constants; None if Python's result may differ from the kind's."""
+        """Return the constant result of `op` for constants; None if the kind's arithmetic may differ from Python's."""
         try:
             value = FOLD[op](*(arg.value for arg in args))
         except (ArithmeticError, ValueError):
@@ -347,7 +347,7 @@ RULES: dict[str, Callable[..., Node | None]] = {
 
 
 class Element(NamedTuple):
-    """The dtype and rank of a captured array, which the text contains."""
+    """The dtype and rank of a captured array; both are part of a program's text."""
 
     dtype: str  # a key of LOADED
     rank: int
@@ -362,7 +362,7 @@ class Program(NamedTuple):
     score: Node | None  # real
     mask: Node | None  # bool, True = attend
     arrays: tuple[Element, ...] = ()  # captured arrays, indexed by slot
-    numbers: tuple[str, ...] = ()  # the kinds of arguments, by index
+    numbers: tuple[str, ...] = ()  # the kinds of the numbers given at run time, by index
 
     @property
     def roots(self) -> tuple[Node, ...]:

@@ -4,7 +4,8 @@ Facts (shapes, dtypes, options) are checked once and cached; the contents of arr
 modules for KV caches are imported by the first call on one.
 """
 
-# Annotations are evaluated here: strings in NamedTuples would take a tenth of the time of importing this package.
+# No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
+# the time of importing this package.
 import math
 import operator
 from functools import lru_cache
@@ -227,7 +228,7 @@ def traced_mod(requirements: Requirements, options: "Options | CacheOptions") ->
 
 
 def captured_names(mod: "Mod | None") -> list[str]:
-    """Return the names of a mod's captured arrays among the arrays of a call, by slot."""
+    """Return the names, by slot, that a mod's captured arrays have among the arrays of a call."""
     return [] if mod is None else [f"array{slot}" for slot in range(len(mod.arrays))]
 
 

@@ -4,7 +4,8 @@ Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain o
 `build.pose` can cache their results. Checks of values read the contents of arrays in host memory, at every call.
 """
 
-# Annotations are evaluated here: strings in NamedTuples would take a tenth of the time of importing this package.
+# No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
+# the time of importing this package.
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping

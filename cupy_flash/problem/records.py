@@ -4,7 +4,8 @@ tests/library/test_features.py compares their fields with the table of features.
 features, but no arrays and no decisions of a plan; `build.pose` builds it.
 """
 
-# Annotations are evaluated here: strings in NamedTuples would take a tenth of the time of importing this package.
+# No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
+# the time of importing this package.
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar

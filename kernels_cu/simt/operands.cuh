@@ -1,4 +1,4 @@
-// Tiles of queries and of keys in shared memory: the operands of a backward and, DIRECTION, of a double backward, which
+// Tiles of queries and of keys in shared memory: the operands of a backward and (DIRECTION) of a double backward, which
 // also has the tangents of the inputs.
 #pragma once
 #include "steps.cuh"

@@ -4,8 +4,9 @@
 //   scores         S += A B^T     a thread has rows y + r * ROW_THREADS and columns x + c * LANES of S
 //   accumulate     O += P X       the same rows, and columns (c * LANES + x) * VECTOR + e of O
 //
-// The row stride in shared memory is an odd number of 16-byte chunks: 8 lanes that read one chunk of 8 rows each, and
-// the 4 row threads of a warp that read one of 4 rows, then touch each of the 32 banks once.
+// The row stride in shared memory is an odd number of 16-byte chunks. So 8 lanes that read the same chunk of 8
+// consecutive rows touch each of the 32 banks once, and the 4 row threads of a warp, which read the same chunk of 4
+// consecutive rows, touch no bank twice.
 #pragma once
 #include "../number.cuh"
 #include "../sequence.cuh"

@@ -67,7 +67,7 @@ struct Share {
       : K(consumer.share * (DIM / 8 - N_K)),
         V(consumer.share * (DIM_V / 8 - N_V)),
         Q(consumer.dQ_share * (DIM / 8 - N_Q)) {}  // @first-columns-of-share
-  // Address of the panel that starts with a fragment, in a tile of ROWS rows.
+  // Address of the panel whose first fragment is `fragment`, in a tile of ROWS rows.
   template <int ROWS>
   __device__ static unsigned int panel(unsigned int tile, int fragment) {
     return tile + fragment / 8 * ROWS * PANEL_ROW;

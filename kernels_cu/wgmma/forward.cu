@@ -194,8 +194,7 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         bool rescales = update();
         if constexpr (EARLY_PV < N / 2) issue_PV<EARLY_PV, N / 2>(O_rmem, P_rmem, rings.V);  // @issue-late-PV
         attend();
-        // Row sums are never negative, so this triggers no event. But ptxas computes them before it and moves no wait
-        // above it, so that the exponentials overlap with PV.
+        // A barrier for ptxas, which then moves no wait above the exponentials: they overlap with PV.
         if constexpr (EXPONENTIALS_FIRST) pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);
         if constexpr (!SCORE_MODIFIED) wait_PV(O_rmem, P_rmem, rings.V);
         if (rescales) rescale(O_rmem, O_scale);

@@ -197,7 +197,7 @@ def test_eager_call_reads_and_writes_memory_of_jax(monkeypatch):
 
 
 def test_large_arrays_pass_through_the_callback():
-    # A callback that waits for jax while jax waits for the callback deadlocks with arrays above some size below 4 MB.
+    # A callback that waits for jax while jax waits for it deadlocks if arrays are large, as these of 4 MB are.
     operands = [jnp.ones((1, 4096, 4, 64)) * factor * jnp.linspace(-1, 1, 64) for factor in (1.0, 0.5, 2.0)]
     differentiate = jax.grad(lambda q, k, v: (attention(q, k, v, window=(5, 0)) ** 2).sum(), (0, 1, 2))
     for one, other in zip(jax.jit(differentiate)(*operands), differentiate(*operands), strict=True):

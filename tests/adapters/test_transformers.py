@@ -448,7 +448,7 @@ def test_lazy_mask_attends_as_its_elements(case):
     out, _ = adapter.attention_forward(torch.nn.Module(), q, k, v, mask)
     exact, _ = formula(None, q.double(), k.double(), v.double(), dense)
     low = furthest(exact, *in_several_orders(lambda: formula(None, q, k, v, dense)[0]))
-    # Rows of padding tokens may be 0 instead.
+    # Rows of padding tokens are not compared: they may be 0 instead of the formula's result.
     is_token = torch.ones(BATCH, mask.shape[2], dtype=torch.bool)
     if arguments.get("attention_mask") is not None and arguments["mask_function"] is not bidirectional_mask_function:
         valid = formula_mask(**arguments | dict(mask_function=bidirectional_mask_function))

@@ -287,7 +287,9 @@ def test_any_number_of_parts(count, backend):
 
 
 def test_parts_are_added_in_their_order():
-    """The sum runs over the stack in order and adds a last: in float32, 2**24 + 1 + 1 + 0 depends on the order."""
+    """The sum runs over the stack in order, and the argument `a` is added last: in float32, 2**24 + 1 + 1 + 0 depends
+    on the order.
+    """
     outs = np.array([2**24, 1, 1, 0], np.float32).reshape(4, 1, 1, 1, 1)
     lses = np.zeros((4, 1, 1, 1), np.float32)
     for backend in ("cpu", "simulator"):

@@ -318,8 +318,8 @@ def test_a_sweep_survives_a_process_without_a_gpu(tmp_path, monkeypatch):
 
 
 def test_a_lost_gpu_is_distinguished_from_a_refusal(monkeypatch):
-    """After a refusal the process continues with the other kinds; after a fault, which every later CUDA call would
-    repeat, it is lost, in the step of the faulty call.
+    """After a refusal the process measures the other calls. A fault, which every later CUDA call would raise again,
+    ends the measurement, and the last announced step names the faulty call.
     """
     faulty, steps = [False], []
 

@@ -21,7 +21,7 @@ def test_calls_do_everything_but_launch(monkeypatch):
     assert before == dispatch.LAUNCHERS
     assert list(section["calls"]) == ["numpy", "torch", "torch, autograd"]
     assert all(seconds > 0 for rows in section.values() for row in rows.values() for seconds in row.values())
-    # at least 3 arrays (q, k, v) x 3 kinds of calls x CALLS * ROUNDS = 4 new addresses or lengths
+    # at least 3 arrays (q, k, v) x 3 kinds of calls x 4 calls (CALLS * ROUNDS) with new addresses or lengths
     assert len({(box.address, box.shape) for box in maps}) >= 3 * 3 * 4
     calls, steps = overhead.tables(section)
     assert [row[0] for row in calls.rows] == list(section["calls"]) and len(steps.rows) == 2

@@ -62,7 +62,7 @@ def test_every_tile_of_every_engine_is_measured(simulated):
     assert case["left_out"] == {"another": "RuntimeError: not for these heads"}
     for first, second in (case["tiles"][:2], case["tiles"][2:]):
         assert 0 < first["predicted_ms"] <= second["predicted_ms"]
-    # bench/costs finds the tiles of a record by their names.
+    # `python -m bench costs` finds the tiles of a record by their names.
     assert [row[1] for row in costs.choices([case]).rows] == ["mma", "wgmma"]
     assert {tuple(row[::4]) for row in costs.constants([case], {}).rows} == {("mma", "2"), ("wgmma forward", "2")}
 

@@ -41,7 +41,7 @@ def test_cupy_holds_results_alone(engine: str) -> None:
 
 
 def workspace_bytes(arrays: tuple[Any, Any, Any], saved: Saved | None, options: dict[str, Any]) -> list[int]:
-    """Return sizes in bytes of the workspaces that the plans of a forward and a backward state, in order."""
+    """Return the bytes of each workspace, in order, in the plan of a forward or, with `saved`, of its backward."""
     problem, _ = pose("attention", arrays, Options(**options), None, saved)
     workspaces = dispatch.plan_for(problem).workspaces(problem.q_len, problem.kv_len)
     return [math.prod(x.shape) * x.dtype.itemsize for x in workspaces]

@@ -46,7 +46,10 @@ BATCH, LENGTH = 3, 12
 def formula(
     module, query, key, value, mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
 ):
-    """Return textbook attention in the dtype of query: in float64 the reference, also for models that refuse sdpa."""
+    """Return textbook attention in the dtype of query.
+
+    In float64 it is the reference, which serves models that refuse sdpa too.
+    """
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)

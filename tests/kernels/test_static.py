@@ -106,7 +106,9 @@ def test_instructions_of_derivatives(tangents, dtype, head_dim):
 
     def per_score(*kernels, **config):
         chosen = [
-            x for backward in (False, True) for x in static._chosen(config, backward, "sm_80", deterministic=True)
+            launch
+            for backward in (False, True)
+            for launch in static._chosen(config, backward, "sm_80", deterministic=True).launches
         ]
         counts = [static._sass(x, "sm_80").per_score for x in chosen if x.kernel in kernels]
         assert len(counts) == len(kernels)

@@ -129,7 +129,7 @@ def test_float32_doubles_all_but_masks_and_statistics():
 
 
 def test_statistics():
-    """A layer norm has two statistics per row, an RMS norm one, flash attention lse; all are fp32 in every
+    """A layer norm has two statistics per row, an RMS norm one, and flash attention one (lse); all are fp32 in every
     precision.
     """
     for precision in memory.ITEMSIZE:

@@ -38,7 +38,7 @@ def test_cupy_can_be_imported_if_it_is_installed():
 
 
 def test_a_run_in_the_background_without_a_home(tmp_path):
-    """The shell ignores SIGHUP and SIGINT as nohup does, and as a script does for its background."""
+    """The shell ignores SIGHUP, as nohup does, and SIGINT, as a script does for its background jobs."""
     (tmp_path / "file").touch()
     tests = (
         f"{HERE}::{test_ctrl_c_reaches_a_test_and_its_processes.__name__}",

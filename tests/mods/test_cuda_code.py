@@ -296,7 +296,8 @@ def test_a_clamp_that_is_folded_away_is_found(monkeypatch):
         pairs_of(Mod(lambda s, b, h, q, kv: s + RELATIVE[h, np.maximum(q - kv, 3)]), np.float32)
 
 
-# name -> (mask_mod, most rounds in which a warp classifies the 8,192 tiles of 2^20 keys; tile by tile they are 256)
+# name -> (mask_mod, the largest allowed number of rounds in which a warp classifies the 8,192 tiles of 2^20 keys). A
+# warp that classifies every tile, 32 in a round, takes 256 rounds.
 NARROW = {
     "window": (lambda b, h, q, kv: (q - kv < 512) & (q >= kv), 14),
     "sinks": (lambda b, h, q, kv: (q >= kv) & ((q - kv < 512) | (kv < 4)), 18),

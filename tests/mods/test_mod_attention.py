@@ -178,7 +178,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads():
     ("name", "tasks"), [("softcap", 4), ("dense", 4), ("relative", 2), ("row-bias", 1), ("learned-twice", 1)]
 )
 def test_heads_that_add_to_the_same_elements_are_one_task(name, tasks):
-    """There are 2 sequences and 2 key/value heads. `dense` is indexed by both numbers, `relative` by the head alone."""
+    """A call with 2 sequences and 2 key/value heads: `dense` has both as indices, `relative` only the head."""
     case = Case(score_mod=name)
     call, result = case.call(), run(case)
     plan, operands = posed(case, Saved(call.dout, result.out, result.lse))

@@ -51,7 +51,7 @@ def truncated_sums(a, b, bits):
 
 
 def farthest(exact, runs, dtype):
-    """Return for each element the run's value, rounded to `dtype`, that is farthest from the exact one."""
+    """Return for each element, of the values of all runs rounded to `dtype`, the farthest from the exact one."""
     rounded = np.stack([np.asarray(run).astype(np.float32).astype(dtype).astype(np.float64) for run in runs])
     worst = np.abs(rounded - exact).argmax(0)
     return np.take_along_axis(rounded, worst[None], 0)[0]

@@ -192,7 +192,7 @@ def test_compile_refuses_a_cache_with_reasons():
 
 
 class OnGpu:
-    """An array of a GPU library, with an interface only; reading its memory would crash."""
+    """An array of a GPU library that has only `__cuda_array_interface__`; reading its memory would crash."""
 
     def __init__(self, array):
         address = (2**40 + array.ctypes.data, False)

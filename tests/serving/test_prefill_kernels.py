@@ -46,7 +46,7 @@ def test_the_formula(case, engine):
 @pytest.mark.parametrize("case", in_tiers(ROWS, ("everything", "packed-everything")))
 @pytest.mark.parametrize("dtype", ["float32", exhaustive("float64")])
 def test_the_formula_in_full_precision(case, dtype):
-    """simt alone serves float32 and float64; the cases have an append or none."""
+    """Only simt serves float32 and float64; some cases append rows, others do not."""
     check(replace(case, dtype=dtype), backend="simulator")
 
 

@@ -62,7 +62,7 @@ def test_errors_of_a_first_use(ptx):
         launch(ptx, "put", 4, (32, 1, 1), b"", memory=Memory())
     with pytest.raises(TypeError, match=r"block must be .* not \(32,\)"):
         launch(ptx, "put", (1, 1, 1), (32,), b"", memory=Memory())
-    with pytest.raises(TypeError, match="x must be a NumPy array, not list"):
+    with pytest.raises(TypeError, match="x must be a NumPy array of numbers, not list"):
         Memory().add([1.0], "x")
 
 

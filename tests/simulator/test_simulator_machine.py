@@ -647,7 +647,7 @@ def test_unknown_opcode_names_the_line():
     "text",
     ["add.u32 %r0, %nosuch, 1;", "mma.sync.aligned.m16n8k99.row.col.f32.f16.f16.f32 {%f0}, {%r0}, {%r1}, {%f0};",
      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r0], [%r1], 16, [%r2];",
-     "fence.proxy.alias;", "add.rz.f64 %e0, %e0, %e0;", "mov.u32 %r0, nowhere;",
+     "fence.proxy.alias;", "mul.rz.f64 %e0, %e0, %e0;", "mov.u32 %r0, nowhere;",
      "bra NOWHERE;"],
     ids=["register", "shape", "bulk", "proxy", "rounding", "symbol", "label"],
 )  # fmt: skip

@@ -78,10 +78,10 @@ def flash_attn_varlen_func(
     scheduler_metadata: object = None,
     fa_version: int | None = None,
 ) -> Any:
-    """Compute flash_attn_varlen_func of flash-attn 2, as `flash_attn_func`; keyword-only arguments are vLLM's.
+    """Compute flash_attn_varlen_func of flash-attn 2: `flash_attn_func` of packed sequences.
 
-    With block_table, k and v are the pages of a KV cache, and no gradients are recorded: the call is
-    `cupy_flash.attention_with_kv_cache` on packed queries, with nothing to append.
+    Keyword-only arguments are vLLM's. With block_table, k and v are the pages of a KV cache, and no gradients are
+    recorded: the call is `cupy_flash.attention_with_kv_cache` on packed queries, with nothing to append.
 
     Args:
         q: (Tq, Hq, D).
@@ -151,7 +151,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute flash_attn_kvpacked_func of flash-attn 2, as `flash_attn_func`.
+    """Compute flash_attn_kvpacked_func of flash-attn 2: `flash_attn_func` with k and v in one tensor.
 
     Args:
         q: (B, Sq, Hq, D).
@@ -191,7 +191,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute flash_attn_varlen_kvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
+    """Compute flash_attn_varlen_kvpacked_func of flash-attn 2: `flash_attn_varlen_func` with k and v in one tensor.
 
     Args:
         q: (Tq, Hq, D).
@@ -230,7 +230,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute flash_attn_qkvpacked_func of flash-attn 2, as `flash_attn_func`.
+    """Compute flash_attn_qkvpacked_func of flash-attn 2: `flash_attn_func` with q, k and v in one tensor.
 
     Args:
         qkv: (B, S, 3, H, D).
@@ -266,7 +266,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute flash_attn_varlen_qkvpacked_func of flash-attn 2, as `flash_attn_varlen_func`.
+    """Compute flash_attn_varlen_qkvpacked_func of flash-attn 2: `flash_attn_varlen_func` with q, k, v in one tensor.
 
     Args:
         qkv: (T, 3, H, D).

@@ -168,7 +168,8 @@ def _arguments(
     for tensor in tensors:
         if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_nested):
             raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(tensor)}")
-    # torch.compile cannot trace is_neg. Outside of it the dispatcher fails with an internal error of torch.
+    # A write to a lazily negated tensor would fail in torch's dispatcher with an internal error. torch.compile cannot
+    # trace is_neg, so it skips this check.
     if not torch.compiler.is_compiling():
         for name in WRITTEN:
             if given.get(name) is not None and given[name].is_neg():

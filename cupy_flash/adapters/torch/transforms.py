@@ -342,7 +342,7 @@ def _elements(gradients: Any) -> tuple[Any, ...]:
 
 
 def _halves(others: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split into (direction, tensors), which both end with one entry per captured array."""
+    """Split `others` into (direction, tensors), each of which ends with one entry per captured array."""
     captured = (len(others) - len(DIFFERENTIATED) - COUNT) // 2
     return others[: len(DIFFERENTIATED) + captured], others[len(DIFFERENTIATED) + captured :]
 

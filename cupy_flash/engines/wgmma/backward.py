@@ -134,7 +134,8 @@ def _padded(problem: Problem, tile: Tile) -> tuple[int, int]:
 def _live(problem: Problem, tile: Tile) -> int:
     """Return the registers per thread for S, dP, dK and dV, plus those for the options."""
     # Two consumer warpgroups split an odd number of panels unequally: one has more of dK, the other more of dV. The
-    # larger share of both is counted: the shares of one warpgroup would allow a softcap at D 192, which spills.
+    # larger share of dK and the larger share of dV are counted, though no warpgroup has both: with the shares of one
+    # warpgroup a softcap at D 192 would be legal, and it spills.
     sums = (
         columns(dim) if tile.shares == 1 else PANEL * -(-dim // (PANEL * tile.shares))
         for dim in (problem.head_dim, problem.head_dim_v)

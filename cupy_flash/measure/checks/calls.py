@@ -298,7 +298,10 @@ def on_backend(backend: str, call: Call) -> Call:
 
 
 def move(backend: str, x: Any) -> Any:
-    """Return an array as CuPy's for "cuda", also inside tuples, lists, dicts and mods; anything else unchanged."""
+    """Return a NumPy array as a CuPy array if the backend is "cuda"; anything else unchanged.
+
+    Arrays inside tuples, lists, dicts and mods are converted too.
+    """
     if backend != "cuda":
         return x
     if isinstance(x, (tuple, list)):

@@ -397,6 +397,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     function, dtype = atomic_function(operation, type_), np.dtype(DTYPES[type_])
     in_place = isinstance(function, np.ufunc) and not returns
     adds_float = operation == "add" and type_ == "f32"
+    checks = context.find(Checks)
 
     def step(group: Group) -> None:
         for space, lanes, address in split_by_space(access, context, group, address_of(group)):
@@ -419,6 +420,9 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
                         old[chosen, i] = _serialised(add_flushed, typed, position, mine, order, in_place=False)
                     else:
                         old[chosen, i] = _serialised(function, typed, position, mine, order, in_place=in_place)
+                if operation == "cas" and space == "global" and checks is not None and checks.order is not None:
+                    equal = old[chosen, 0] == operands[0][0][chosen]
+                    checks.order.compared(instruction, lanes, store, index, access.width, selection, equal)
                 if store.defined is not None:
                     # exch initialises these bytes. The other operations have read them, so they were checked already.
                     defined, first = store.items(access.width, of_defined=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BarrierMisuse
+from ..errors import BarrierMisuse, Unsupported
 from ..machine.context import Context, Group, Mask, Step
 from ..machine.program import is_warp_barrier
 from ..machine.ptx import Instruction, Pair
@@ -32,6 +32,8 @@ def members(instruction: Instruction, context: Context) -> Callable[[Group], Mas
     operand = member_operand(instruction)
     if operand is None:
         return lambda group: context.live[group.rows]
+    if instruction.opcode in ("shfl", "vote") and instruction.modifiers[0] != "sync":
+        raise Unsupported(f"{instruction.opcode} without .sync is for GPUs before sm_70: {instruction.where}")
     source = context.source(operand, "u32", instruction)
 
     def named(group: Group) -> Mask:

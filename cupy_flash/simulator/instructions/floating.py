@@ -61,7 +61,10 @@ def _of_pairs(function: Function) -> Function:
 
 
 def _by_halves(function: Function, name: str, instruction: Instruction) -> Function:
-    """Lift a function of float64 values, exact or rounded to odd, to f16 or bf16 bits, single or packed (x2)."""
+    """Lift a function of float64 values to f16 or bf16 bits, single or packed (x2).
+
+    The results of the function are exact or rounded to odd, so that rounding them again is correct.
+    """
     single = name[:-2] if name.endswith("x2") else name
     flush = "ftz" in instruction.modifiers
 
@@ -96,6 +99,23 @@ def _directed_sum(mode: str) -> Function:
             # IEEE 754: rounding down, an exact zero sum is -0 unless both terms are +0.
             s = np.where((s == 0) & (error == 0) & (np.signbit(a) | np.signbit(b)), -0.0, s)
         return round_to_float32(s, np.where(np.isfinite(error), error, 0), mode)
+
+    return add
+
+
+def _directed_sum64(mode: str) -> Function:
+    def add(a: Any, b: Any) -> Any:
+        a, b = np.broadcast_arrays(np.float64(a), np.float64(b))
+        s, error = two_sum(a, b)
+        # An infinite sum of finite terms lies beyond their exact sum.
+        overflows = np.isinf(s) & np.isfinite(a) & np.isfinite(b)
+        error = np.where(overflows, -s, np.where(np.isfinite(error), error, 0))
+        if mode == "rz":
+            return np.where(error * np.sign(s) < 0, np.nextafter(s, 0), s)
+        if mode == "rm":  # an exact zero sum: see _directed_sum
+            s = np.where((s == 0) & (np.signbit(a) | np.signbit(b)), -0.0, s)
+            return np.where(error < 0, np.nextafter(s, -np.inf), s)
+        return np.where(error > 0, np.nextafter(s, np.inf), s)
 
     return add
 
@@ -136,9 +156,9 @@ def _sum_or_product(instruction: Instruction, context: Context) -> Step:
         return ufunc(result, plain, *sources)
     if mode == "rn":
         return computed(result, _flushed(plain, instruction, type_), *sources)
-    if type_ == "f64":
+    if type_ == "f64" and opcode == "mul":
         raise unsupported(instruction)
-    add = _directed_sum(mode)
+    add = _directed_sum64(mode) if type_ == "f64" else _directed_sum(mode)
     directed = {"add": add, "sub": _subtract(add), "mul": _directed_product(mode)}[opcode]
     return computed(result, _flushed(directed, instruction, type_), *sources)
 
@@ -203,7 +223,8 @@ def _special_function(instruction: Instruction, context: Context) -> Step:
     if exact and rounding(instruction) != "rn":
         raise unsupported(instruction)
     if type_ == "f64":
-        if instruction.opcode != "sqrt" and not exact:
+        # Without .ftz, rsqrt.approx.f64 is accurate to double precision: only .ftz is the gross approximation.
+        if "approx" in instruction.modifiers and "ftz" in instruction.modifiers:
             function = _truncate_mantissa(function)
     elif not exact:
         function = _in_double(function)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from numbers import Integral
+from typing import get_args
 
 import numpy as np
 
@@ -34,6 +36,8 @@ from .scheduler import MOST_BASIC_BLOCKS, Scheduler
 # Lanes that are resident at once: enough to amortise NumPy's call overhead, few enough to fit a CPU cache.
 RESIDENT_LANES = 1 << 13
 _MAX_THREADS = 1024  # per block
+_MAX_BLOCK = (1024, 1024, 64)
+_MAX_GRID = ((1 << 31) - 1, 65535, 65535)
 
 
 def launch(
@@ -59,13 +63,11 @@ def launch(
     `seed` makes it reproducible). `resident_lanes` of the grid run at a time, in whole clusters; a run of more than
     `most_basic_blocks` counts as a deadlock. `unchecked` names the checks (named_checks.CHECKS) that are not made.
     Raises a subclass of SimulationError for what a GPU rejects, and for what the named checks find; ValueError for an
-    unknown name; TypeError for a grid or block that has not three sizes.
+    unknown name of a check or order; TypeError for a grid or block that has not three sizes.
     """
     skipped = named_checks.names(unchecked)
-    for name, sizes in (("grid", grid), ("block", block)):
-        if not isinstance(sizes, tuple) or len(sizes) != 3:
-            raise TypeError(f"{name} must be a tuple of three sizes (x, y, z), not {sizes!r}")
-    module = parse(ptx) if isinstance(ptx, str) else ptx
+    _check_arguments(grid, block, order)
+    module = ptx if isinstance(ptx, Module) else parse(ptx)
     function = _function(module, kernel, parameters)
     program = _program(module, kernel)
     if ptx not in memory.variables:
@@ -74,6 +76,7 @@ def launch(
     counters = Counters(function)
     shared, static_bytes = _shared_layout(function, module)
     _check_limits(module, function, math.prod(block), static_bytes + dynamic_shared)
+    _check_sizes(kernel, grid, block, dynamic_shared)
     blocks = grid[0] * grid[1] * grid[2]
     warps = -(-block[0] * block[1] * block[2] // 32)
     cluster = _cluster(function, grid)
@@ -143,6 +146,24 @@ def _add_asynchronous_units(context: Context, order: Order) -> None:
 @functools.lru_cache(maxsize=64)
 def _program(module: Module, name: str) -> Program:
     return Program(module.kernels[name])
+
+
+def _check_arguments(grid: object, block: object, order: object) -> None:
+    """Raise ValueError for an unknown order, TypeError for a grid or block that has not three sizes."""
+    if order not in get_args(Order):
+        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, not {order!r}")
+    for name, sizes in (("grid", grid), ("block", block)):
+        if not isinstance(sizes, tuple) or len(sizes) != 3 or not all(isinstance(size, Integral) for size in sizes):
+            raise TypeError(f"{name} must be a tuple of three sizes (x, y, z), not {sizes!r}")
+
+
+def _check_sizes(kernel: str, grid: tuple[int, ...], block: tuple[int, ...], dynamic_shared: int) -> None:
+    """Raise LaunchRefused for a size that is out of range on every GPU, as is an empty grid or block."""
+    for name, sizes, most in (("grid", grid, _MAX_GRID), ("block", block, _MAX_BLOCK)):
+        if not all(1 <= size <= limit for size, limit in zip(sizes, most, strict=True)):
+            raise LaunchRefused(f"the {name} of {kernel} is {sizes}: each size is at least 1, and at most {most}")
+    if dynamic_shared < 0:
+        raise LaunchRefused(f"the dynamic shared memory of {kernel} is {dynamic_shared} bytes")
 
 
 def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:

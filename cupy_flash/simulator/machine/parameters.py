@@ -8,9 +8,10 @@ import numpy as np
 
 from ..errors import SimulationError
 from .parser import parse
-from .ptx import Function, Module
+from .ptx import Function, Module, Variable
 
 FLOATS = {2: "<e", 4: "<f", 8: "<d"}
+_FLOATING = {"f16", "f32", "f64"}
 
 
 def entry_point(module: Module, kernel: str) -> Function:
@@ -24,9 +25,10 @@ def pack(ptx: str | Module, kernel: str, *values: int | float | np.generic | byt
     """Return the parameter buffer of a kernel for `launch`, one value per parameter.
 
     An int, such as an address from `Memory.add`, fills its parameter; a Python float becomes one of the parameter's
-    size. NumPy scalars and bytes (of structs and tensor maps) must have that size.
+    size, as does an int for a parameter of a floating-point type. NumPy scalars and bytes (of structs and tensor maps)
+    must have that size. Raises SimulationError for values that do not fit, TypeError for other objects.
     """
-    function = entry_point(parse(ptx) if isinstance(ptx, str) else ptx, kernel)
+    function = entry_point(ptx if isinstance(ptx, Module) else parse(ptx), kernel)
     sizes = [parameter.size for parameter in function.parameters]
     if len(values) != len(sizes):
         raise SimulationError(f"{kernel} takes {len(sizes)} parameters of {sizes} bytes, {len(values)} were given")
@@ -34,22 +36,30 @@ def pack(ptx: str | Module, kernel: str, *values: int | float | np.generic | byt
     buffer = bytearray(size)
     for number, (parameter, value) in enumerate(zip(function.parameters, values, strict=True)):
         start = offsets[parameter.name]
+        if not isinstance(value, bytes | np.generic | int | float):
+            raise TypeError(
+                f"parameter {number} of {kernel} must be an int, a float, a NumPy scalar or bytes, not "
+                f"{type(value).__name__}; the parameter of an array is the address that Memory.add returns"
+            )
         try:
-            buffer[start : start + parameter.size] = _encoded(value, parameter.size)
+            buffer[start : start + parameter.size] = _encoded(value, parameter)
         except ValueError as error:
             raise SimulationError(f"parameter {number} of {kernel} has {parameter.size} bytes, {error}") from None
     return bytes(buffer)
 
 
-def _encoded(value: int | float | np.generic | bytes, size: int) -> bytes:
-    """Return a value as `size` bytes; raises ValueError if it has another size."""
+def _encoded(value: int | float | np.generic | bytes, parameter: Variable) -> bytes:
+    """Return a value as the bytes of a parameter; raises ValueError if it has another size or type."""
+    size, type_ = parameter.size, parameter.type
     if isinstance(value, bytes | np.generic):
         data = value if isinstance(value, bytes) else value.tobytes()
         if len(data) != size:
             raise ValueError(f"{value!r} has {len(data)}")
         return data
+    if isinstance(value, float) and type_[0] in "us" and size in FLOATS:
+        raise ValueError(f"an integer of type .{type_}, but {value!r} is a float")
     try:
-        if isinstance(value, float):
+        if isinstance(value, float) or type_ in _FLOATING:
             return struct.pack(FLOATS[size], value)
         return value.to_bytes(size, "little", signed=value < 0)
     except (KeyError, OverflowError):

@@ -11,7 +11,7 @@ import re
 import struct
 from dataclasses import replace
 
-from ..errors import PtxError
+from ..errors import PtxError, Unsupported
 from .calls import flatten, inline
 from .ptx import (
     TYPE_BYTES,
@@ -37,9 +37,11 @@ from .ptx import (
 def parse(text: str) -> Module:
     """Parse a PTX text; the last 32 results are cached.
 
-    Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion and indirect
-    calls.
+    Raises PtxError, with the line, for text that is not PTX as NVRTC writes it; Unsupported for recursion, indirect
+    calls and initialisers with addresses; TypeError for anything but a text.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"PTX must be text or a parsed module, not {type(text).__name__}")
     if ".version" not in text:
         raise PtxError(
             "the text is not PTX, which begins with .version; "
@@ -210,7 +212,7 @@ class _Parser:
             data = None
             if self.accept("="):
                 data = self.initialiser(type_).ljust(size, b"\0")
-            variables.append(Variable(name, space, align or TYPE_BYTES[type_] * count, size, data))
+            variables.append(Variable(name, space, align or TYPE_BYTES[type_] * count, size, type_, data))
             if self.token != "," or self.tokens[self.position + 1] == ".param":
                 break
             self.take(",")
@@ -224,9 +226,13 @@ class _Parser:
                 data += self.initialiser(type_)
                 self.accept(",")
             return data
+        where = f"PTX line {self.line_of[self.position]}"
         value = self.operand(None)
         if not isinstance(value, Immediate):
-            raise self.error("an initialiser must be a number")
+            raise Unsupported(
+                f"a variable that is initialised with the address of a variable or function is not simulated: {where}: "
+                f"{self.lines[self.line_of[self.position] - 1].strip()}"
+            )
         if value.kind == "int":
             return (value.bits % (1 << 8 * TYPE_BYTES[type_])).to_bytes(TYPE_BYTES[type_], "little")
         return constant_bits(value, type_).to_bytes(TYPE_BYTES[type_], "little")

@@ -105,12 +105,16 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of a state space; `data` is its initial value; `size` 0 means an extern array (dynamic shared)."""
+    """A variable of a state space, or an array of them: `type` is that of an element, `data` the initial value.
+
+    `size` 0 means an extern array (dynamic shared).
+    """
 
     name: str
     space: str
     align: int
     size: int
+    type: str
     data: bytes | None = None
 
 

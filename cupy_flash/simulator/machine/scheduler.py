@@ -16,7 +16,7 @@ from ..asynchrony.exits import Exits
 from ..asynchrony.mbarriers import Mbarriers
 from ..asynchrony.registers import Registers
 from ..asynchrony.wgmma import WgmmaQueue
-from ..errors import BarrierMisuse, Deadlock, Trap, Unsupported
+from ..errors import BarrierMisuse, Deadlock, PtxError, Trap, Unsupported
 from ..instructions import access, collectives, floating, integer, matrix, moves, selection
 from ..instructions.closures import Compiler
 from .context import Context, Group, Mask, Step
@@ -52,6 +52,16 @@ COMPILERS: dict[str, Compiler] = {
 }
 # Every opcode that the simulator executes, in at least one form.
 OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
+# Numbers of operands of arithmetic instructions, with the result.
+_OPERANDS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("abs", "neg", "not", "cnot", "sqrt", "rcp", "rsqrt", "ex2", "lg2", "tanh", "sin", "cos"), (2,)),
+    **dict.fromkeys(("popc", "clz", "brev", "bfind", "mov", "testp"), (2,)),
+    **dict.fromkeys(("add", "sub", "mul", "mul24", "div", "rem", "and", "or", "xor", "shl", "shr", "copysign"), (3,)),
+    **dict.fromkeys(("addc", "subc"), (3,)),
+    **dict.fromkeys(("min", "max"), (3, 4)),
+    **dict.fromkeys(("mad", "mad24", "madc", "fma", "sad", "bfe", "selp", "slct", "shf", "dp4a", "prmt"), (4,)),
+    **dict.fromkeys(("lop3", "bfi"), (5,)),
+}
 # A group may spin on a value that another ready group, or a bulk load in flight, will write. If groups jump backwards
 # this often while one of those is passed over, the running group yields, and from then on all turns are short.
 _PATIENCE, _SHORT_TURN = 1024, 16
@@ -145,6 +155,12 @@ class Scheduler:
         key = _key(instruction)
         if key not in COMPILERS:
             raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
+        expected = _OPERANDS.get(instruction.opcode, ())
+        if expected and len(instruction.operands) not in expected:
+            raise PtxError(
+                f"{instruction.opcode} takes {' or '.join(map(str, expected))} operands, "
+                f"{len(instruction.operands)} were given: {instruction.where}"
+            )
         step = COMPILERS[key](instruction, self.context)
         if id(instruction) in self.program.watched:
             step = self.wgmma.watched(step, instruction)

@@ -13,7 +13,7 @@ each other is meant to fix it: the check float-order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ class _Form:
     writes: bool
     strong: bool
     atomic: bool
+    compares: bool  # atom.cas, which writes only where the values compare equal
     float_add: bool  # an atomic addition of floating-point numbers
     releases: bool
     acquires: bool
@@ -61,6 +62,11 @@ class _Release:
     lane: int
     scope: str
     clock: Clock  # (planes, agents)
+
+    @property
+    def time(self) -> int:
+        """The releasing warp's own clock: of two releases of one thread, the later one includes the earlier."""
+        return int(self.clock[0, AGENTS + self.warp])
 
 
 class _Tracked:
@@ -116,9 +122,10 @@ class GridOrder:
         self.context, self.clocks, self.converged_at = context, clocks, converged_at
         self.written = np.zeros((context.warps, 32), bool)  # lanes that have written since their warp last converged
         self._read = np.zeros((context.warps, 32), np.int64)  # release number and kind of each lane's last read
-        # By thread: the release that its next strong write publishes, and the releases that its next fence acquires.
+        # By thread: the release that its next strong write publishes; and what its next fence acquires, the last
+        # release by each releasing thread, scope of the release, and scope of the read.
         self._fenced: dict[tuple[int, int], _Release] = {}
-        self._seen: dict[tuple[int, int], list[tuple[_Release, str]]] = {}
+        self._seen: dict[tuple[int, int], dict[tuple[int, int, str, str], _Release]] = {}
         return self
 
     def converge(self, rows: Indices) -> None:
@@ -144,7 +151,7 @@ class GridOrder:
         chosen = slice(None) if selection is None else selection
         rows = group.active_rows()[chosen]
         lanes = group.active_lanes()[chosen]
-        units = (index // self.unit)[:, None] + np.arange(max(width // self.unit, 1))
+        units = self._units(index, width)
         where = f"byte {{}} of {name!r}"
         self._require_order(tracked.writers, form, rows, lanes, units, where, store, "race")
         if form.float_add or not form.strong:
@@ -164,11 +171,20 @@ class GridOrder:
         if form.writes:
             if form.releases:
                 self._require_convergence(group, instruction)
-            self.written[rows, lanes] = True
-            (tracked.atomics if form.strong else tracked.writers)[units] = tags[:, None]
-            self._release(form, tracked, rows, lanes, units)
+            if not form.compares:
+                self._write(form, tracked, rows, lanes, units, tags)
         if form.acquires or form.strong_read and self._fences:
             self._acquire(form, tracked, rows, lanes, units[:, 0])
+
+    def compared(
+        self, instruction: Instruction, group: Group, store: Store, index: Indices, width: int,
+        selection: Indices | None, equal: npt.NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        """Record the writes of an atom.cas that `access` has checked, by the lanes whose values compared equal."""
+        form, chosen = self._form(instruction), slice(None) if selection is None else selection
+        rows, lanes = group.active_rows()[chosen][equal], group.active_lanes()[chosen][equal]
+        tags = self._tags(form, rows, lanes)
+        self._write(form, self._tracked[id(store)], rows, lanes, self._units(index[equal], width), tags)
 
     def fence(self, instruction: Instruction) -> Step:
         """Return a step for fence and membar.
@@ -182,7 +198,7 @@ class GridOrder:
             at = [(int(rows[i]), int(lane)) for i, lane in np.argwhere(lanes)]
             if kind != "release":
                 for row, lane in at:
-                    for released, read_at in self._seen.pop((row, lane), ()):
+                    for (*_, read_at), released in self._seen.pop((row, lane), {}).items():
                         self._join(row, lane, released, min(scope, read_at, key=_SCOPES.index))
             if kind != "acquire":
                 clocks = self.clocks.snapshot(rows, lanes, self._up_to(rows, lanes))
@@ -193,6 +209,15 @@ class GridOrder:
                 self.clocks.tick(rows)
 
         return step
+
+    def _units(self, index: Indices, width: int) -> Indices:
+        """Return the tracked units of `width` bytes at each byte index, (n, units)."""
+        return (index // self.unit)[:, None] + np.arange(max(width // self.unit, 1))
+
+    def _write(self, form: _Form, tracked: _Tracked, rows: Indices, lanes: Indices, units: Indices, tags: Tags) -> None:
+        self.written[rows, lanes] = True
+        (tracked.atomics if form.strong else tracked.writers)[units] = tags[:, None]
+        self._release(form, tracked, rows, lanes, units)
 
     def _form(self, instruction: Instruction) -> _Form:
         number = self.context.number_of[id(instruction)]
@@ -205,6 +230,7 @@ class GridOrder:
                 writes=atomic or instruction.opcode == "st",
                 strong=strong,
                 atomic=atomic,
+                compares=atomic and "cas" in modifiers,
                 float_add=atomic and "add" in modifiers and modifiers[-1].startswith(("f", "bf")),
                 releases=bool({"release", "acq_rel"} & set(modifiers)),
                 # red returns no value, so it cannot acquire.
@@ -254,11 +280,15 @@ class GridOrder:
                 for old in self._releases.pop(int(tracked.released[unit]), ())
                 if form.atomic or (old.warp, old.lane) == (warp, lane)
             ]
+            new: _Release | None = None
             if clocks is not None:
-                kept.append(_Release(warp, int(lane), form.scope, clocks[:, i]))
+                new = _Release(warp, int(lane), form.scope, clocks[:, i])
             elif (fence := fenced[i]) is not None:
-                scope = min(fence.scope, form.scope, key=_SCOPES.index)
-                kept.append(_Release(warp, int(lane), scope, fence.clock))
+                new = replace(fence, scope=min(fence.scope, form.scope, key=_SCOPES.index))
+            if new is not None:
+                # It includes the thread's earlier releases, of which a spinning atomic would make ever more.
+                same = new.warp, new.lane, new.scope
+                kept = [*(old for old in kept if (old.warp, old.lane, old.scope) != same), new]
             self._count += 1
             self._releases[self._count] = kept
             tracked.released[units[i]] = self._count
@@ -276,7 +306,10 @@ class GridOrder:
                 if form.acquires:
                     self._join(row, lane, released, form.scope)
                 else:
-                    self._seen.setdefault((row, lane), []).append((released, form.scope))
+                    seen = self._seen.setdefault((row, lane), {})
+                    key = released.warp, released.lane, released.scope, form.scope
+                    if key not in seen or seen[key].time < released.time:
+                        seen[key] = released
         self._read[rows, lanes] = how
 
     def _join(self, row: int, lane: int, released: _Release, scope: str) -> None:

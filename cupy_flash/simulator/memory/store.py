@@ -116,12 +116,16 @@ class Memory:
     def add(self, array: npt.NDArray[Any], name: str, *, writable: bool = True, initialised: bool = True) -> int:
         """Register `array` and return the address of its first element.
 
-        A strided array is registered with all bytes from its first to its last. `initialised=False` (outputs,
-        workspaces) fills it with NaN and makes every read before a write an error. Raises TypeError for anything but a
-        NumPy array.
+        A strided array is registered with all bytes from its first to its last. An array that NumPy does not let write
+        is never writable. `initialised=False` (outputs, workspaces) fills it with NaN and makes every read before a
+        write an error. Raises TypeError for anything but a NumPy array of numbers, ValueError for an output that is
+        read-only.
         """
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"{name} must be a NumPy array, not {type(array).__name__}")
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+            kind = "objects" if isinstance(array, np.ndarray) else type(array).__name__
+            raise TypeError(f"{name} must be a NumPy array of numbers, not {kind}")
+        if not initialised and not array.flags.writeable:
+            raise ValueError(f"{name} is a read-only array (array.flags.writeable), but an output is written")
         low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data,) * 2
         first = array.ctypes.data
         data = np.lib.stride_tricks.as_strided(
@@ -133,6 +137,7 @@ class Memory:
         offset = (low - _owner(array).ctypes.data) % _ALIGNMENT
         start = self._next + offset
         self._next += -(-(offset + len(data) + _GAP) // _ALIGNMENT) * _ALIGNMENT
+        writable = writable and array.flags.writeable
         allocation = Allocation(name, start, data, writable=writable, initialised=initialised)
         self.allocations.append(allocation)
         self._starts.append(start)

@@ -99,7 +99,9 @@ def test_a_cubin_of_another_architecture_and_a_real_one() -> None:
 
 
 def test_code_of_other_passes_is_another_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiers compile PTX with different flags and share a cache, so a cubin of one tier must not serve the other."""
+    """With and without --exhaustive, tests compile PTX with different flags and may share a cache, so a cubin of one
+    must not serve the other.
+    """
     arch, flags = machine.devices.cards[0].arch, nvrtc.flags
 
     def with_another(target: str) -> tuple[str, ...]:

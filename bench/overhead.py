@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import cupy_flash
 from cupy_flash import dispatch
 from cupy_flash.arrays import Array
 from cupy_flash.gpu import run_plan, tensor_map
+from cupy_flash.gpu.kept_launches import KeptLaunches
 from cupy_flash.plan.plan import Plan
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.features import Options
@@ -59,6 +60,17 @@ def forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
     on_gpu = chosen.device.backend == "cuda"
     encode = tensor_map.encode_for_gpu if on_gpu else tensor_map.encode_for_simulator
     return run_plan.forward(chosen, operands, partial(_pack, encode))
+
+
+def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
+    """Replace the backends' function of this name in the same way."""
+    allocated = kept.allocate(inputs[0])
+    if allocated is None:
+        return None
+    outputs, starts = allocated
+    on_cpu = kept.device == "cpu"
+    kept.arguments(addresses + starts, tensor_map.encode_for_simulator if on_cpu else tensor_map.encode_for_gpu)
+    return outputs
 
 
 def _pack(encode: Any, work: run_plan.Work) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
-from . import dispatch
+from . import dispatch, keyed_plan
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
 from .problem.build import ARRAY_NAMES, pose
 from .problem.features import Options
@@ -697,6 +698,11 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, operands = pose("explain", (q, k, v), settings)
     text = dispatch.explain(dispatch.plan_for(problem), operands)
+    if dispatch.device_of(problem).backend in dispatch.LAUNCHERS:
+        call_of = keyed_plan.call_on_cupy
+        if _is_torch(q):
+            from .adapters.torch.keyed_plan import call_on_tensors as call_of
+        text = f"{text}\n{keyed_plan.described(call_of((q, k, v), settings))}"
     if problem.framework == "jax":
         from .adapters.jax import ffi_structs
 
@@ -718,13 +724,10 @@ def _forward(
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     results: ArrayT | tuple[ArrayT, ArrayT]
     if _is_torch(arrays[0]):
-        from .adapters import torch as adapter
-
-        results = adapter.forward(function, arrays, options, packed)
+        results = _torch().forward(function, arrays, options, packed)
         return results
-    problem, operands = pose(function, arrays, options, packed)
-    out, lse = dispatch.forward(problem, operands)
-    results = (out.result(), lse.result()) if options.return_lse else out.result()
+    out, lse = keyed_plan.forward(function, arrays, options, packed)
+    results = (out, lse) if options.return_lse else out
     return results
 
 
@@ -771,6 +774,14 @@ def _double_backward(
 ) -> SecondGradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
     return dispatch.double_backward(problem, operands).map(Array.result)
+
+
+@cache
+def _torch() -> Any:
+    """Return the adapter, cached because an import takes a microsecond even of an imported module."""
+    from .adapters import torch as adapter
+
+    return adapter
 
 
 def _is_torch(x: object) -> bool:

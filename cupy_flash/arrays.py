@@ -232,13 +232,18 @@ def stream_of(like: Array) -> int:
         return 0
     if like.framework == "xla":
         return int(like.owner.stream)
-    if like.framework == "torch":
+    return current_stream(like.framework, like.device)
+
+
+def current_stream(framework: str, device: str) -> int:
+    """Return the handle of torch's current stream on a GPU, or of CuPy's for all other libraries."""
+    if framework == "torch":
         import torch
 
-        return int(torch.cuda.current_stream(like.device).cuda_stream)
+        return int(torch.cuda.current_stream(device).cuda_stream)
     import cupy
 
-    return int(cupy.cuda.get_current_stream(_device_index(like.device)).ptr)
+    return int(cupy.cuda.get_current_stream(_device_index(device)).ptr)
 
 
 def made_on(array: Array) -> int | None:

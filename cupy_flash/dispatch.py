@@ -78,6 +78,11 @@ _RECORD = environment.record_file()  # read once, so that calls of a process tha
 _recorded: set[Problem] = set()
 
 
+def is_recording() -> bool:
+    """Return whether calls are recorded."""
+    return _RECORD is not None
+
+
 def _record(problem: Problem, operands: Operands, file: str) -> None:
     """Append a call to the file of CUPY_FLASH_RECORD, unless this process has recorded a call of the same bucket.
 
@@ -206,6 +211,11 @@ def explain(chosen: Plan, operands: Operands) -> str:
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
+
+
+def launcher(backend: str) -> ModuleType:
+    """Return the module that launches the kernels of a backend."""
+    return _imported(LAUNCHERS[backend])
 
 
 # {backend: module of JVP and double backward}

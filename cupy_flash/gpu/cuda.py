@@ -5,16 +5,17 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..arrays import LEGACY_DEFAULT_STREAM, Array, made_on, stream_of
+from ..arrays import LEGACY_DEFAULT_STREAM, Array, current_stream, made_on, stream_of
 from ..engines.launch import Launch
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands, Problem
 from . import run_plan
+from .kept_launches import KeptLaunches
 from .run_plan import compile_launch
 from .tensor_map import encode_for_gpu
 
@@ -87,9 +88,14 @@ def _explained() -> Iterator[None]:
     """Raise an error with advice if CuPy's allocator calls cudaMalloc during a capture that forbids it."""
     try:
         yield
-    except RuntimeError as error:  # CuPy's CUDARuntimeError, a subclass, has a status
-        if getattr(error, "status", None) != CAPTURE_UNSUPPORTED:
-            raise
+    except RuntimeError as error:
+        _advise(error)
+        raise
+
+
+def _advise(error: RuntimeError) -> None:
+    """Raise the error with advice if it is of an allocation in a capture; CuPy's CUDARuntimeError has a status."""
+    if getattr(error, "status", None) == CAPTURE_UNSUPPORTED:
         raise RuntimeError(
             "results and workspaces would have to be allocated during a CUDA graph capture that forbids cudaMalloc: "
             "capture in the relaxed mode, CuPy's default, or call the function once before the capture, so that the "
@@ -113,14 +119,45 @@ def _start(work: run_plan.Work) -> None:
         card.use()  # cuTensorMapEncodeTiled needs a current context, which a new thread lacks
         _wait(stream, {made_on(array) for array in work.inputs.values()})
         for launch in work.launches:
-            function = _loaded.get((launch.text_key, index))
-            if function is None:
-                _require_no_capture(launch, stream.ptr)
-                function = load(launch, work.arch)
+            function = _ready(launch, index, work.arch, stream.ptr)
             block = (launch.threads, 1, 1)
             # CuPy passes a NumPy array of one element by value.
             arguments = work.arguments(launch, params, address, encode_for_gpu)
             function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
+
+
+def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
+    """Launch on the current stream what an earlier call has launched, on other arrays; returns the outputs."""
+    import cupy
+
+    index = int(kept.device[5:])  # of "cuda:<index>"
+    try:
+        with cupy.cuda.Device(index) as card:
+            card.use()  # as in `_start`
+            allocated = kept.allocate(inputs[0])
+            if allocated is None:
+                return None
+            outputs, starts = allocated
+            stream = SimpleNamespace(ptr=current_stream(kept.framework, kept.device))
+            if kept.loaded[0] is not _loaded:
+                kept.loaded = _loaded, [_ready(step.launch, index, kept.arch, stream.ptr) for step in kept.steps]
+            arguments = kept.arguments(addresses + starts, encode_for_gpu)
+            for function, (launch, of_launch) in zip(kept.loaded[1], arguments, strict=True):
+                block = (launch.threads, 1, 1)
+                function(launch.grid, block, of_launch, shared_mem=launch.shared_bytes, stream=stream)
+            return outputs
+    except RuntimeError as error:
+        _advise(error)
+        raise
+
+
+def _ready(launch: Launch, index: int, arch: str, stream: int) -> Kernel:
+    """Return the kernel of a launch, loaded if necessary."""
+    function = _loaded.get((launch.text_key, index))
+    if function is None:
+        _require_no_capture(launch, stream)
+        function = load(launch, arch)
+    return function
 
 
 def _wait(stream: SimpleNamespace, others: set[int | None]) -> None:

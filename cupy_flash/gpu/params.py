@@ -274,25 +274,29 @@ def _maps(
     encode: Encode,
 ) -> np.ndarray:
     """Return `pack_maps`, cached by everything that maps hold, so that a reused address cannot match a stale map."""
-    start = operator.attrgetter("pointer")
-    encoded = b""
-    for box, described in zip(boxes, arrays, strict=True):
-        array: Any = Described(*described)
-        own_layout = box.layout or layout
-        pointer, *strides, _ = _tensor(array, own_layout, start)
-        shape = array.shape
-        if own_layout == "bshd":
-            batch, length, heads, dim = shape
-        elif own_layout == "bhsd":
-            batch, heads, length, dim = shape
-        else:
-            batch, (length, heads, dim) = 1, shape
-        sizes = (dim, length, heads, batch)
-        kind = BOX_TYPES[dtype_name(array.dtype)]
-        encoded += _encoded(
-            encode, kind, array.dtype.itemsize, pointer, sizes, tuple(strides[::-1]), (box.columns, box.rows)
-        )
+    encoded = b"".join(
+        [encoded_map(box, array, box.layout or layout, encode) for box, array in zip(boxes, arrays, strict=True)]
+    )
     return np.ndarray((), f"V{len(encoded)}", encoded)
+
+
+def encoded_map(
+    box: Box, described: tuple[int, tuple[int, ...], tuple[int, ...], np.dtype], layout: str, encode: Encode
+) -> bytes:
+    """Return the map of a box of an array, which is given by its address, shape, strides and dtype."""
+    array: Any = Described(*described)
+    pointer, *strides, _ = _tensor(array, layout, operator.attrgetter("pointer"))
+    shape = array.shape
+    if layout == "bshd":
+        batch, length, heads, dim = shape
+    elif layout == "bhsd":
+        batch, heads, length, dim = shape
+    else:
+        batch, (length, heads, dim) = 1, shape
+    return _encoded(
+        encode, BOX_TYPES[dtype_name(array.dtype)], array.dtype.itemsize, pointer, (dim, length, heads, batch),
+        tuple(strides[::-1]), (box.columns, box.rows),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -55,6 +55,7 @@ class Work(NamedTuple):
 
 
 Start = Callable[[Work], object]
+Allocate = Callable[[tuple[int, ...], np.dtype, Array], Array]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
@@ -63,14 +64,14 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     return compiled(text, launch.kernel, target)
 
 
-def forward(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array]:
+def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> tuple[Array, Array]:
     """Run the forward and return (out, lse)."""
-    problem, q = plan.problem, operands.q
+    problem, q, allocate = plan.problem, operands.q, allocate or empty
     out = None if operands.cache is None else operands.cache.out
     if out is None:
-        out = empty((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
-    lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse}))
+        out = allocate((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
+    lse = allocate(problem.lse_shape(q), problem.accumulation, q)
+    start(_work(plan, operands, {"out": out, "lse": lse}, allocate))
     return out, lse
 
 
@@ -89,11 +90,12 @@ def append(plan: Plan, operands: Operands, start: Start) -> None:
     start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 
-def backward(plan: Plan, operands: Operands, start: Start) -> Gradients:
+def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> Gradients:
     """Run the backward, or with tangents the double backward, and return the gradients."""
+    allocate = allocate or empty
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
-    gradients = {f"d{name}": empty(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
-    work = _work(plan, operands, {**gradients})
+    gradients = {f"d{name}": allocate(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
+    work = _work(plan, operands, {**gradients}, allocate)
     start(work)
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
@@ -157,26 +159,39 @@ def _by_any_stride() -> frozenset[str]:
     return frozenset(("lse", "dlse", "tlse", "seed", *strided, *(f"t{name}" for name in strided)))
 
 
-def _work(plan: Plan, operands: Operands, results: Results, *, without_workspaces: bool = False) -> Work:
-    """Return the launches of a plan with these outputs, and with workspaces from the caller's framework.
+def copied(plan: Plan, operands: Operands) -> dict[str, Array]:
+    """Return the operands of which the launches of a plan read a contiguous copy.
 
-    Operands whose rows are not contiguous, and a gradient of out that TMA cannot load, are copied by their framework.
+    They are those whose rows are not contiguous, and a gradient of out that TMA cannot load.
     """
     by_any_stride = _by_any_stride()
     boxed = {box.operand for launch in plan.launches for box in launch.boxes}
-    inputs = operands.arrays()
-    rows = {
-        name: contiguous(array)
-        for name, array in inputs.items()
+    return {
+        name: array
+        for name, array in operands.arrays().items()
         if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
+
+
+def _work(
+    plan: Plan,
+    operands: Operands,
+    results: Results,
+    allocate: Allocate | None = None,
+    *,
+    without_workspaces: bool = False,
+) -> Work:
+    """Return the launches of a plan with these outputs, and with workspaces and copies by the caller's framework."""
+    allocate = allocate or empty
+    inputs = operands.arrays()
+    rows = {name: contiguous(array) for name, array in copied(plan, operands).items()}
     if rows:
         operands, inputs = operands.with_arrays(rows), inputs | rows
     problem = plan.problem
     tokens = (operands.q.shape[0], operands.k.shape[0])
     lengths = tokens if problem.layout == "thd" else (problem.q_len, problem.kv_len)
     workspaces = () if without_workspaces else plan.workspaces(*lengths)
-    results = results | {x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}
+    results = results | {x.name: allocate(x.shape, x.dtype, operands.q) for x in workspaces}
     captured = None
     if any(launch.headers for launch in plan.launches):
         from .captured import Captured  # imported by the first call that has a mod

@@ -84,6 +84,7 @@ class Fit(NamedTuple):
 Record: TypeAlias = dict[str, Any]  # a JSON record, whose fields `_wrong_fields` checks
 LOCK = "lock"  # the file in a card's folder that a process locks while it merges and stores
 ignored: dict[Path, str] = {}  # {record that this process has ignored: reason}
+generation = 0  # how often `forget` was called: what was decided by evidence of an older generation is out of date
 
 
 _storing = threading.Lock()  # flock excludes other processes, this lock other threads
@@ -326,6 +327,8 @@ def summary() -> list[str]:
 
 def forget() -> None:
     """Drop the records that are cached in this process, so that the next plan reads the files again."""
+    global generation
+    generation += 1
     _check_of.cache_clear()
     _fits.cache_clear()
     ignored.clear()

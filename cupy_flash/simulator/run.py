@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from ..arrays import Array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, as_array
+from ..engines.launch import Launch
 from ..gpu import run_plan
+from ..gpu.kept_launches import KeptLaunches
 from ..gpu.run_plan import compile_launch
 from ..gpu.tensor_map import ALIGNMENT, encode_for_simulator
 from ..plan.plan import Plan
@@ -52,19 +59,43 @@ def start(work: run_plan.Work, *, order: Order = "late", seed: int = 0) -> list[
         return addresses[id(array)]
 
     params = work.params(address)
+    launches = [(each, work.arguments(each, params, address, encode_for_simulator)) for each in work.launches]
+    return _run(launches, work.arch, memory, order, seed)
+
+
+def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
+    """Simulate what an earlier call has launched, on other arrays; returns the outputs."""
+    allocated = kept.allocate(inputs[0])
+    if allocated is None:
+        return None
+    outputs, memory = allocated[0], Memory()
+    simulated = [
+        memory.add(as_array(x, name).numpy(), name, writable=name in kept.written)
+        for name, x in zip(kept.inputs, inputs, strict=True)
+    ]
+    simulated += [
+        memory.add(as_array(x, name).numpy(), name, initialised=False)
+        for name, x in zip(kept.outputs, outputs, strict=True)
+    ]
+    _run(kept.arguments(simulated, encode_for_simulator), kept.arch, memory, "late", 0)
+    return outputs
+
+
+def _run(
+    launches: Iterable[tuple[Launch, tuple[np.ndarray, ...]]], arch: str, memory: Memory, order: Order, seed: int
+) -> list[Counters]:
+    """Run launches with these arguments in order; return the counters of each."""
     counters = []
-    for step in work.launches:
-        target = work.arch.replace("sm_", "compute_")
-        ptx = compile_launch(step, target).ptx
-        block = (step.threads, 1, 1)
+    for step, arguments in launches:
+        ptx = compile_launch(step, arch.replace("sm_", "compute_")).ptx
         parameters = b""
-        for argument in work.arguments(step, params, address, encode_for_simulator):
+        for argument in arguments:
             # Pad to the next argument's offset: tensor maps are aligned to ALIGNMENT, Params holds 8-byte numbers.
             parameters = parameters.ljust(-(-len(parameters) // ALIGNMENT) * ALIGNMENT, b"\0") + argument.tobytes()
         counters.append(
             launch(
-                ptx, step.function, step.grid, block, parameters, memory=memory, dynamic_shared=step.shared_bytes,
-                order=order, seed=seed,
+                ptx, step.function, step.grid, (step.threads, 1, 1), parameters, memory=memory,
+                dynamic_shared=step.shared_bytes, order=order, seed=seed,
             )
         )  # fmt: skip
     return counters

@@ -71,18 +71,24 @@ def are_plain(tensors: Iterable[Any]) -> bool:
     A tensor without an address is not plain either: only the dispatcher unwraps the tensors of a transform, which may
     have ended, and allocates the memory of zero tensors.
     """
-    if (
-        is_transformed()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
-    ):
+    if is_observed():
         return False
     try:
         return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) and x.data_ptr() != 0 for x in tensors)
     except RuntimeError:  # a wrapper of another tensor, or a tensor of a sparse layout
         return False
+
+
+def is_observed() -> bool:
+    """Return whether a mode, transform, trace or profiler of torch is active."""
+    return bool(
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def is_transformed() -> bool:

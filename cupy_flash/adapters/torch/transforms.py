@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ... import dispatch
+from ... import dispatch, keyed_plan
 from ...mods.trace import Mod
 from ...problem.build import pose
 from ...problem.features import DIFFERENTIATED, Options
 from ...problem.records import Packed
 from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
+from .keyed_autograd import keep_recorded, run_recorded
+from .keyed_plan import allocator, call_on_tensors
 from .op import (
     ARRAY_NAMES,
     TENSORS,
@@ -52,11 +54,25 @@ def forward(
         elif not all(mod is None or isinstance(mod, Mod) for mod in (options.score_mod, options.mask_mod)):
             record = _recorded_outside_of_graph
         return record(function, arrays, options, packed, fp8)
-    if fp8 is False and _is_unobserved(arrays, options, packed):
+    if fp8 is not False:
+        return _recorded(function, arrays, options, packed, fp8)
+    call = call_on_tensors(arrays, options, packed)
+    has_gradient = call is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])
+    if call is not None:
+        outputs = run_recorded(call) if has_gradient else keyed_plan.run(call)
+        if outputs is not None:
+            return (outputs[0], outputs[1]) if options.return_lse else outputs[0]
+    if _is_unobserved(arrays, options, packed):
         with on_device_of(arrays[0]):
-            out, lse = dispatch.forward(*pose(function, arrays, options, packed))
+            problem, operands = pose(function, arrays, options, packed)
+            out, lse = dispatch.forward(problem, operands)
+        if call is not None:
+            keyed_plan.keep(call, problem, operands, allocator)
         return (out.result(), lse.result()) if options.return_lse else out.result()
-    return _recorded(function, arrays, options, packed, fp8)
+    results = _recorded(function, arrays, options, packed, fp8)
+    if call is not None:
+        keep_recorded(call, function, arrays, options, packed)
+    return results
 
 
 _arrays_of = operator.attrgetter(*ARRAY_NAMES)

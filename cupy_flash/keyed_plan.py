@@ -1,0 +1,231 @@
+"""Keyed plans: a call like an earlier one only allocates results, writes addresses into kept bytes, and launches.
+
+The invariant: **the launches of two calls with one key differ in addresses alone.** A call is posed, planned and packed
+(problem/, plan/, gpu/run_plan.py) if it has no key, or its key no entry; if it succeeds, it then leaves an entry. So an
+entry decides nothing: it repeats what that path would do again.
+
+The key has everything that this path reads, unless the call has no key because of it:
+
+- of every array its presence, shape, strides, dtype, device and address modulo ALIGNMENT: 16 bytes decide about TMA,
+  and 64 about vectors of float64. All arrays are of exactly their library's own type.
+- of every option its type and its value, because True, 1 and 1.0 are equal and not all legal; max_seqlen likewise.
+- the environment's default backend, and the generation of the evidence and of the plans made from it.
+
+A call has no key with mods, dropout, a seed, or options of other types, which may be mutable; on torch tensors also
+without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
+backend, those that copy an operand, those that read lengths or factors in host memory to check them, and those of a
+process that records its calls are posed every time; the entry of their key is None.
+
+Inputs may alias each other, as nothing depends on it; outputs are new memory. The stream is read at the launch. Entries
+refer to no array. A forked process begins without entries, since its parent's kernels are loaded in a context that it
+does not have. Look-ups and insertions are single operations of a dict, which are atomic; threads that insert under one
+key insert equal entries.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from . import dispatch, environment
+from .arrays import CACHED, contiguous_strides
+from .plan import measurements
+from .problem.build import PLAIN, TABLE, pose
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .gpu.kept_launches import Allocate, KeptLaunches
+    from .gpu.run_plan import Work
+    from .problem.features import Options
+    from .problem.records import Operands, Packed, Problem
+
+ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
+CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
+
+Call: TypeAlias = tuple[Hashable, list[Any], list[int]]  # key, arrays, and their addresses
+Read: TypeAlias = Callable[[list[Any]], "tuple[list[Hashable], list[Any], list[int]] | None"]
+Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], "np.dtype"]]  # (shape, strides, dtype) of each
+
+
+class Entry:
+    """What the calls with one key launch; `served` counts them, exactly only in one thread.
+
+    `others` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, and the
+    entries of backwards by their keys.
+    """
+
+    __slots__ = ("_backend", "_kept", "backwards", "others", "served")
+
+    def __init__(self, backend: str, kept: KeptLaunches) -> None:
+        self._backend, self._kept, self.served = backend, kept, 0
+        self.others: tuple[Any, ...] | None = None
+        self.backwards: dict[Hashable, Entry | None] = {}
+
+    def run(self, call: Call) -> list[Any] | None:
+        """Launch, and return the outputs, followed by workspaces.
+
+        If an output is not aligned to ALIGNMENT, as those of every known allocator are, nothing is launched: None.
+        """
+        self.served += 1
+        outputs: list[Any] | None = dispatch.launcher(self._backend).repeat(self._kept, call[1], call[2])
+        return outputs
+
+
+_entries: dict[Hashable, Entry | None] = {}
+
+
+def forget() -> None:
+    """Drop all entries."""
+    _entries.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget)
+
+
+def call_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, read: Read) -> Call | None:
+    """Return the call if it has a key, else None.
+
+    `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
+    None if one is not exactly of the library's type or has no memory of its own.
+    """
+    if options.score_mod is not None or options.mask_mod is not None or options.seed is not None:
+        return None
+    plain, window = TABLE.plain_of(options), options.window
+    longest: tuple[int | None, ...] = ()
+    given = [*arrays, *TABLE.arrays_of(options)]
+    if packed is not None:
+        given += packed[:2]
+        longest = packed[2:]
+    sides = window if type(window) is tuple else (window,)
+    types = tuple(map(type, (*plain, *sides, *longest)))
+    if not PLAIN.issuperset(types) or options.dropout:
+        return None
+    backend = environment.backend() if options.backend is None else ""
+    described = read(given)
+    if described is None:
+        return None
+    facts, inputs, addresses = described
+    return (types, plain, window, longest, backend, measurements.generation, *facts), inputs, addresses
+
+
+def is_known(call: Call) -> bool:
+    """Return whether the key of a call has an entry, or None in place of one."""
+    return call[0] in _entries
+
+
+def entry_of(call: Call) -> Entry | None:
+    """Return the entry of a call's key."""
+    return _entries.get(call[0])
+
+
+def run(call: Call | None) -> list[Any] | None:
+    """Run a call from its entry, and return its outputs, followed by workspaces; None if it has none."""
+    entry = None if call is None else _entries.get(call[0])
+    return None if entry is None or call is None else entry.run(call)
+
+
+def keep(call: Call, problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> None:
+    """Leave the entry of a call that has been posed as `problem`, if there is none."""
+    if call[0] in _entries:
+        return
+    entry = _entry(problem, operands, allocator, backward=False)
+    if len(_entries) >= CACHED:
+        _entries.clear()
+    _entries[call[0]] = entry
+
+
+def backward_entry(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
+    """Return the entry of a backward, or None if a later one may need more than launches."""
+    return _entry(problem, operands, allocator, backward=True)
+
+
+def _entry(
+    problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate], *, backward: bool
+) -> Entry | None:
+    chosen = dispatch.plan_for(problem)
+    backend = chosen.device.backend
+    checked = [getattr(operands, name) for name in CHECKED]
+    if (
+        backend not in dispatch.LAUNCHERS
+        or dispatch.is_recording()
+        or any(x is not None and x.device == "cpu" for x in checked)
+    ):
+        return None
+    from .gpu import run_plan
+    from .gpu.kept_launches import KeptLaunches, without_memory
+
+    if run_plan.copied(chosen, operands):
+        return None
+    works: list[Work] = []
+    if backward:
+        run_plan.backward(chosen, operands, works.append, without_memory)
+    else:
+        run_plan.forward(chosen, operands, works.append, without_memory)
+    (work,) = works
+    outputs = [(x.shape, contiguous_strides(x.shape), x.dtype) for x in work.results.values() if x is not None]
+    return Entry(backend, KeptLaunches(work, allocator(outputs)))
+
+
+def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> tuple[Any, Any]:
+    """Return (out, lse) of a call on arrays other than torch's."""
+    call = call_on_cupy(arrays, options, packed)
+    outputs = run(call)
+    if outputs is not None:
+        return outputs[0], outputs[1]
+    problem, operands = pose(function, arrays, options, packed)
+    results = dispatch.forward(problem, operands)
+    if call is not None:
+        keep(call, problem, operands, _cupy_allocator)
+    return results[0].result(), results[1].result()
+
+
+def call_on_cupy(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Call | None:
+    """Return the call if it is on CuPy's arrays and has a key, else None."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or type(arrays[0]) is not cupy.ndarray:
+        return None
+    return call_of(arrays, options, packed, _read_cupy)
+
+
+def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
+    ndarray = sys.modules["cupy"].ndarray
+    facts: list[Hashable] = []
+    inputs: list[Any] = []
+    addresses: list[int] = []
+    for x in arrays:
+        if x is None:
+            facts.append(None)
+            continue
+        if type(x) is not ndarray or not (address := x.data.ptr):
+            return None
+        facts.append((x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT))
+        inputs.append(x)
+        addresses.append(address)
+    return facts, inputs, addresses
+
+
+def _cupy_allocator(outputs: Outputs) -> Allocate:
+    empty = sys.modules["cupy"].empty
+
+    def allocate(like: Any) -> tuple[list[Any], list[int]] | None:
+        arrays = [empty(shape, dtype) for shape, _, dtype in outputs]
+        addresses = [x.data.ptr for x in arrays]
+        return None if any(address % ALIGNMENT for address in addresses) else (arrays, addresses)
+
+    return allocate
+
+
+def described(call: Call | None) -> str:
+    """Return the line of `explain` about the entry of a call."""
+    if call is None:
+        return "host       posed at every call, which has no key of a kept plan"
+    if not is_known(call):
+        return "host       posed at the next call, which keeps its plan"
+    entry = entry_of(call)
+    if entry is None:
+        return "host       posed at every call, which needs more than its launches"
+    return f"host       served from a kept plan, {entry.served} call{'s' * (entry.served != 1)} so far"

@@ -1,0 +1,143 @@
+"""Keyed plans on CuPy's arrays: what a served call costs, and the parts of a key that need a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import keyed_plan
+
+PACKAGE = str(Path(cupy_flash.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def no_entries() -> None:
+    keyed_plan.forget()
+
+
+def arrays(seed: int, *shape: int) -> Any:
+    return cupy.asarray(np.random.default_rng(seed).normal(size=(3, *(shape or (1, 20, 2, 16)))).astype(np.float32))
+
+
+def attention(inputs: Any, **options: Any) -> Any:
+    return cupy_flash.attention(*inputs, **{"engine": "simt"} | options)
+
+
+def served() -> int:
+    return sum(entry.served for entry in keyed_plan._entries.values() if entry is not None)
+
+
+def test_a_served_call_makes_few_calls_in_python() -> None:
+    """Calls of the package, and those that it makes of built-in functions."""
+    inputs = arrays(0)
+    for _ in range(2):
+        attention(inputs, causal=True)
+    calls: list[str] = []
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_qualname if event == "call" else argument.__qualname__)
+
+    sys.setprofile(count)
+    attention(inputs, causal=True)
+    sys.setprofile(None)
+    assert served() == 2 and 20 < len(calls) <= 60, calls
+
+
+def test_results_are_those_of_the_arrays_of_the_call() -> None:
+    for seed in range(3):
+        inputs = arrays(seed)
+        expected = cupy_flash.attention(*inputs.get(), causal=True)
+        np.testing.assert_allclose(attention(inputs, causal=True).get(), expected, atol=1e-5)
+        assert served() == seed
+
+
+def test_another_device_is_another_key() -> None:
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        attention(arrays(0))
+        with cupy.cuda.Device(1):
+            inputs = arrays(1)
+        out = attention(inputs)
+        assert out.device.id == 1 and served() == 0 and cupy.cuda.runtime.getDevice() == 0
+        np.testing.assert_allclose(attention(inputs).get(), out.get())
+        assert served() == 1
+
+
+def test_the_environment_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        attention(arrays(0))
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+    with pytest.raises(cupy_flash.UnsupportedError):
+        attention(arrays(0))
+    monkeypatch.delenv("CUPY_FLASH_BACKEND")
+    attention(arrays(0))
+    assert served() == 2
+
+
+def test_lengths_on_a_gpu_may_change() -> None:
+    inputs, lengths = arrays(0), cupy.asarray([20], cupy.int32)
+    for length in (20, 7, 12):
+        lengths[0] = length
+        expected = cupy_flash.attention(inputs[0].get(), *inputs[1:, :, :length].get())
+        np.testing.assert_allclose(attention(inputs, kv_lengths=lengths).get(), expected, atol=1e-5)
+    assert served() == 2
+
+
+def test_max_seqlen_is_part_of_the_key() -> None:
+    """Rows past the blocks of an older, smaller max_seqlen would not be written."""
+    inputs = arrays(0, 100, 2, 16)
+    for longest in (20, 100, 100):
+        bounds = cupy.asarray([0, longest], cupy.int32)
+        out = cupy_flash.attention_varlen(*inputs, bounds, bounds, longest, longest, engine="simt")
+    expected = cupy_flash.attention(*inputs.get()[:, None])[0]
+    np.testing.assert_allclose(out.get(), expected, atol=1e-5)
+    assert served() == 1
+
+
+def test_the_stream_is_that_of_the_call() -> None:
+    inputs = arrays(0)
+    for _ in range(2):
+        attention(inputs)
+    (entry,) = keyed_plan._entries.values()
+    assert entry is not None
+    table, (function,) = entry._kept.loaded
+    streams: list[int] = []
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        streams.append(options["stream"].ptr)
+        function(*arguments, **options)
+
+    entry._kept.loaded = table, [launch]
+    attention(inputs)
+    with cupy.cuda.Stream() as stream:
+        attention(inputs)
+        stream.synchronize()
+    assert streams == [0, stream.ptr]
+
+
+def test_kernels_that_were_unloaded_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy_flash.gpu import cuda
+
+    inputs = arrays(0)
+    for _ in range(2):
+        out = attention(inputs)
+    monkeypatch.setattr(cuda, "_loaded", {})
+    np.testing.assert_array_equal(attention(inputs).get(), out.get())
+    assert len(cuda._loaded) == 1 and served() == 2
+
+
+def test_an_array_of_a_subclass_poses() -> None:
+    class Mine(cupy.ndarray):
+        """A subclass."""
+
+    inputs = arrays(0)
+    for _ in range(2):
+        attention(inputs)
+    attention([inputs[0], inputs[1].view(Mine), inputs[2]])
+    assert served() == 1

@@ -1,0 +1,627 @@
+"""Keyed plans on torch tensors: a call launches what it would launch if it were posed, whatever was kept before.
+
+Kernels do not run: the functions below replace the simulator's, and record launches and the bytes of their arguments.
+CuPy's arrays, devices and streams are tested in tests/gpu_in_numpy/inside/test_keyed_plans.py.
+"""
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections import Counter, namedtuple
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import cupy_flash
+from cupy_flash import dispatch, keyed_plan
+from cupy_flash.adapters.torch import keyed_autograd, transforms
+from cupy_flash.adapters.torch import keyed_plan as of_torch
+from cupy_flash.engines import simt
+from cupy_flash.gpu import run_plan
+from cupy_flash.gpu.tensor_map import encode_for_simulator
+from cupy_flash.plan import plan
+from cupy_flash.problem.records import Operands
+
+OUTPUTS, SPACING = 1 << 50, 1 << 20  # the addresses of outputs in what is recorded
+Launched = namedtuple("Launched", "kept launches arguments")
+LOG = []
+
+
+def _record(launches, arguments, kept):
+    LOG.append(Launched(kept, launches, [[argument.tobytes() for argument in each] for each in arguments]))
+
+
+def _start(work):
+    outputs = {id(x): OUTPUTS + SPACING * n for n, x in enumerate(work.results.values())}
+
+    def address(array):
+        return outputs.get(id(array), array.pointer)
+
+    params = work.params(address)
+    arguments = [work.arguments(launch, params, address, encode_for_simulator) for launch in work.launches]
+    _record(work.launches, arguments, kept=False)
+
+
+def forward(chosen, operands):
+    return run_plan.forward(chosen, operands, _start)
+
+
+def backward(chosen, operands):
+    return run_plan.backward(chosen, operands, _start)
+
+
+def repeat(kept, inputs, addresses):
+    outputs, _ = kept.allocate(inputs[0])
+    starts = [OUTPUTS + SPACING * n for n in range(len(outputs))]
+    steps = kept.arguments(addresses + starts, encode_for_simulator)
+    _record(tuple(launch for launch, _ in steps), [arguments for _, arguments in steps], kept=True)
+    return outputs
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "recorded_launches", sys.modules[__name__])
+    monkeypatch.setitem(dispatch.LAUNCHERS, "simulator", "recorded_launches")
+    dispatch._imported.cache_clear()
+    keyed_plan.forget()
+    LOG.clear()
+    yield
+    keyed_plan.forget()
+    dispatch._imported.cache_clear()
+
+
+def arrays(*shape, dtype=torch.float16, count=3):
+    return tuple(torch.zeros(shape or (2, 40, 4, 64), dtype=dtype) for _ in range(count))
+
+
+def attention(q, k, v, **options):
+    return cupy_flash.attention(q, k, v, **{"backend": "simulator", "engine": "simt"} | options)
+
+
+def outcome(call):
+    """Return what a call launches, or its error, and whether from an entry."""
+    LOG.clear()
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return (type(error), str(error)), False
+    (launched,) = LOG
+    return launched[1:], launched.kept
+
+
+def posed(call):
+    """Return what a call launches without entries."""
+    keyed_plan.forget()
+    result, kept = outcome(call)
+    assert not kept
+    return result
+
+
+def base(*inputs, **options):
+    """Keep a call; return it."""
+
+    def call():
+        return attention(*inputs, **options)
+
+    posed(call)
+    assert outcome(call)[1]
+    return call
+
+
+def misaligned(x, elements):
+    """Return zeros like x that start some elements after an address aligned to 64 bytes."""
+    memory = torch.zeros(x.numel() + 64, dtype=x.dtype)
+    return memory[elements : elements + x.numel()].view(x.shape)
+
+
+Q, K, V = arrays()
+DOUBLES = arrays(dtype=torch.float64)
+LONGER = arrays(2, 48, 4, 64)
+SHORTER = tuple(x[:, :40] for x in LONGER)
+WIDE = tuple(x[..., :64] for x in arrays(2, 40, 4, 72))
+SINK = torch.zeros(4, dtype=torch.float32)
+SLOPES = torch.zeros(4), torch.zeros(2, 4)
+BIAS = torch.zeros(1, 4, 40, 40, dtype=torch.float16)
+
+# {component: ((inputs, options) of what is kept, (inputs, options) of the call that differs from it in that alone)}
+CHANGES = {
+    "shape": ((SHORTER, {}), (LONGER, {})),
+    "shape-of-keys": (((Q, *SHORTER[1:]), {}), ((Q, *LONGER[1:]), {})),
+    "strides": (((Q, K, V), {}), (WIDE, {})),
+    "strides-of-keys": (((Q, K, V), {}), ((Q, WIDE[1], V), {})),
+    "dtype": (((Q, K, V), {}), (arrays(dtype=torch.bfloat16), {})),
+    "alignment-to-16": (((Q, K, V), {}), ((Q, misaligned(K, 4), V), {})),
+    "alignment-to-64": ((DOUBLES, {}), ((misaligned(DOUBLES[0], 2), *DOUBLES[1:]), {})),
+    "presence": (((Q, K, V), {}), ((Q, K, V), dict(sink=SINK))),
+    "which-is-present": (((Q, K, V), dict(sink=SINK)), ((Q, K, V), dict(alibi_slopes=SINK))),
+    "shape-of-an-option": (((Q, K, V), dict(alibi_slopes=SLOPES[0])), ((Q, K, V), dict(alibi_slopes=SLOPES[1]))),
+    "strides-of-an-option": (((Q, K, V), dict(bias=BIAS)), ((Q, K, V), dict(bias=BIAS.transpose(2, 3)))),
+    "dtype-of-an-option": (((Q, K, V), dict(sink=SINK)), ((Q, K, V), dict(sink=SINK.half()))),
+    "causal": (((Q, K, V), {}), ((Q, K, V), dict(causal=True))),
+    "causal-type": (((Q, K, V), dict(causal=True)), ((Q, K, V), dict(causal=1))),
+    "window": (((Q, K, V), dict(window=(1, 2))), ((Q, K, V), dict(window=(1, 3)))),
+    "window-type": (((Q, K, V), dict(window=(1, 2))), ((Q, K, V), dict(window=(1, 2.0)))),
+    "scale": (((Q, K, V), dict(scale=1.0)), ((Q, K, V), dict(scale=2.0))),
+    "scale-type": (((Q, K, V), dict(scale=1.0)), ((Q, K, V), dict(scale=True))),
+    "softcap": (((Q, K, V), {}), ((Q, K, V), dict(softcap=2.0))),
+    "layout": (((Q, K, V), {}), ((Q, K, V), dict(layout="bhsd"))),
+    "return-lse-type": (((Q, K, V), dict(return_lse=True)), ((Q, K, V), dict(return_lse=1))),
+    "deterministic-type": (((Q, K, V), dict(deterministic=False)), ((Q, K, V), dict(deterministic=0))),
+    "engine": (((Q, K, V), {}), ((Q, K, V), dict(engine="mma"))),
+    "backend": (((Q, K, V), dict(engine="mma")), ((Q, K, V), dict(engine="mma", backend="simulator:sm_75"))),
+    "dropout-type": (((Q, K, V), {}), ((Q, K, V), dict(dropout=False))),
+    "fp8-factor": (((Q, K, V), {}), ((Q, K, V), dict(q_descale=torch.zeros(2, 4)))),
+}
+
+
+@pytest.mark.parametrize("component", CHANGES)
+def test_a_changed_component_is_seen(component):
+    """A call that differs from a kept one is launched, or refused, as if nothing were kept."""
+    (inputs, options), (others, other_options) = CHANGES[component]
+    kept = base(*inputs, **options)
+    got, was_kept = outcome(lambda: attention(*others, **other_options))
+    expected = posed(lambda: attention(*others, **other_options))
+    assert got == expected and not was_kept
+    assert got != posed(kept)  # so a stale entry would be seen
+
+
+FORMS = {
+    "contiguous": lambda: arrays(),
+    "float64": lambda: arrays(dtype=torch.float64),
+    "strided": lambda: tuple(x[..., :64] for x in arrays(2, 40, 4, 72)),
+    "aliased": lambda: arrays(count=1) * 3,
+    "misaligned": lambda: (Q.clone(), misaligned(K, 4), V.clone()),
+}
+ENGINES = {
+    "simt": {},
+    "mma": dict(engine="mma"),
+    "wgmma": dict(engine="wgmma", backend="simulator:sm_90a", causal=True),
+    "arrays": dict(bias=BIAS, sink=SINK),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_entry_launches_what_a_posed_call_does(form, engine):
+    """On other memory than that with which it was kept. Only wgmma copies an operand that is not aligned."""
+    options = ENGINES["simt" if form == "float64" and engine != "arrays" else engine]
+    first, second = FORMS[form](), FORMS[form]()
+    posed(lambda: attention(*first, **options))
+    got, kept = outcome(lambda: attention(*second, **options))
+    assert kept == (form != "misaligned" or engine != "wgmma")
+    assert got == posed(lambda: attention(*second, **options))
+
+
+def test_the_evidence_of_a_new_generation_is_used(monkeypatch):
+    kept = base(Q, K, V)
+    monkeypatch.setattr(simt, "tiles", lambda problem, device: [simt.Tile(8, 16, 64)])
+    plan.forget()
+    got, was_kept = outcome(kept)
+    assert not was_kept and dict(got[0][0].constants)["BLOCK_Q"] == 8
+    monkeypatch.undo()
+    plan.forget()
+
+
+class Wrapped(torch.Tensor):
+    """A subclass."""
+
+
+class Watch(TorchDispatchMode):
+    """A mode that lists operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+class WatchFunctions(torch.overrides.TorchFunctionMode):
+    """A mode of functions."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+OBSERVED = {
+    "dispatch-mode": Watch,
+    "function-mode": WatchFunctions,
+    "dual-level": forward_ad.dual_level,
+    "profiler": lambda: torch.autograd.profiler.profile(use_kineto=False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.parametrize("observer", OBSERVED)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_an_observed_call_is_posed(observer, gradient):
+    """Also if the same observer was active when the call was kept, because no stack's depth is a key."""
+    inputs = [x.clone().requires_grad_(gradient) for x in (Q, K, V)]
+    with OBSERVED[observer]():
+        for _ in range(2):
+            assert not outcome(lambda: attention(*inputs))[1]
+    for n in range(2):
+        assert outcome(lambda: attention(*inputs))[1] == (n > 0)
+    with OBSERVED[observer]() as observed:
+        assert not outcome(lambda: attention(*inputs))[1]
+        if isinstance(observed, Watch):
+            assert any("attention_forward" in name for name in observed.seen)
+    assert outcome(lambda: attention(*inputs))[1]
+
+
+def test_autocast_casts_a_kept_call():
+    inputs = arrays(dtype=torch.float32)
+    base(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*inputs).dtype == torch.bfloat16
+
+
+def test_transforms_pose():
+    base(Q, K, V)
+    gradient = torch.func.grad(lambda q: attention(q, K, V).float().sum())(Q)
+    assert gradient.shape == Q.shape
+    torch.func.grad(lambda x: (attention(Q, K, V), x.sum())[1])(torch.ones(2))
+    assert not any(launched.kept for launched in LOG[-2:])
+    base(Q[:1], K[:1], V[:1])
+    assert torch.func.vmap(lambda q: attention(q[None], K[:1], V[:1]))(Q).shape == (2, 1, *Q.shape[1:])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_poses():
+    base(Q, K, V)
+    traced = torch.jit.trace(lambda q: attention(q, K, V), (Q,), check_trace=False)
+    assert "attention_forward" in str(traced.graph)
+
+
+UNUSUAL = {
+    "subclass": lambda: Q.as_subclass(Wrapped),
+    "negated": lambda: torch._neg_view(Q),
+    "meta": lambda: Q.to("meta"),
+    "zeros": lambda: torch._efficientzerotensor(Q.shape, dtype=Q.dtype),
+    "sparse": lambda: Q.to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor(list(Q)),
+    "no-tensor": lambda: Q.numpy(),
+    "empty": lambda: Q[:, :0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_unusual_tensor_poses(kind, place, monkeypatch):
+    base(Q, K, V)
+    inputs = [Q, K, V]
+    inputs[place] = UNUSUAL[kind]()
+    results = []
+    for attempt in ("with entries", "without"):
+        LOG.clear()
+        try:
+            result = attention(*inputs).shape
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            result = type(error), str(error)
+        results.append(result)
+        assert not any(launched.kept for launched in LOG), attempt
+        monkeypatch.setattr(transforms, "call_on_tensors", lambda *_: None)
+    assert results[0] == results[1]
+
+
+def test_values_in_host_memory_are_checked_every_time():
+    lengths = torch.full((2,), 40, dtype=torch.int32)
+    for _ in range(2):
+        assert not outcome(lambda: attention(Q, K, V, kv_lengths=lengths))[1]
+    lengths[0] = 41
+    with pytest.raises(ValueError, match="kv_lengths must be in"):
+        attention(Q, K, V, kv_lengths=lengths)
+
+
+ALWAYS_POSED = {
+    "dropout": dict(dropout=0.5),
+    "seed": dict(seed=3),
+    "score-mod": dict(score_mod=lambda score, b, h, i, j: score * 2),
+    "mask-mod": dict(mask_mod=lambda b, h, i, j: i >= j),
+    "copied": dict(q=torch.zeros(2, 40, 64, 4, dtype=torch.float16).transpose(2, 3)),
+    "foreign-number": dict(scale=torch.tensor(0.5)),
+    "window-list": dict(window=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("why", ALWAYS_POSED)
+def test_what_needs_more_than_launches_is_posed(why):
+    arguments = dict(q=Q, k=K, v=V) | ALWAYS_POSED[why]
+    for _ in range(2):
+        assert not outcome(lambda: attention(**arguments))[1]
+
+
+def test_a_process_that_records_poses(monkeypatch):
+    monkeypatch.setattr(dispatch, "_RECORD", "calls.json")
+    monkeypatch.setattr(dispatch, "_record", lambda *_: None)
+    for _ in range(2):
+        assert not outcome(lambda: attention(Q, K, V))[1]
+
+
+def test_an_unaligned_output_poses(monkeypatch):
+    kept = base(Q, K, V)
+    (entry,) = keyed_plan._entries.values()
+    monkeypatch.setattr(dispatch, "launcher", lambda _: namedtuple("none", "repeat")(lambda *_: None))
+    assert not outcome(kept)[1] and keyed_plan._entries.get(next(iter(keyed_plan._entries))) is entry
+
+
+def test_an_allocator_refuses_unaligned_memory(monkeypatch):
+    allocate = of_torch.allocator([((4,), (1,), Q.numpy().dtype)])
+    assert allocate(Q) is not None
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *_, **__: misaligned(torch.zeros(4), 2))
+    assert allocate(Q) is None
+
+
+def test_explain_says_whether_calls_are_served():
+    options = dict(backend="simulator", engine="simt")
+    lines = []
+    for _ in range(3):
+        lines += [x for x in cupy_flash.explain(Q, K, V, **options).splitlines() if x.startswith("host")]
+        attention(Q, K, V)
+    assert lines == [
+        "host       posed at the next call, which keeps its plan",
+        "host       served from a kept plan, 0 calls so far",
+        "host       served from a kept plan, 1 call so far",
+    ]
+    lengths = torch.full((2,), 40, dtype=torch.int32)
+    attention(Q, K, V, kv_lengths=lengths)
+    more = [cupy_flash.explain(Q, K, V, **asked, **options) for asked in (dict(kv_lengths=lengths), dict(dropout=0.5))]
+    assert "host       posed at every call, which needs more than its launches" in more[0]
+    assert "host       posed at every call, which has no key of a kept plan" in more[1]
+    assert "host " not in cupy_flash.explain(Q, K, V)
+
+
+def test_inference_mode_gives_inference_tensors():
+    base(Q, K, V)
+    with torch.inference_mode():
+        out = attention(Q, K, V)
+    assert LOG[-1].kept and out.is_inference() and not attention(Q, K, V).is_inference()
+
+
+def test_no_array_is_kept():
+    inputs = arrays()
+    results = [attention(*inputs) for _ in range(2)]
+    references = [weakref.ref(x) for x in (*inputs, *results)]
+    del inputs, results
+    gc.collect()
+    assert keyed_plan._entries and not any(reference() is not None for reference in references)
+
+
+def test_entries_are_bounded(monkeypatch):
+    monkeypatch.setattr(keyed_plan, "CACHED", 4)
+    for n in range(20):
+        attention(Q, K, V, scale=float(n))
+        assert len(keyed_plan._entries) <= 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_forked_process_begins_without_entries():
+    base(Q, K, V)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(keyed_plan._entries))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and keyed_plan._entries
+
+
+def test_threads_share_entries():
+    """Each of four threads launches with its own scale, while this one drops the entries."""
+
+    def work(n):
+        for _ in range(20):
+            attention(Q, K, V, scale=float(n))
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        keyed_plan.forget()
+    counts = Counter(launched[1:][1][0][0] for launched in LOG)
+    posed_once = [posed(lambda n=n: attention(Q, K, V, scale=float(n)))[1][0][0] for n in range(4)]
+    assert counts == dict.fromkeys(posed_once, 20)
+
+
+def test_the_order_of_inputs_is_that_of_launches():
+    from cupy_flash.problem.build import ARRAY_NAMES
+
+    names = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "dout", "out", "lse", "dlse")
+    assert sorted(names, key=Operands._fields.index) == list(names)
+
+
+# Autograd
+
+
+def differentiable(*shape, dtype=torch.float16):
+    return tuple(x.requires_grad_() for x in arrays(*shape, dtype=dtype))
+
+
+def test_a_call_with_gradients_is_served_with_its_backward():
+    inputs = differentiable()
+    for n in range(3):
+        LOG.clear()
+        out = attention(*inputs, causal=True)
+        gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert [launched.kept for launched in LOG] == [n > 0, n > 1]
+        assert out.grad_fn.name() == "cupy_flash_attention_forwardBackward"
+        assert [x.shape for x in gradients] == [x.shape for x in inputs]
+
+
+def test_gradients_and_none_share_an_entry():
+    inputs = differentiable()
+    attention(*inputs)
+    for context in (torch.no_grad, contextlib.nullcontext):
+        with context():
+            out = attention(*inputs)
+        assert LOG[-1].kept and out.requires_grad == (context is not torch.no_grad)
+    detached = [x.detach() for x in inputs]
+    assert not attention(*detached).requires_grad and LOG[-1].kept
+    assert attention(detached[0], detached[1], inputs[2]).requires_grad and LOG[-1].kept
+
+
+def test_an_entry_without_gradients_lacks_what_a_backward_needs():
+    inputs = differentiable()
+    with torch.no_grad():
+        attention(*inputs)
+    for kept in (False, True):
+        out = attention(*inputs)
+        assert LOG[-1].kept == kept
+        torch.autograd.grad(out, inputs, DOUT)
+
+
+def gradients_of(inputs, dout, dlse=None, **options):
+    out, lse = attention(*inputs, return_lse=True, **options)
+    LOG.clear()
+    if dlse is None:
+        return torch.autograd.grad(out, inputs, dout)
+    return torch.autograd.grad((out, lse), inputs, (dout, dlse))
+
+
+DOUT, DLSE = torch.ones_like(Q), torch.ones(2, 4, 40)
+BACKWARDS = {
+    "strides-of-dout": ((DOUT,), (torch.zeros(2, 40, 4, 72, dtype=torch.float16)[..., :64],)),
+    "alignment-of-dout": ((DOUT,), (misaligned(DOUT, 4),)),
+    "presence-of-dlse": ((DOUT,), (DOUT, DLSE)),
+    "strides-of-dlse": ((DOUT, DLSE), (DOUT, DLSE.transpose(1, 2).contiguous().transpose(1, 2))),
+}
+
+
+@pytest.mark.parametrize("component", BACKWARDS)
+def test_a_changed_gradient_is_seen(component):
+    inputs = differentiable()
+    before, after = BACKWARDS[component]
+    for n in range(3):
+        gradients_of(inputs, *before)
+        assert LOG[-1].kept == (n > 1)
+    kept = LOG[-1]
+    gradients_of(inputs, *after)
+    got = LOG[-1]
+    keyed_plan.forget()
+    gradients_of(inputs, *after)
+    assert not got.kept and got[1:] != kept[1:] and len(got.launches) == len(LOG[-1].launches)
+    assert [x.constants for x in got.launches] == [x.constants for x in LOG[-1].launches]
+
+
+def test_a_kept_backward_launches_what_a_posed_one_does():
+    """With the same out and lse, which the graph keeps."""
+    inputs = differentiable()
+    for engine in ("simt", "mma"):
+        for _ in range(2):
+            out = attention(*inputs, engine=engine)
+        assert LOG[-1].kept
+        launched = []
+        for _ in range(2):
+            torch.autograd.grad(out, inputs, DOUT, retain_graph=True)
+            launched.append(LOG[-1])
+        assert [x.kept for x in launched] == [False, True] and launched[0][1:] == launched[1][1:]
+
+
+def test_the_options_of_a_forward_are_those_of_its_backward():
+    inputs = differentiable()
+    for scale in (1.0, 2.0) * 3:
+        gradients_of(inputs, DOUT, scale=scale)
+        got = LOG[-1]
+    keyed_plan.forget()
+    gradients_of(inputs, DOUT, scale=1.0)
+    assert got.kept and [x[0] for x in got.arguments] != [x[0] for x in LOG[-1].arguments]
+
+
+def test_a_saved_tensor_whose_memory_was_replaced_is_seen():
+    """`x.data = y` changes strides without a new version of x."""
+    inputs = differentiable()
+    for _ in range(3):
+        gradients_of(inputs, DOUT)
+    assert LOG[-1].kept
+    out, _ = attention(*inputs, return_lse=True)
+    with torch.no_grad():
+        inputs[1].data = WIDE[1]
+    torch.autograd.grad(out, inputs, DOUT)
+    assert not LOG[-1].kept
+
+
+def test_second_derivatives_are_recorded():
+    inputs = differentiable(dtype=torch.float32)
+    for _ in range(3):
+        out = attention(*inputs)
+        torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    assert LOG[-1].kept
+    dq, *_ = torch.autograd.grad(out, inputs, torch.ones_like(out), create_graph=True)
+    assert dq.requires_grad and not LOG[-1].kept
+
+
+def test_hooks_of_saved_tensors_pose():
+    inputs = differentiable()
+    packed = []
+    for _ in range(2):
+        attention(*inputs)
+    assert LOG[-1].kept
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        attention(*inputs)
+    assert not LOG[-1].kept and len(packed) == 5
+    checkpoint(lambda q: attention(q, *inputs[1:]), inputs[0], use_reentrant=False).sum().backward()
+    assert inputs[0].grad is not None
+
+
+# A function mode is inactive inside of the function that it sees, here autograd.grad.
+@pytest.mark.parametrize("observer", ["dispatch-mode", "profiler", "autocast", "deterministic"])
+def test_an_observed_backward_is_posed(observer):
+    inputs = differentiable()
+    for _ in range(3):
+        gradients_of(inputs, DOUT)
+    assert LOG[-1].kept
+    out, _ = attention(*inputs, return_lse=True)
+    with OBSERVED[observer]():
+        torch.autograd.grad(out, inputs, DOUT)
+    assert not LOG[-1].kept
+
+
+def test_backwards_are_bounded_and_follow_the_evidence(monkeypatch):
+    monkeypatch.setattr(keyed_autograd, "BACKWARDS", 2)
+    inputs = differentiable()
+    attention(*inputs)
+    for n in range(1, 8):
+        out = attention(*inputs)
+        torch.autograd.grad(out, inputs, misaligned(DOUT, n))
+        (entry,) = keyed_plan._entries.values()
+        assert len(entry.backwards) <= 2
+    for _ in range(2):
+        torch.autograd.grad(attention(*inputs), inputs, DOUT)
+    out = attention(*inputs)
+    plan.forget()
+    torch.autograd.grad(out, inputs, DOUT)
+    assert not LOG[-1].kept
+
+
+def test_a_gradient_that_is_not_needed_is_none():
+    q, k, v = differentiable()
+    for _ in range(2):
+        out = attention(q.detach(), k, v)
+    assert LOG[-1].kept
+    for _ in range(2):
+        out.backward(DOUT, retain_graph=True)
+    assert q.grad is None and k.grad is not None
+
+
+def test_only_lse_may_be_used():
+    inputs = differentiable()
+    for _ in range(2):
+        _, lse = attention(*inputs, return_lse=True)
+    gradients = torch.autograd.grad(lse, inputs, DLSE)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]

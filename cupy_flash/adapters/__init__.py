@@ -1,1 +1,1 @@
-"""Adapters to other libraries: torch, jax and transformers."""
+"""Adapters to other libraries: torch, jax, transformers and xFormers."""

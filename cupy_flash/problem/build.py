@@ -79,12 +79,15 @@ def pose(
     saved: Saved | None = None,
     shard: Shard = WHOLE,
     tangents: Tangents | None = None,
+    reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands]:
     """Return the Problem and Operands of one call of `function`, or raise one error with every unmet requirement.
 
-    With `tangents` the problem is a JVP in their direction; with `saved` as well, a double backward.
+    With `tangents` the problem is a JVP in their direction; with `saved` as well, a double backward. `reasons` are
+    requirements that an adapter has found unmet.
     """
     requirements = Requirements(function)
+    requirements.unmet += reasons
     mod = traced_mod(requirements, options)
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:

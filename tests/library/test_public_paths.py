@@ -17,8 +17,17 @@ TORCH = (
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "scaled_dot_product_attention",
     "sdpa",
+)
+XFORMERS = (
+    "memory_efficient_attention",
+    "memory_efficient_attention_backward",
+    "memory_efficient_attention_forward",
+    "memory_efficient_attention_forward_requires_grad",
+    "memory_efficient_attention_partial",
+    "merge_attentions",
 )
 JAX = (
     "append_to_kv_cache",
@@ -98,6 +107,7 @@ PATHS = {
     "cupy_flash.adapters.jax": JAX,
     "cupy_flash.adapters.torch": TORCH,
     "cupy_flash.adapters.transformers": ("register",),
+    "cupy_flash.adapters.xformers": XFORMERS,
     "cupy_flash.distributed": DISTRIBUTED,
     "cupy_flash.memory": MEMORY,
     "cupy_flash.mods.plot": ("plot",),

@@ -1,4 +1,4 @@
-"""Attention on torch tensors: autograd, compile, export, checkpointing, FSDP2, autocast; SDPA and flash-attn APIs."""
+"""Attention on torch tensors, under every transform of torch; the APIs of SDPA, FlexAttention and flash-attn."""
 
 from torch import distributed
 from torch.nn.attention import register_flash_attention_impl
@@ -12,6 +12,7 @@ from .flash_attn_drop_in import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .flex_attention_drop_in import flex_attention
 from .kv_cache_drop_in import flash_attn_with_kvcache
 from .module import CausalSelfAttention
 from .registry import Activation
@@ -29,6 +30,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "forward",
     "scaled_dot_product_attention",
     "sdpa",

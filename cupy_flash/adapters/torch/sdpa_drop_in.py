@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
     if q.shape[-1] == k.shape[-1] == 0:
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # zeros as one dimension: scores are 0, as with E = 0
     # torch's result is contiguous if query had to be broadcast.
-    out = _attend(q, k, v, options, _order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
+    out, _ = attend_in_order(q, k, v, options, order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
     if drops_all:
         out = _zeroed(out)
     return out.reshape(*query.shape[:-1], value.shape[-1])
@@ -136,18 +136,21 @@ def _zeroed(out: Any) -> Any:
     return out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
 
 
-def _attend(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> Any:
-    """Return attention (B, H, S, Dv) of q, k, v (B, H, S, D), in memory in `order` with Dv innermost.
+def attend_in_order(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return attention (B, H, S, Dv) of q, k, v (B, H, S, D), in memory in `order` with Dv innermost, and lse or None.
 
     Callers rely on q's order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
     kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
     """
-    if order.index(1) < order.index(2):
-        options.layout = "bhsd"
-        out = forward("attention", (q, k, v), options)
-    else:
-        out = forward("attention", (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), options).transpose(1, 2)
-    return out if order[0] == 0 else out.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
+    heads_first = order.index(1) < order.index(2)
+    options.layout = "bhsd" if heads_first else "bshd"
+    arrays = (q, k, v) if heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    result = forward("attention", arrays, options)
+    out, lse = result if options.return_lse else (result, None)
+    out = out if heads_first else out.transpose(1, 2)
+    if order[0] != 0:
+        out = out.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
+    return out, lse
 
 
 @torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor
@@ -197,7 +200,7 @@ def _jagged_like(x: Any, values: Any) -> Any:
     )
 
 
-def _order_in_memory(query: Any) -> tuple[int, ...]:
+def order_in_memory(query: Any) -> tuple[int, ...]:
     """Order of the first three dimensions of query in memory, outermost first."""
     strides = query.stride()
     if 0 in strides[:3]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch, keyed_plan
@@ -93,7 +94,7 @@ def attention(
     dimensions D and Dv.
 
     Args:
-        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64. Any strides, here and below. float8_e4m3fn (of
+        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64, with any strides, here and below; float8_e4m3fn (of
             ml_dtypes, torch, jax or DLPack) has a forward only, on Hopper.
         k: (B, Sk, Hk, D), the dtype of q.
         v: (B, Sk, Hk, Dv), the dtype of q.
@@ -780,7 +781,7 @@ def _double_backward(
 
 
 @cache
-def _torch() -> Any:
+def _torch() -> ModuleType:
     """Return the adapter, cached because an import takes a microsecond even of an imported module."""
     from .adapters import torch as adapter
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import dispatch, environment
-from .arrays import CACHED, contiguous_strides
+from .arrays import CACHED, AnyArray, ArrayT, contiguous_strides
 from .plan import measurements
 from .problem.build import PLAIN, TABLE, pose
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
 
-Call: TypeAlias = tuple[Hashable, list[Any], list[int]]  # key, arrays, and their addresses
-Read: TypeAlias = Callable[[list[Any]], "tuple[list[Hashable], list[Any], list[int]] | None"]
+Call: TypeAlias = tuple[Hashable, list[AnyArray], list[int]]  # key, arrays, and their addresses
+Read: TypeAlias = Callable[[list[AnyArray]], "tuple[list[Hashable], list[AnyArray], list[int]] | None"]
 Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], "np.dtype"]]  # (shape, strides, dtype) of each
 
 
@@ -61,16 +61,16 @@ class Entry:
 
     def __init__(self, backend: str, kept: KeptLaunches) -> None:
         self._backend, self._kept, self.served = backend, kept, 0
-        self.others: tuple[Any, ...] | None = None
+        self.others: tuple[object, ...] | None = None
         self.backwards: dict[Hashable, Entry | None] = {}
 
-    def run(self, call: Call) -> list[Any] | None:
+    def run(self, call: Call) -> list[AnyArray] | None:
         """Launch, and return the outputs, followed by workspaces.
 
         If an output is not aligned to ALIGNMENT, as those of every known allocator are, nothing is launched: None.
         """
         self.served += 1
-        outputs: list[Any] | None = dispatch.launcher(self._backend).repeat(self._kept, call[1], call[2])
+        outputs: list[AnyArray] | None = dispatch.launcher(self._backend).repeat(self._kept, call[1], call[2])
         return outputs
 
 
@@ -86,7 +86,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget)
 
 
-def call_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None, read: Read) -> Call | None:
+def call_of(
+    arrays: tuple[AnyArray, AnyArray, AnyArray], options: Options, packed: Packed | None, read: Read
+) -> Call | None:
     """Return the call if it has a key, else None.
 
     `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
@@ -122,7 +124,7 @@ def entry_of(call: Call) -> Entry | None:
     return _entries.get(call[0])
 
 
-def run(call: Call | None) -> list[Any] | None:
+def run(call: Call | None) -> list[AnyArray] | None:
     """Run a call from its entry, and return its outputs, followed by workspaces; None if it has none."""
     entry = None if call is None else _entries.get(call[0])
     return None if entry is None or call is None else entry.run(call)
@@ -170,10 +172,12 @@ def _entry(
     return Entry(backend, KeptLaunches(work, allocator(outputs)))
 
 
-def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None) -> tuple[Any, Any]:
+def forward(
+    function: str, arrays: tuple[ArrayT, ArrayT, ArrayT], options: Options, packed: Packed | None
+) -> tuple[ArrayT, ArrayT]:
     """Return (out, lse) of a call on arrays other than torch's."""
     call = call_on_cupy(arrays, options, packed)
-    outputs = run(call)
+    outputs: Any = run(call)
     if outputs is not None:
         return outputs[0], outputs[1]
     problem, operands = pose(function, arrays, options, packed)
@@ -183,7 +187,9 @@ def forward(function: str, arrays: tuple[Any, Any, Any], options: Options, packe
     return results[0].result(), results[1].result()
 
 
-def call_on_cupy(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Call | None:
+def call_on_cupy(
+    arrays: tuple[AnyArray, AnyArray, AnyArray], options: Options, packed: Packed | None = None
+) -> Call | None:
     """Return the call if it is on CuPy's arrays and has a key, else None."""
     cupy = sys.modules.get("cupy")
     if cupy is None or type(arrays[0]) is not cupy.ndarray:
@@ -191,10 +197,10 @@ def call_on_cupy(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
     return call_of(arrays, options, packed, _read_cupy)
 
 
-def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
+def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
     ndarray = sys.modules["cupy"].ndarray
     facts: list[Hashable] = []
-    inputs: list[Any] = []
+    inputs: list[AnyArray] = []
     addresses: list[int] = []
     for x in arrays:
         if x is None:
@@ -211,7 +217,7 @@ def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]]
 def _cupy_allocator(outputs: Outputs) -> Allocate:
     empty = sys.modules["cupy"].empty
 
-    def allocate(like: Any) -> tuple[list[Any], list[int]] | None:
+    def allocate(like: AnyArray) -> tuple[list[AnyArray], list[int]] | None:
         arrays = [empty(shape, dtype) for shape, _, dtype in outputs]
         addresses = [x.data.ptr for x in arrays]
         return None if any(address % ALIGNMENT for address in addresses) else (arrays, addresses)

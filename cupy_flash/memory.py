@@ -163,7 +163,7 @@ PRESETS = {
 def load(name: str) -> Transformer:
     """Load a model by its name in PRESETS, or from a transformers config.json.
 
-    Model types gpt2, llama and mistral are read without transformers. Any other causal language model is built by
+    Model types gpt2, llama and mistral are read without transformers. Another causal language model is built by
     transformers on torch's meta device, which takes no memory, and its parameters are counted; experts that a token
     does not pass through have parameters but no activations.
 

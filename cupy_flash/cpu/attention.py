@@ -313,7 +313,7 @@ def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
 class Softmax:
     """Online softmax over one query tile: row max m and row sum l (rows,), both including the sink.
 
-    Any m gives the same result; the running maximum keeps the exponents in range. With `bounded`, the scores are known
+    Every m gives that result; the running maximum keeps the exponents in range. With `bounded`, the scores are known
     to lie within BOUND: m stays 0, and nothing is rescaled.
     """
 

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..arrays import LEGACY_DEFAULT_STREAM, Array, current_stream, made_on, stream_of
+from ..arrays import LEGACY_DEFAULT_STREAM, AnyArray, Array, current_stream, made_on, stream_of
 from ..engines.launch import Launch
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands, Problem
@@ -126,7 +126,7 @@ def _start(work: run_plan.Work) -> None:
             function(launch.grid, block, arguments, shared_mem=launch.shared_bytes, stream=stream)
 
 
-def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:
+def repeat(kept: KeptLaunches, inputs: Sequence[AnyArray], addresses: list[int]) -> list[AnyArray] | None:
     """Launch on the current stream what an earlier call has launched, on other arrays; returns the outputs."""
     import cupy
 

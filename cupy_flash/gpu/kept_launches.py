@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, contiguous_strides
+from ..arrays import AnyArray, Array, contiguous_strides
 from ..engines.launch import Box, Launch
 from .params import ALIGNMENT, Encode, encoded_map
 from .run_plan import Work
@@ -20,7 +20,7 @@ MAPS = 256  # maximum maps that are kept of one operand of one launch
 FIRST, SPACING = 1 << 46, 1 << 30  # the addresses with which the words that hold addresses are found
 
 # Returns the outputs of a call, on the device of an input, and their addresses; None if one is not aligned.
-Allocate: TypeAlias = Callable[[Any], "tuple[list[Any], list[int]] | None"]
+Allocate: TypeAlias = Callable[[AnyArray], "tuple[list[AnyArray], list[int]] | None"]
 
 
 class _Boxed(NamedTuple):
@@ -64,7 +64,7 @@ class KeptLaunches:
         arrays = [*work.inputs.values(), *(x for x in work.results.values() if x is not None)]
         self.inputs, self.outputs = tuple(work.inputs), tuple(x for x, y in work.results.items() if y is not None)
         self.written, self.arch, self.allocate = work.written, work.arch, allocate
-        self.loaded: tuple[object, list[Any]] = (None, [])
+        self.loaded: tuple[object, list[Callable[..., object]]] = (None, [])
         self.device, self.framework = arrays[0].device, arrays[0].framework
         self._words, self._places = _places(work, arrays)
         self._bytes = np.dtype(f"V{8 * len(self._words)}")

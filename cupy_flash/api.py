@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch, keyed_plan
@@ -728,7 +726,9 @@ def _forward(
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     results: ArrayT | tuple[ArrayT, ArrayT]
     if _is_torch(arrays[0]):
-        results = _torch().forward(function, arrays, options, packed)
+        from .adapters import torch as adapter
+
+        results = adapter.forward(function, arrays, options, packed)
         return results
     out, lse = keyed_plan.forward(function, arrays, options, packed)
     results = (out, lse) if options.return_lse else out
@@ -778,14 +778,6 @@ def _double_backward(
 ) -> SecondGradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
     return dispatch.double_backward(problem, operands).map(Array.result)
-
-
-@cache
-def _torch() -> ModuleType:
-    """Return the adapter, cached because an import takes a microsecond even of an imported module."""
-    from .adapters import torch as adapter
-
-    return adapter
 
 
 def _is_torch(x: object) -> bool:

@@ -517,7 +517,7 @@ def test_cupy_arrays_are_never_copied_to_the_host(monkeypatch):
         def __init__(self, x):
             super().__init__(x.shape, x.dtype.str)
             self.shape, self.strides, self.dtype = x.shape, x.strides, x.dtype
-            self.data, self.device = SimpleNamespace(ptr=1 << 40), SimpleNamespace(id=0)
+            self.data, self.device = SimpleNamespace(ptr=1 << 40, device_id=0), SimpleNamespace(id=0)
 
         def get(self, *_, **__):
             raise AssertionError("copied to the host")

@@ -545,7 +545,7 @@ def test_info_lists_the_evidence(capsys):
     stale(passed(AMPERE, "simt"))
     truncate(measured(SINGLE, AMPERE, queries=7))
     info.run()
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())  # without the breaks of lines
     for words in ("wgmma passed 2", "mma failed 2", "1 bucket tuned", "check.simt.json is about other kernel texts",
                   "is ignored: it is damaged, or of another version"):  # fmt: skip
         assert words in text, words

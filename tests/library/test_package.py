@@ -63,6 +63,7 @@ def make_environment(folder: Path) -> Path:
 
 
 def assert_found(kernels: Path, report: str) -> None:
+    report = re.sub(r"\n +", " ", report)  # without the breaks of lines
     assert re.search(rf"^kernels_cu +{re.escape(str(kernels))}, \d+ kernels$", report, re.MULTILINE), report
 
 

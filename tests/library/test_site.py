@@ -4,6 +4,7 @@ It needs the extra docs and a Chromium; a machine without one keeps the checks o
 `python tests/helpers/browser.py SITE OUT` writes the screenshots for a person.
 """
 
+import re
 import subprocess
 import sys
 
@@ -51,3 +52,15 @@ def test_a_bad_page_is_found(tmp_path):
     )
     (found,) = browser.look(tmp_path, 1280).values()
     assert found["scrolls"] and found["code"] and found["pictures"] and not found["hosts"]
+
+
+def test_no_link_is_dead(site):
+    """Links to files of the repository, which the build adds, are links of the site too."""
+    dead = []
+    for page in site.rglob("*.html"):
+        for link in re.findall(r'href="([^"#?]+)', page.read_text("utf-8")):
+            if ":" not in link:
+                target = site / link.lstrip("/") if link.startswith("/") else page.parent / link
+                if not (target / "index.html" if target.is_dir() else target).exists():
+                    dead.append((page.name, link))
+    assert dead == []

@@ -1,4 +1,4 @@
-"""What `explain` returns: text with a line per fact, which a terminal, a notebook and matplotlib show in their ways."""
+"""The result of `explain`: text with a line per fact, an HTML table in a notebook, and a plot of the tiles."""
 
 from __future__ import annotations
 

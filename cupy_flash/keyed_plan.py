@@ -51,7 +51,7 @@ Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], "np.dtype"]]  
 
 
 class Entry:
-    """What the calls with one key launch; `served` counts them, exactly only in one thread.
+    """The launches that all calls with one key share. `served` counts the calls; with several threads it may miss some.
 
     `others` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, and the
     entries of backwards by their keys.

@@ -133,7 +133,7 @@ class _SubPartition:
         self.warps = [_Warp(stagger * number) for number in range(warpgroups)]
         self.last = 0  # the warp that issued last
         self.free: dict[str, int] = {}  # clock from which a unit accepts an instruction
-        # Of the tensor cores: (clocks, group) of each wgmma in the queue, and (end, group) of the wgmma being executed.
+        # The tensor cores' queue holds (clocks, group) of each wgmma; the wgmma that executes has (end, group).
         self.queue: deque[tuple[int, list[int]]] = deque()
         self.running: tuple[int, list[int]] | None = None
         # Of named barriers: the number of warps that have arrived and, in a ping-pong, the turns that each warp may

@@ -114,7 +114,7 @@ def memory() -> Picture:
 
 
 def summary() -> Picture:
-    """Memory and time of a causal training step: what a reader who decides looks at."""
+    """Plot peak memory and time of a causal training step over the sequence length."""
     result = stored("cpu")
     cases = [case for case in result["backward"]["cases"] if case["causal"]]
     names = [name for name in peaks("forward") if name in COLORS]

@@ -1,4 +1,4 @@
-"""What the simulator checks, at the places of a GPU where it does."""
+"""The checks of the simulator, drawn at warps, shared memory and global memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What explain() and info print fits a terminal; notebooks get a table, and plot() draws the tiles of the call."""
+"""explain() and info print 80 columns; notebooks show a table, and plot() draws the tiles of the call."""
 
 import numpy as np
 import pytest

@@ -125,7 +125,7 @@ THIRD:
 
 
 def test_order_is_transitive():
-    """What block 0 releases reaches block 2 through block 1.
+    """Release and acquire are transitive: a write of block 0 is visible to block 2 through block 1.
 
     Block 1 must release, or continue the release sequence by a relaxed atomic on the same flag; a relaxed store does
     not.

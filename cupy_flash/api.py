@@ -16,6 +16,7 @@ from .problem.records import Gradients, Packed, Saved, SecondGradients, Tangents
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .device import Device
     from .explanation import Explanation
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
@@ -145,8 +146,8 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, with the sink and before dropout.
-        deterministic: make gradients bitwise equal from run to run. Those of the CPU engine always are, and do not
-            depend on the number of threads, except for large torch tensors.
+        deterministic: make gradients bitwise equal from run to run. Those of a CPU engine always are, and do not
+            depend on the number of threads, except for large torch tensors in the engine cpu.
         backend: "cpu", "cuda" or "simulator"; None selects the arrays' own. There is no fallback to another backend.
             "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.
@@ -354,6 +355,7 @@ def attention_vjp(
     """
     settings = Options.of("attention_vjp", options)
     problem, operands = pose("attention_vjp", (q, k, v), settings)
+    since = dispatch.device_of(problem)  # an import of torch between the two does not change the backward's engine
     out, lse = (array.result() for array in dispatch.forward(problem, operands))
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
@@ -364,7 +366,7 @@ def attention_vjp(
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
         q, k, v, out, lse = kept
-        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse), since=since)
 
     return ((out, lse) if settings.return_lse else out), vjp
 
@@ -736,10 +738,15 @@ def _forward(
 
 
 def _backward(
-    function: str, arrays: Inputs[ArrayT], options: Options, saved: Saved, packed: Packed | None = None
+    function: str,
+    arrays: Inputs[ArrayT],
+    options: Options,
+    saved: Saved,
+    packed: Packed | None = None,
+    since: Device | None = None,
 ) -> Gradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved)
-    gradients = dispatch.backward(problem, operands)
+    gradients = dispatch.backward(problem, operands, since)
     return gradients.map(Array.result)
 
 

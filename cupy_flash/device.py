@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from functools import lru_cache
+import sys
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
+
+
+NO_TORCH = (
+    'torch is not imported: once it is, this engine may compute the call, with other bits (engine="cpu" pins cpu)'
+)
 
 
 class Device(NamedTuple):
@@ -19,6 +26,7 @@ class Device(NamedTuple):
     shared_bytes: int = 0  # largest shared memory of a block
     card: str = ""  # model name of this machine's GPU; "simulator"; "" if only the architecture is known
     driver: str = ""  # the CUDA version that the GPU's driver supports
+    torch_flash: str = NO_TORCH  # why torch's flash operators for CPUs cannot be called in this process; "" if they can
 
     def __str__(self) -> str:
         unit = "thread" if self.backend == "cpu" else "multiprocessor"
@@ -51,7 +59,7 @@ def named(arch: str, backend: str = "simulator") -> Device:
 
 def cpu() -> Device:
     """Return this machine's CPU, with the number of threads that NumPy's BLAS may currently use."""
-    return Device("cpu", platform.machine(), blas_threads())
+    return Device("cpu", platform.machine(), blas_threads(), torch_flash=torch_flash())
 
 
 @lru_cache
@@ -86,3 +94,67 @@ def blas_controller() -> ThreadpoolController:
 def blas_threads() -> int:
     """Return the number of threads that BLAS may currently use; 1 for a BLAS that threadpoolctl does not know."""
     return max((library.num_threads for library in blas_controller().lib_controllers), default=1)
+
+
+# The operators by which torch's SDPA computes on a CPU. They are private, so a release may change them.
+FLASH_OPERATORS = {
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
+        "float? scale=None) -> (Tensor output, Tensor logsumexp)"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
+        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+}
+
+
+def torch_flash() -> str:
+    """Return why torch's flash operators for CPUs cannot be called; "" if they can. It never imports torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or getattr(torch.__spec__, "_initializing", False):
+        return NO_TORCH
+    if _forked:
+        return "a forked child lacks the threads of torch's pool, for which an operator would wait forever"
+    if (changed := _changed_schema()) != "":
+        return changed
+    # torch.get_float32_matmul_precision() raises an error if only one of torch's backends rounds.
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    if precision not in ("none", "ieee"):
+        return f"torch may round the factors of float32 products to {precision}: torch.set_float32_matmul_precision"
+    return ""
+
+
+@cache
+def _changed_schema() -> str:
+    """Return which flash operator this version of torch lacks or has with other arguments, logged once; else ""."""
+    import logging
+
+    import torch
+
+    for name, arguments in FLASH_OPERATORS.items():
+        operator = getattr(torch.ops.aten, name, None)
+        found = "no such operator" if operator is None else str(operator.default._schema)
+        if found != f"aten::{name}{arguments}":
+            reason = f"torch {torch.__version__} changed a private operator that this version of cupy_flash calls"
+            logging.getLogger("cupy_flash.device").info("%s: %s, %s", reason, name, found)
+            return reason
+    return ""
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_forked() -> bool:
+    """Return whether this process is a forked child, which lacks the threads that its parent had started."""
+    return _forked

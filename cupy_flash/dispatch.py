@@ -56,9 +56,15 @@ def _gpu(name: str) -> Device:
         ) from error
 
 
-def plan_for(problem: Problem) -> Plan:
-    """Return the plan of a problem on its device."""
-    return plan(problem, device_of(problem))
+def plan_for(problem: Problem, since: Device | None = None) -> Plan:
+    """Return the plan of a problem on its device; `since` is the device of the call that it continues, if any.
+
+    A backward continues its forward without torch's operators if torch was imported only after it.
+    """
+    on = device_of(problem)
+    if since is not None and since.torch_flash:
+        on = on._replace(torch_flash=since.torch_flash)
+    return plan(problem, on)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
@@ -68,11 +74,14 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
-def backward(problem: Problem, operands: Operands) -> Gradients[Array]:
-    """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
+def backward(problem: Problem, operands: Operands, since: Device | None = None) -> Gradients[Array]:
+    """Plan and run a backward problem; returns the gradients as Arrays, None where not requested.
+
+    `since` is the device of the forward as it was then, see `plan_for`.
+    """
     if _RECORD is not None:
         _record(problem, operands, _RECORD)
-    return run_backward(_fitted(plan_for(problem), operands), operands)
+    return run_backward(_fitted(plan_for(problem, since), operands), operands)
 
 
 _RECORD = environment.record_file()  # read once, so that calls of a process that records nothing skip the check
@@ -212,6 +221,8 @@ def append(problem: Problem, operands: Operands) -> None:
 
 def explain(chosen: Plan, operands: Operands) -> str:
     """Return the text of a plan; if the CPU engine computes in torch, with torch's tiles and a line that says so."""
+    if _code(chosen) == FLASH:
+        return f"{chosen.explain()}{_imported(FLASH).lines(chosen.problem)}"
     if _code(chosen) != ATTENTION:
         return chosen.explain()
     products = _imported(".cpu.blas").products_of(chosen.problem, operands)
@@ -219,6 +230,7 @@ def explain(chosen: Plan, operands: Operands) -> str:
 
 
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
+FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 

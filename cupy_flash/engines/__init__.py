@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..device import Device
 from ..problem.records import Problem
-from . import cpu, cpu_decode, mma, mma_decode, simt, wgmma
+from . import aten, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .launch import Launch, Workspace
 
 
@@ -92,5 +92,6 @@ class Engine(Protocol[TileT]):
 
 # {name: engine}, the names of `records.ENGINES`
 MODULES: dict[str, Engine[Any]] = {
-    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+    "cpu": cpu, "cpu_decode": cpu_decode, "aten": aten, "simt": simt, "mma": mma, "mma_decode": mma_decode,
+    "wgmma": wgmma,
 }  # fmt: skip

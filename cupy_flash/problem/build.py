@@ -471,6 +471,7 @@ def _problem(
         dlse="dlse" in arrays,
         aligned=facts.aligned,
         empty=any(0 in arrays[name].shape for name in ("q", "k", "v") if name in arrays),
+        equal_lengths=q_len == kv_len and ("q_lengths" in arrays) == ("kv_lengths" in arrays),
         shard="starts" in arrays,
         step=step,
         first_head=first_head,

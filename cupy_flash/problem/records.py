@@ -23,7 +23,7 @@ DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
-ENGINES = ("cpu", "cpu_decode", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
+ENGINES = ("cpu", "cpu_decode", "aten", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 CACHES = ("k_cache", "v_cache")
 LONGEST = 2**31 - 1  # positions are int32
@@ -199,6 +199,7 @@ class Problem(NamedTuple):
     dlse: bool
     aligned: bool  # TMA can load q, k and v (arrays.has_boxes)
     empty: bool  # q, k or v has no elements, which max_seqlen of a packed batch does not show
+    equal_lengths: bool  # as many keys as queries, as far as shapes show; buckets of lengths do not
     shard: bool  # the call has `starts`: sequences are shards
     step: int
     first_head: int

@@ -188,9 +188,12 @@ SCORES = {
 
 
 def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Return results of the public functions on the arrays of the case, or on those of `call`."""
+    """Return results of the public functions on the arrays of the case, or on those of `call`.
+
+    On the CPU it is the engine cpu, whatever a process has imported; tests/cpu/test_aten.py runs the cases on aten.
+    """
     q, k, v, options, dout, dlse, packed = call or case.call()
-    options = options | dict(backend=backend)
+    options = options | dict(backend=backend, engine="cpu" if backend == "cpu" else None)
     if packed is None:
         out, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
         return Result(out, lse, *cupy_flash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
@@ -222,6 +225,7 @@ def posed(case: Case, saved: Saved | None = None, call: Call | None = None, **ch
 def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
     """Return results of the CPU engine with `changes` of the plan's fields, such as the tile or number of threads."""
     call = call or case.call()
+    call = call._replace(options=call.options | dict(engine="cpu"))
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, call=call, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), call, **changes))
     return Result(out, lse, *gradients.map(Array.numpy))

@@ -59,7 +59,9 @@ def test_a_notebook_shows_a_table():
     assert "a &lt; b" in Explanation("mask_mod   a < b")._repr_html_()
 
 
-@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(causal=True, mask_mod=document)], ids=["full", "causal", "mod"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(causal=True), dict(causal=True, mask_mod=document)], ids=["full", "causal", "mod"]
+)
 def test_plot_draws_the_tiles_of_the_call(options):
     pytest.importorskip("matplotlib")
     i, j = np.arange(100)[:, None], np.arange(100)

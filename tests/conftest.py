@@ -14,6 +14,7 @@ import needs_triton
 import numpy as np
 import on_gpu
 import pytest
+import torch  # before any test, because its import changes the engine that computes NumPy arrays on the CPU
 
 from cupy_flash import dispatch
 from cupy_flash.jit import nvrtc
@@ -60,9 +61,10 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    """Name the tests that are left out because an optional library is missing."""
+    """Name torch's instruction set, for which the engine aten is or is not chosen, and the tests that are left out."""
     reason = needs_triton.reason_to_leave_out()
-    return f"left out: tests/other_kernels ({reason})" if reason else None
+    left_out = [f"left out: tests/other_kernels ({reason})"] if reason else []
+    return [f"torch: {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}", *left_out]
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options

@@ -53,6 +53,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if device.backend != "cpu":
         return []  # the plan refuses the backend
     reasons = [device.torch_flash] if device.torch_flash else []
+    if device.torch_flash_on_request and problem.engine is None:
+        reasons.append(device.torch_flash_on_request)
     if problem.framework not in FRAMEWORKS:
         reasons.append(f"the arrays are of {problem.framework}, not of {' or '.join(FRAMEWORKS)}")
     if problem.dtype.name not in DTYPES:

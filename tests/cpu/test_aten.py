@@ -29,6 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = Device("cpu", "x86_64", 2, torch_flash="")
 
 
+@pytest.fixture(autouse=True)
+def capability(monkeypatch):
+    """A function that changes the instruction set that torch names: AVX2, for which the engine may be chosen."""
+
+    def names(name):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
+
+    names("AVX2")
+    return names
+
+
 def planned(case, call, saved=None, name="aten"):
     chosen, operands = posed(case, saved, call)
     return plan(chosen.problem._replace(engine=name), chosen.device), operands
@@ -304,15 +315,31 @@ MARKS = [(length, causal) for length in (512, 1024, 2048, 4096) for causal in (F
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_the_engine_is_chosen_for_the_shapes_of_the_marks(framework):
-    """It fails where this version of torch has other operators, instead of losing the engine in silence."""
+@pytest.mark.parametrize("name", ["DEFAULT", "AVX2", "AVX512"])
+def test_the_engine_is_chosen_for_the_shapes_of_the_marks(framework, name, capability):
+    """It fails where this version of torch has other operators, instead of losing the engine in silence.
+
+    With AVX-512 it serves by name only, and the plan says why.
+    """
     assert device.torch_flash() == ""
+    capability(name)
     make = zeros if framework == "numpy" else lambda *shape: torch.zeros(1).expand(shape)
     for length, causal in MARKS:
         q, lse = make(1, length, 8, 64), make(1, 8, length)
         for saved in (None, Saved(q, q, lse)):
             problem, _ = pose("attention", (q, q, q), Options(causal=causal), saved=saved)
-            assert dispatch.plan_for(problem).engine == "aten", problem
+            chosen = dispatch.plan_for(problem)
+            assert chosen.engine == ("cpu" if name == "AVX512" else "aten"), problem
+            if name == "AVX512":
+                assert "not aten   with AVX-512 the operators' exponentials err by up to 20 units" in chosen.explain()
+                assert dispatch.plan_for(problem._replace(engine="aten")).engine == "aten"
+
+
+def test_the_instruction_set_of_this_machine_has_its_engine(monkeypatch):
+    """What torch itself names, without the fixture's replacement, is one of the names that the choice knows."""
+    monkeypatch.undo()
+    name, q = torch.backends.cpu.get_cpu_capability(), zeros(1, 512, 8, 64)
+    assert f"engine     {'cpu' if name == 'AVX512' else 'aten'} on" in cupy_flash.explain(q, q, q)
 
 
 def zeros(*shape):
@@ -338,6 +365,7 @@ assert "not aten   torch is not imported: once it is, this engine may compute" i
 out, vjp = cupy_flash.attention_vjp(q, k, v)
 pinned, pinned_vjp = cupy_flash.attention_vjp(q, k, v, engine="cpu")
 import torch
+torch.backends.cpu.get_cpu_capability = lambda: "AVX2"
 assert "engine     aten" in cupy_flash.explain(q, k, v)
 after, after_vjp = cupy_flash.attention_vjp(q, k, v)
 same = [x.tobytes() == y.tobytes() for x, y in zip((out, *vjp(dout)[:3]), (pinned, *pinned_vjp(dout)[:3]))]
@@ -352,6 +380,7 @@ def test_an_import_of_torch_between_forward_and_backward_changes_no_engine():
 
 FORK = """
 import os, signal, torch, cupy_flash
+torch.backends.cpu.get_cpu_capability = lambda: "AVX2"
 q = torch.randn(1, 600, 2, 16)
 expected = cupy_flash.attention(q, q, q, engine="aten")  # starts the threads of torch's pool
 child = os.fork()

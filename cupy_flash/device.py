@@ -62,9 +62,7 @@ def cpu() -> Device:
     """Return this machine's CPU, with the number of threads that NumPy's BLAS may currently use."""
     missing = torch_flash()
     on_request = "" if missing else less_exact_torch()
-    return Device(
-        "cpu", platform.machine(), blas_threads(), torch_flash=missing, torch_flash_on_request=on_request
-    )
+    return Device("cpu", platform.machine(), blas_threads(), torch_flash=missing, torch_flash_on_request=on_request)
 
 
 @lru_cache
@@ -120,8 +118,12 @@ def torch_flash() -> str:
     torch = sys.modules.get("torch")
     if torch is None or getattr(torch.__spec__, "_initializing", False):
         return NO_TORCH
+    if torch.nn.attention.current_flash_attention_impl() == "cupy_flash":
+        return "activate_flash_attention_impl has replaced the operators by cupy_flash"
     if _forked:
         return "a forked child lacks the threads of torch's pool, for which an operator would wait forever"
+    if torch._C._len_torch_dispatch_stack():
+        return "a mode of torch that sees every operator is active: its tensors may hold no numbers"
     if (changed := _changed_schema()) != "":
         return changed
     # torch.get_float32_matmul_precision() raises an error if only one of torch's backends rounds.

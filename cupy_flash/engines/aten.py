@@ -82,6 +82,8 @@ def _mask_refusals(problem: Problem) -> list[str]:
         reasons.append("the operators align a causal mask top-left, and there are not as many keys as queries")
     if is_causal and problem.scale <= 0:
         reasons.append("the operators multiply hidden scores, -inf, by the scale, which must then be positive")
+    elif problem.backward and problem.scale == 0:
+        reasons.append("the operators read no factor of a product with a scale of 0, so that NaN reaches no gradient")
     if shapes and problem.has_lengths:
         reasons.append("it takes lengths or a mask, not both")
     if prod(np.broadcast_shapes(*shapes)) * problem.dtype.itemsize > MASK_BYTES:

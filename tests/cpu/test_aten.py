@@ -143,6 +143,11 @@ def test_refusals_of_a_backward():
     reasons = engine_refusals("aten", problem, DEVICE)
     assert reasons == ["the operators take no gradient of lse", "the operators compute no gradient of a bias"]
     assert engine_refusals("aten", problem._replace(dlse=False, bias_gradient=False), DEVICE) == []
+    without_scale = problem._replace(dlse=False, bias_gradient=False, scale=0.0)
+    assert engine_refusals("aten", without_scale, DEVICE) == [
+        "the operators read no factor of a product with a scale of 0, so that NaN reaches no gradient"
+    ]
+    assert engine_refusals("aten", without_scale._replace(backward=False), DEVICE) == []
     large = problem._replace(backward=False, dlse=False, q_len=4096, kv_len=4097, bias=(4096, 4097))
     assert engine_refusals("aten", large, DEVICE) == ["a mask in float32 takes more than 64 MiB"]
     assert engine_refusals("aten", large._replace(bias=(1, 4097)), DEVICE) == []

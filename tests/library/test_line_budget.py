@@ -10,7 +10,7 @@ import pytest
 BUDGET = {
     "cupy_flash": [
         (21711, "the package when the budget began"),
-        (335, "the engine aten: torch's flash operators on the CPU, with the semantics of attention over them"),
+        (351, "the engine aten: torch's flash operators on the CPU, with the semantics of attention over them"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (83, "torch's flex_attention: the checks of its signature, and lse in the layout of a query"),
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),

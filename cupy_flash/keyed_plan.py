@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from .gpu.kept_launches import Allocate, KeptLaunches
     from .gpu.run_plan import Work
-    from .problem.features import Options
-    from .problem.records import Operands, Packed, Problem
+    from .problem.records import Operands, Options, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")

@@ -33,8 +33,7 @@ from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import Plan, plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP, Operands, Problem, Saved
+from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Problem, Saved
 from cupy_flash.simulator.counters import Counters
 from cupy_flash.simulator.run import start
 

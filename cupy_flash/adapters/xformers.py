@@ -15,9 +15,7 @@ import torch
 
 from ..problem.build import pose
 from ..problem.checks import Requirements
-from ..problem.features import Options
-from ..problem.kv_cache_records import CacheOptions
-from ..problem.records import Packed, UnsupportedError
+from ..problem.records import CacheOptions, Options, Packed, UnsupportedError
 from .torch.kv_cache import attend
 from .torch.op import arguments_of, attention_backward
 from .torch.transforms import forward

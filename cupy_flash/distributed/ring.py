@@ -21,8 +21,8 @@ from ..api import merge
 from ..arrays import Array
 from ..mods.trace import Mod, decoded, mod_of
 from ..problem.build import pose
-from ..problem.features import ARRAYS, FEATURES, MODS, SEED, Options
-from ..problem.records import Gradients, Operands, Packed, Problem, Saved, Shard
+from ..problem.features import SEED
+from ..problem.records import ARRAYS, FEATURES, MODS, Gradients, Operands, Options, Packed, Problem, Saved, Shard
 from .channel import Arrival, Channel, Request
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import dtype_name
 from ..device import Device
-from ..problem.features import DIFFERENTIATED, FEATURES
-from ..problem.records import DTYPES, FP8, Problem, is_given
+from ..problem.records import DIFFERENTIATED, DTYPES, FEATURES, FP8, Problem, is_given
 from .launch import GRID_LIMITS, Constant, Launch, Workspace
 
 if TYPE_CHECKING:

@@ -19,9 +19,7 @@ from .. import dropout
 from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Workspace
 from ..jit.source import chosen_lines, kernel_folder
-from ..problem.features import ARRAYS, NUMBERS
-from ..problem.kv_cache_records import CACHE_FEATURES, Cache
-from ..problem.records import FP8, Operands, Problem
+from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem
 from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:

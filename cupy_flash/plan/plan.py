@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from ..device import Device
 from ..engines import MODULES, Tile
 from ..engines.launch import Launch, Workspace, require_grids
-from ..problem.features import ARRAYS, FEATURES
-from ..problem.records import Problem, UnsupportedError, is_given
+from ..problem.records import ARRAYS, FEATURES, Problem, UnsupportedError, is_given
 from . import measurements
 from .measurements import Json, Measured, Tune
 from .refusals import is_on_request, refusals

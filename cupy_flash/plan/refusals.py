@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from ..device import Device
 from ..engines import MODULES, Engine, Tile
 from ..engines.shared import COMMON
-from ..problem.features import FEATURES, Feature
-from ..problem.records import FP8, Problem, is_given
+from ..problem.features import Feature
+from ..problem.records import CACHE_FEATURES, FEATURES, FP8, Cache, Problem, is_given
 from . import measurements
 from .measurements import Tune
 
@@ -68,8 +68,6 @@ def _given(problem: Problem) -> Iterator[Feature]:
     """Yield the given options that change what a call computes, as far as `Problem` and `Cache` record them."""
     yield from (x for x in FEATURES if x.definition and x.field in Problem._fields and is_given(problem, x))
     if problem.cache is not None:
-        from ..problem.kv_cache_records import CACHE_FEATURES, Cache  # imported by the first call on a KV cache
-
         yield from (x for x in CACHE_FEATURES if x.field in Cache._fields and is_given(problem.cache, x))
 
 

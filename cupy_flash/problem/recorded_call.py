@@ -17,9 +17,8 @@ import numpy as np
 from ..arrays import named_dtype
 from .build import TABLE
 from .checks import Requirements, check_options
-from .features import ARRAY, FEATURES, FLOATING, NUMBER, Options
-from .kv_cache_records import CACHE_FEATURES, Cache
-from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
+from .features import ARRAY, FLOATING, NUMBER
+from .records import CACHE_FEATURES, DTYPES, FEATURES, FP8, Cache, Operands, Options, Packed, Problem, is_given
 
 if TYPE_CHECKING:
     from ..mods.trace import Mod

@@ -17,7 +17,8 @@ from cupy_flash.commands.problem_arguments import add_problem, plans
 from cupy_flash.engines import MODULES
 from cupy_flash.gpu import ahead
 from cupy_flash.plan.plan import plan
-from cupy_flash.problem.features import ARRAY, FEATURES, MOD
+from cupy_flash.problem.features import ARRAY, MOD
+from cupy_flash.problem.records import FEATURES
 
 TINY = ["--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]
 

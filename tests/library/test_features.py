@@ -10,9 +10,23 @@ from cupy_flash.engines import MODULES
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
-from cupy_flash.problem.features import ARRAYS, DIFFERENTIATED, FEATURES, MODS, NAMES, NUMBERS, SIZES
-from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
-from cupy_flash.problem.records import Gradients, Operands, Problem, SecondGradients, Tangents
+from cupy_flash.problem.features import SIZES
+from cupy_flash.problem.records import (
+    ARRAYS,
+    CACHE_FEATURES,
+    DIFFERENTIATED,
+    FEATURES,
+    FIELDS,
+    MODS,
+    NAMES,
+    NUMBERS,
+    CacheOperands,
+    Gradients,
+    Operands,
+    Problem,
+    SecondGradients,
+    Tangents,
+)
 
 OPTIONS = {
     name: parameter

@@ -45,7 +45,6 @@ FLOW = (
     "problem",
     "problem.argument_types",
     "problem.features",
-    "problem.kv_cache_records",
     "problem.mask",
     "problem.records",
     "problem.kv_cache_contents",

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ...problem.features import Options
-from ...problem.records import Packed, UnsupportedError
+from ...problem.records import Options, Packed, UnsupportedError
 from .kv_cache_drop_in import attend_to_pages
 from .op import as_int32, is_zero
 from .transforms import forward

@@ -14,8 +14,7 @@ import torch
 from ... import environment, keyed_plan
 from ...plan import measurements
 from ...problem.build import pose
-from ...problem.features import Options
-from ...problem.records import Packed, Saved
+from ...problem.records import Options, Packed, Saved
 from .keyed_plan import allocator, is_changed, read
 from .op import TENSORS, Call, arguments_of, attention_backward, on_device_of
 

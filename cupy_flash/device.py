@@ -1,7 +1,6 @@
 """The devices on which a call can run, with the properties that planning needs."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 import platform
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,7 +75,7 @@ def gpu(index: int) -> Device:
 
 
 @lru_cache(maxsize=1)
-def blas_controller() -> ThreadpoolController:
+def blas_controller() -> "ThreadpoolController":
     """Return the threadpoolctl controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
     from threadpoolctl import ThreadpoolController
 

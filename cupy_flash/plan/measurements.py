@@ -14,8 +14,7 @@ the stored ones, so that processes and threads that tune at the same time lose n
 Plans import this module, so modules that only reading or writing needs are imported inside functions.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 import os
 import sys
 import threading

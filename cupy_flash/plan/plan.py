@@ -4,8 +4,7 @@ Planning needs no GPU. A plan depends on the problem, the device and the evidenc
 reads once.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import prod

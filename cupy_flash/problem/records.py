@@ -158,11 +158,12 @@ MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
 CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
 WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
 DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
+ROWS = {row.name: row for row in fields(Options)}
 
 
 def _shared(name: str, **changes: Any) -> Any:
     """Return the field of an option of `attention` for another class of options, with some columns changed."""
-    row = next(row for row in fields(Options) if row.name == name)
+    row = ROWS[name]
     return field(default=row.default, metadata={**row.metadata, **changes})
 
 
@@ -201,6 +202,7 @@ class CacheOptions:
         dtypes=INT32,
         shape_text="must be ({b}, pages), not {given}",
         fact="page",
+        constant="PAGED",
         leading_stride="table_row",
         addresses="keys",
         appends=True,

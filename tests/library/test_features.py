@@ -180,6 +180,8 @@ def test_the_records_have_the_fields_of_the_table():
 @pytest.mark.parametrize("feature", CACHE_FEATURES, ids=lambda feature: feature.name)
 def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
     members, names = dtypes(cache=True)["Params"].names, [other.name for other in CACHE_FEATURES]
+    if feature.constant:
+        assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     if feature.kind == features.ARRAY and feature.name != "out":
         member = "cu_seqlens_q" if feature.name == "cu_seqlens_q" else FIELDS.get(feature.name, feature.name)
         assert member in members and member in (*CacheOperands._fields, *Operands._fields)

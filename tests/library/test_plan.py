@@ -15,7 +15,6 @@ import cupy_flash
 from cupy_flash.arrays import named_dtype
 from cupy_flash.device import GPUS, Device, named
 from cupy_flash.engines import MODULES, Engine, mma, mma_decode, simt
-from cupy_flash.engines.shared import COMMON
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.measure.checks.calls import trials
 from cupy_flash.plan import measurements
@@ -201,8 +200,7 @@ def test_every_option_is_named_by_an_engine():
     ):
         options = {feature.name for feature in table if feature.definition}
         named = set().union(*(getattr(module, attribute) or () for module in MODULES.values()))
-        common = {feature.name for feature in table if feature.common}
-        assert (named - {COMMON} | common if COMMON in named else named) == options
+        assert named == options
         facts = {feature.field for feature in FEATURES} | {feature.field for feature in table}
         hidden = {x.name for x in table if x.definition and x.field not in fields & facts}
         assert hidden <= part_of_a_fact | only_read

@@ -12,7 +12,7 @@ DECLARED = (
         "cupy_flash/problem/records.py",
         "    slots: AnyArray | None = common(\n",
         '    page_rows: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=INT32,\n'
-        '        shape_text=OF_SEQUENCES, leading_stride="page_rows_row", addresses="keys")\n'
+        '        shape_text=OF_SEQUENCES, constant="PAGE_ROWS", leading_stride="page_rows_row", addresses="keys")\n'
         "    slots: AnyArray | None = common(\n",
     ),
     (
@@ -50,12 +50,6 @@ DECLARED = (
     ("kernels_cu/params.cuh", "  long long cos_row;\n", "  long long page_rows_row;\n  long long cos_row;\n"),
 )
 IMPLEMENTED = (
-    (
-        "cupy_flash/engines/shared.py",
-        '        "PAGED": problem',
-        '        "PAGE_ROWS": problem.cache is not None and problem.cache.page_rows,\n        "PAGED": problem',
-    ),
-    ("cupy_flash/engines/shared.py", '("KV_CACHE", "PAGED",', '("KV_CACHE", "PAGED", "PAGE_ROWS",'),
     (
         "cupy_flash/problem/records.py",
         "page_rows: AnyArray | None = option(",
@@ -143,4 +137,4 @@ def test_a_layout_is_served_on_the_cpu_and_by_the_kernels(copy):
 
 
 def test_a_layout_takes_few_files():
-    assert len(files_of(RECIPE)) <= 11
+    assert len(files_of(RECIPE)) <= 10

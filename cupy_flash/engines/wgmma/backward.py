@@ -1,7 +1,6 @@
 """The Hopper backward for fp16 and bf16: legal tiles, cost model and launches."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,6 @@
 """The Hopper forward for fp16 and bf16: legal tiles, cost model and launch."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 import math
 from functools import lru_cache
 from itertools import product

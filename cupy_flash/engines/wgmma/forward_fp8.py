@@ -1,7 +1,6 @@
 """The Hopper forward for fp8 (e4m3), after a kernel that transposes V: legal tiles, cost model and launches."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -63,7 +63,7 @@ FLOW = (
     "engines.simt",
     "engines.mma",
     "engines.mma_decode",
-    "engines.wgmma.hopper",
+    "engines.wgmma.resources",
     "engines.wgmma.backward",
     "engines.wgmma.forward",
     "engines.wgmma.forward_fp8",

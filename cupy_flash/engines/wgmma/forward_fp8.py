@@ -12,7 +12,7 @@ from ...problem.records import Problem
 from ..fragments import fragment_constants
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
-from .hopper import (
+from .resources import (
     BLOCK,
     CACHE_BYTES,
     CLOCK,

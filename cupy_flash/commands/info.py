@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import __version__, device, environment
-from ..device import Device
-from ..dispatch import SIMULATED
+from ..device import SIMULATED, Device
 from ..engines import MODULES
 from ..explanation import wrapped
 from ..gpu import ahead
@@ -40,7 +39,7 @@ def run() -> int:
         "cupy_flash": __version__,
         "Python": f"{platform.python_version()}, {platform.platform()}",
         "NumPy": np.__version__,
-        "BLAS": blas(),
+        "BLAS": device.blas(),
         **{name: installed(providers.get(name, [])) for name in LIBRARIES},
         "import cupy": import_cupy(),
         "kernels_cu": kernels(),
@@ -57,20 +56,6 @@ def run() -> int:
     for name, value in rows.items():
         print(wrapped(f"{name:<{width}}  {value}", width + 2))
     return 0
-
-
-def blas() -> str:
-    """Return the BLAS libraries that NumPy has loaded and their threads, as threadpoolctl reports them."""
-    try:
-        from threadpoolctl import threadpool_info
-    except ImportError as error:
-        return f"unknown: {error}"
-    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
-    if not libraries:
-        return "none that threadpoolctl knows"
-    return ", ".join(
-        f"{library['internal_api']} {library['version']}, {library['num_threads']} threads" for library in libraries
-    )
 
 
 def installed(distributions: Sequence[str]) -> str:

@@ -9,15 +9,18 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..device import Device
 from ..engines import MODULES, Tile
 from ..engines.launch import Launch, Workspace, require_grids
 from ..problem.records import ARRAYS, FEATURES, Problem, UnsupportedError, is_given
 from . import measurements
-from .measurements import Json, Measured, Tune
+from .measurements import Measured, Tune
 from .refusals import is_on_request, refusals
+
+if TYPE_CHECKING:
+    from ..problem.recorded_call import Json
 
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # (engine, reasons) pairs
 
@@ -170,7 +173,7 @@ def last_of_bucket(problem: Problem) -> Problem:
     return problem._replace(**fields)
 
 
-def tune_key(problem: Problem) -> dict[str, Json]:
+def tune_key(problem: Problem) -> "dict[str, Json]":
     """Return the bucket of shapes and options to which a measurement applies, as a JSON record.
 
     Lengths, B * Hq and windows enter by their buckets; numbers and arrays among the options by whether they are given.

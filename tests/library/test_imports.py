@@ -391,7 +391,7 @@ print(calls)
 
 
 def test_import_is_quick(tmp_path: Path) -> None:
-    """Importing makes some 13,000 function calls, which take 44 ms; the number is the same on any machine.
+    """Importing makes some 18,500 function calls; their number, unlike their time, is the same on any machine.
 
     A first process compiles the modules to bytecode, as an installation does.
     """

@@ -434,8 +434,8 @@ class Cache(NamedTuple):
 class Problem(NamedTuple):
     """A hashable description of a call without its arrays: shapes, dtype, device and features.
 
-    The second part has the facts of each feature (features.py): a number, the shape of an array that broadcasts, or
-    whether an array is given; and, if they vary, the dtype and whether a gradient is requested.
+    The second part has the facts of each row of Options: a number, the shape of an array that broadcasts, or whether an
+    array is given; and, if they vary, the dtype and whether a gradient is requested.
     """
 
     backward: bool

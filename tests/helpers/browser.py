@@ -21,7 +21,7 @@ SCALE = 0.95  # of a picture, below which its words, of 11 pixels, are hard to r
 SCHEMES = {"light": 1, "dark": 0}  # values of Blink's preferredColorScheme
 
 # The page of the harness: a frame of a width shows one page after the other, and the findings become its text.
-HARNESS = """<!doctype html><meta charset="utf-8"><style>body { margin: 0 } iframe { border: 0 }</style>
+HARNESS = r"""<!doctype html><meta charset="utf-8"><style>body { margin: 0 } iframe { border: 0 }</style>
 <iframe id="frame" width="%(width)d" height="%(height)d"></iframe><pre id="found"></pre><script>
 const pages = %(pages)s, frame = document.getElementById("frame"), found = {};
 const overflows = e => e.scrollWidth > e.clientWidth + 1;

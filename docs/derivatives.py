@@ -14,8 +14,8 @@ import cupy_flash
 from cupy_flash import reference
 from cupy_flash.device import blas_threads
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench is not installed
+# bench is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.results import describe, write
 

@@ -24,6 +24,7 @@ SCHEMES = {"light": 1, "dark": 0}  # values of Blink's preferredColorScheme
 HARNESS = r"""<!doctype html><meta charset="utf-8"><style>body { margin: 0 } iframe { border: 0 }</style>
 <iframe id="frame" width="%(width)d" height="%(height)d"></iframe><pre id="found"></pre><script>
 const pages = %(pages)s, frame = document.getElementById("frame"), found = {};
+const phone = %(width)d < 720, output = ".language-text, .language-console";  // scrolls in its frame on a phone
 const overflows = e => e.scrollWidth > e.clientWidth + 1;
 // Signs of words, as in -inf, at which a line ends.
 function broken(inside) {
@@ -51,7 +52,7 @@ async function look(page) {
   const tabs = all(".tabbed-set"), cut = [];
   for (let n = 0; n < Math.max(1, ...tabs.map(e => e.querySelectorAll("input").length)); n++) {
     tabs.forEach(e => { const input = e.querySelectorAll("input")[n]; if (input) input.checked = true; });
-    all("pre > code").filter(overflows).forEach(e => cut.push(words(e)));
+    all("pre > code").filter(overflows).filter(e => !(phone && e.closest(output))).forEach(e => cut.push(words(e)));
   }
   found[page] = {
     scrolls: overflows(inside.documentElement) ? [`${inside.documentElement.scrollWidth} pixels`] : [],

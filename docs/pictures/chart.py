@@ -11,6 +11,7 @@ from svg import Picture
 
 COLORS = ("q", "k", "s", "v", "alarm", "o")  # of the series, ours first
 
+BAR = 15  # thickness of a bar, with the space below it
 SMALL, LINE = 10.5, 13  # sizes of the words at the end of a series, and of their line
 
 
@@ -99,31 +100,27 @@ def bars(
     picture: Picture,
     frame: Frame,
     rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]],
-    label: float,
     mark: float | None = None,
 ) -> None:
-    """A row of bars for each name: (value, colour, words behind it); a line at the mark."""
+    """A name and bars below it for each row: (value, colour, words behind it); a line at the mark.
+
+    Names stand above their bars, so that a phone shows both at once.
+    """
     x, y, width, height = frame
     top = max(value for _, bars_of in rows for value, _, _ in bars_of)
     row = height / len(rows)
-    line = (mark or 0) / top * (width - label - 70)
+    line = (mark or 0) / top * (width - 70)
     for n, (name, bars_of) in enumerate(rows):
-        thick = min((row - 8) / len(bars_of), 15)
-        picture.text(x, y + n * row + row / 2 + 4, name, "ink", 12, "start")
-        first = y + n * row + (row - thick * len(bars_of)) / 2
+        picture.text(x, y + n * row + 13, name, "ink", 12, "start")
+        first = y + n * row + 19
         for m, (value, color, words) in enumerate(bars_of):
-            long = value / top * (width - label - 70)
-            picture.rect(x + label, first + m * thick, max(long, 1), thick - 2, color, rx=2)
-            picture.text(
-                x + label + max(long, line) + 6,
-                first + (m + 1) * thick - 4.5,
-                words,
-                "muted",
-                11,
-                "start",
-            )
-    if mark is not None:
-        picture.path([(x + label + line, y), (x + label + line, y + height)], "ink", 1, dashed=True)
+            long = value / top * (width - 70)
+            picture.rect(x, first + m * BAR, max(long, 1), BAR - 2, color, rx=2)
+            at = (x + max(long, line) + 6, first + (m + 1) * BAR - 4.5)
+            picture.text(*at, words, "muted", 11, "start")
+        if mark is not None:
+            bottom = first + BAR * len(bars_of)
+            picture.path([(x + line, first - 2), (x + line, bottom)], "ink", 1, dashed=True)
 
 
 def nice(step: float) -> float:

@@ -185,10 +185,10 @@ def decode() -> Picture:
         f"{OURS}, pages of 16": "o",
         "SDPA, enable_gqa": "v",
     }
-    picture = framed("One step of a decode", legend, source(result), 410)
+    picture = framed("One step of a decode", legend, source(result), 526)
     words = "One query on a KV cache: time over SDPA on packed queries (lower is better; dashed: 1)"
     picture.text(20, 58, words, "ink", 13, "start", bold=True)
-    chart.bars(picture, Frame(20, 72, 690, 310), rows, 330, mark=1)
+    chart.bars(picture, Frame(20, 68, 690, 432), rows, mark=1)
     return picture
 
 
@@ -212,7 +212,7 @@ def hopper() -> Picture:
         ]
         rows.append((name.removesuffix(", 16384"), bars))
     legend = {f"{OURS}, predicted": "q", "FlashAttention-3, published": "k"}
-    height = 146 + 40 * len(rows)
+    height = 136 + 58 * len(rows)
     picture = framed("Hopper", legend, source(result, with_torch=False), height)
     words = "TFLOP/s on an H100, 16384 tokens: a model of clocks that no GPU has confirmed"
     picture.text(20, 58, words, "ink", 13, "start", bold=True)
@@ -221,7 +221,7 @@ def hopper() -> Picture:
     picture.text(20, 77, words, "muted", 12, "start")
     words = f"FlashAttention-3's published speeds are {factor} ± {ERROR:.2f} times what it finds for theirs."
     picture.text(20, 93, words, "muted", 12, "start")
-    chart.bars(picture, Frame(20, 104, 690, 40 * len(rows)), rows, 240)
+    chart.bars(picture, Frame(20, 102, 690, 58 * len(rows)), rows)
     return picture
 
 

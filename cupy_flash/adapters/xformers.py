@@ -151,7 +151,7 @@ def memory_efficient_attention_forward_requires_grad(
         output_dtype: likewise.
 
     Returns:
-        (out, lse): lse is (B, H, M), with 5 dimensions (B, G, H, M), not padded; packed sequences have B = 1.
+        (out, lse), lse (B, H, M), with 5 dimensions (B, G, H, M), not padded; packed sequences have B = 1.
     """
     name = "memory_efficient_attention_forward_requires_grad"
     _refuse_dropout(name, p)

@@ -99,7 +99,7 @@ class Plan(NamedTuple):
         for engine, reasons in self.refused:
             # Reasons quote lengths, so they are computed for this problem instead of the bucket's.
             own = refusals(engine, self.problem, self.device, tune) or reasons
-            lines += [f"not {f'{engine} ':<7}{reason}" for reason in own]
+            lines += [f"not {engine:<6} {reason}" for reason in own]
         return "\n".join(lines)
 
 

@@ -41,8 +41,8 @@ def flash_attn_func(
         return_attn_probs: also return softmax_lse and None.
 
     Returns:
-        out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse` of
-        `cupy_flash.attention`; flash-attn's third result, the probabilities, is never computed.
+        out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None); softmax_lse (B, Hq, Sq) is `lse` of
+        `cupy_flash.attention`, and flash-attn's third result, the probabilities, is never computed.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((q, k, v), options, return_attn_probs)

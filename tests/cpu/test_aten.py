@@ -23,8 +23,7 @@ from cupy_flash.device import Device
 from cupy_flash.plan.plan import plan
 from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Saved, UnsupportedError
+from cupy_flash.problem.records import Options, Saved, UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = Device("cpu", "x86_64", 2, torch_flash="")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, dtype_name, empty
+from ..arrays import Array, empty
 from ..device import Device
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
@@ -618,9 +618,6 @@ def sequences_of(problem: Problem, operands: Operands) -> list[Sequence]:
 
 def load_rows(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert rows (..., S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
-    if dtype_name(rows.dtype) == "bfloat16":
-        # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than astype.
-        return (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[-2] >= rows.itemsize * rows.shape[-1]
     return rows.astype(dtype, order="K" if blas_takes_it else "C", copy=False)
 

@@ -209,6 +209,13 @@ class Mbarriers(Unit):
                 known = self.checks.publishable(rows, lanes)
                 self.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, lanes, known)
         np.add.at(self.tx_count, at, amounts)
+        self._count_arrivals(at, targets, instruction, counts)
+        self._complete(at, targets, instruction)
+        return before
+
+    def _count_arrivals(
+        self, at: tuple[Indices, Indices], targets: SharedAddresses, instruction: Instruction, counts: Any
+    ) -> None:
         np.subtract.at(self.pending, at, counts)
         if (self.pending[at] < 0).any():
             i = int(np.flatnonzero(self.pending[at] < 0)[0])
@@ -216,11 +223,18 @@ class Mbarriers(Unit):
                 f"more than the {int(self.expected[at][i])} arrivals per phase that the mbarrier at "
                 f"{self._name(targets, i)} expects\n  {self._thread(targets, i)}: {instruction.where}"
             )
-        self._complete(at, targets, instruction)
-        return before
 
     def begin_copy(self, targets: SharedAddresses, instruction: Instruction) -> Indices:
         """Record the issue of bulk copies that signal these mbarriers; return their phases."""
+        at = self._begin(targets, instruction, "a bulk copy")
+        np.add.at(self._copies, at, 1)
+        return self.phase[at]
+
+    def begin_commit(self, targets: SharedAddresses, instruction: Instruction) -> None:
+        """Record that tcgen05.commit of these lanes will arrive at their mbarriers."""
+        self._begin(targets, instruction, "a tcgen05.commit")
+
+    def _begin(self, targets: SharedAddresses, instruction: Instruction, signal: str) -> tuple[Indices, Indices]:
         at = self.lookup(targets, instruction), targets.blocks
         if self.checks is not None and not self._fenced[at].all():
             i = int(np.flatnonzero(~self._fenced[at])[0])
@@ -228,12 +242,17 @@ class Mbarriers(Unit):
                 "mbarrier-init-fence",
                 MissingFence,
                 f"no fence.mbarrier_init or fence.proxy.async between the mbarrier.init of {self._name(targets, i)} "
-                f"and a bulk copy that signals it\n  {self._thread(targets, i)}: {instruction.where}",
+                f"and {signal} that signals it\n  {self._thread(targets, i)}: {instruction.where}",
             )
         self.use(at, targets)
-        np.add.at(self._copies, at, 1)
         self._copied[at] = self.phase[at] + 1
-        return self.phase[at]
+        return at
+
+    def arrive_of_commit(self, targets: SharedAddresses, instruction: Instruction) -> None:
+        """Arrive once at each mbarrier, for a tcgen05.commit whose mma are complete."""
+        at = self.lookup(targets, instruction), targets.blocks
+        self._count_arrivals(at, targets, instruction, 1)
+        self._complete(at, targets, instruction)
 
     def complete_tx(self, targets: SharedAddresses, amount: int, instruction: Instruction) -> None:
         """Record the completion of bulk copies of `amount` bytes each."""

@@ -26,7 +26,7 @@ from ..memory.shared_addresses import SharedAddresses, shared_addresses
 from ..memory.store import SHARED_START, swizzled
 from .copies import Order
 from .mbarriers import Mbarriers
-from .tensor_memory import LANES, PARTS, Access, TensorMemory, whole_warps
+from .tensor_memory import LANES, PARTS, Access, TensorMemory
 from .wgmma import Layout, offsets
 
 Indices = npt.NDArray[np.int64]
@@ -314,33 +314,52 @@ class Tcgen05Queue(Unit):
 def _tcgen05(instruction: Instruction, context: Context) -> Step:
     """Compile tcgen05.alloc, .dealloc, .relinquish_alloc_permit, .ld, .st, .wait, .fence, .mma and .commit."""
     memory, kind = context.unit(TensorMemory), instruction.modifiers[0]
-    compilers: dict[str, Compiler] = {
-        "alloc": _alloc, "dealloc": _dealloc, "relinquish_alloc_permit": _relinquish, "ld": _access, "st": _access,
-        "mma": _mma, "commit": _commit,
-    }  # fmt: skip
-    if kind in ("alloc", "dealloc", "relinquish_alloc_permit", "mma", "commit") and (
-        "cta_group::1" not in instruction.modifiers
-    ):
+    of_warps: dict[str, Compiler] = {
+        "alloc": _alloc,
+        "dealloc": _dealloc,
+        "relinquish_alloc_permit": _relinquish,
+        "ld": _access,
+        "st": _access,
+        "wait::ld": lambda *_: lambda group: memory.wait(group.rows, loads=True),
+        "wait::st": lambda *_: lambda group: memory.wait(group.rows, loads=False),
+    }
+    of_threads: dict[str, Compiler] = {
+        "mma": _mma,
+        "commit": _commit,
+        "fence::before_thread_sync": lambda *_: memory.fence_before,
+        "fence::after_thread_sync": lambda *_: memory.fence_after,
+    }
+    if any(modifier.startswith("cta_group") and modifier != "cta_group::1" for modifier in instruction.modifiers):
         raise unsupported(instruction)
-    if kind in compilers:
-        return compilers[kind](instruction, context)
-    if kind == "fence::before_thread_sync":
-        return memory.fence_before
-    if kind == "fence::after_thread_sync":
-        return memory.fence_after
-    if kind in ("wait::ld", "wait::st"):
-        return lambda group: memory.wait(whole_warps(group, context, instruction.where), loads=kind == "wait::ld")
+    if kind in of_warps:
+        return _whole_warps(of_warps[kind](instruction, context), instruction, context)
+    if kind in of_threads:
+        return of_threads[kind](instruction, context)
     raise unsupported(instruction)
+
+
+def _whole_warps(step: Step, instruction: Instruction, context: Context) -> Step:
+    """Return the step of an instruction that all 32 threads of a warp must execute together."""
+
+    def whole(group: Group) -> None:
+        lanes = group.lanes()
+        some = lanes.any(1)
+        if not lanes[some].all():
+            row = int(group.rows[np.flatnonzero(some & ~lanes.all(1))[0]])
+            name = context.thread_name(row, 0)
+            raise BarrierMisuse(f"only part of the warp executes it\n  {name}: {instruction.where}")
+        step(Group(group.block, group.rows[some], None, context.warps))
+
+    return whole
 
 
 def _uniform(instruction: Instruction, context: Context, source: Any, what: str) -> Callable[[Group], Indices]:
     """Return a function from a group of whole warps to one number of each."""
 
     def read(group: Group) -> Indices:
-        rows = whole_warps(group, context, instruction.where)
-        values = np.broadcast_to(np.asarray(group.read(source), np.int64), (len(rows), 32))
+        values = np.broadcast_to(np.asarray(group.read(source), np.int64), (len(group.rows), 32))
         if (values != values[:, :1]).any():
-            row = int(rows[np.flatnonzero((values != values[:, :1]).any(1))[0]])
+            row = int(group.rows[np.flatnonzero((values != values[:, :1]).any(1))[0]])
             raise BarrierMisuse(f"{what} differs inside the warp of {context.thread_name(row, 0)}: {instruction.where}")
         return values[:, 0]
 
@@ -389,7 +408,7 @@ def _relinquish(instruction: Instruction, context: Context) -> Step:
     memory = context.unit(TensorMemory)
 
     def step(group: Group) -> None:
-        memory.relinquished[context.block_of_row[whole_warps(group, context, instruction.where)]] = True
+        memory.relinquished[context.block_of_row[group.rows]] = True
 
     return step
 

@@ -194,33 +194,35 @@ class TensorMemory(Unit):
         known = self._live(access.rows, access.lanes)
         if fences:
             known = np.minimum(known, self._known_at_fence[access.rows, : known.shape[1]])
-        agents = access.agents[:, None, None]
+        agents, warps = access.agents[:, None, None], context.warp_in_cluster[access.rows][:, None, None]
 
-        def require(by: Indices, at: Clocks, instructions: Any, what: str, *, own_in_order: bool) -> None:
+        def require(by: Indices, at: Clocks, instructions: Any, what: str, *, in_order: bool) -> None:
             by = np.broadcast_to(by, at.shape)
             at = at if fences else at & ~_UNFENCED
             unordered = at > np.take_along_axis(known, by.reshape(len(by), -1), 1).reshape(by.shape)
-            # The mma of one thread run in order. A warp's own accesses need their wait, but no synchronisation.
-            unordered &= (by != agents) | (at == _NEVER if own_in_order else True)
+            # A thread needs no synchronisation with its own warp, but the wait; and the mma of one thread run in order.
+            unordered &= (by != warps) | (at == _NEVER)
+            if in_order:
+                unordered &= by != agents
             if unordered.any():
                 i, j, k = (int(x) for x in np.argwhere(unordered)[0])
                 self._report(access, i, int(by[i, j, k]), at[i, j, k], int(instructions[i, j, k]), what)
 
         then = "write" if access.writes else "read"
         # Only the accumulator is in order: an mma reads A at its issue, before an earlier one has written it.
-        in_order = access.lanes is None or access.writes
+        in_order = access.lanes is not None and access.writes
         require(
             self._writer[place], self._written_at[place], self._written_by[place], f"write, then {then}",
-            own_in_order=in_order,
+            in_order=in_order,
         )  # fmt: skip
         if not access.writes:
             return
         what = "read, then write"
-        require(self._mma_reader[place], self._mma_read_at[place], self._mma_read_by[place], what, own_in_order=True)
+        require(self._mma_reader[place], self._mma_read_at[place], self._mma_read_by[place], what, in_order=in_order)
         first = context.rank_of_row[access.rows][:, None, None] * context.warps_per_block
         for group, (read_at, read_by) in enumerate(zip(self._read_at, self._read_by, strict=True)):
             warp = np.minimum(4 * group + access.parts[:, :, None] // 2, context.warps_per_block - 1)
-            require(first + warp, read_at[place], read_by[place], what, own_in_order=True)
+            require(first + warp, read_at[place], read_by[place], what, in_order=in_order)
 
     def _live(self, rows: Indices, lanes: Indices | None) -> Clocks:
         """Return what the threads, or all lanes of the warps, know now, (n, agents)."""
@@ -307,12 +309,3 @@ class TensorMemory(Unit):
         if kept.any():
             block = int(self.context.block_ids[np.flatnonzero(kept)[0]])
             raise BarrierMisuse(f"block {block} ends without tcgen05.dealloc of its tensor memory")
-
-
-def whole_warps(group: Group, context: Context, where: str) -> Indices:
-    """Return the rows of an instruction that all 32 threads of a warp execute together."""
-    lanes: Mask = group.lanes()
-    if not lanes.all():
-        row = int(group.rows[np.flatnonzero(~lanes.all(1))[0]])
-        raise BarrierMisuse(f"only part of the warp of {context.thread_name(row, 0)} executes {where}")
-    return group.rows

@@ -72,13 +72,15 @@ def _shape(bits: int, instruction: Instruction) -> _Shape:
     return _Shape(rows, columns, _TYPES[a], sign, (bool(bits >> 15 & 1), bool(bits >> 16 & 1)))
 
 
-@lru_cache(maxsize=1024)
-def _addresses_of(descriptor: int, extent: int, transposed: bool) -> Indices | None:
-    """Return the shared addresses of the 16-byte pieces of a matrix; None if it starts inside a swizzling pattern."""
+def _layout(descriptor: int, extent: int, transposed: bool) -> tuple[int, Layout]:
+    """Return (shared address, layout) of a matrix descriptor."""
     address, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    layout = Layout(extent, transposed, _SWIZZLES[descriptor >> 61], leading, stride)
-    if address & (layout.swizzle // 16 - 1) << 7:
-        return None
+    return address, Layout(extent, transposed, _SWIZZLES[descriptor >> 61], leading, stride)
+
+
+@lru_cache(maxsize=1024)
+def _addresses_of(address: int, layout: Layout) -> Indices:
+    """Return the shared addresses of the 16-byte pieces of a matrix."""
     return swizzled(address + offsets(layout), layout.swizzle).reshape(-1)
 
 
@@ -99,12 +101,13 @@ def _pieces(
                 f"the descriptor {descriptor:#018x} of a K-major swizzled matrix has a leading dimension byte offset "
                 f"of {(descriptor >> 16 & 0x3FFF) << 4}, not 16{place}",
             )
-        at = _addresses_of(descriptor, extent, transposed)
-        if at is None:
+        address, layout = _layout(descriptor, extent, transposed)
+        if address & (layout.swizzle // 16 - 1) << 7:
             raise Misaligned(
                 f"the matrix of descriptor {descriptor:#018x} does not start at a repetition of its swizzling pattern"
                 f"{place}"
             )
+        at = _addresses_of(address, layout)
         if int(at.min()) < SHARED_START or int(at.max()) + 16 > SHARED_START + context.shared_bytes:
             raise OutOfBounds(
                 f"an operand of tcgen05.mma reaches beyond the {context.shared_bytes} bytes of shared memory{place}"
@@ -201,12 +204,12 @@ class Tcgen05Queue(Unit):
     def commit(self, instruction: Instruction, targets: SharedAddresses) -> None:
         """Execute tcgen05.commit of these threads."""
         context, rows, lanes = self.context, targets.rows, targets.lanes
-        self.mbarriers.begin_commit(targets, instruction)
         agents, known = self._agents(rows, lanes)[0], None
         if self.checks is not None:
             own = np.zeros((2, len(rows)), np.uint64)
             known = self.checks.clocks.snapshot(rows, np.arange(32) == lanes[:, None], own)
         blocks, clocks = context.block_of_row[rows], self._issued[rows, lanes]
+        self.mbarriers.begin_commit(targets, instruction, agents, clocks)
         pending = np.ones(len(rows), bool)
         self.in_flight.append(_Commit(instruction, targets, blocks, agents, clocks, known, pending))
         self._issue_ends(blocks)
@@ -383,7 +386,7 @@ def _alloc(instruction: Instruction, context: Context) -> Step:
             for row, n in zip(group.rows, columns(group), strict=True)
         ]
         if checks is not None:
-            checks.shared_write(first, index, 4, number)
+            checks.shared_write_without_proxy(first, index, 4, number)
         context.shared.scatter(index, 4, np.array(starts, np.uint32))
 
     return step

@@ -282,6 +282,15 @@ class Checks(Unit):
             self.writers[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
             self.written = True
 
+    def shared_write_without_proxy(self, group: Group, index: Indices, width: int, number: int) -> None:
+        """Check and record a write that the async proxy sees without a fence.
+
+        If a thread has written other shared memory since its last proxy fence, this write needs a fence as well.
+        """
+        lanes = group.lanes() & ~self._unfenced[group.rows]
+        self.shared_write(group, index, width, number)
+        self.fence_proxy(group.narrowed(lanes))
+
     def _require_order_after_reads(self, group: Group, units: Indices, instruction: Instruction) -> None:
         self._flush_log()
         if not self.read or self.readers is None:

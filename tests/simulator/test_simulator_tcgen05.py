@@ -283,7 +283,7 @@ def test_the_address_of_an_allocation_may_be_overwritten_after_a_barrier():
     with pytest.raises(errors.Race, match="read, then asynchronous write"):
         load_over_the_address(between="")
     with pytest.raises(errors.MissingFence, match=r"without a fence\.proxy\.async"):
-        load_over_the_address(before="st.shared.u32 [%r60+256], %t;")
+        load_over_the_address(before="st.shared.u32 [%r60+256], 0;")
 
 
 def test_counters():

@@ -72,6 +72,11 @@ def _shape(bits: int, instruction: Instruction) -> _Shape:
     return _Shape(rows, columns, _TYPES[a], sign, (bool(bits >> 15 & 1), bool(bits >> 16 & 1)))
 
 
+def _parts(shape: _Shape, address: int) -> Indices:
+    """Return the sets of 16 lanes that hold M rows from an address of tensor memory: M 64 uses 16 of every 32 lanes."""
+    return np.arange(PARTS) if shape.rows == LANES else np.arange(address >> 20 & 1, PARTS, 2)
+
+
 def _layout(descriptor: int, extent: int, transposed: bool) -> tuple[int, Layout]:
     """Return (shared address, layout) of a matrix descriptor."""
     address, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
@@ -186,11 +191,9 @@ class Tcgen05Queue(Unit):
         if self.checks is not None:
             agents, readers = self._agents(rows, lanes)
             clocks = self._issued[rows, lanes]
-            # M 64 uses 16 of every 32 lanes.
-            parts = np.arange(PARTS) if shape.rows == LANES else np.arange(first // 16, PARTS, 2)
-            parts = np.broadcast_to(parts, (n, len(parts)))
-            for columns, writes in ((a, False), (d, True)):
-                if columns is not None:
+            for columns, address, writes in ((a, mma.a, False), (d, mma.d, True)):
+                if columns is not None and isinstance(address, int):
+                    parts = np.broadcast_to(_parts(shape, address), (n, PARTS * shape.rows // LANES))
                     self.memory.record(Access(number, rows, lanes, agents, clocks, mma.blocks, parts, columns, writes))
             pieces = mma.b if isinstance(mma.a, int) else np.concatenate([mma.a, mma.b], axis=1)
             for reader, mine in readers:

@@ -26,6 +26,8 @@ _CLASSES = {
 
 def instruction_class(instruction: Instruction) -> str:
     """Return the class: fma, float, mufu, alu, mma, memory, control, sync, warp, convert, move or double."""
+    if instruction.opcode == "tcgen05":
+        return {"mma": "mma", "ld": "memory", "st": "memory"}.get(instruction.modifiers[0], "sync")
     for name, opcodes in _CLASSES.items():
         if instruction.opcode in opcodes:
             return name
@@ -67,6 +69,10 @@ class Counters:
     global_: dict[int, GlobalAccess] = field(default_factory=lambda: defaultdict(GlobalAccess))
     global_bytes_read: int = 0
     global_bytes_written: int = 0
+    mma_clocks: int = 0  # of tcgen05.mma at the rate of their operands: N / 2 for each K 16
+    operand_bytes: int = 0  # that tcgen05.mma read from shared memory
+    tensor_memory_bytes_read: int = 0  # by tcgen05.ld
+    tensor_memory_bytes_written: int = 0  # by tcgen05.st
 
     def __post_init__(self) -> None:
         self.warp_instructions = np.zeros(len(self.function.instructions), np.int64)
@@ -82,6 +88,15 @@ class Counters:
             f"global memory: {self.global_bytes_read} bytes read, {self.global_bytes_written} written, "
             f"{requests} requests of {sectors} sectors\n"
             f"shared memory: {wavefronts} wavefronts, {self.bank_conflicts} of them for bank conflicts"
+            + self._of_tensor_memory()
+        )
+
+    def _of_tensor_memory(self) -> str:
+        if not (self.mma_clocks or self.tensor_memory_bytes_read or self.tensor_memory_bytes_written):
+            return ""
+        return (
+            f"\ntensor memory: {self.tensor_memory_bytes_read} bytes read, {self.tensor_memory_bytes_written} written; "
+            f"{self.mma_clocks} clocks of mma, which read {self.operand_bytes} bytes of shared memory"
         )
 
     def by_class(self) -> dict[str, int]:
@@ -142,6 +157,18 @@ class Counters:
             self.global_bytes_written += lanes * width
         else:
             self.global_bytes_read += lanes * width
+
+    def count_mma(self, blocks: int, columns: int, operand_bytes: int) -> None:
+        """Count one tcgen05.mma with K 16 of this many blocks; one of 64 rows takes as long as one of 128."""
+        self.mma_clocks += blocks * columns // 2
+        self.operand_bytes += blocks * operand_bytes
+
+    def count_tensor_memory(self, number: int, *, writes: bool) -> None:
+        """Count the bytes that tcgen05.ld or .st moves."""
+        if writes:
+            self.tensor_memory_bytes_written += number
+        else:
+            self.tensor_memory_bytes_read += number
 
     def count_bulk(self, number: int, addresses: npt.NDArray[Any], width: int, *, writes: bool) -> None:
         """Count one bulk copy: pieces of `width` bytes at these global addresses."""

@@ -33,6 +33,8 @@ Indices = npt.NDArray[np.int64]
 # Bit positions in a tag, the 64-bit record of the last access to a word: clock, instruction number, agent, lane.
 _CLOCK, _CODE, _AGENT = 32, 13, 5
 _LOG_LIMIT = 512
+# What an asynchronous agent does to shared memory, by the first word of its key.
+_DOING = {"mbarrier": "fills", "wgmma": "multiplies", "tcgen05": "multiplies", "bulk": "copies"}
 _MORE_READERS = 8
 
 
@@ -211,7 +213,7 @@ class Checks(Unit):
         leaders = self.clocks.leaders_with(row, agent, tag >> _CLOCK) if agent != warp else []
         syncwarp = f"__syncwarp after the wait of lane {leaders[0]} of its warp" if leaders else ""
         if agent >= self.clocks.warps:
-            doing = {"mbarrier": "fills", "wgmma": "multiplies", "bulk": "copies"}[self.clocks.name(agent)[0]]
+            doing = _DOING[self.clocks.name(agent)[0]]
             self.context.report(
                 "race",
                 PendingCopy,
@@ -279,6 +281,15 @@ class Checks(Unit):
         if record:
             self.writers[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
             self.written = True
+
+    def shared_write_without_proxy(self, group: Group, index: Indices, width: int, number: int) -> None:
+        """Check and record a write that the async proxy sees without a fence.
+
+        If a thread has written other shared memory since its last proxy fence, this write needs a fence as well.
+        """
+        lanes = group.lanes() & ~self._unfenced[group.rows]
+        self.shared_write(group, index, width, number)
+        self.fence_proxy(group.narrowed(lanes))
 
     def _require_order_after_reads(self, group: Group, units: Indices, instruction: Instruction) -> None:
         self._flush_log()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, overload
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import dispatch
+from . import dispatch, keyed_plan
 from .arrays import AnyArray, ArrayT
+from .problem.build import of_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -145,20 +147,15 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .problem.build import pose_with_cache
-    from .problem.kv_cache_records import CacheOptions
-
-    options = CacheOptions(
+    options = of_cache().options(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
         mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
     )  # fmt: skip
     if _is_torch(q):
-        from .adapters.torch import kv_cache
-
-        return kv_cache.attend(q, k_cache, v_cache, options)
-    result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options))
-    return (result.result(), lse.result()) if return_lse else result.result()
+        return _of_torch().attend(q, k_cache, v_cache, options)
+    result: ArrayT | tuple[ArrayT, ArrayT] = keyed_plan.attend((q, k_cache, v_cache), options)
+    return result
 
 
 def explain_with_kv_cache(
@@ -179,12 +176,12 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
+    from .api import host_line
     from .problem.build import pose_with_cache
-    from .problem.kv_cache_records import CacheOptions
 
-    settings = CacheOptions.of("explain_with_kv_cache", options)
+    settings = of_cache().options.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
-    text = dispatch.plan_for(problem).explain()
+    text = dispatch.plan_for(problem).explain() + host_line(problem, (q, k_cache, v_cache), settings)
     if problem.mods:
         from .mods import explain as mods
         from .mods.trace import mod_of
@@ -242,19 +239,24 @@ def append_to_kv_cache(
         UnsupportedError: as `attention_with_kv_cache`.
     """
     from .problem.build import pose_append
-    from .problem.kv_cache_records import CacheOptions
 
-    options = CacheOptions(
+    options = of_cache().options(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table, slots=slots,
         positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
         k_descale=k_descale, v_descale=v_descale, layout=layout,
     )  # fmt: skip
     if _is_torch(k):
-        from .adapters.torch import kv_cache
-
-        kv_cache.append(k, v, k_cache, v_cache, cu_seqlens, options)
+        _of_torch().append(k, v, k_cache, v_cache, cu_seqlens, options)
         return
     dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
+
+
+@cache
+def _of_torch() -> Any:
+    """Return the module for torch's tensors, cached because an import takes microseconds each time."""
+    from .adapters.torch import kv_cache
+
+    return kv_cache
 
 
 def _is_torch(x: object) -> bool:

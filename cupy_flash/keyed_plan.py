@@ -59,16 +59,18 @@ Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 class Entry:
     """The launches that all calls with one key share. `served` counts the calls; with several threads it may miss some.
 
-    `others` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, and the
-    entries of backwards by their keys.
+    `others`, `places` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, the
+    indices among its tensors of the arrays of a call, for a backward of its outputs, and the entries of backwards by
+    their keys.
     """
 
-    __slots__ = ("_backend", "_distances", "_kept", "_longest", "backwards", "others", "served")
+    __slots__ = ("_backend", "_distances", "_kept", "_longest", "backwards", "others", "places", "served")
 
     def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None) -> None:
         self._backend, self._kept, self._distances, self._longest = backend, kept, distances, longest
         self.served = 0
         self.others: tuple[object, ...] | None = None
+        self.places: tuple[int, ...] = ()
         self.backwards: dict[Hashable, Entry | None] = {}
 
     def run(self, call: Call) -> list[AnyArray] | None:

@@ -511,13 +511,14 @@ NEW, LENGTHS, PAGES = new(), dict(cache_seqlens=indices(2)), dict(block_table=in
 TABLES = dict(rotary_cos=half(64, 8), rotary_sin=half(64, 8))
 TOKENS = (half(5, 4, 32), *CACHED[1:])
 PACKED = dict(cu_seqlens_q=indices(3), max_seqlen_q=3)
+QUERIES = half(2, 2, 4, 32)
 SQUARE = tuple(half(2, 4, 4, 32) for _ in range(3))
 FP8 = tuple(x.to(torch.float8_e4m3fn) for x in CACHED[1:])
 
 # As CHANGES
 CACHE_CHANGES = {
-    "shape": ((CACHED, {}), ((half(2, 2, 4, 32), *CACHED[1:]), {})),
-    "capacity": ((CACHED, {}), ((CACHED[0], half(2, 48, 2, 32), half(2, 48, 2, 32)), {})),
+    "shape": (((QUERIES[:, :1], *CACHED[1:]), {}), ((QUERIES, *CACHED[1:]), {})),
+    "capacity": ((CACHED, {}), ((CACHED[0], *(x[:, :48] for x in CACHED[1:])), {})),
     "strides": ((CACHED, {}), ((CACHED[0], WIDE_CACHE[0], CACHED[2]), {})),
     "dtype": ((CACHED, {}), (tuple(x.bfloat16() for x in CACHED), {})),
     "dtype-of-the-caches": ((CACHED, dict(engine="mma_decode")), ((CACHED[0], *FP8), dict(engine="mma_decode"))),
@@ -815,6 +816,87 @@ def test_a_kept_backward_launches_what_a_posed_one_does():
             torch.autograd.grad(out, inputs, DOUT, retain_graph=True)
             launched.append(LOG[-1])
         assert [x.kept for x in launched] == [False, True] and launched[0][1:] == launched[1][1:]
+
+
+def required(x):
+    return x.clone().requires_grad_()
+
+
+MASK = torch.ones(2, 1, 40, 40, dtype=torch.bool)
+WITH_ARRAYS = {
+    "bias": lambda: dict(bias=required(BIAS)),
+    "bias-without-gradient": lambda: dict(bias=BIAS),
+    "sink": lambda: dict(sink=required(SINK)),
+    "alibi": lambda: dict(alibi_slopes=SLOPES[1]),
+    "mask-and-lengths": lambda: dict(mask=MASK, q_lengths=indices(2), kv_lengths=indices(2)),
+    "all": lambda: dict(bias=required(BIAS), sink=required(SINK), alibi_slopes=SLOPES[0], mask=MASK),
+    "packed": lambda: dict(cu_seqlens=indices(3)),
+    "packed-with-sink": lambda: dict(cu_seqlens=indices(3), sink=required(SINK), alibi_slopes=SLOPES[1]),
+}
+
+
+def attention_of(inputs, cu_seqlens=None, longest=(40, 40), **options):
+    """Return out and lse of a padded batch, or with cu_seqlens of a packed one."""
+    options = {"backend": "simulator", "engine": "simt", "return_lse": True} | options
+    if cu_seqlens is None:
+        return cupy_flash.attention(*inputs, **options)
+    tokens = (x.flatten(0, 1) for x in inputs)
+    return cupy_flash.attention_varlen(*tokens, cu_seqlens, cu_seqlens, *longest, **options)
+
+
+@pytest.mark.parametrize("form", WITH_ARRAYS)
+@pytest.mark.parametrize("engine", ["simt", "mma"])
+def test_a_call_with_other_arrays_is_served_with_its_backward(form, engine, unread):
+    """It launches what a posed one does, and each gradient has the shape of its input."""
+    for n in range(3):
+        inputs, options = differentiable(), WITH_ARRAYS[form]()
+        wanted = [*inputs, *(x for x in options.values() if x.requires_grad)]
+        LOG.clear()
+        out, _ = attention_of(inputs, engine=engine, **options)
+        dout = torch.ones_like(out)
+        gradients = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        assert [launched.kept for launched in LOG] == [n > 0, n > 1]
+        assert [x.shape for x in gradients] == [x.shape for x in wanted]
+    keyed_plan._entries[next(iter(keyed_plan._entries))].backwards.clear()
+    torch.autograd.grad(out, wanted, dout)
+    _, served, posed_again = LOG
+    assert not posed_again.kept and posed_again[1:] == served[1:]
+
+
+# {component: (options of what is kept, options of the call whose forward or backward must be another)}
+CHANGED_WITH_GRADIENTS = {
+    "bias-gradient": (dict(bias=required(BIAS)), dict(bias=BIAS)),
+    "shape-of-bias": (dict(bias=required(BIAS)), dict(bias=required(BIAS[:, :1]))),
+    "strides-of-bias": (dict(bias=required(BIAS)), dict(bias=BIAS.transpose(2, 3).requires_grad_())),
+    "dtype-of-bias": (dict(bias=required(BIAS)), dict(bias=required(BIAS.float()))),
+    "dtype-of-sink": (dict(sink=required(SINK)), dict(sink=required(SINK.half()))),
+    "which-is-present": (dict(sink=required(SINK)), dict(alibi_slopes=SLOPES[0])),
+    "shape-of-alibi": (dict(alibi_slopes=SLOPES[0]), dict(alibi_slopes=SLOPES[1])),
+    "packed": ({}, dict(cu_seqlens=indices(3))),
+    "sequences": (dict(cu_seqlens=indices(3)), dict(cu_seqlens=indices(4))),
+    "max-seqlen": (dict(cu_seqlens=indices(3)), dict(cu_seqlens=indices(3), longest=(80, 80))),
+}
+
+
+@pytest.mark.parametrize("component", CHANGED_WITH_GRADIENTS)
+def test_a_changed_component_is_seen_with_gradients(component, unread):
+    inputs = differentiable()
+
+    def launches(options):
+        LOG.clear()
+        out, _ = attention_of(inputs, **options)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        return [[[launch.text_key, launch.grid] for launch in each.launches] + [each.arguments] for each in LOG]
+
+    before, after = CHANGED_WITH_GRADIENTS[component]
+    for _ in range(3):
+        kept = launches(before)
+    assert all(launched.kept for launched in LOG)
+    got = launches(after)
+    assert not LOG[1].kept
+    keyed_plan.forget()
+    expected = launches(after)
+    assert [x[:-1] for x in got] == [x[:-1] for x in expected] and got[0] == expected[0] and got != kept
 
 
 def test_the_options_of_a_forward_are_those_of_its_backward():

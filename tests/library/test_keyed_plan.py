@@ -527,6 +527,7 @@ CACHE_CHANGES = {
     "rows-appended": ((CACHED, LENGTHS | NEW), (CACHED, LENGTHS | new(2))),
     "strides-of-rows": ((CACHED, LENGTHS | NEW), (CACHED, LENGTHS | NEW | dict(v=half(2, 1, 2, 40)[..., :32]))),
     "cache-seqlens": ((CACHED, {}), (CACHED, LENGTHS)),
+    "number-of-keys": ((CACHED, {}), (CACHED, dict(cache_seqlens=3))),
     "cache-seqlens-number": ((CACHED, dict(cache_seqlens=3)), (CACHED, {})),
     "cache-seqlens-type": ((CACHED, dict(cache_seqlens=1)), (CACHED, dict(cache_seqlens=True))),
     "cache-batch-idx": ((CACHED, LENGTHS), (CACHED, LENGTHS | dict(cache_batch_idx=indices(2)))),

@@ -23,8 +23,7 @@ from cupy_flash.gpu import run_plan, tensor_map
 from cupy_flash.gpu.kept_launches import KeptLaunches
 from cupy_flash.plan.plan import Plan
 from cupy_flash.problem.build import of_cache, pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Operands, Problem
+from cupy_flash.problem.records import Operands, Options, Problem
 
 from .report import Table
 
@@ -91,7 +90,7 @@ def _pointer(array: Array) -> int:
 def _without_launches() -> Iterator[None]:
     replaced = {backend: dispatch.LAUNCHERS[backend] for backend in ("simulator", "cuda")}
     dispatch.LAUNCHERS.update(dict.fromkeys(replaced, __name__))
-    table = of_cache()
+    table: Any = of_cache()
     read = table.indices_of, table.check_contents
     table.indices_of, table.check_contents = (lambda _: ()), (lambda *_: None)
     try:

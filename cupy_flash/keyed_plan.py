@@ -36,13 +36,12 @@ from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
 from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache
-from .problem.features import Options
+from .problem.records import Options
 
 if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
     from .gpu.run_plan import Work
-    from .problem.kv_cache_records import CacheOptions
-    from .problem.records import Operands, Packed, Problem
+    from .problem.records import CacheOptions, Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 # {array to which a call on a KV cache may write, or beside which it may: its name in a Work}
@@ -130,14 +129,18 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     types = tuple(map(type, (*plain, *sides, *longest)))
     if not PLAIN.issuperset(types):
         return None
-    backend = environment.backend() if options.backend is None else ""
     described = read(given)
     if described is None:
         return None
     facts, inputs, addresses = described
     if length is not None:
         addresses.append(length)
-    return (types, plain, window, longest, backend, measurements.generation, *facts), inputs, addresses
+    return (types, plain, window, longest, *facts_of_process(options.backend), *facts), inputs, addresses
+
+
+def facts_of_process(backend: str | None) -> tuple[str | None, int]:
+    """Return what the key of a call with the option `backend` has of the process rather than of the call."""
+    return environment.backend() if backend is None else "", measurements.generation
 
 
 def is_known(call: Call) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import dispatch, keyed_plan
 from .arrays import AnyArray, ArrayT
-from .problem.build import of_cache
+from .problem.build import pose_append, pose_with_cache
+from .problem.records import CacheOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -147,7 +148,7 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    options = of_cache().options(
+    options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
         mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
@@ -177,9 +178,8 @@ def explain_with_kv_cache(
         UnsupportedError: no engine serves the call.
     """
     from .api import host_line
-    from .problem.build import pose_with_cache
 
-    settings = of_cache().options.of("explain_with_kv_cache", options)
+    settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
     text = dispatch.plan_for(problem).explain() + host_line(problem, (q, k_cache, v_cache), settings)
     if problem.mods:
@@ -238,9 +238,7 @@ def append_to_kv_cache(
         ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
-    from .problem.build import pose_append
-
-    options = of_cache().options(
+    options = CacheOptions(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table, slots=slots,
         positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
         k_descale=k_descale, v_descale=v_descale, layout=layout,

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from ... import environment, keyed_plan
-from ...plan import measurements
+from ... import keyed_plan
 from ...problem.build import pose
-from ...problem.features import DIFFERENTIATED, Options
-from ...problem.records import Packed, Saved
+from ...problem.records import DIFFERENTIATED, Options, Packed, Saved
 from .keyed_plan import allocator, is_changed, read
 from .op import TENSORS, Call, arguments_of, attention_backward, on_device_of
 
@@ -85,8 +83,8 @@ def _gradients(
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or is_changed()):
         described = read([*tensors, *saved])
         if described is not None:
-            backend = environment.backend() if others[BACKEND] is None else ""
-            call = (measurements.generation, backend, bias_gradient, *described[0]), described[1], described[2]
+            facts, inputs, addresses = described
+            call = (*keyed_plan.facts_of_process(others[BACKEND]), bias_gradient, *facts), inputs, addresses
     if call is not None and (kept := entry.backwards.get(call[0])) is not None:
         outputs = kept.run(call)
         if outputs is not None:

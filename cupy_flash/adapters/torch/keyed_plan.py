@@ -16,13 +16,11 @@ import torch
 
 from ...arrays import dtype_name
 from ...keyed_plan import ALIGNMENT, Call, call_of
-from ...problem.features import Options
-from ...problem.records import Packed
+from ...problem.records import CacheOptions, Options, Packed
 from .autograd_kernel import PLAIN, is_observed
 
 if TYPE_CHECKING:
     from ...gpu.kept_launches import Allocate, Outputs
-    from ...problem.kv_cache_records import CacheOptions
 
 
 def call_on_tensors(

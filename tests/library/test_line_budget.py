@@ -21,7 +21,7 @@ BUDGET = {
         (4163, "the bench when the budget began"),
         (17, "tables mark the fastest, and split in two where a page is too narrow"),
         (9, "overhead: the function that a backend repeats launches with"),
-        (10, "overhead: a decode step on a paged cache"),
+        (12, "overhead: a decode step on a paged cache"),
     ],
 }
 LARGEST = 500

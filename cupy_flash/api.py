@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ScoreMod,
         Window,
     )
+    from .problem.records import CacheOptions, Problem
 
     Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT]  # q, k and v
 
@@ -700,11 +701,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, operands = pose("explain", (q, k, v), settings)
     text = dispatch.explain(dispatch.plan_for(problem), operands)
-    if dispatch.device_of(problem).backend in dispatch.LAUNCHERS:
-        call_of = keyed_plan.call_on_cupy
-        if _is_torch(q):
-            from .adapters.torch.keyed_plan import call_on_tensors as call_of
-        text = f"{text}\n{keyed_plan.described(call_of((q, k, v), settings))}"
+    text += host_line(problem, (q, k, v), settings)
     if problem.framework == "jax":
         from .adapters.jax import ffi_structs
 
@@ -784,6 +781,16 @@ def _double_backward(
 ) -> SecondGradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
     return dispatch.double_backward(problem, operands).map(Array.result)
+
+
+def host_line(problem: Problem, arrays: Inputs[AnyArray], options: Options | CacheOptions) -> str:
+    """Return the line of `explain` about the entry of a call, which one on the CPU does not have."""
+    if dispatch.device_of(problem).backend not in dispatch.LAUNCHERS:
+        return ""
+    call_of = keyed_plan.call_on_cupy
+    if _is_torch(arrays[0]):
+        from .adapters.torch.keyed_plan import call_on_tensors as call_of
+    return f"\n{keyed_plan.described(call_of(arrays, options))}"
 
 
 def _is_torch(x: object) -> bool:

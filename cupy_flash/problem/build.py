@@ -141,7 +141,7 @@ def pose_with_cache(
     q: "Given", k_cache: "Given", v_cache: "Given", options: CacheOptions, reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
-    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
+    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, of_cache())
     return _pose_on_cache("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
 
 
@@ -155,7 +155,7 @@ def pose_append(
     reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
-    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, _of_cache())
+    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, of_cache())
     if cu_seqlens is not None:
         given["cu_seqlens"] = cu_seqlens
     return _pose_on_cache("append_to_kv_cache", given, options, "cu_seqlens", reasons)
@@ -164,7 +164,7 @@ def pose_append(
 def _pose_on_cache(
     function: str, given: dict[str, object], options: CacheOptions, bounds: str, reasons: tuple[str, ...]
 ) -> tuple[Problem, Operands]:
-    requirements, of_cache = Requirements(function), _of_cache()
+    requirements, table = Requirements(function), of_cache()
     requirements.unmet += reasons
     length = _whole_length(requirements, options.cache_seqlens)
     if length is None and options.cache_seqlens is not None:
@@ -183,7 +183,7 @@ def _pose_on_cache(
         _are_aligned(call, CACHES), on_cache=(attends, length is not None),
     )  # fmt: skip
     checked = _checked(requirements, facts)
-    fields = of_cache.fields
+    fields = table.fields
     nested: dict[str, Any] = {fields[name]: x for name, x in call.items() if name in fields}
     if length is not None:
         nested["cache_seqlens"] = length
@@ -191,16 +191,16 @@ def _pose_on_cache(
     if rows is None and "k" in call:
         rows = empty((0,) * len(call["k"].shape), call["k"].dtype, call["k"])
     named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache")}
-    named |= {name: x for name, x in call.items() if name in of_cache.others}
+    named |= {name: x for name, x in call.items() if name in table.others}
     named["cu_seqlens_q"] = call.get(bounds)
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
-    operands = Operands(**named, cache=of_cache.operands(**nested))
-    of_cache.check_overlap(requirements, call)
+    operands = Operands(**named, cache=table.operands(**nested))
+    table.check_overlap(requirements, call)
     if checked.readable:
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
-        of_cache.check_contents(requirements, checked.problem, operands, bounds)
+        table.check_contents(requirements, checked.problem, operands, bounds)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None
     return checked.problem, operands
@@ -269,26 +269,32 @@ class _Table:
         self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
+        self.read_of = self.arrays_of  # all that may be arrays, in the order of Operands
 
 
 TABLE = _Table(FEATURES)
 ARRAY_NAMES = TABLE.arrays
+LENGTH = "cache_seqlens"  # an option that may be an array or a number
 
 
 class _OfCache(_Table):
     """The options of a call on a KV cache, and functions of modules that only such calls import."""
 
     def __init__(self) -> None:
-        from .kv_cache_contents import check_contents, check_overlap
+        from .kv_cache_contents import check_contents, check_overlap, distances, indices_of, longest_length
 
         super().__init__(CACHE_FEATURES)
+        names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
+        names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
+        self.length, self.read_of = names.index(LENGTH), operator.attrgetter(*names)
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap
+        self.distances, self.indices_of, self.longest_length = distances, indices_of, longest_length
 
 
 # Made once: an import in a function takes microseconds even if the module has been imported.
-_of_cache = lru_cache(maxsize=1)(_OfCache)
+of_cache = lru_cache(maxsize=1)(_OfCache)
 
 
 def _given(
@@ -340,7 +346,7 @@ def _facts(
     directed: bool = False,
     on_cache: tuple[bool, bool] | None = None,
 ) -> Facts:
-    plain = (TABLE if on_cache is None else _of_cache()).plain_of(options)
+    plain = (TABLE if on_cache is None else of_cache()).plain_of(options)
     window, backend = options.window, options.backend
     if backend is None:
         backend = environment.backend()
@@ -398,7 +404,7 @@ def cached_if_plain(function: "_lru_cache_wrapper[T]", types: tuple[type, ...]) 
 @lru_cache(maxsize=CACHED)
 def _check_facts(facts: Facts) -> CheckedFacts:
     """Check the facts of a call; _check_options has a cache of its own, which serves calls of growing lengths too."""
-    requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
+    requirements, table = Requirements(""), TABLE if facts.on_cache is None else of_cache()
     arrays = {described[0]: ArrayFacts(*described[1:]) for described in facts.arrays}
     options: dict[str, Any] = dict(zip(table.plain, facts.options, strict=True))
     packed, layout, sizes, cache, readable = facts.longest != (), options["layout"], Sizes(), None, False
@@ -493,7 +499,7 @@ def _problem(
 
 @lru_cache(maxsize=CACHED)
 def _check_options(
-    of_cache: bool,
+    on_cache: bool,
     plain: tuple[bool | float | str | None, ...],
     window: "Window",
     backend: str | None,
@@ -502,7 +508,7 @@ def _check_options(
     accumulation: type[np.floating],
 ) -> tuple[Settings, tuple[str, ...], bool]:
     """Check the options that are not arrays; return (Settings, unmet requirements, whether one is about a type)."""
-    requirements, table = Requirements(""), _of_cache() if of_cache else TABLE
+    requirements, table = Requirements(""), of_cache() if on_cache else TABLE
     options: dict[str, object] = {**dict(zip(table.plain, plain, strict=True)), "window": window}
     settings = check_options(requirements, table.features, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type

@@ -177,6 +177,13 @@ class CacheOptions:
 
 
 CACHE_FEATURES = table_of(CacheOptions)
+WRITTEN = ("k", "v", "slots", "out")  # the options with which a call writes to arrays
+READ_FEATURES = tuple(x for x in CACHE_FEATURES if x.name not in WRITTEN)  # of a call that only reads a cache
 # {array among the options: field of CacheOperands}
 FIELDS = {x.name: x.member or x.name for x in CACHE_FEATURES if (x.member or x.name) in CacheOperands._fields}
 INDICES = frozenset(x.name for x in CACHE_FEATURES if x.dtypes in (INT32, INT64))
+
+
+def reading(function: str, options: Mapping[str, Any]) -> CacheOptions:
+    """Make the options of a call that only reads a cache; TypeError for another name."""
+    return CacheOptions(**known(function, options, READ_FEATURES))

@@ -181,6 +181,7 @@ class Problem(NamedTuple):
 
     backward: bool
     derivative: str  # JVP, or DOUBLE_BACKWARD, for which `backward` is also True; "" without tangents
+    weights: str  # the function that returns probabilities, such as "top_weights"; "" for attention
     tangents: tuple[str, ...]  # the inputs with a tangent; "array0", ... for captured arrays
     dtype: np.dtype
     device: str
@@ -278,6 +279,7 @@ class Problem(NamedTuple):
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
         features += [] if self.cache is None else [str(self.cache)]
         step = self.derivative or ("backward" if self.backward else "forward")
+        step += f" of {self.weights}" if self.weights else ""
         if self.derivative:
             step += f" of {', '.join(self.tangents) or 'nothing'}"
         packed = "packed, up to " if self.layout == "thd" else ""

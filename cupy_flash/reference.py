@@ -167,9 +167,7 @@ def attention_backward(
     return gradients._replace(dq=dq, dk=dk, dv=dv)
 
 
-def attention_weights(
-    q: npt.ArrayLike, k: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
-) -> Array:
+def attention_weights(q: npt.ArrayLike, k: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]) -> Array:
     """Probabilities before dropout, (B, Hq, Sq, Sk), recomputed from the scores and lse; runs the forward itself.
 
     Args:

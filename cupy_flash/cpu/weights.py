@@ -173,13 +173,13 @@ class Top:
         """
         best.lse = lse
         S = np.where(np.isnan(S), np.inf, S)
-        if not (S > best.S.min(axis=-1, keepdims=True)).any():
+        if not (best.S.min(axis=-1, keepdims=True) < S).any():
             return
         numbers = np.broadcast_to(np.arange(keys.start, keys.stop, dtype=np.int32), S.shape)
         S, numbers = (np.concatenate(pair, axis=-1) for pair in ((best.S, S), (best.keys, numbers)))
         last = S.shape[-1] - self.n
         lowest = np.partition(S, last, axis=-1)[..., last, None]
-        above, equal = S > lowest, S == lowest
+        above, equal = lowest < S, lowest == S
         room = self.n - above.sum(axis=-1, keepdims=True)
         chosen = above | (equal & (np.cumsum(equal, axis=-1) <= room))
         best.S, best.keys = (x[chosen].reshape(best.S.shape) for x in (S, numbers))
@@ -190,7 +190,7 @@ class Top:
         S, keys = (np.take_along_axis(x, order, axis=-1) for x in (best.S, best.keys))
         here = (run.row, slice(heads[0], heads[-1] + 1), run.at, slice(self.n))
         self.values[here] = probabilities(S, best.lse)
-        self.keys[here] = np.where(S == -np.inf, -1, keys)
+        self.keys[here] = np.where(np.isneginf(S), -1, keys)
 
 
 def result_of(problem: Problem, operands: Operands, asked: Asked) -> Weights | Importance | Top:
@@ -277,9 +277,7 @@ def _runs(plan: Plan, call: Call, asked: Asked) -> list[tuple[attention.Sequence
     return [
         (
             sequence,
-            runs_of(
-                asked.rows, sequence.batch, sequence.row, sequence.queries, sequence.kv_len, plan.block_q
-            ),
+            runs_of(asked.rows, sequence.batch, sequence.row, sequence.queries, sequence.kv_len, plan.block_q),
         )
         for sequence in call.sequences
     ]
@@ -293,9 +291,7 @@ class _Rows:
         assert call.lse is not None
         place = (sequence.row, head, sequence.queries)
         self.q, self.lse = call.q[place], filled(call.lse[place])
-        self.K = load_rows(
-            call.k[sequence.row, head // call.problem.group, sequence.keys], call.problem.accumulation
-        )
+        self.K = load_rows(call.k[sequence.row, head // call.problem.group, sequence.keys], call.problem.accumulation)
 
     def Q(self, rows: slice) -> np.ndarray:
         """Return some rows, multiplied by the part of the scale that is folded into them."""

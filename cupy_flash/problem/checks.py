@@ -181,9 +181,7 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
     dtypes = {array.dtype for array in (q, k, v)}
     requirements.require_type(len(dtypes) == 1, f"{all_of} must have one dtype")
     for name in sorted(map(dtype_name, dtypes)):
-        requirements.require_type(
-            name in (*DTYPES, FP8), f"{all_of} must be {', '.join(DTYPES)} or {FP8}, not {name}"
-        )
+        requirements.require_type(name in (*DTYPES, FP8), f"{all_of} must be {', '.join(DTYPES)} or {FP8}, not {name}")
     rank = 3 if packed else 4
     layout = layout if isinstance(layout, str) else ""
     axes = "(T, H, D)" if packed else {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(layout, "")
@@ -207,9 +205,7 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
         require(kv_len == v_len, f"k and v must have one length, not {kv_len} and {v_len}"),
         require(kv_heads == v_heads, f"k and v must have the same number of heads, not {kv_heads} and {v_heads}"),
         require(head_dim == k_dim, f"q and k must have one head dimension, not {head_dim} and {k_dim}"),
-        require(
-            max(q_len, kv_len) <= LONGEST, f"{all_of} must have at most {LONGEST} rows, not {q_len} and {kv_len}"
-        ),
+        require(max(q_len, kv_len) <= LONGEST, f"{all_of} must have at most {LONGEST} rows, not {q_len} and {kv_len}"),
         require(
             min(heads, kv_heads, v_heads, head_dim, k_dim, head_dim_v) > 0,
             "heads and head dimensions must be at least 1",

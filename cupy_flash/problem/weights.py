@@ -158,9 +158,7 @@ def pose_weights(
     asked_gradients = None
     if saved is not None:
         asked_gradients = Saved(None, None, None, None, saved.bias_gradient, saved.captured_gradient)
-    problem, operands = pose(
-        function, (q, k, None), options, packed, asked_gradients, reasons=reasons, beside=beside
-    )
+    problem, operands = pose(function, (q, k, None), options, packed, asked_gradients, reasons=reasons, beside=beside)
     return problem._replace(weights=wish.kind, dropout=0.0), operands, beside.asked
 
 

@@ -6,7 +6,7 @@ those of the weights, through the scores and through lse.
 
 import numpy as np
 import pytest
-from cases import DTYPES, FEATURES, OPTIONS, Case, compute_references, furthest
+from cases import DTYPES, FEATURES, OPTIONS, Case, furthest
 from tolerance import assert_matches_reference
 
 import cupy_flash

@@ -41,7 +41,7 @@ class Run(NamedTuple):
     keys: int  # of the sequence
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         """The number of rows."""
         return self.rows.stop - self.rows.start
 
@@ -94,7 +94,7 @@ class Weights:
 
     def begin(self, run: Run, heads: Sequence[int]) -> Any:
         """Return what the tiles of a run add up to, over which a mean is rounded once; None without a mean."""
-        return np.zeros((run.count, run.keys), self.problem.accumulation) if self.together else None
+        return np.zeros((run.length, run.keys), self.problem.accumulation) if self.together else None
 
     def add(self, total: Any, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
         """Add the scores (heads, rows, keys) of a tile."""
@@ -124,10 +124,10 @@ class Importance:
         self.results: tuple[Array, ...] = (array,)
         self.sums, self.row_weights = array.numpy(), rows_of_weights(problem, operands, asked)
 
-    def begin(self, run: Run, heads: Sequence[int]) -> None:
-        """Nothing: the tiles add to the result."""
+    def begin(self, run: Run, heads: Sequence[int]) -> Any:
+        """Return None: the tiles add to the result."""
 
-    def add(self, total: None, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
+    def add(self, total: Any, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
         """Add the scores (heads, rows, keys) of a tile. A row of weight 0 adds nothing, whatever its scores are."""
         for head, S_head, lse_head in zip(heads, S, lse, strict=True):
             w = self.row_weights[run.row, head, run.at].astype(S.dtype)
@@ -136,8 +136,8 @@ class Importance:
                 P = probabilities(S_head[rows], lse_head[rows])
                 self.sums[run.batch, head, keys] += product(P.T, w[rows, None])[:, 0]
 
-    def end(self, total: None, run: Run, heads: Sequence[int]) -> None:
-        """Nothing."""
+    def end(self, total: Any, run: Run, heads: Sequence[int]) -> None:
+        """Do nothing."""
 
 
 class _Best:
@@ -162,11 +162,11 @@ class Top:
         self.values, self.keys = (x.numpy()[None] if problem.layout == "thd" else x.numpy() for x in self.results)
         self.n = min(asked.n, problem.kv_len)
 
-    def begin(self, run: Run, heads: Sequence[int]) -> _Best:
+    def begin(self, run: Run, heads: Sequence[int]) -> Any:
         """Return no keys."""
-        return _Best((len(heads), run.count, self.n), self.problem.accumulation)
+        return _Best((len(heads), run.length, self.n), self.problem.accumulation)
 
-    def add(self, best: _Best, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
+    def add(self, best: Any, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
         """Merge the scores (heads, rows, keys) of a tile, whose keys are above those of earlier tiles.
 
         A score that is NaN counts as inf. Of equal scores the lower keys remain: columns are in the order of keys.
@@ -184,7 +184,7 @@ class Top:
         chosen = above | (equal & (np.cumsum(equal, axis=-1) <= room))
         best.S, best.keys = (x[chosen].reshape(best.S.shape) for x in (S, numbers))
 
-    def end(self, best: _Best, run: Run, heads: Sequence[int]) -> None:
+    def end(self, best: Any, run: Run, heads: Sequence[int]) -> None:
         """Write the probabilities in descending order of their scores, ties in the order of keys."""
         order = np.argsort(-best.S, axis=-1, kind="stable")
         S, keys = (np.take_along_axis(x, order, axis=-1) for x in (best.S, best.keys))
@@ -195,7 +195,9 @@ class Top:
 
 def result_of(problem: Problem, operands: Operands, asked: Asked) -> Weights | Importance | Top:
     """Return the result of a call, to which a walk over its tiles adds them."""
-    return {TOP: Top, IMPORTANCE: Importance}.get(asked.kind, Weights)(problem, operands, asked)
+    if asked.kind == TOP:
+        return Top(problem, operands, asked)
+    return (Importance if asked.kind == IMPORTANCE else Weights)(problem, operands, asked)
 
 
 def rows_of_weights(problem: Problem, operands: Operands, asked: Asked) -> np.ndarray:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ..mods.trace import Mod
     from .argument_types import Window
     from .kv_cache_records import Cache, CacheOptions
-    from .weights import Beside
+    from .weights import Beside, SavedWeights
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
@@ -77,7 +77,7 @@ def pose(
     arrays: "tuple[Given, Given, Given | None]",
     options: Options,
     packed: Packed | None = None,
-    saved: Saved | None = None,
+    saved: "Saved | SavedWeights | None" = None,
     shard: Shard = WHOLE,
     tangents: Tangents | None = None,
     reasons: tuple[str, ...] = (),
@@ -98,7 +98,7 @@ def pose(
     if beside is not None:
         del given["v"]
         given |= beside.arrays
-    elif saved is not None:
+    elif isinstance(saved, Saved):
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
         if saved.dlse is not None:
             given["dlse"] = saved.dlse
@@ -355,7 +355,7 @@ def _facts(
     arrays: tuple[NamedFacts, ...],
     aligned: bool,
     longest: tuple[int | None, ...] = (),
-    saved: Saved | None = None,
+    saved: "Saved | SavedWeights | None" = None,
     shard: Shard = WHOLE,
     directed: bool = False,
     on_cache: tuple[bool, bool] | None = None,

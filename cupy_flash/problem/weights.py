@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..arrays import AnyArray, Array
 from .build import pose, pose_with_cache
 from .checks import Requirements, Sizes, broadcasts, is_float
-from .records import DTYPES, LONGEST, Operands, Packed, Problem, Saved
+from .records import DTYPES, LONGEST, Operands, Packed, Problem
 
 if TYPE_CHECKING:
     from .features import Options
@@ -102,9 +102,13 @@ class Beside:
 
     def check(self, requirements: Requirements, call: dict[str, Array], sizes: Sizes, width: int | None) -> None:
         """Check what the call wants against its sizes, of which `width` is the largest number of keys of a sequence."""
-        kind, require_type = self.wish.kind, requirements.require_type
-        n = _count(requirements, self.wish.n) if kind == TOP else 0
+        kind, require_type, wish = self.wish.kind, requirements.require_type, self.wish
+        n = _count(requirements, wish.n) if kind == TOP else 0
         if not sizes.known or width is None:
+            if kind == WEIGHTS:  # check what does not depend on the sizes
+                _rows(requirements, wish.rows, None)
+                _heads(requirements, wish.heads, None)
+                _check_limit(requirements, wish.limit, 0)
             return
         q = call["q"]
         lse = (sizes.heads, q.shape[0]) if len(q.shape) == 3 else (sizes.batch, sizes.heads, sizes.q_len)
@@ -113,10 +117,9 @@ class Beside:
         if kind == IMPORTANCE:
             shape = (sizes.batch, sizes.heads, width)
         elif kind == WEIGHTS:
-            rows = _rows(requirements, self.wish.rows, lse[-1])
-            heads = _heads(requirements, self.wish.heads, sizes.heads)
+            rows, heads = _rows(requirements, wish.rows, lse[-1]), _heads(requirements, wish.heads, sizes.heads)
             shape = (*lse[:-2], *(() if heads is None else (len(heads),)), len(rows), width)
-            _check_limit(requirements, self.wish.limit, math.prod(shape) * q.dtype.itemsize)
+            _check_limit(requirements, wish.limit, math.prod(shape) * q.dtype.itemsize)
         if "lse" in call and not sizes.lse:  # a call on a KV cache, whose lse build.py does not check
             _check_array(requirements, call, "lse", lse, accumulation)
         weights = call.get("row_weights")
@@ -155,10 +158,7 @@ def pose_weights(
     """
     q, k, lse = arrays
     beside = Beside(wish, lse) if saved is None else Beside(wish, lse, saved.gradient, saved.keys)
-    asked_gradients = None
-    if saved is not None:
-        asked_gradients = Saved(None, None, None, None, saved.bias_gradient, saved.captured_gradient)
-    problem, operands = pose(function, (q, k, None), options, packed, asked_gradients, reasons=reasons, beside=beside)
+    problem, operands = pose(function, (q, k, None), options, packed, saved, reasons=reasons, beside=beside)
     return problem._replace(weights=wish.kind, dropout=0.0), operands, beside.asked
 
 
@@ -183,41 +183,43 @@ def _whole(values: Any) -> npt.NDArray[np.int64] | None:
     return array.astype(np.int64)
 
 
-def _rows(requirements: Requirements, given: Any, count: int) -> npt.NDArray[np.int64]:
+NONE = np.zeros(0, np.int64)
+
+
+def _rows(requirements: Requirements, given: Any, count: int | None) -> npt.NDArray[np.int64]:
+    """Return the numbers of the rows; `count`, the number of all, is None if it is not known."""
     if given is None:
-        return np.arange(count)
+        return np.arange(count or 0)
     if isinstance(given, slice):
         try:
-            return np.arange(*given.indices(count))
+            return np.arange(*given.indices(count or 0))
         except Exception:  # a slice may hold anything
             requirements.require_type(False, f"rows must be a slice of whole numbers, not {given!r}")
-            return np.zeros(0, np.int64)
-    rows = _whole(given)
-    text = "rows must be None, a slice or a vector of whole numbers in host memory"
-    if not requirements.require_type(rows is not None, f"{text}, not {given!r}") or rows is None:
-        return np.zeros(0, np.int64)
-    inside = not rows.size or (rows.min() >= 0 and rows.max() < count)
-    if not requirements.require(bool(inside), f"rows must be in [0, {count}), not {_range_of(rows)}"):
-        return np.zeros(0, np.int64)
-    return rows
+            return NONE
+    return _numbers(requirements, "rows", "None, a slice", given, count)
 
 
-def _heads(requirements: Requirements, given: Any, count: int) -> tuple[int, ...] | None:
+def _heads(requirements: Requirements, given: Any, count: int | None) -> tuple[int, ...] | None:
     if isinstance(given, str):
         requirements.require(given in (EACH, MEAN), f'heads must be "each", "mean" or a list of heads, not {given!r}')
-        return None if given == MEAN else tuple(range(count))
-    heads = _whole(given)
-    text = 'heads must be "each", "mean" or a vector of whole numbers in host memory'
-    if not requirements.require_type(heads is not None, f"{text}, not {given!r}") or heads is None:
-        return ()
-    inside = not heads.size or (heads.min() >= 0 and heads.max() < count)
-    if not requirements.require(bool(inside), f"heads must be in [0, {count}), not {_range_of(heads)}"):
-        return ()
-    return tuple(heads.tolist())
+        return None if given == MEAN else tuple(range(count or 0))
+    heads: list[int] = _numbers(requirements, "heads", '"each", "mean"', given, count).tolist()
+    return tuple(heads)
 
 
-def _range_of(values: npt.NDArray[np.int64]) -> str:
-    return f"{values.min()} to {values.max()}" if values.size else "none"
+def _numbers(
+    requirements: Requirements, name: str, others: str, given: Any, count: int | None
+) -> npt.NDArray[np.int64]:
+    numbers = _whole(given)
+    if numbers is None:
+        text = f"{name} must be {others} or a vector of whole numbers in host memory, not {given!r}"
+        requirements.require_type(False, text)
+        return NONE
+    if count is None or not numbers.size:
+        return numbers
+    first, last = numbers.min(), numbers.max()
+    inside = requirements.require(first >= 0 and last < count, f"{name} must be in [0, {count}), not {first} to {last}")
+    return numbers if inside else NONE
 
 
 def _count(requirements: Requirements, given: Any) -> int:

@@ -31,7 +31,7 @@ def forward(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
 
     def compute(sequence: Sequence, runs: list[Run]) -> None:
         for run in runs:
-            count = run.rows.stop - run.rows.start
+            count = run.length
             position = sequence.position + run.rows.start
             tile = RowTile(sequence, run.rows, position, count, count * problem.group)
             Q, scores, lse = call.load(tile), RowScores(problem, tile), filled(sequence.lse[:, run.rows])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..arrays import AnyArray, Array
 from .build import pose, pose_with_cache
 from .checks import Requirements, Sizes, broadcasts, is_float
-from .records import DTYPES, LONGEST, Operands, Packed, Problem
+from .records import DTYPES, LONGEST, WHOLE, Operands, Packed, Problem, Shard
 
 if TYPE_CHECKING:
     from .features import Options
@@ -149,7 +149,7 @@ def pose_weights(
     wish: Wish,
     packed: Packed | None = None,
     saved: SavedWeights | None = None,
-    reasons: tuple[str, ...] = (),
+    shard: Shard = WHOLE,
 ) -> tuple[Problem, Operands, Asked]:
     """Return the Problem, Operands and Asked of one call, or raise one error with every unmet requirement.
 
@@ -158,7 +158,7 @@ def pose_weights(
     """
     q, k, lse = arrays
     beside = Beside(wish, lse) if saved is None else Beside(wish, lse, saved.gradient, saved.keys)
-    problem, operands = pose(function, (q, k, None), options, packed, saved, reasons=reasons, beside=beside)
+    problem, operands = pose(function, (q, k, None), options, packed, saved, shard, beside=beside)
     return problem._replace(weights=wish.kind, dropout=0.0), operands, beside.asked
 
 

@@ -115,6 +115,7 @@ FLOW = (
     "adapters.jax.kv_cache",
     "adapters.jax.nn",
     "adapters.jax.ring",
+    "adapters.jax.weights",
     "adapters.jax",
     "adapters.model_config",
     "adapters.torch.autograd_kernel",

@@ -87,7 +87,7 @@ def test_weights_are_the_probabilities(name):
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_count_lse_as_an_input(name):
-    """They are dS = P dP and dlse = -delta. The reference's are dS = P (dP - delta + dlse), with the rest through lse."""
+    """They are dS = P dP and dlse = -delta. The reference has dS = P (dP - delta + dlse) for any dlse, so also this."""
     case = GRADIENTS[name]
     call = case.call()
     lse, dense_call = lse_of(call), with_unit_values(case, call)

@@ -13,7 +13,10 @@ from cases import DTYPES, FEATURES, OPTIONS, Case, compute_references, furthest
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import UnsupportedError, reference
+from cupy_flash import UnsupportedError, dispatch, reference
+from cupy_flash.cpu import weights as cpu
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.weights import MEAN, TOP, WEIGHTS, Wish, pose_weights
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -25,6 +28,7 @@ GRADIENTS = {
     **{f"{score}-{mask}": Case(score_mod=score, mask_mod=mask, **SMALL) for score, mask in MODS},
     "float64": Case(dtype="float64", bias="1hqk", sink=True, softcap=1.5, **SMALL),
     "bias-of-keys": Case(bias="k", **SMALL),
+    "scale-above-one": Case(scale=1.7, **SMALL),
     "lengths-zero": OPTIONS["lengths-zero"],
     "empty-rows": Case(causal=True, q_len=29, kv_len=17),
     "tiles": Case(q_len=150, kv_len=300, causal=True, sink=True, heads=2),
@@ -239,6 +243,21 @@ def test_gradients_of_importance_are_those_of_weights(shape):
     assert_matches_reference(given.drow_weights, of_rows, low, np.float64, "drow_weights")
 
 
+@pytest.mark.parametrize("mask", [dict(causal=True), dict(mask_mod="gaps"), dict(window=(20, 7))], ids=str)
+@pytest.mark.parametrize(
+    "wish", [Wish(WEIGHTS), Wish(WEIGHTS, slice(7, 140), MEAN), Wish(TOP, n=5)], ids=lambda x: x.kind
+)
+def test_tiles_change_nothing(wish, mask):
+    """Runs of rows end at query tiles, whose keys a mask_mod determines."""
+    call = Case(q_len=150, kv_len=300, heads=2, batch=1, scores="integers", **mask).call()
+    problem, operands, asked = pose_weights("case", (call.q, call.k, lse_of(call)), Options(**call.options), wish)
+    plan = dispatch.plan_for(problem)
+    small = cpu.forward(plan._replace(block_q=64, block_kv=64, threads=2), operands, asked)
+    large = cpu.forward(plan._replace(block_q=256, block_kv=512), operands, asked)
+    for one, other in zip(small, large, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
 def unpacked(case, call):
     """Return the slices of q and k of each sequence of a packed call."""
     bounds = [x.tolist() for x in call.packed[:2]]
@@ -333,9 +352,10 @@ def test_caches(name):
     P = cupy_flash.attention_weights_with_kv_cache(*arguments, **options)
     assert P.dtype == dtype
     assert_matches_reference(P, exact, low, dtype, f"P of {case}")
-    mean = cupy_flash.attention_weights_with_kv_cache(*arguments, rows=[0], heads="mean", **options)
-    axis = 0 if case.packed else 1
-    assert_matches_reference(mean, exact.mean(axis)[..., :1, :], low.mean(axis)[..., :1, :], dtype, f"mean of {case}")
+    last, axis = P.shape[-2] - 1, 0 if case.packed else 1
+    mean = cupy_flash.attention_weights_with_kv_cache(*arguments, rows=[last], heads="mean", **options)
+    exact_mean, low_mean = (x[..., last:, :].mean(axis) for x in (exact, low))
+    assert_matches_reference(mean, exact_mean, low_mean, dtype, f"mean of {case}")
     sums = cupy_flash.key_importance_with_kv_cache(*arguments, **options)
     if not case.packed:
         approximate = low.astype(float).sum(axis=2)

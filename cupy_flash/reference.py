@@ -167,32 +167,6 @@ def attention_backward(
     return gradients._replace(dq=dq, dk=dk, dv=dv)
 
 
-def attention_weights(q: npt.ArrayLike, k: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]) -> Array:
-    """Probabilities before dropout, (B, Hq, Sq, Sk), recomputed from the scores and lse; runs the forward itself.
-
-    Args:
-        q: as in `attention`.
-        k: as in `attention`.
-        **options: those of `attention`.
-
-    For one sequence and one head it is P of `attention`:
-
-    >>> import numpy as np
-    >>> from cupy_flash import reference
-    >>> Q, K = np.random.default_rng(0).normal(size=(2, 5, 8))
-    >>> S = Q @ K.T / np.sqrt(8)
-    >>> P = np.exp(S) / np.exp(S).sum(axis=1, keepdims=True)
-    >>> np.allclose(reference.attention_weights(Q[None, :, None], K[None, :, None])[0, 0], P)
-    True
-    """
-    settings = replace(Options(**options), dropout=0.0)
-    q, k = (_heads_first(x, settings.layout) for x in (q, k))
-    forward = _forward(settings, 0, q, k, k)
-    scored, lse = _scores_again(settings, 0, forward), forward.lse[..., None]
-    storage, _ = _precision(q, settings.dtype)
-    return np.exp(scored.scores - np.where(np.isneginf(lse), np.inf, lse)).astype(storage)
-
-
 def attention_jvp(
     q: npt.ArrayLike,
     k: npt.ArrayLike,

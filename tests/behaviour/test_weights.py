@@ -65,14 +65,25 @@ def heads_first(case, x):
 
 
 def dense(case, call):
-    """Return P of the formula in float64, and of the least accurate run in the case's dtype."""
+    """Return P of the formula in float64, and of the least accurate run in the case's dtype.
+
+    P is recomputed from the scores and lse, so that the error of a run includes the rounding of lse.
+    """
+
+    def run(dtype, order):
+        options = reference.Options(**call.options | dict(dtype=dtype, order=order, dropout=0.0))
+        q, k = (heads_first(case, x) for x in (call.q, call.k))
+        forward = reference._forward(options, 0, q, k, k)
+        lse = np.where(np.isneginf(forward.lse), np.inf, forward.lse)[..., None]
+        scores = reference._scores_again(options, 0, forward).scores
+        return np.exp(scores - lse).astype(forward.q.dtype if dtype is None else dtype)
+
     with np.errstate(invalid="ignore", over="ignore"):
         exact, low, *others = (
-            reference.attention_weights(call.q, call.k, **call.options | dict(dtype=dtype, order=order))
-            for dtype, order in ((None, 0), *((DTYPES[case.dtype], n) for n in range(ORDERS)))
+            run(*precision) for precision in ((None, 0), *((DTYPES[case.dtype], n) for n in range(ORDERS)))
         )
-    for run in others:
-        low = furthest(exact, low, run)
+    for other in others:
+        low = furthest(exact, low, other)
     return exact, low
 
 

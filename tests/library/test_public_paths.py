@@ -77,7 +77,6 @@ REFERENCE = (
     "attention_varlen_backward",
     "attention_varlen_double_backward",
     "attention_varlen_jvp",
-    "attention_weights",
 )
 CORE = (
     "Gradients",

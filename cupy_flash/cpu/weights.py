@@ -91,6 +91,7 @@ class Weights:
         self.W = array.numpy()[None] if problem.layout == "thd" else array.numpy()
         self.together = asked.heads is None  # one task computes all heads of a run
         self.wanted = range(problem.heads) if asked.heads is None else sorted(set(asked.heads))
+        self.rows = asked.rows
 
     def begin(self, run: Run, heads: Sequence[int]) -> Any:
         """Return what the tiles of a run add up to, over which a mean is rounded once; None without a mean."""
@@ -123,6 +124,8 @@ class Importance:
         array = zeros(asked.shape, problem.accumulation, operands.q)
         self.results: tuple[Array, ...] = (array,)
         self.sums, self.row_weights = array.numpy(), rows_of_weights(problem, operands, asked)
+        weighted = np.flatnonzero((self.row_weights != 0).any(axis=(0, 1)))
+        self.rows = np.arange(*(weighted[[0, -1]] + (0, 1))) if weighted.size else weighted
 
     def begin(self, run: Run, heads: Sequence[int]) -> Any:
         """Return None: the tiles add to the result."""
@@ -154,7 +157,7 @@ class Top:
     together = False
 
     def __init__(self, problem: Problem, operands: Operands, asked: Asked) -> None:
-        self.problem, self.wanted = problem, range(problem.heads)
+        self.problem, self.wanted, self.rows = problem, range(problem.heads), asked.rows
         self.results: tuple[Array, ...] = (
             zeros(asked.shape, problem.dtype, operands.q),
             zeros(asked.shape, np.dtype(np.int32), operands.q, -1),
@@ -224,7 +227,7 @@ def forward(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
             result.end(state, run, heads)
 
     tasks: list[Callable[[], None]] = []
-    for sequence, runs in _runs(plan, call, asked):
+    for sequence, runs in _runs(plan, call, result.rows):
         if result.together:
             tasks += [partial(compute, [run], sequence, result.wanted) for run in runs]
         else:
@@ -241,7 +244,7 @@ def backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
     gradient = _Gradient(problem, operands, asked)
     dq, dk, dlse = (zeros(x.shape, x.dtype, q) for x in (operands.q, operands.k, operands.lse))
     dq_rows, dk_rows, dlse_rows = call.heads_first(dq), call.heads_first(dk), call.rows_of(dlse)
-    runs_of_sequence = {sequence.batch: runs for sequence, runs in _runs(plan, call, asked)}
+    runs_of_sequence = {sequence.batch: runs for sequence, runs in _runs(plan, call, asked.rows)}
 
     def differentiate(sequence: attention.Sequence, kv_heads: slice) -> None:
         kv_head = kv_heads.start
@@ -274,15 +277,9 @@ def backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
     return WeightsGradients(dq, dk, dlse, **others)
 
 
-def _runs(plan: Plan, call: Call, asked: Asked) -> list[tuple[attention.Sequence, list[Run]]]:
+def _runs(plan: Plan, call: Call, rows: np.ndarray) -> list[tuple[attention.Sequence, list[Run]]]:
     """Return the runs of each sequence, which lie inside query tiles."""
-    return [
-        (
-            sequence,
-            runs_of(asked.rows, sequence.batch, sequence.row, sequence.queries, sequence.kv_len, plan.block_q),
-        )
-        for sequence in call.sequences
-    ]
+    return [(x, runs_of(rows, x.batch, x.row, x.queries, x.kv_len, plan.block_q)) for x in call.sequences]
 
 
 class _Rows:

@@ -58,7 +58,7 @@ def forward(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
         packed = problem.layout == "thd"
         start, row = (starts[b], 0) if packed else (0, b)
         queries = slice(start, start + len(sequence.q))
-        runs = runs_of(asked.rows, b, row, queries, sequence.keys.stop, plan.block_q)
+        runs = runs_of(result.rows, b, row, queries, sequence.keys.stop, plan.block_q)
         alone = [runs] if asked.kind == IMPORTANCE else [[run] for run in runs]
         tasks += [partial(compute, sequence, some) for some in alone]
     run_tasks(plan.threads, tasks, call.stop)

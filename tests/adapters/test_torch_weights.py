@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import cupy_flash
+from cupy_flash.adapters.torch import op, weights
+from cupy_flash.problem.features import Options
 
 B, SQ, SK, H, HK, D = 2, 19, 23, 4, 2, 16
 SHIFT = SK - SQ - 6  # some rows see no key
@@ -106,6 +108,20 @@ def test_compiled_in_one_graph():
         results.append((value, *torch.autograd.grad(value, sources)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["attention_weights", "top_weights", "key_importance"])
+def test_the_operator_keeps_the_rules_of_torch(kind):
+    q, k, bias, factors = inputs(torch.float32)
+    lse = lse_of(q, k, dict(bias=bias)).detach().requires_grad_()
+    settings = Options(bias=bias, score_mod=lambda s, b, h, i, j: s * factors[h])
+    mod = op.mod_of_options(settings)
+    arguments = op.arguments_of((q, k, k), settings, None, fp8=False)
+    wanted = (lse, None, kind, [3, 5], "list", [1, 0], None, 2)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        weights.attention_weights, (*arguments, list(mod.arrays), mod.encoded, *wanted), test_utils=checks
+    )
 
 
 def test_packed_sequences():

@@ -229,6 +229,22 @@ def test_a_row_of_weight_zero_adds_nothing():
     np.testing.assert_array_equal(after, before)
 
 
+def test_nan_reaches_only_what_sees_it():
+    """A query or a key with NaN changes the weights of the rows and the gradients of the keys that it sees."""
+    call = Case(causal=True, **SMALL).call()
+    dweights = np.ones((2, 4, 13, 17), np.float32)
+    before, _ = cupy_flash.attention_weights_vjp(call.q, call.k, lse_of(call), **call.options)
+    call.q[:, 3], call.k[:, 14] = np.nan, np.nan  # query i sees the keys up to i + 4
+    weights, vjp = cupy_flash.attention_weights_vjp(call.q, call.k, lse_of(call), **call.options)
+    clean = [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    np.testing.assert_array_equal(weights[:, :, clean], before[:, :, clean])
+    assert np.isnan(weights[:, :, 3, :8]).all() and not weights[:, :, 3, 8:].any()
+    gradients = vjp(dweights)
+    assert np.isnan(gradients.dk[:, :8]).all() and np.isfinite(gradients.dq[:, clean]).all()
+    values, keys = cupy_flash.top_weights(call.q, call.k, lse_of(call), 3, **call.options)
+    assert keys[0, 0, 3].tolist() == [0, 1, 2] and keys[0, 0, 12, 0] == 14 and np.isnan(values[0, 0, 12]).all()
+
+
 @pytest.mark.parametrize("shape", [None, (2, 4, 13), (4, 1), ()], ids=str)
 def test_gradients_of_importance_are_those_of_weights(shape):
     """They are those of the weights for the gradient w_i dc_j, and that of the row weights sums P dc."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from .problem.argument_types import CacheReadArguments, PackedOptions, PaddedOptions
     from .problem.weights import Heads, Rows
+
+    Inputs: TypeAlias = tuple[ArrayT, AnyArray, AnyArray]  # q, k and lse
 
 
 def attention_weights(
@@ -222,7 +224,7 @@ def top_weights(
     >>> out, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
     >>> values, keys = cupy_flash.top_weights(q, k, lse, 2, causal=True)
     >>> keys[0, 0].tolist()
-    [[0, -1], [1, 0], [0, 1], [3, 0]]
+    [[0, -1], [1, 0], [1, 0], [2, 3]]
     """
     values, keys = _compute("top_weights", (q, k, lse), Options.of("top_weights", options), Wish(TOP, n=n))
     return values, keys
@@ -403,8 +405,8 @@ def key_importance_vjp(
 
 
 def _compute(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, wish: Wish, packed: Packed | None = None
-) -> tuple[Any, ...]:
+    function: str, arrays: Inputs[ArrayT], options: Options, wish: Wish, packed: Packed | None = None
+) -> tuple[ArrayT, ...]:
     if _is_torch(arrays[0]):
         from .adapters.torch import weights as adapter
 
@@ -413,7 +415,9 @@ def _compute(
     return tuple(map(Array.result, results))
 
 
-def _compute_on_cache(function: str, arrays: tuple[Any, Any, Any], options: Any, wish: Wish) -> tuple[Any, ...]:
+def _compute_on_cache(
+    function: str, arrays: Inputs[ArrayT], options: Mapping[str, object], wish: Wish
+) -> tuple[ArrayT, ...]:
     from .problem.kv_cache_records import reading
 
     settings = reading(function, options)
@@ -426,11 +430,11 @@ def _compute_on_cache(function: str, arrays: tuple[Any, Any, Any], options: Any,
 
 
 def _with_vjp(
-    function: str, arrays: tuple[Any, Any, Any], options: Options, wish: Wish
-) -> tuple[tuple[Any, ...], Callable[[Any], WeightsGradients]]:
+    function: str, arrays: Inputs[ArrayT], options: Options, wish: Wish
+) -> tuple[tuple[ArrayT, ...], Callable[[ArrayT], WeightsGradients]]:
     results = dispatch.weights(*pose_weights(function, arrays, options, wish))
 
-    def vjp(gradient: Any) -> WeightsGradients:
+    def vjp(gradient: ArrayT) -> WeightsGradients:
         saved = SavedWeights(gradient)
         return dispatch.weights_backward(*pose_weights("vjp", arrays, options, wish, saved=saved)).results()
 

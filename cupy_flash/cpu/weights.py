@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -81,6 +81,17 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype, like: Array, value: int = 0) 
     return array
 
 
+class _Best:
+    """The n largest scores of each row so far, (heads, rows, n) in the order of their keys, and these keys."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.S, self.keys = np.full(shape, -np.inf, dtype), np.full(shape, -1, np.int32)
+        self.lse = np.zeros(shape[:2], dtype)
+
+
+State: TypeAlias = np.ndarray | _Best | None  # of a run: what its tiles add up to
+
+
 class Weights:
     """The result of attention_weights, each head's own or the mean of all."""
 
@@ -93,14 +104,15 @@ class Weights:
         self.wanted = range(problem.heads) if asked.heads is None else sorted(set(asked.heads))
         self.rows = asked.rows
 
-    def begin(self, run: Run, heads: Sequence[int]) -> Any:
+    def begin(self, run: Run, heads: Sequence[int]) -> State:
         """Return what the tiles of a run add up to, over which a mean is rounded once; None without a mean."""
         return np.zeros((run.length, run.keys), self.problem.accumulation) if self.together else None
 
-    def add(self, total: Any, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
+    def add(self, total: State, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
         """Add the scores (heads, rows, keys) of a tile."""
         P = probabilities(S, lse)
         if self.asked.heads is None:
+            assert isinstance(total, np.ndarray)
             total[:, keys] += P.sum(axis=0)
             return
         chosen = {head: P[n] for n, head in enumerate(heads)}
@@ -108,9 +120,9 @@ class Weights:
             if head in chosen:
                 self.W[run.row, place, run.place, keys] = chosen[head]
 
-    def end(self, total: Any, run: Run, heads: Sequence[int]) -> None:
+    def end(self, total: State, run: Run, heads: Sequence[int]) -> None:
         """Write the mean."""
-        if self.asked.heads is None:
+        if isinstance(total, np.ndarray):
             self.W[run.row, run.place, : run.keys] = total / self.problem.heads
 
 
@@ -127,10 +139,10 @@ class Importance:
         weighted = np.flatnonzero((self.row_weights != 0).any(axis=(0, 1)))
         self.rows = np.arange(*(weighted[[0, -1]] + (0, 1))) if weighted.size else weighted
 
-    def begin(self, run: Run, heads: Sequence[int]) -> Any:
+    def begin(self, run: Run, heads: Sequence[int]) -> State:
         """Return None: the tiles add to the result."""
 
-    def add(self, total: Any, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
+    def add(self, total: State, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
         """Add the scores (heads, rows, keys) of a tile. A row of weight 0 adds nothing, whatever its scores are."""
         for head, S_head, lse_head in zip(heads, S, lse, strict=True):
             w = self.row_weights[run.row, head, run.at].astype(S.dtype)
@@ -139,16 +151,8 @@ class Importance:
                 P = probabilities(S_head[rows], lse_head[rows])
                 self.sums[run.batch, head, keys] += product(P.T, w[rows, None])[:, 0]
 
-    def end(self, total: Any, run: Run, heads: Sequence[int]) -> None:
+    def end(self, total: State, run: Run, heads: Sequence[int]) -> None:
         """Do nothing."""
-
-
-class _Best:
-    """The n largest scores of each row so far, (heads, rows, n) in the order of their keys, and these keys."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.S, self.keys = np.full(shape, -np.inf, dtype), np.full(shape, -1, np.int32)
-        self.lse = np.zeros(shape[:2], dtype)
 
 
 class Top:
@@ -165,15 +169,16 @@ class Top:
         self.values, self.keys = (x.numpy()[None] if problem.layout == "thd" else x.numpy() for x in self.results)
         self.n = min(asked.n, problem.kv_len)
 
-    def begin(self, run: Run, heads: Sequence[int]) -> Any:
+    def begin(self, run: Run, heads: Sequence[int]) -> State:
         """Return no keys."""
         return _Best((len(heads), run.length, self.n), self.problem.accumulation)
 
-    def add(self, best: Any, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
+    def add(self, best: State, run: Run, heads: Sequence[int], keys: slice, S: np.ndarray, lse: np.ndarray) -> None:
         """Merge the scores (heads, rows, keys) of a tile, whose keys are above those of earlier tiles.
 
         A score that is NaN counts as inf. Of equal scores the lower keys remain: columns are in the order of keys.
         """
+        assert isinstance(best, _Best)
         best.lse = lse
         S = np.where(np.isnan(S), np.inf, S)
         if not (best.S.min(axis=-1, keepdims=True) < S).any():
@@ -187,8 +192,9 @@ class Top:
         chosen = above | (equal & (np.cumsum(equal, axis=-1) <= room))
         best.S, best.keys = (x[chosen].reshape(best.S.shape) for x in (S, numbers))
 
-    def end(self, best: Any, run: Run, heads: Sequence[int]) -> None:
+    def end(self, best: State, run: Run, heads: Sequence[int]) -> None:
         """Write the probabilities in descending order of their scores, ties in the order of keys."""
+        assert isinstance(best, _Best)
         order = np.argsort(-best.S, axis=-1, kind="stable")
         S, keys = (np.take_along_axis(x, order, axis=-1) for x in (best.S, best.keys))
         here = (run.row, slice(heads[0], heads[-1] + 1), run.at, slice(self.n))
@@ -271,10 +277,12 @@ def backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
 
     run_tasks(plan.threads, call.gradient_tasks(differentiate), call.stop)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
-    others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
+    gradients = WeightsGradients(dq, dk, dlse)
+    for name, total in sums.items():
+        gradients = gradients._replace(**{f"d{name}": rounded(total, getattr(operands, name), q)})
     if asked.row_weights is not None:
-        others["drow_weights"] = gradient.of_row_weights(q)
-    return WeightsGradients(dq, dk, dlse, **others)
+        gradients = gradients._replace(drow_weights=gradient.of_row_weights(q))
+    return gradients
 
 
 def _runs(plan: Plan, call: Call, rows: np.ndarray) -> list[tuple[attention.Sequence, list[Run]]]:
@@ -306,12 +314,12 @@ class _Rows:
             for first, last, cut in visits[::-1]
         ]
 
-    def scores(self, tile: ScoreTile, save: bool) -> tuple[np.ndarray, list[Any]]:
+    def scores(self, tile: ScoreTile, save: bool) -> tuple[np.ndarray, list[object]]:
         """Return the scores of a tile, hidden ones -inf, and with `save` the values that gradients need."""
         self.call.stop.poll()
         S = self.Q(slice(*tile.queries)) @ self.K[slice(*tile.keys)].T
         self.call.scale(S)
-        saved = [step.apply(S, tile, save) for step in self.call.score_steps]
+        saved: list[object] = [step.apply(S, tile, save) for step in self.call.score_steps]
         self.call.hide(S, self.sequence.band, tile, -np.inf)
         return S, saved
 

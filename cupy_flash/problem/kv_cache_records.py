@@ -184,6 +184,6 @@ FIELDS = {x.name: x.member or x.name for x in CACHE_FEATURES if (x.member or x.n
 INDICES = frozenset(x.name for x in CACHE_FEATURES if x.dtypes in (INT32, INT64))
 
 
-def reading(function: str, options: Mapping[str, Any]) -> CacheOptions:
+def reading(function: str, options: Mapping[str, object]) -> CacheOptions:
     """Make the options of a call that only reads a cache; TypeError for another name."""
     return CacheOptions(**known(function, options, READ_FEATURES))

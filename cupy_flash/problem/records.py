@@ -86,10 +86,10 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-def _applied(function: Callable[..., object], gradients: object) -> Any:
+def applied(function: Callable[..., object], gradients: object) -> Any:
     """Return a nested tuple of arrays with the function applied to each array; None stays None."""
     if isinstance(gradients, tuple):
-        return tuple(_applied(function, gradient) for gradient in gradients)
+        return tuple(applied(function, gradient) for gradient in gradients)
     return None if gradients is None else function(gradients)
 
 
@@ -130,7 +130,7 @@ class Gradients(_Gradients, Generic[GradientT]):
         Args:
             function: returns the replacement of an array.
         """
-        return Gradients(*_applied(function, self))
+        return Gradients(*applied(function, self))
 
 
 class _SecondGradients(NamedTuple):
@@ -169,7 +169,7 @@ class SecondGradients(_SecondGradients, Generic[GradientT]):
         Args:
             function: returns the replacement of an array.
         """
-        return SecondGradients(*_applied(function, self))
+        return SecondGradients(*applied(function, self))
 
 
 class Problem(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..arrays import AnyArray, Array
 from .build import pose, pose_with_cache
 from .checks import Requirements, Sizes, broadcasts, is_float
-from .records import DTYPES, LONGEST, WHOLE, Operands, Packed, Problem, Shard
+from .records import DTYPES, LONGEST, WHOLE, AnyGradient, Operands, Packed, Problem, Shard, applied
 
 if TYPE_CHECKING:
     from .features import Options
@@ -36,10 +36,10 @@ class Wish(NamedTuple):
     """What the caller wants of the probabilities, not checked yet."""
 
     kind: str
-    rows: Any = None
-    heads: Any = EACH
-    limit: Any = LIMIT
-    n: Any = None
+    rows: Rows = None
+    heads: Heads = EACH
+    limit: float | None = LIMIT
+    n: int | None = None
     row_weights: AnyArray | None = None
 
 
@@ -72,22 +72,16 @@ class WeightsGradients(NamedTuple):
     score_mod and mask_mod capture, None for one that is not floating.
     """
 
-    dq: Any
-    dk: Any
-    dlse: Any
-    dbias: Any = None
-    dcaptured: tuple[Any, ...] | None = None
-    drow_weights: Any = None
+    dq: AnyGradient
+    dk: AnyGradient
+    dlse: AnyGradient
+    dbias: AnyGradient | None = None
+    dcaptured: tuple[AnyGradient | None, ...] | None = None
+    drow_weights: AnyGradient | None = None
 
     def results(self) -> WeightsGradients:
         """Return the record with the caller's arrays in place of the package's."""
-        captured = None if self.dcaptured is None else tuple(map(_result, self.dcaptured))
-        others = {name: _result(x) for name, x in self._asdict().items() if name != "dcaptured"}
-        return WeightsGradients(**others, dcaptured=captured)
-
-
-def _result(array: Array | None) -> Any:
-    return None if array is None else array.result()
+        return WeightsGradients(*applied(Array.result, self))
 
 
 class Beside:
@@ -144,7 +138,7 @@ def _check_array(
 
 def pose_weights(
     function: str,
-    arrays: tuple[Any, Any, Any],
+    arrays: tuple[AnyArray, AnyArray, AnyArray],
     options: Options,
     wish: Wish,
     packed: Packed | None = None,
@@ -163,7 +157,11 @@ def pose_weights(
 
 
 def pose_weights_with_cache(
-    function: str, arrays: tuple[Any, Any, Any], options: CacheOptions, wish: Wish, reasons: tuple[str, ...] = ()
+    function: str,
+    arrays: tuple[AnyArray, AnyArray, AnyArray],
+    options: CacheOptions,
+    wish: Wish,
+    reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands, Asked]:
     """Return `pose_weights` of a call on a KV cache; `arrays` are q, k_cache and lse."""
     q, k_cache, lse = arrays
@@ -172,7 +170,7 @@ def pose_weights_with_cache(
     return problem._replace(weights=wish.kind), operands, beside.asked
 
 
-def _whole(values: Any) -> npt.NDArray[np.int64] | None:
+def _whole(values: object) -> npt.NDArray[np.int64] | None:
     """Return whole numbers in host memory as a vector, or None if they are something else."""
     try:
         array = np.asarray(values)
@@ -186,7 +184,7 @@ def _whole(values: Any) -> npt.NDArray[np.int64] | None:
 NONE = np.zeros(0, np.int64)
 
 
-def _rows(requirements: Requirements, given: Any, count: int | None) -> npt.NDArray[np.int64]:
+def _rows(requirements: Requirements, given: object, count: int | None) -> npt.NDArray[np.int64]:
     """Return the numbers of the rows; `count`, the number of all, is None if it is not known."""
     if given is None:
         return np.arange(count or 0)
@@ -199,7 +197,7 @@ def _rows(requirements: Requirements, given: Any, count: int | None) -> npt.NDAr
     return _numbers(requirements, "rows", "None, a slice", given, count)
 
 
-def _heads(requirements: Requirements, given: Any, count: int | None) -> tuple[int, ...] | None:
+def _heads(requirements: Requirements, given: object, count: int | None) -> tuple[int, ...] | None:
     if isinstance(given, str):
         requirements.require(given in (EACH, MEAN), f'heads must be "each", "mean" or a list of heads, not {given!r}')
         return None if given == MEAN else tuple(range(count or 0))
@@ -208,7 +206,7 @@ def _heads(requirements: Requirements, given: Any, count: int | None) -> tuple[i
 
 
 def _numbers(
-    requirements: Requirements, name: str, others: str, given: Any, count: int | None
+    requirements: Requirements, name: str, others: str, given: object, count: int | None
 ) -> npt.NDArray[np.int64]:
     numbers = _whole(given)
     if numbers is None:
@@ -222,24 +220,28 @@ def _numbers(
     return numbers if inside else NONE
 
 
-def _count(requirements: Requirements, given: Any) -> int:
-    try:
-        n = operator.index(given)
-    except Exception:  # a foreign object may raise anything
+def _count(requirements: Requirements, given: object) -> int:
+    n = None
+    if isinstance(given, SupportsIndex):
+        try:
+            n = operator.index(given)
+        except Exception:  # a foreign object may raise anything
+            n = None
+    if n is None:
         requirements.require_type(False, f"n must be a whole number, not {given!r}")
         return 0
     legal = not isinstance(given, bool) and 1 <= n <= LONGEST
     return n if requirements.require(legal, f"n must be in [1, {LONGEST}], not {given!r}") else 0
 
 
-def _check_limit(requirements: Requirements, limit: Any, size: int) -> None:
+def _check_limit(requirements: Requirements, limit: object, size: int) -> None:
     if limit is None:
         return
-    is_number = isinstance(limit, (int, float, np.integer, np.floating)) and not isinstance(limit, bool)
-    if requirements.require_type(is_number, f"limit must be a number of bytes or None, not {limit!r}"):
-        requirements.require(not math.isnan(limit), "limit must not be NaN")
-        requirements.require(
-            size <= limit or math.isnan(limit),
-            f"the weights would take {size:,} bytes, more than limit = {limit:,}: ask for fewer rows or heads, for "
-            'heads="mean", or raise limit (None: no limit)',
-        )
+    if not isinstance(limit, (int, float, np.integer, np.floating)) or isinstance(limit, bool) or limit != limit:
+        requirements.require_type(False, f"limit must be a number of bytes or None, not {limit!r}")
+        return
+    requirements.require(
+        bool(size <= limit),
+        f"the weights would take {size:,} bytes, more than limit = {limit:,}: ask for fewer rows or heads, for "
+        'heads="mean", or raise limit (None: no limit)',
+    )

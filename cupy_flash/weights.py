@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT
-from .problem.features import Options
-from .problem.records import Packed
+from .problem.records import CacheOptions, Options, Packed
 from .problem.weights import (
     EACH,
     IMPORTANCE,
@@ -418,9 +417,7 @@ def _compute(
 def _compute_on_cache(
     function: str, arrays: Inputs[ArrayT], options: Mapping[str, object], wish: Wish
 ) -> tuple[ArrayT, ...]:
-    from .problem.kv_cache_records import reading
-
-    settings = reading(function, options)
+    settings = CacheOptions.of_reading(function, options)
     if _is_torch(arrays[0]):
         from .adapters.torch import weights as adapter
 

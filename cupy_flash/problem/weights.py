@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,19 @@ import numpy.typing as npt
 from ..arrays import AnyArray, Array
 from .build import pose, pose_with_cache
 from .checks import Requirements, Sizes, broadcasts, is_float
-from .records import DTYPES, LONGEST, WHOLE, AnyGradient, Operands, Packed, Problem, Shard, applied
-
-if TYPE_CHECKING:
-    from .features import Options
-    from .kv_cache_records import CacheOptions
+from .records import (
+    DTYPES,
+    LONGEST,
+    WHOLE,
+    AnyGradient,
+    CacheOptions,
+    Operands,
+    Options,
+    Packed,
+    Problem,
+    Shard,
+    applied,
+)
 
 # The functions, which are also the values of Problem.weights
 WEIGHTS, TOP, IMPORTANCE = "attention_weights", "top_weights", "key_importance"

@@ -5,7 +5,7 @@ import torch
 
 import cupy_flash
 from cupy_flash.adapters.torch import op, weights
-from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Options
 
 B, SQ, SK, H, HK, D = 2, 19, 23, 4, 2, 16
 SHIFT = SK - SQ - 6  # some rows see no key

@@ -15,7 +15,7 @@ from tolerance import assert_matches_reference
 import cupy_flash
 from cupy_flash import UnsupportedError, dispatch, reference
 from cupy_flash.cpu import weights as cpu
-from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Options
 from cupy_flash.problem.weights import MEAN, TOP, WEIGHTS, Wish, pose_weights
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

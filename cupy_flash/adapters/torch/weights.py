@@ -16,9 +16,7 @@ import torch
 from ... import dispatch
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded
-from ...problem.features import Options
-from ...problem.kv_cache_records import CacheOptions
-from ...problem.records import Packed
+from ...problem.records import CacheOptions, Options, Packed
 from ...problem.weights import (
     EACH,
     IMPORTANCE,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .explanation import Tiles
     from .mods.tiles import TileCounts
+    from .problem.weights import Asked, WeightsGradients
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
@@ -137,6 +138,20 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients[Arr
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
 
 
+def weights(problem: Problem, operands: Operands, asked: Asked) -> tuple[Array, ...]:
+    """Plan and run a call that returns probabilities; returns its results."""
+    chosen = _fitted(plan_for(problem), operands)
+    results: tuple[Array, ...] = _weights(chosen).forward(chosen, operands, asked)
+    return results
+
+
+def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> WeightsGradients:
+    """Plan and run the backward of a call that returns probabilities; returns the gradients as Arrays."""
+    chosen = _fitted(plan_for(problem), operands)
+    gradients: WeightsGradients = _weights(chosen).backward(chosen, operands, asked)
+    return gradients
+
+
 def along_cotangents(problem: Problem) -> Problem:
     """Return the JVP with which a double backward begins, in the direction of its cotangents."""
     captured_gradient = (False,) * len(problem.captured_gradient)
@@ -246,6 +261,11 @@ DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
     return _imported(DERIVATIVES[chosen.device.backend])
+
+
+def _weights(chosen: Plan) -> ModuleType:
+    """Return the module in which an engine computes attention weights."""
+    return _imported(f".{MODULES[chosen.engine].WEIGHTS}")
 
 
 def _module(chosen: Plan) -> ModuleType:

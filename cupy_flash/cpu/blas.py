@@ -189,7 +189,7 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     the caller lets torch round the factors of fp32 products, torch's products are not exact.
     """
     of_one_head = problem.is_modified or problem.dense_mask is not None or problem.mask_mod or problem.dropout
-    if of_one_head or problem.derivative or problem.mask.left is not None:
+    if of_one_head or problem.derivative or problem.weights or problem.mask.left is not None:
         return Products()
     arrays = (operands.q, operands.k, operands.v)
     few = problem.q_len < TORCH_QUERIES or problem.kv_len < TORCH_KEYS

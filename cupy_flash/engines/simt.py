@@ -35,6 +35,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (40, 128), (256, 256))

@@ -126,16 +126,13 @@ class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
     """Options of `ring_attention` and `ulysses_attention`."""
 
 
-class CacheArgumentsWithoutLse(Ordering, Mods, Generic[T], total=False):
-    """Options of `attention_with_kv_cache` except return_lse."""
+class CacheReading(Ordering, Mods, Generic[T], total=False):
+    """Options of `attention_with_kv_cache` that do not write to arrays, except return_lse."""
 
-    k: T | None
-    v: T | None
     cache_seqlens: T | int | None
     cache_batch_idx: T | None
     cache_leftpad: T | None
     block_table: T | None
-    slots: T | None
     positions: T | None
     cu_seqlens_q: T | None
     max_seqlen_q: int | None
@@ -152,9 +149,21 @@ class CacheArgumentsWithoutLse(Ordering, Mods, Generic[T], total=False):
     k_descale: T | None
     v_descale: T | None
     split_size: int | None
-    out: T | None
     backend: str | None
     engine: str | None
+
+
+class CacheReadArguments(CacheReading[T], Result, total=False):
+    """Options of functions that only read a KV cache, such as `attention_weights_with_kv_cache`."""
+
+
+class CacheArgumentsWithoutLse(CacheReading[T], total=False):
+    """Options of `attention_with_kv_cache` except return_lse."""
+
+    k: T | None
+    v: T | None
+    slots: T | None
+    out: T | None
 
 
 class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
+    from .weights import Beside, SavedWeights
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
@@ -80,18 +81,20 @@ NamedFacts = (
 
 def pose(
     function: str,
-    arrays: "tuple[Given, Given, Given]",
+    arrays: "tuple[Given, Given, Given | None]",
     options: Options,
     packed: Packed | None = None,
-    saved: Saved | None = None,
+    saved: "Saved | SavedWeights | None" = None,
     shard: Shard = WHOLE,
     tangents: Tangents | None = None,
     reasons: tuple[str, ...] = (),
+    beside: "Beside | None" = None,
 ) -> tuple[Problem, Operands]:
     """Return the Problem and Operands of one call of `function`, or raise one error with every unmet requirement.
 
     With `tangents` the problem is a JVP in their direction; with `saved` as well, a double backward. `reasons` are
-    requirements that an adapter has found unmet.
+    requirements that an adapter has found unmet. `beside` is that of a call without v (weights.py), for which no seed
+    is drawn; k takes the place of v.
     """
     requirements = Requirements(function)
     requirements.unmet += reasons
@@ -99,7 +102,10 @@ def pose(
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:
         given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
-    if saved is not None:
+    if beside is not None:
+        del given["v"]
+        given |= beside.arrays
+    elif isinstance(saved, Saved):
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
         if saved.dlse is not None:
             given["dlse"] = saved.dlse
@@ -117,19 +123,23 @@ def pose(
         saved, shard, tangents is not None,
     )  # fmt: skip
     checked = _checked(requirements, facts)
+    drops = checked.dropout and beside is None
     # Array contents and the seed are not cached facts: check them on every call.
-    seed = check_seed(requirements, call, options.seed, checked.dropout, saved is not None)
+    seed = check_seed(requirements, call, options.seed, drops, saved is not None)
     if packed is not None:
         check_boundaries(requirements, call, checked.longest)
     check_values(requirements, call, checked.sizes)
+    if beside is not None:
+        beside.check(requirements, call, checked.sizes, checked.longest[1])
     requirements.raise_if_unmet(call)
     assert checked.problem is not None  # holds because every requirement is met
-    if not checked.dropout:
+    if not drops:
         seed = None
     elif seed is None:
         # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
+    named.setdefault("v", call["k"])
     if mod is not None:
         names = captured_names(mod)
         named |= {"captured": tuple([call[name] for name in names]), "numbers": mod.numbers}
@@ -138,11 +148,20 @@ def pose(
 
 
 def pose_with_cache(
-    q: "Given", k_cache: "Given", v_cache: "Given", options: CacheOptions, reasons: tuple[str, ...] = ()
+    q: "Given",
+    k_cache: "Given",
+    v_cache: "Given | None",
+    options: CacheOptions,
+    reasons: tuple[str, ...] = (),
+    function: str = "attention_with_kv_cache",
+    beside: "Beside | None" = None,
 ) -> tuple[Problem, Operands]:
-    """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
+    """Return `pose` of `attention_with_kv_cache`, or of a function of weights, which has `beside` and no v_cache."""
     given = _given(("q", *CACHES), (q, k_cache, v_cache), options, of_cache())
-    return _pose_on_cache("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
+    if beside is not None:
+        del given["v_cache"]
+        given |= beside.arrays
+    return _pose_on_cache(function, given, options, "cu_seqlens_q", reasons, beside)
 
 
 def pose_append(
@@ -162,7 +181,12 @@ def pose_append(
 
 
 def _pose_on_cache(
-    function: str, given: dict[str, object], options: CacheOptions, bounds: str, reasons: tuple[str, ...]
+    function: str,
+    given: dict[str, object],
+    options: CacheOptions,
+    bounds: str,
+    reasons: tuple[str, ...],
+    beside: "Beside | None" = None,
 ) -> tuple[Problem, Operands]:
     requirements, table = Requirements(function), of_cache()
     requirements.unmet += reasons
@@ -190,7 +214,7 @@ def _pose_on_cache(
     rows = call.get("q")
     if rows is None and "k" in call:
         rows = empty((0,) * len(call["k"].shape), call["k"].dtype, call["k"])
-    named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache")}
+    named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache", call.get("k_cache"))}
     named |= {name: x for name, x in call.items() if name in table.others}
     named["cu_seqlens_q"] = call.get(bounds)
     if mod is not None:
@@ -201,6 +225,8 @@ def _pose_on_cache(
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
         table.check_contents(requirements, checked.problem, operands, bounds)
+    if beside is not None:
+        beside.check(requirements, call, checked.sizes, checked.sizes.kv_len)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None
     return checked.problem, operands
@@ -341,7 +367,7 @@ def _facts(
     arrays: tuple[NamedFacts, ...],
     aligned: bool,
     longest: tuple[int | None, ...] = (),
-    saved: Saved | None = None,
+    saved: "Saved | SavedWeights | None" = None,
     shard: Shard = WHOLE,
     directed: bool = False,
     on_cache: tuple[bool, bool] | None = None,
@@ -415,7 +441,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         layout = layout if is_one_of(layout, LAYOUTS) else "bshd"
         sizes = kv_cache.check_sizes(requirements, arrays, options, layout, facts.on_cache)
         packed, readable = sizes.packed, sizes.known and not requirements.unmet
-    elif {"q", "k", "v"} <= arrays.keys():
+    elif {"q", "k"} <= arrays.keys():
         sizes = check_shapes(requirements, arrays, layout, packed)
     like = arrays.get("q", arrays.get("k"))
     settings, unmet_options, about_type = cached_if_plain(_check_options, facts.types)(
@@ -467,6 +493,7 @@ def _problem(
     return Problem(
         backward=facts.backward,
         derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
+        weights="",
         tangents=_moved(arrays),
         dtype=like.dtype,
         device=like.device,

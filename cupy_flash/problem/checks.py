@@ -170,19 +170,19 @@ def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> N
 
 
 def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: object, packed: bool) -> Sizes:
-    """Check q, k and v, and return the sizes on which they agree."""
+    """Check q, k and v, and return the sizes on which they agree; without v, for weights, it counts as k."""
     require = requirements.require
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    q, k, v = arrays["q"], arrays["k"], arrays.get("v", arrays["k"])
+    given = [name for name in "qkv" if name in arrays]
+    all_of, keys = ("q, k and v", "k and v") if "v" in arrays else ("q and k", "k")
     dtypes = {array.dtype for array in (q, k, v)}
-    requirements.require_type(len(dtypes) == 1, "q, k and v must have one dtype")
+    requirements.require_type(len(dtypes) == 1, f"{all_of} must have one dtype")
     for name in sorted(map(dtype_name, dtypes)):
-        requirements.require_type(
-            name in (*DTYPES, FP8), f"q, k and v must be {', '.join(DTYPES)} or {FP8}, not {name}"
-        )
+        requirements.require_type(name in (*DTYPES, FP8), f"{all_of} must be {', '.join(DTYPES)} or {FP8}, not {name}")
     rank = 3 if packed else 4
     layout = layout if isinstance(layout, str) else ""
     axes = "(T, H, D)" if packed else {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(layout, "")
-    ranked = [require(len(arrays[name].shape) == rank, f"{name} must have {rank} dimensions {axes}") for name in "qkv"]
+    ranked = [require(len(arrays[name].shape) == rank, f"{name} must have {rank} dimensions {axes}") for name in given]
     if not all(ranked):
         return Sizes()
 
@@ -195,20 +195,21 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
     k_batch, kv_len, kv_heads, k_dim = sizes(k)
     v_batch, v_len, v_heads, head_dim_v = sizes(v)
     agreed = [
-        require(batch == k_batch == v_batch, f"q, k and v must have one batch size, not {batch}, {k_batch}, {v_batch}"),
+        require(
+            batch == k_batch == v_batch,
+            f"{all_of} must have one batch size, not {batch}, {k_batch}{f', {v_batch}' if 'v' in arrays else ''}",
+        ),
         require(kv_len == v_len, f"k and v must have one length, not {kv_len} and {v_len}"),
         require(kv_heads == v_heads, f"k and v must have the same number of heads, not {kv_heads} and {v_heads}"),
         require(head_dim == k_dim, f"q and k must have one head dimension, not {head_dim} and {k_dim}"),
-        require(
-            max(q_len, kv_len) <= LONGEST, f"q, k and v must have at most {LONGEST} rows, not {q_len} and {kv_len}"
-        ),
+        require(max(q_len, kv_len) <= LONGEST, f"{all_of} must have at most {LONGEST} rows, not {q_len} and {kv_len}"),
         require(
             min(heads, kv_heads, v_heads, head_dim, k_dim, head_dim_v) > 0,
             "heads and head dimensions must be at least 1",
         ),
         kv_heads == 0
         or require(
-            heads % kv_heads == 0, f"the {heads} heads of q must be a multiple of the {kv_heads} heads of k and v"
+            heads % kv_heads == 0, f"the {heads} heads of q must be a multiple of the {kv_heads} heads of {keys}"
         ),
     ]
     if not all(agreed):
@@ -448,7 +449,7 @@ def check_shape(
     if not shapes:
         return requirements.require(False, f"{feature.name} is for padded queries, and these are packed")
     legal = any(_fits(array.shape, shape) for shape in shapes)
-    legal |= feature.broadcast and _broadcasts(array.shape, shapes[-1])
+    legal |= feature.broadcast and broadcasts(array.shape, shapes[-1])
     text = {"axes": " or ".join(map(_axes_text, legal_axes)), "shape": shapes[-1], "given": array.shape}
     return requirements.require(legal, f"{feature.name} {feature.shape_text.format(**lengths, **text)}")
 
@@ -538,7 +539,8 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype_name(dtype) in DTYPES
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
+    """Return whether an array of a shape broadcasts to another shape without changing it."""
     if len(shape) > len(to):
         return False
     return all(size in (1, full) for size, full in zip(shape[::-1], to[::-1], strict=False))

@@ -259,6 +259,12 @@ class CacheOptions:
         """Make the options from keyword arguments; TypeError for an unknown name."""
         return cls(**known(function, options, CACHE_FEATURES))
 
+    @classmethod
+    def of_reading(cls, function: str, options: Mapping[str, object]) -> "CacheOptions":
+        """Make the options of a function that only reads a cache, and takes no array that a call writes or appends."""
+        written = ("k", "v", "slots", "out")
+        return cls(**known(function, options, tuple(x for x in CACHE_FEATURES if x.name not in written)))
+
 
 CACHE_FEATURES = table_of(CacheOptions)
 INDICES = frozenset(x.name for x in CACHE_FEATURES if x.dtypes in (INT32, INT64))
@@ -316,10 +322,10 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-def _applied(function: Callable[..., object], gradients: object) -> Any:
+def applied(function: Callable[..., object], gradients: object) -> Any:
     """Return a nested tuple of arrays with the function applied to each array; None stays None."""
     if isinstance(gradients, tuple):
-        return tuple(_applied(function, gradient) for gradient in gradients)
+        return tuple(applied(function, gradient) for gradient in gradients)
     return None if gradients is None else function(gradients)
 
 
@@ -360,7 +366,7 @@ class Gradients(_Gradients, Generic[GradientT]):
         Args:
             function: returns the replacement of an array.
         """
-        return Gradients(*_applied(function, self))
+        return Gradients(*applied(function, self))
 
 
 class _SecondGradients(NamedTuple):
@@ -399,7 +405,7 @@ class SecondGradients(_SecondGradients, Generic[GradientT]):
         Args:
             function: returns the replacement of an array.
         """
-        return SecondGradients(*_applied(function, self))
+        return SecondGradients(*applied(function, self))
 
 
 class Cache(NamedTuple):
@@ -440,6 +446,7 @@ class Problem(NamedTuple):
 
     backward: bool
     derivative: str  # JVP, or DOUBLE_BACKWARD, for which `backward` is also True; "" without tangents
+    weights: str  # the function that returns probabilities, such as "top_weights"; "" for attention
     tangents: tuple[str, ...]  # the inputs with a tangent; "array0", ... for captured arrays
     dtype: np.dtype
     device: str
@@ -538,6 +545,7 @@ class Problem(NamedTuple):
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
         features += [] if self.cache is None else [str(self.cache)]
         step = self.derivative or ("backward" if self.backward else "forward")
+        step += f" of {self.weights}" if self.weights else ""
         if self.derivative:
             step += f" of {', '.join(self.tangents) or 'nothing'}"
         packed = "packed, up to " if self.layout == "thd" else ""

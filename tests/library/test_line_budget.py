@@ -17,6 +17,7 @@ BUDGET = {
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
         (150, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
+        (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

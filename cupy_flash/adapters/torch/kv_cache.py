@@ -116,6 +116,11 @@ def _attend_directly(
     return (out, lse.result()) if options.return_lse else out
 
 
+def recorded(given: dict[str, Any], options: CacheOptions) -> tuple[str, ...]:
+    """Return the reason for an error if autograd had to record a call that only reads a cache, else ()."""
+    return _recorded(given | _tensors(options) | _captured(options))
+
+
 def _captured(options: CacheOptions) -> dict[str, Any]:
     """Return the arrays that the mods capture, by their names in errors; {} if tracing fails: pose reports that."""
     if options.score_mod is None and options.mask_mod is None:

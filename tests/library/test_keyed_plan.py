@@ -25,9 +25,13 @@ from cupy_flash.adapters.torch import keyed_autograd, transforms
 from cupy_flash.adapters.torch import keyed_plan as of_torch
 from cupy_flash.engines import simt
 from cupy_flash.gpu import run_plan
+from cupy_flash.gpu.kept_launches import KeptLaunches, without_memory
+from cupy_flash.gpu.params import ALIGNMENT
 from cupy_flash.gpu.tensor_map import encode_for_simulator
 from cupy_flash.plan import plan
-from cupy_flash.problem.records import Operands
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Operands, Packed, Saved
 
 OUTPUTS, SPACING = 1 << 50, 1 << 20  # the addresses of outputs in what is recorded
 Launched = namedtuple("Launched", "kept launches arguments")
@@ -197,6 +201,28 @@ def test_an_entry_launches_what_a_posed_call_does(form, engine):
     got, kept = outcome(lambda: attention(*second, **options))
     assert kept == (form != "misaligned" or engine != "wgmma")
     assert got == posed(lambda: attention(*second, **options))
+
+
+def test_kept_launches_have_their_own_lengths():
+    """The kernel that sums the gradient of a packed bias takes the sizes of the bias for lengths."""
+    bounds = torch.tensor([0, 7, 40], dtype=torch.int32)
+    q, k, v = (x[0] for x in (Q, K, V))
+    options = Options(bias=torch.zeros(1, 4, 33, 33), backend="simulator")
+    saved = Saved(q, q, torch.zeros(4, 40))
+    problem, operands = pose("attention_varlen", (q, k, v), options, Packed(bounds, bounds, 33, 33), saved)
+    works = []
+    run_plan.backward(dispatch.plan_for(problem), operands, works.append, without_memory)
+    (work,) = works
+    given = [*work.inputs.values(), *(x for x in work.results.values() if x is not None)]
+    addresses = {id(x): OUTPUTS + SPACING * n + x.pointer % ALIGNMENT for n, x in enumerate(given)}
+    params = work.params(lambda x: addresses[id(x)])
+    expected = [
+        work.arguments(launch, params, lambda x: addresses[id(x)], encode_for_simulator) for launch in work.launches
+    ]
+    kept = KeptLaunches(work, lambda like: None).arguments([addresses[id(x)] for x in given], encode_for_simulator)
+    assert [[x.tobytes() for x in each] for _, each in kept] == [[x.tobytes() for x in each] for each in expected]
+    lengths = {launch.function: each[0][["q_len", "kv_len"]].item() for launch, each in kept}
+    assert lengths.pop("backward_bias") == (33, 33) and set(lengths.values()) == {(40, 40)}
 
 
 def test_the_evidence_of_a_new_generation_is_used(monkeypatch):

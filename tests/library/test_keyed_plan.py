@@ -221,7 +221,8 @@ def test_kept_launches_have_their_own_lengths():
     ]
     kept = KeptLaunches(work, lambda like: None).arguments([addresses[id(x)] for x in given], encode_for_simulator)
     assert [[x.tobytes() for x in each] for _, each in kept] == [[x.tobytes() for x in each] for each in expected]
-    lengths = {launch.function: each[0][["q_len", "kv_len"]].item() for launch, each in kept}
+    described = zip(work.launches, expected, strict=True)
+    lengths = {launch.function: each[0][["q_len", "kv_len"]].item() for launch, each in described}
     assert lengths.pop("backward_bias") == (33, 33) and set(lengths.values()) == {(40, 40)}
 
 

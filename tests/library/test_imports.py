@@ -130,6 +130,7 @@ FLOW = (
     "adapters.torch.sdpa_drop_in",
     "adapters.torch.flash_attn_drop_in",
     "adapters.torch.flex_attention_drop_in",
+    "adapters.torch.varlen_attn_drop_in",
     "adapters.torch.module",
     "adapters.torch",
     "adapters.transformers",

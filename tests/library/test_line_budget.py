@@ -12,9 +12,10 @@ BUDGET = {
         (21711, "the package when the budget began"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (83, "torch's flex_attention: the checks of its signature, and lse in the layout of a query"),
+        (70, "torch's varlen_attn: the checks of its signature, and packed keys in use as pages of one key"),
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
-        (30, "bias in packed batches: its shape by max_seqlen, its part of each sequence, the lengths of the dbias kernel"),
+        (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (85, "explain() in 80 columns, as a table and as a plot of the tiles of the call"),
     ],
     "bench": [

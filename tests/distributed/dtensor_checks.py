@@ -16,7 +16,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 import cupy_flash
 from cupy_flash import dispatch
-from cupy_flash.adapters.torch import scaled_dot_product_attention
+from cupy_flash.adapters.torch import scaled_dot_product_attention, sdpa
 
 WHOLE = Replicate()
 SUM = Partial()
@@ -224,6 +224,8 @@ def ring_of_torch(world):
             with pytest.raises(
                 NotImplementedError, match="flash_attention_for_cpu.* does not have a sharding strategy"
             ):
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with sdpa(), pytest.raises(ValueError, match="the ranks of a sharded sequence must exchange keys"):
                 F.scaled_dot_product_attention(q, k, v, is_causal=True)
     restore_flash_attention_impl()
     assert steps == ["forward"] * 2 + ["backward"] * 2

@@ -135,6 +135,7 @@ FLOW = (
     "adapters.torch",
     "adapters.transformers",
     "adapters.xformers",
+    "adapters.diffusers",
     "api",
     "distributed.channel",
     "distributed.shards",

@@ -13,6 +13,7 @@ BUDGET = {
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (83, "torch's flex_attention: the checks of its signature, and lse in the layout of a query"),
         (70, "torch's varlen_attn: the checks of its signature, and packed keys in use as pages of one key"),
+        (50, "diffusers: a backend by the name cupy_flash, added to its closed Enum and taken away again"),
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
         (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),

@@ -33,16 +33,28 @@ from .checks import (
     is_one_of,
     read,
 )
+<<<<<<< HEAD
 from .features import ARRAY, ARRAYS, FEATURES, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, WINDOW, Feature, Options
+=======
+from .features import ARRAY, LENGTHS, MOD, SEED, WINDOW, Feature
+>>>>>>> main
 from .mask import Mask
 from .records import (
+    ARRAYS,
+    CACHE_FEATURES,
     CACHES,
     DOUBLE_BACKWARD,
+    FEATURES,
+    FIELDS,
     JVP,
     LAYOUTS,
     LONGEST,
     WHOLE,
+    Cache,
+    CacheOperands,
+    CacheOptions,
     Operands,
+    Options,
     Packed,
     Problem,
     Saved,
@@ -59,8 +71,11 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
+<<<<<<< HEAD
     from .checks import Length
     from .kv_cache_records import Cache, CacheOptions
+=======
+>>>>>>> main
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
@@ -132,7 +147,7 @@ def pose(
 
 
 def pose_with_cache(
-    q: "Given", k_cache: "Given", v_cache: "Given", options: "CacheOptions", reasons: tuple[str, ...] = ()
+    q: "Given", k_cache: "Given", v_cache: "Given", options: CacheOptions, reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
     given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
@@ -145,7 +160,7 @@ def pose_append(
     k_cache: "Given",
     v_cache: "Given",
     cu_seqlens: "Given | None",
-    options: "CacheOptions",
+    options: CacheOptions,
     reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
@@ -156,7 +171,7 @@ def pose_append(
 
 
 def _pose_on_cache(
-    function: str, given: dict[str, object], options: "CacheOptions", bounds: str, reasons: tuple[str, ...]
+    function: str, given: dict[str, object], options: CacheOptions, bounds: str, reasons: tuple[str, ...]
 ) -> tuple[Problem, Operands]:
     requirements, of_cache = Requirements(function), _of_cache()
     requirements.unmet += reasons
@@ -213,7 +228,7 @@ def _whole_length(requirements: Requirements, given: object) -> int | None:
 OPERANDS = frozenset(Operands._fields)
 
 
-def traced_mod(requirements: Requirements, options: "Options | CacheOptions") -> "Mod | None":
+def traced_mod(requirements: Requirements, options: Options | CacheOptions) -> "Mod | None":
     """Return the traced score_mod and mask_mod; None without them, or if tracing fails, which is recorded."""
     if options.score_mod is None and options.mask_mod is None:
         return None
@@ -274,7 +289,6 @@ class _OfCache(_Table):
 
     def __init__(self) -> None:
         from .kv_cache_contents import check_contents, check_overlap
-        from .kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
 
         super().__init__(CACHE_FEATURES)
         self.fields, self.operands = FIELDS, CacheOperands
@@ -287,7 +301,7 @@ _of_cache = lru_cache(maxsize=1)(_OfCache)
 
 
 def _given(
-    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: "Options | CacheOptions", table: _Table
+    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: Options | CacheOptions, table: _Table
 ) -> dict[str, object]:
     """Return the arrays of a call by name, as the caller passed them, without options that are None."""
     given: dict[str, object] = dict(zip(names, arrays, strict=True))
@@ -325,7 +339,7 @@ class Facts(NamedTuple):
 
 
 def _facts(
-    options: "Options | CacheOptions",
+    options: Options | CacheOptions,
     mod: "Mod | None",
     arrays: tuple[NamedFacts, ...],
     aligned: bool,
@@ -453,7 +467,7 @@ def _problem(
     layout: str,
     longest: tuple[int | None, int | None],
     mask: Mask,
-    cache: "Cache | None",
+    cache: Cache | None,
     others: dict[str, Any],
 ) -> Problem:
     """Return the Problem; `others` has its fields for mods, numbers, `engine` and `deterministic`."""

@@ -125,7 +125,7 @@ class Counters:
         """Count `copies` equal shared accesses; `words` (warps, 32) is each lane's first 4-byte word."""
         wavefronts, ideal = shared_wavefronts(words, mask, width)
         access = self.shared[number]
-        access.requests += copies * (len(words) if mask is None else int(mask.any(1).sum()))
+        access.requests += copies * (len(words) if mask is None else int(np.count_nonzero(mask.any(1))))
         access.wavefronts += copies * wavefronts
         access.ideal += copies * ideal
 
@@ -133,9 +133,9 @@ class Counters:
         self, number: int, addresses: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | None, width: int, *, writes: bool
     ) -> None:
         """Count a global access of `width` bytes per lane at addresses (warps, 32)."""
-        lanes = addresses.size if mask is None else int(mask.sum())
+        lanes = addresses.size if mask is None else int(np.count_nonzero(mask))
         access = self.global_[number]
-        access.requests += len(addresses) if mask is None else int(mask.any(1).sum())
+        access.requests += len(addresses) if mask is None else int(np.count_nonzero(mask.any(1)))
         access.sectors += _distinct_per_row(addresses >> 5, mask)
         access.bytes += lanes * width
         if writes:
@@ -164,7 +164,7 @@ def _distinct_per_row(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | No
         first = np.take_along_axis(values, mask.argmax(1)[:, None], 1)
         values = np.where(mask, values, first)
     steps = values[:, 1:] - values[:, :-1]
-    if steps.size and steps.min() < 0:
+    if np.count_nonzero(steps < 0):
         values = np.sort(values, axis=1)
         steps = values[:, 1:] - values[:, :-1]
     return len(values) + int(np.count_nonzero(steps))
@@ -179,8 +179,8 @@ def shared_wavefronts(words: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | Non
     words = np.asarray(words, np.int64)
     # Words at the same distances from each other have the same conflicts, and loops repeat a few patterns.
     if mask is None:
-        return _wavefronts((words - words.min()).tobytes(), None, width)
-    if not mask.any():
+        return _wavefronts((words - np.minimum.reduce(words, axis=None)).tobytes(), None, width)
+    if not np.count_nonzero(mask):
         return 0, 0
     return _wavefronts(np.where(mask, words - words[mask].min(), 0).tobytes(), mask.tobytes(), width)
 

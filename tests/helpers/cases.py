@@ -24,9 +24,8 @@ from cupy_flash.measure.checks import references as reference_runs
 from cupy_flash.measure.checks.references import furthest as furthest
 from cupy_flash.plan.plan import Plan, plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
 from cupy_flash.problem.recorded_call import Call
-from cupy_flash.problem.records import Operands, Packed, Saved
+from cupy_flash.problem.records import Operands, Options, Packed, Saved
 from cupy_flash.simulator.run import start
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}
@@ -460,6 +459,13 @@ def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
 # dimension of simt instead of 320, which only the CPU engine supports, and every pair of features in rows of six.
 SIMULATED_OPTIONS = {name: case for name, case in OPTIONS.items() if name != "head-dim-320"}
 SIMULATED_OPTIONS["head-dim-256"] = Case(head_dim=256, head_dim_v=256)
+# A large head dimension only lengthens the loops inside a tile, so these rows have two tiles of queries and of keys in
+# the fewest heads that share keys; batches, more heads and longer sequences are in all other rows.
+SIMULATED_OPTIONS |= {
+    name: replace(case, q_len=9, kv_len=17, batch=1, heads=2, kv_heads=1)
+    for name, case in SIMULATED_OPTIONS.items()
+    if case.head_dim >= 64
+}
 SIMULATED_PAIRS = covering(6)
 
 # Cases with several tiles of queries and of keys, for tests that choose the plan's tile.

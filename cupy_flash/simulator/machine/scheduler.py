@@ -201,10 +201,11 @@ class Scheduler:
         def branch(group: Group) -> Group | None:
             flags = group.spread(condition(group))
             mask = flags if group.mask is None else flags & group.mask
-            if not mask.any():
+            count = np.count_nonzero(mask)
+            if not count:
                 group.block = following
                 return group
-            if mask.all() or group.mask is not None and np.array_equal(mask, group.mask):
+            if count == group.count():
                 return taken(group)
             self._enqueue(following, group.rows, group.lanes() & ~mask)
             rows = mask.any(1)
@@ -455,7 +456,7 @@ class Scheduler:
                 block.start,
                 block.stop,
                 len(group.rows),
-                32 * len(group.rows) if group.mask is None else int(group.mask.sum()),
+                group.count(),
             )
             self.executed += 1
             if self.executed > self.most_basic_blocks:
@@ -591,9 +592,10 @@ def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:
     def guarded(group: Group) -> None:
         flags = group.spread(condition(group))
         mask = flags if group.mask is None else flags & group.mask
-        if not mask.any():
+        count = np.count_nonzero(mask)
+        if not count:
             return
-        if mask.all() or group.mask is not None and np.array_equal(mask, group.mask):
+        if count == group.count():
             step(group)
         else:
             step(group.narrowed(mask))

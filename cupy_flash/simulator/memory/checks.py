@@ -184,7 +184,7 @@ class Checks(Unit):
     ) -> None:
         """Report Race if the last access in `tags` to any of the units does not happen before this one."""
         last = tags[units]
-        if not last.any():
+        if not np.count_nonzero(last):
             return
         rows, _, warp = self._warps(group)
         clock = last >> np.uint64(_CLOCK)
@@ -194,7 +194,7 @@ class Checks(Unit):
         known = self.clocks.known_of(rows, lane, agent)
         diverged = (agent == warp[:, None]) & (clock > self.converged_at[rows][:, None])
         unordered = (clock > known) | (diverged & (last_lane != lane[:, None]))
-        if unordered.any():
+        if np.count_nonzero(unordered):
             i, j = (int(x) for x in np.argwhere(unordered)[0])
             self._report_race(group, i, int(units[i, j]), int(last[i, j]), instruction, what)
 
@@ -293,7 +293,7 @@ class Checks(Unit):
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
         last = self.readers[units]  # (accesses, units, columns)
         unordered = (last >> np.uint64(_CLOCK)) > known[:, None, :]
-        if unordered.any():
+        if np.count_nonzero(unordered):
             i, j, k = (int(x) for x in np.argwhere(unordered)[0])
             self._report_race(group, i, int(units[i, j]), int(last[i, j, k]), instruction, "read, then write")
 
@@ -480,7 +480,7 @@ class Checks(Unit):
         if not self.any_pending:
             return
         copies = self.pending[units]
-        if copies.any():
+        if np.count_nonzero(copies):
             i, j = (int(x) for x in np.argwhere(copies)[0])
             rows = group.active_rows()
             thread = self.context.thread_name(int(rows[i]), int(group.active_lanes()[i]))
@@ -504,7 +504,7 @@ class Checks(Unit):
         if store.defined is None:
             return
         undefined = store.undefined(index, width)
-        if not undefined.any():
+        if not np.count_nonzero(undefined):
             return
         i = int(np.flatnonzero(undefined)[0])
         rows = group.active_rows()

@@ -1,10 +1,6 @@
 """What an engine requests: launches of kernels, with their constants, grids and TMA boxes, and workspaces."""
 
-<<<<<<< HEAD
-# No `from __future__ import annotations`: NamedTuple compiles annotations that are strings.
-=======
 # No `from __future__ import annotations`, as in records.py.
->>>>>>> main
 from typing import NamedTuple
 
 import numpy as np

@@ -18,14 +18,8 @@ from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
-<<<<<<< HEAD
-from ..problem.features import ARRAYS
-from ..problem.records import Gradients, Operands, Problem
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, with_lengths
-=======
 from ..problem.records import ARRAYS, Gradients, Operands, Problem
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
->>>>>>> main
+from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, with_lengths
 
 if TYPE_CHECKING:
     from .captured import Captured

@@ -33,11 +33,7 @@ from .checks import (
     is_one_of,
     read,
 )
-<<<<<<< HEAD
-from .features import ARRAY, ARRAYS, FEATURES, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, WINDOW, Feature, Options
-=======
-from .features import ARRAY, LENGTHS, MOD, SEED, WINDOW, Feature
->>>>>>> main
+from .features import ARRAY, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, WINDOW, Feature
 from .mask import Mask
 from .records import (
     ARRAYS,
@@ -71,11 +67,7 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
-<<<<<<< HEAD
     from .checks import Length
-    from .kv_cache_records import Cache, CacheOptions
-=======
->>>>>>> main
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array

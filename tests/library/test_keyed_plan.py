@@ -30,8 +30,7 @@ from cupy_flash.gpu.params import ALIGNMENT
 from cupy_flash.gpu.tensor_map import encode_for_simulator
 from cupy_flash.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Operands, Packed, Saved
+from cupy_flash.problem.records import Operands, Options, Packed, Saved
 
 OUTPUTS, SPACING = 1 << 50, 1 << 20  # the addresses of outputs in what is recorded
 Launched = namedtuple("Launched", "kept launches arguments")

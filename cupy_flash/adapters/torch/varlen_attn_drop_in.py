@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...problem.build import pose
-from ...problem.features import Options
-from ...problem.records import Packed, UnsupportedError
+from ...problem.records import Options, Packed, UnsupportedError
 from .kv_cache_drop_in import attend_to_pages
 from .op import as_int32
 from .transforms import forward

@@ -223,8 +223,10 @@ def attention_varlen(
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: at least the longest sequence of queries, at most 2**31 - 1.
         max_seqlen_k: likewise for keys.
-        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal
-            offset and dropout count within each sequence.
+        **options: those of `attention` except mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
+            and dropout count within each sequence. bias broadcasts to (B, Hq, max_seqlen_q, max_seqlen_k): its element
+            [b, h, i, j] is added to the score of query i and key j of sequence b; elements past the lengths of a
+            sequence are never read, and their gradient is 0.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
@@ -300,7 +302,8 @@ def attention_varlen_backward(
         **options: those of the forward; with dropout its seed, too.
 
     Returns:
-        Gradients(dq, dk, dv, None, dsink); gradients of rows past cu_seqlens[-1] are 0.
+        Gradients, as `attention_backward`; gradients of rows past cu_seqlens[-1], and of the elements of bias past the
+        lengths of a sequence, are 0.
     """
     name = "attention_varlen_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -450,6 +453,7 @@ def attention_varlen_jvp(
     tk: ArrayT | None = None,
     tv: ArrayT | None = None,
     *,
+    tbias: AnyArray | None = None,
     tsink: AnyArray | None = None,
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
@@ -467,6 +471,7 @@ def attention_varlen_jvp(
         tq: the tangent of q, its shape and dtype; None is 0.
         tk: the tangent of k.
         tv: the tangent of v.
+        tbias: the tangent of the option bias.
         tsink: the tangent of the option sink.
         tcaptured: as in `attention_jvp`.
         **options: those of `attention_varlen`.
@@ -476,7 +481,7 @@ def attention_varlen_jvp(
     """
     name = "attention_varlen_jvp"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tangents = Tangents(tq, tk, tv, None, tsink, tcaptured)
+    tangents = Tangents(tq, tk, tv, tbias, tsink, tcaptured)
     return _jvp(name, (q, k, v), tangents, Options.of(name, options), packed)
 
 
@@ -547,6 +552,7 @@ def attention_varlen_double_backward(
     max_seqlen_k: int,
     *,
     dlse: AnyArray | None = None,
+    tbias: AnyArray | None = None,
     tsink: AnyArray | None = None,
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
@@ -568,6 +574,7 @@ def attention_varlen_double_backward(
         max_seqlen_q: as in `attention_varlen`.
         max_seqlen_k: as in `attention_varlen`.
         dlse: as in `attention_varlen_backward`.
+        tbias: the cotangent of dbias.
         tsink: the cotangent of dsink.
         tcaptured: as in `attention_jvp`.
         **options: those of `attention_varlen_backward`.
@@ -577,7 +584,7 @@ def attention_varlen_double_backward(
     """
     name = "attention_varlen_double_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tangents, saved = Tangents(tq, tk, tv, None, tsink, tcaptured), Saved(dout, out, lse, dlse)
+    tangents, saved = Tangents(tq, tk, tv, tbias, tsink, tcaptured), Saved(dout, out, lse, dlse)
     return _double_backward(name, (q, k, v), tangents, Options.of(name, options), saved, packed)
 
 

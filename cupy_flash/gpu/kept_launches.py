@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import AnyArray, Array, contiguous_strides
 from ..engines.launch import Box, Launch
 from ..problem.records import LONGEST
-from .params import ALIGNMENT, Encode, dtypes, encoded_map
+from .params import ALIGNMENT, Encode, dtypes, encoded_map, with_lengths
 from .run_plan import Work
 
 MAPS = 256  # maximum maps that are kept of one operand of one launch
@@ -117,11 +117,12 @@ class KeptLaunches:
         params = np.ndarray((), self._bytes, words)
         arguments: list[tuple[Launch, tuple[np.ndarray, ...]]] = []
         for launch, boxed, size in self.steps:
+            own = params if launch.lengths is None else with_lengths(params, launch.lengths)
             if not boxed:
-                arguments.append((launch, (params,)))
+                arguments.append((launch, (own,)))
                 continue
             maps = [of[0].get(address := addresses[of[3]]) or of.encode(address, encode) for of in boxed]
-            arguments.append((launch, (params, np.ndarray((), size, b"".join(maps)))))
+            arguments.append((launch, (own, np.ndarray((), size, b"".join(maps)))))
         return arguments
 
 

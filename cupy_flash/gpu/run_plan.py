@@ -19,7 +19,7 @@ from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
 from ..problem.records import ARRAYS, Gradients, Operands, Problem
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, with_lengths
 
 if TYPE_CHECKING:
     from .captured import Captured
@@ -42,6 +42,8 @@ class Work(NamedTuple):
 
     def arguments(self, launch: Launch, params: np.ndarray, address: Address, encode: Encode) -> tuple[np.ndarray, ...]:
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
+        if launch.lengths is not None:
+            params = with_lengths(params, launch.lengths)
         if self.captured is not None and not launch.headers:
             # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
             constants = dict(launch.constants)

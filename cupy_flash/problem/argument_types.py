@@ -53,7 +53,6 @@ class Definition(TypedDict, Generic[T], total=False):
 class Padding(TypedDict, Generic[T], total=False):
     """Options of padded batches."""
 
-    bias: T | None
     mask: T | None
     q_lengths: T | None
     kv_lengths: T | None
@@ -94,7 +93,13 @@ class Execution(TypedDict, total=False):
     engine: str | None
 
 
-class PackedOptionsWithoutLse(Definition[T], Mods, Descales[T], Execution, total=False):
+class OneDevice(TypedDict, Generic[T], total=False):
+    """Options of padded and packed batches that several ranks do not support."""
+
+    bias: T | None
+
+
+class PackedOptionsWithoutLse(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
     """Options of `attention_varlen` except return_lse."""
 
 
@@ -170,7 +175,7 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+class ReferenceOptions(Definition[T], OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None

@@ -33,7 +33,7 @@ from .checks import (
     is_one_of,
     read,
 )
-from .features import ARRAY, LENGTHS, MOD, SEED, WINDOW, Feature
+from .features import ARRAY, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, WINDOW, Feature
 from .mask import Mask
 from .records import (
     ARRAYS,
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
+    from .checks import Length
     from .weights import Beside, SavedWeights
 
     T = TypeVar("T")
@@ -451,16 +452,18 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     requirements.unmet += unmet_options
     requirements.about_type |= about_type
     longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
+    lengths, names = sizes.lengths, SIZES
+    if facts.longest:
+        longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
+        lengths, names = lengths | _positions(longest), PACKED_SIZES
     if sizes.known and facts.on_cache is not None:
         on_cpu = facts.backend in (None, "cpu") and arrays["k_cache"].device == "cpu"
         readable &= kv_cache.check_arrays(requirements, arrays, layout, sizes, on_cpu)
         cache = kv_cache.facts_of_cache(arrays, settings, layout, sizes)
     elif sizes.known:
-        check_features(requirements, FEATURES, arrays, sizes.lengths)
+        check_features(requirements, FEATURES, arrays, lengths, names=names)
         check_saved(requirements, arrays, sizes)
         check_tangents(requirements, arrays)
-    if facts.longest:
-        longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
     numbers = dict(settings.numbers)
     if numbers["scale"] is None:
@@ -474,6 +477,11 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         problem, sizes, bool(numbers["dropout"]), longest, readable,
         tuple(requirements.unmet), requirements.about_type, tuple(requirements.unsupported),
     )  # fmt: skip
+
+
+def _positions(longest: tuple[int | None, int | None]) -> "dict[str, Length]":
+    """Return the sizes of the axes of queries and keys in a packed batch; any, for a max_seqlen that is wrong."""
+    return dict(zip("ij", (range(LONGEST + 1) if length is None else length for length in longest), strict=True))
 
 
 def _problem(

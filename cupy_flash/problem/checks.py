@@ -420,8 +420,12 @@ def check_features(
     arrays: dict[str, ArrayFacts],
     lengths: dict[str, Length],
     layout: str = "",
+    names: Mapping[str, str] = SIZES,
 ) -> set[str]:
-    """Check the arrays among the options against the sizes of the call, and return the names of the wrong ones."""
+    """Check the arrays among the options against the sizes of the call, and return the names of the wrong ones.
+
+    `lengths` and `names` have the size and the name of each axis, by letter.
+    """
     wrong = set()
     for feature in table:
         if feature.name not in arrays:
@@ -431,13 +435,18 @@ def check_features(
             q = dtype_name(arrays["q"].dtype)
             requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
         right = check_dtype(requirements, feature, array, arrays)
-        if not check_shape(requirements, feature, array, lengths, layout) or not right:
+        if not check_shape(requirements, feature, array, lengths, layout, names) or not right:
             wrong.add(name)
     return wrong
 
 
 def check_shape(
-    requirements: Requirements, feature: Feature, array: ArrayFacts, lengths: dict[str, Length], layout: str = ""
+    requirements: Requirements,
+    feature: Feature,
+    array: ArrayFacts,
+    lengths: dict[str, Length],
+    layout: str = "",
+    names: Mapping[str, str] = SIZES,
 ) -> bool:
     """Check the shape of an array among the options, and return whether it is legal.
 
@@ -450,7 +459,8 @@ def check_shape(
         return requirements.require(False, f"{feature.name} is for padded queries, and these are packed")
     legal = any(_fits(array.shape, shape) for shape in shapes)
     legal |= feature.broadcast and broadcasts(array.shape, shapes[-1])
-    text = {"axes": " or ".join(map(_axes_text, legal_axes)), "shape": shapes[-1], "given": array.shape}
+    written = " or ".join(_axes_text(axes, names) for axes in legal_axes)
+    text = {"axes": written, "shape": shapes[-1], "given": array.shape}
     return requirements.require(legal, f"{feature.name} {feature.shape_text.format(**lengths, **text)}")
 
 
@@ -460,14 +470,15 @@ def _shapes(legal_axes: Iterable[str], lengths: dict[str, Length]) -> list[tuple
 
 
 def _fits(shape: tuple[int, ...], lengths: tuple[Length, ...]) -> bool:
-    return shape == lengths or (
-        len(shape) == len(lengths)
-        and all(x == n if isinstance(n, int) else x in n for x, n in zip(shape, lengths, strict=True))
-    )
+    return shape == lengths or (len(shape) == len(lengths) and all(map(_is_size, shape, lengths)))
 
 
-def _axes_text(axes: str) -> str:
-    return f"({', '.join(SIZES.get(axis, axis) for axis in axes)}{',' * (len(axes) == 1)})"
+def _is_size(size: int, length: Length) -> bool:
+    return size == length if isinstance(length, int) else size in length
+
+
+def _axes_text(axes: str, names: Mapping[str, str]) -> str:
+    return f"({', '.join(names.get(axis, axis) for axis in axes)}{',' * (len(axes) == 1)})"
 
 
 def check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts, arrays: dict[str, ArrayFacts]) -> bool:
@@ -543,7 +554,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
     """Return whether an array of a shape broadcasts to another shape without changing it."""
     if len(shape) > len(to):
         return False
-    return all(size in (1, full) for size, full in zip(shape[::-1], to[::-1], strict=False))
+    return all(size == 1 or _is_size(size, full) for size, full in zip(shape[::-1], to[::-1], strict=False))
 
 
 # Checks of values

@@ -93,7 +93,6 @@ class Options:
         dtype_text="floating",
         shape_text="{given} must broadcast to {axes} = {shape}",
         hint=(("bool",), "; a boolean mask is given as mask="),
-        padded=True,
         gradient=True,
         optional_gradient=True,
         constant="BIAS",

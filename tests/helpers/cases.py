@@ -104,6 +104,8 @@ class Case:
                 bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
                 if self.bias[-2:-1] == "q":
                     bias[..., -1:, :] = -np.inf
+            if self.packed:
+                bias = np.where(self._is_inside(bias.shape), bias, np.nan)
             options["bias"] = np.asarray(bias).astype(DTYPES[self.bias_dtype or self.dtype])
         if self.mask is not None:
             mask = np.asarray(rng.random(self._shape(self.mask)) < 0.7)
@@ -136,6 +138,15 @@ class Case:
     @property
     def accumulation(self) -> np.dtype:
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    def _is_inside(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return which elements of an array, which broadcasts to (B, Hq, Sq, Sk), a packed sequence reads."""
+        rows = np.arange(self.q_len) < np.array(self.q_lengths, int)[:, None]
+        columns = np.arange(self.kv_len) < np.array(self.kv_lengths, int)[:, None]
+        inside = rows[:, None, :, None] & columns[:, None, None, :]
+        aligned = (1,) * (4 - len(shape)) + shape
+        inside = inside.any(tuple(axis for axis in (0, 2, 3) if aligned[axis] == 1), keepdims=True)
+        return np.broadcast_to(inside, aligned).reshape(shape)
 
     def _shape(self, letters: str) -> tuple[int, ...]:
         sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "k": self.kv_len, "1": 1}
@@ -499,6 +510,10 @@ PACKED_OPTIONS = {
     "zero-length-in-the-middle": replace(PACKED, q_lengths=(7, 0, 0, 12), kv_lengths=(9, 5, 0, 12), causal=True),
     "zero-length-last": replace(PACKED, q_lengths=(7, 19, 1, 0), kv_lengths=(9, 5, 23, 0)),
     "zero-length-all": replace(PACKED, q_lengths=(0,) * 4, kv_lengths=(0,) * 4, sink=True),
+    "bias": replace(PACKED, bias="bhqk", causal=True, sink=True),
+    "bias-of-all-sequences": replace(PACKED, q_len=22, kv_len=40, bias="1hqk", bias_hides=True, softcap=1.5),
+    "bias-per-query": replace(PACKED, q_len=22, bias="b1q1", bias_dtype="float64", dropout=0.3),
+    "bias-per-key": replace(PACKED, q_lengths=(0, 19, 1, 12), kv_lengths=(9, 0, 23, 12), bias="1h1k", alibi="h"),
     "one-sequence": replace(PACKED, batch=1, q_lengths=(19,), kv_lengths=(23,), causal=True),
     "no-sequence": replace(PACKED, batch=0, q_lengths=(), kv_lengths=(), sink=True),
 }

@@ -6,6 +6,8 @@ CuPy's arrays, devices and streams are tested in tests/gpu_in_numpy/inside/test_
 
 import contextlib
 import gc
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -25,11 +27,12 @@ from cupy_flash.adapters.torch import keyed_autograd, transforms
 from cupy_flash.adapters.torch import keyed_plan as of_torch
 from cupy_flash.engines import simt
 from cupy_flash.gpu import run_plan
-from cupy_flash.gpu.kept_launches import LINE
+from cupy_flash.gpu.kept_launches import LINE, KeptLaunches, without_memory
+from cupy_flash.gpu.params import ALIGNMENT
 from cupy_flash.gpu.tensor_map import encode_for_simulator
 from cupy_flash.plan import plan
-from cupy_flash.problem.build import of_cache
-from cupy_flash.problem.records import Operands
+from cupy_flash.problem.build import of_cache, pose
+from cupy_flash.problem.records import Operands, Options, Packed, Saved
 
 OUTPUTS, SPACING = 1 << 50, 1 << 30  # the addresses of outputs in what is recorded
 Launched = namedtuple("Launched", "kept launches arguments")
@@ -214,6 +217,35 @@ def test_an_entry_launches_what_a_posed_call_does(form, engine):
     got, kept = outcome(lambda: attention(*second, **options))
     assert kept == (form != "misaligned" or engine != "wgmma")
     assert got == posed(lambda: attention(*second, **options))
+
+
+def test_kept_launches_have_their_own_lengths():
+    """The kernel that sums the gradient of a packed bias takes the sizes of the bias for lengths."""
+    bounds = torch.tensor([0, 7, 40], dtype=torch.int32)
+    q, k, v = (x[0] for x in (Q, K, V))
+    options = Options(bias=torch.zeros(1, 4, 33, 33), backend="simulator")
+    saved = Saved(q, q, torch.zeros(4, 40))
+    problem, operands = pose("attention_varlen", (q, k, v), options, Packed(bounds, bounds, 33, 33), saved)
+    works = []
+    run_plan.backward(dispatch.plan_for(problem), operands, works.append, without_memory)
+    (work,) = works
+    kept = KeptLaunches(work, lambda like: None)
+    results = {name: x for name, x in work.results.items() if x is not None}
+    inside = [x for name, x in results.items() if name in work.workspaces]
+    given = [*work.inputs.values(), *(x for name, x in results.items() if name not in work.workspaces)]
+    first = [OUTPUTS + SPACING * n + x.pointer % ALIGNMENT for n, x in enumerate(given)]
+    start = OUTPUTS + SPACING * len(given)
+    ends = itertools.accumulate(-(-math.prod(x.shape) * x.dtype.itemsize // LINE) * LINE for x in inside)
+    addresses = dict(zip(map(id, given + inside), [*first, start, *(start + end for end in ends)], strict=False))
+    params = work.params(lambda x: addresses[id(x)])
+    expected = [
+        work.arguments(launch, params, lambda x: addresses[id(x)], encode_for_simulator) for launch in work.launches
+    ]
+    kept = kept.arguments([*first, start], encode_for_simulator)
+    assert [[x.tobytes() for x in each] for _, each in kept] == [[x.tobytes() for x in each] for each in expected]
+    described = zip(work.launches, expected, strict=True)
+    lengths = {launch.function: each[0][["q_len", "kv_len"]].item() for launch, each in described}
+    assert lengths.pop("backward_bias") == (33, 33) and set(lengths.values()) == {(40, 40)}
 
 
 def test_the_evidence_of_a_new_generation_is_used(monkeypatch):

@@ -20,6 +20,7 @@ TORCH = (
     "flex_attention",
     "scaled_dot_product_attention",
     "sdpa",
+    "varlen_attn",
 )
 XFORMERS = (
     "memory_efficient_attention",

@@ -1,4 +1,4 @@
-"""What array libraries need beyond DLPack: how each imports an output.
+"""What array libraries need beyond DLPack: how each imports an output, and whether its tape records gradients.
 
 Only an array of such a library leads here, so that the caller has imported the library.
 """
@@ -6,7 +6,7 @@ Only an array of such a library leads here, so that the caller has imported the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,4 +40,65 @@ def _warp(output: Exported) -> Any:
     return warp.from_dlpack(output)
 
 
-IMPORTERS = {"mlx": _mlx, "warp": _warp}
+def _paddle(output: Exported) -> Any:
+    import paddle
+
+    return paddle.from_dlpack(output)
+
+
+def _tensorflow(output: Exported) -> Any:
+    import tensorflow
+
+    return tensorflow.experimental.dlpack.from_dlpack(output.__dlpack__())
+
+
+IMPORTERS = {"mlx": _mlx, "paddle": _paddle, "tensorflow": _tensorflow, "warp": _warp}
+
+
+def unrecorded(arrays: dict[str, tuple[str, Any]]) -> Iterator[str]:
+    """Yield the reasons why gradients of these arrays, given as (library, array), would be lost without an error.
+
+    A library records only calls of its own functions. mlx does not tell whether it differentiates an array.
+    """
+    for library, (is_recorded, reason) in TAPES.items():
+        names = [name for name, (of, x) in arrays.items() if of == library and is_recorded(x)]
+        if names:
+            yield f"{', '.join(names)} {reason}"
+
+
+def _is_differentiated(x: Any) -> bool:
+    import paddle
+
+    return paddle.is_grad_enabled() and not x.stop_gradient
+
+
+def _is_watched(x: Any) -> bool:
+    from tensorflow.python.eager import record
+
+    return bool(record.should_record_backprop([x]))
+
+
+def _is_on_tape(x: Any) -> bool:
+    import warp
+
+    return x.requires_grad and warp._src.context.runtime.tape is not None
+
+
+# {library: (whether its tape records operations on an array, the reason for an error)}
+TAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "paddle": (
+        _is_differentiated,
+        "have stop_gradient=False, and paddle records no gradient of this call: call attention_vjp in a "
+        "paddle.autograd.PyLayer, or this function under paddle.no_grad()",
+    ),
+    "tensorflow": (
+        _is_watched,
+        "are watched by a tf.GradientTape, which records no gradient of this call: call "
+        "cupy_flash.adapters.tensorflow.attention, or this function under tape.stop_recording()",
+    ),
+    "warp": (
+        _is_on_tape,
+        "require gradients, and wp.Tape records no gradient of this call: call attention_vjp, and add its gradients "
+        "with tape.record_func",
+    ),
+}

@@ -1,0 +1,90 @@
+"""The array libraries of tests/array_libraries: how each makes an array, and which of them are installed.
+
+A library is imported by the first test that makes an array of it.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class ArrayLibrary(NamedTuple):
+    """A library: its arrays are made of NumPy's by `make`, and `transposed` swaps the axes 1 and 2 of one."""
+
+    package: str
+    make: Callable
+    transposed: Callable
+    dtypes: tuple[str, ...] = FLOATS
+    immutable: bool = False
+    has_scalars: bool = True  # arrays without dimensions
+
+
+def strict():
+    import array_api_strict
+
+    return array_api_strict
+
+
+def mlx():
+    import mlx.core
+
+    return mlx.core
+
+
+def tensorflow():
+    import tensorflow
+
+    return tensorflow
+
+
+def paddle():
+    import paddle
+
+    return paddle
+
+
+def warp():
+    import warp
+
+    warp.config.quiet = True
+    return warp
+
+
+def of_mlx(x):
+    dtype = getattr(mlx(), "bool_" if x.dtype == bool else x.dtype.name)
+    return mlx().array(x.astype(np.float32), dtype=dtype) if x.dtype.kind == "V" else mlx().array(x, dtype=dtype)
+
+
+def of_tensorflow(x):
+    return tensorflow().cast(x.astype(np.float32), x.dtype.name) if x.dtype.kind == "V" else tensorflow().constant(x)
+
+
+def of_paddle(x):
+    return paddle().to_tensor(x.astype(np.float32)).astype(x.dtype.name) if x.dtype.kind == "V" else paddle().to_tensor(x)
+
+
+def of_warp(x):
+    dtype = getattr(warp(), "bool" if x.dtype == bool else x.dtype.name)
+    return warp().array(x.astype(np.float32) if x.dtype.kind == "V" else x, dtype=dtype)
+
+
+LIBRARIES = {
+    "array-api-strict": ArrayLibrary(
+        "array_api_strict",
+        lambda x: strict().asarray(x, copy=True),
+        lambda x: strict().permute_dims(x, (0, 2, 1, 3)),
+        dtypes=("float32", "float64"),
+    ),
+    "mlx": ArrayLibrary("mlx", of_mlx, lambda x: mlx().swapaxes(x, 1, 2), immutable=True),
+    "tensorflow": ArrayLibrary(
+        "tensorflow", of_tensorflow, lambda x: tensorflow().transpose(x, (0, 2, 1, 3)), immutable=True
+    ),
+    "paddle": ArrayLibrary("paddle", of_paddle, lambda x: x.transpose((0, 2, 1, 3))),
+    "warp": ArrayLibrary("warp", of_warp, lambda x: x.transpose((0, 2, 1, 3)), has_scalars=False),
+}
+INSTALLED = tuple(name for name, library in LIBRARIES.items() if importlib.util.find_spec(library.package))
+MISSING = tuple(name for name in LIBRARIES if name not in INSTALLED)

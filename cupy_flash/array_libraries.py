@@ -1,4 +1,5 @@
-"""What array libraries need beyond DLPack: how each imports an output, and whether its tape records gradients.
+"""What array libraries need beyond DLPack: what of an array exports it, how a library imports an output, and whether its
+tape records gradients.
 
 Only an array of such a library leads here, so that the caller has imported the library.
 """
@@ -11,6 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arrays import Exported
+
+
+def exporter(library: str, x: Any) -> Any:
+    """Return what exports the memory of `x` by DLPack; TypeError if nothing does."""
+    if library == "paddle":
+        return x.detach()  # a tensor with gradient is not exported
+    if hasattr(x, "__dlpack__"):
+        return x
+    import tensorflow
+
+    if not tensorflow.executing_eagerly():
+        raise TypeError(
+            "a symbolic tensor has no memory: inside a tf.function call cupy_flash.adapters.tensorflow.attention"
+        )
+    if not isinstance(x, tensorflow.Variable):
+        raise TypeError("neither a dense tf.Tensor nor a tf.Variable")
+    return x.value()
 
 
 def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
@@ -63,7 +81,7 @@ def unrecorded(arrays: dict[str, tuple[str, Any]]) -> Iterator[str]:
     for library, (is_recorded, reason) in TAPES.items():
         names = [name for name, (of, x) in arrays.items() if of == library and is_recorded(x)]
         if names:
-            yield f"{', '.join(names)} {reason}"
+            yield reason.format(names=" and ".join(names))
 
 
 def _is_differentiated(x: Any) -> bool:
@@ -75,7 +93,7 @@ def _is_differentiated(x: Any) -> bool:
 def _is_watched(x: Any) -> bool:
     from tensorflow.python.eager import record
 
-    return bool(record.should_record_backprop([x]))
+    return bool(record.should_record_backprop([getattr(x, "handle", x)]))  # a variable is watched by its handle
 
 
 def _is_on_tape(x: Any) -> bool:
@@ -88,17 +106,17 @@ def _is_on_tape(x: Any) -> bool:
 TAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "paddle": (
         _is_differentiated,
-        "have stop_gradient=False, and paddle records no gradient of this call: call attention_vjp in a "
+        "paddle would record a gradient of {names}, but not of this call: call attention_vjp in a "
         "paddle.autograd.PyLayer, or this function under paddle.no_grad()",
     ),
     "tensorflow": (
         _is_watched,
-        "are watched by a tf.GradientTape, which records no gradient of this call: call "
+        "a tf.GradientTape watches {names}, but records no gradient of this call: call "
         "cupy_flash.adapters.tensorflow.attention, or this function under tape.stop_recording()",
     ),
     "warp": (
         _is_on_tape,
-        "require gradients, and wp.Tape records no gradient of this call: call attention_vjp, and add its gradients "
-        "with tape.record_func",
+        "an active wp.Tape records no gradient of this call for {names}: call attention_vjp, and add its gradients by "
+        "tape.record_func",
     ),
 }

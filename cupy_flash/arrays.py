@@ -139,8 +139,13 @@ def as_array(x: object, name: str) -> Array:
             return _from_numpy(x)
         if _is_instance(x, "jax", "Array"):
             return _from_jax(x)
+        library = _library(type(x))
+        if library in ("paddle", "tensorflow"):
+            from .array_libraries import exporter  # imported by the first call on such an array
+
+            return _from_dlpack(exporter(library, x), library, x)
         if hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__"):
-            return _from_dlpack(x, _library(type(x)) or "dlpack")
+            return _from_dlpack(x, library or "dlpack", x)
         if isinstance(interface := _call_producer(getattr, x, "__cuda_array_interface__", None), dict):
             return _from_cuda_array_interface(x, interface)
         raise TypeError("not a NumPy, CuPy, torch or jax array, and without __dlpack__ and __cuda_array_interface__")
@@ -427,7 +432,7 @@ def _from_jax(x: jax.Array) -> Array:
             f"sharded over {len(x.devices())} devices: call cupy_flash.adapters.jax.attention, or pass the shards one "
             "by one"
         )
-    return _from_dlpack(x, "jax")
+    return _from_dlpack(x, "jax", x)
 
 
 def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
@@ -510,11 +515,11 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-def _from_dlpack(x: Any, framework: str) -> Array:
-    device_type, device_index = _call_producer(lambda: map(int, x.__dlpack_device__()))
+def _from_dlpack(x: Any, framework: str, owner: Any) -> Array:
+    device_type, device_index = _call_producer(lambda: tuple(x.__dlpack_device__()))
     if device_type not in _DLPACK_DEVICES:
         raise TypeError(f"DLPack device type {device_type} is neither the CPU nor a CUDA device")
-    device = _DLPACK_DEVICES[device_type].format(device_index)
+    device = _DLPACK_DEVICES[device_type].format(device_index)  # paddle's index of a CPU is None
     stream = {} if device == "cpu" else {"stream": LEGACY_DEFAULT_STREAM}
 
     def capsule_of() -> object:
@@ -533,7 +538,7 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
     readonly = readonly or _library(type(x)) in IMMUTABLE
-    return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
+    return Array(pointer, shape, strides, dtype, device, framework, owner, readonly, capsule)
 
 
 def _read_capsule(capsule: object) -> tuple[_DLTensor, bool]:

@@ -3,7 +3,10 @@
 A library is imported by the first test that makes an array of it.
 """
 
+import functools
 import importlib.util
+import os
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,35 +26,34 @@ class ArrayLibrary(NamedTuple):
     has_scalars: bool = True  # arrays without dimensions
 
 
-def strict():
-    import array_api_strict
+@functools.cache
+def imported(package):
+    """Import a library, whatever it warns about."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(package)
 
-    return array_api_strict
+
+def strict():
+    return imported("array_api_strict")
 
 
 def mlx():
-    import mlx.core
-
-    return mlx.core
+    return imported("mlx.core")
 
 
 def tensorflow():
-    import tensorflow
-
-    return tensorflow
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    return imported("tensorflow")
 
 
 def paddle():
-    import paddle
-
-    return paddle
+    return imported("paddle")
 
 
 def warp():
-    import warp
-
-    warp.config.quiet = True
-    return warp
+    imported("warp").config.quiet = True
+    return imported("warp")
 
 
 def of_mlx(x):

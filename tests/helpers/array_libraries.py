@@ -23,7 +23,7 @@ class ArrayLibrary(NamedTuple):
     transposed: Callable
     dtypes: tuple[str, ...] = FLOATS
     immutable: bool = False
-    has_scalars: bool = True  # arrays without dimensions
+    least_dimensions: int = 0
 
 
 @functools.cache
@@ -86,7 +86,7 @@ LIBRARIES = {
         "tensorflow", of_tensorflow, lambda x: tensorflow().transpose(x, (0, 2, 1, 3)), immutable=True
     ),
     "paddle": ArrayLibrary("paddle", of_paddle, lambda x: x.transpose((0, 2, 1, 3))),
-    "warp": ArrayLibrary("warp", of_warp, lambda x: x.transpose((0, 2, 1, 3)), has_scalars=False),
+    "warp": ArrayLibrary("warp", of_warp, lambda x: x.transpose((0, 2, 1, 3)), least_dimensions=1),
 }
 INSTALLED = tuple(name for name, library in LIBRARIES.items() if importlib.util.find_spec(library.package))
 MISSING = tuple(name for name in LIBRARIES if name not in INSTALLED)

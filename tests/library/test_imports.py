@@ -136,6 +136,8 @@ FLOW = (
     "adapters.transformers",
     "adapters.xformers",
     "api",
+    "adapters.mlx",
+    "adapters.tensorflow",
     "distributed.channel",
     "distributed.shards",
     "distributed.ring",

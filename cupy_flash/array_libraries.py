@@ -1,5 +1,4 @@
-"""What array libraries need beyond DLPack: what of an array exports it, how a library imports an output, and whether its
-tape records gradients.
+"""What array libraries need beyond DLPack: what exports an array, how an output is imported, and whether a tape records.
 
 Only an array of such a library leads here, so that the caller has imported the library.
 """

@@ -81,7 +81,8 @@ def attention(
     @mx.custom_function
     def backward(dout: mx.array, dlse: mx.array, out: mx.array, lse: mx.array, *inputs: mx.array) -> Any:
         found = attention_backward(dout, *inputs[:3], out, lse, dlse=dlse, **options_of(inputs[3:]))
-        of_captured = [found.dcaptured[place] for place in places] if places and found.dcaptured else [None] * len(places)
+        dcaptured = found.dcaptured or [None] * len(captured)  # None without a score_mod
+        of_captured = [dcaptured[place] for place in places]
         gradients = (*found[:3], *[getattr(found, f"d{name}") for name in names], *of_captured)
         return tuple(mx.zeros_like(x) if d is None else d for x, d in zip(inputs, gradients, strict=True))
 

@@ -435,9 +435,7 @@ def test_results_are_new_arrays(backend):
 
 
 FRAMEWORKS = [
-    (framework, name)
-    for framework in ("jax", "dlpack", "old_dlpack", "namespace")
-    for name in ("float32", "bfloat16")
+    (framework, name) for framework in ("jax", "dlpack", "old_dlpack", "namespace") for name in ("float32", "bfloat16")
 ]
 FRAMEWORKS += [("jax", "float16")]
 

@@ -66,7 +66,8 @@ def of_tensorflow(x):
 
 
 def of_paddle(x):
-    return paddle().to_tensor(x.astype(np.float32)).astype(x.dtype.name) if x.dtype.kind == "V" else paddle().to_tensor(x)
+    to_tensor = paddle().to_tensor
+    return to_tensor(x.astype(np.float32)).astype(x.dtype.name) if x.dtype.kind == "V" else to_tensor(x)
 
 
 def of_warp(x):

@@ -17,7 +17,7 @@ import cupy_flash
 from cupy_flash.dispatch import plan_for, run_forward
 from cupy_flash.plan.plan import Plan, forms
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
+from cupy_flash.problem.records import CacheOptions
 
 from . import decode_libraries
 from .report import NOTHING, Table

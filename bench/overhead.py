@@ -22,8 +22,7 @@ from cupy_flash.gpu import run_plan, tensor_map
 from cupy_flash.gpu.kept_launches import KeptLaunches
 from cupy_flash.plan.plan import Plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Operands, Problem
+from cupy_flash.problem.records import Operands, Options, Problem
 
 from .report import Table
 

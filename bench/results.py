@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash.commands.info import blas
+from cupy_flash.device import blas
 
 ROOT = Path(__file__).resolve().parent.parent
 

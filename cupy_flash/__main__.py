@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import __version__
+from . import UnsupportedError, __version__
 from .commands import check, compile, explain, info, kernel_cache, memory, ptx, report, tune
 from .jit.nvrtc import CompileError
-from .problem.records import UnsupportedError
 
 
 class Parser(argparse.ArgumentParser):

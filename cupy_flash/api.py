@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 from . import dispatch, keyed_plan
 from .arrays import AnyArray, Array, ArrayT, as_array, copied
 from .problem.build import ARRAY_NAMES, pose
-from .problem.features import Options
 from .problem.merge import pose_merge
-from .problem.records import Gradients, Packed, Saved, SecondGradients, Tangents
+from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Tangents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

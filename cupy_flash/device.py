@@ -1,7 +1,6 @@
 """The devices on which a call can run, with the properties that planning needs."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 import platform
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,6 +38,7 @@ GPUS = {
     "sm_120": (99, 170),
     "sm_121": (99, 48),
 }
+SIMULATED = "sm_80"  # architecture of backend="simulator"; backend="simulator:sm_90a" selects another architecture
 
 
 def named(arch: str, backend: str = "simulator") -> Device:
@@ -76,11 +76,25 @@ def gpu(index: int) -> Device:
 
 
 @lru_cache(maxsize=1)
-def blas_controller() -> ThreadpoolController:
+def blas_controller() -> "ThreadpoolController":
     """Return the threadpoolctl controller of NumPy's BLAS, cached because finding the libraries takes milliseconds."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas")
+
+
+def blas() -> str:
+    """Return the BLAS libraries that NumPy has loaded and their threads, as threadpoolctl reports them."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError as error:
+        return f"unknown: {error}"
+    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    if not libraries:
+        return "none that threadpoolctl knows"
+    return ", ".join(
+        f"{library['internal_api']} {library['version']}, {library['num_threads']} threads" for library in libraries
+    )
 
 
 def blas_threads() -> int:

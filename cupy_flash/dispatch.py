@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
-SIMULATED = "sm_80"  # architecture of backend="simulator"; backend="simulator:sm_90a" selects another architecture
 
 
 def device_of(problem: Problem) -> Device:
@@ -39,7 +38,7 @@ def device_of(problem: Problem) -> Device:
     """
     backend, _, arch = (problem.backend or problem.device).partition(":")
     if backend == "simulator":
-        return device.named(arch or SIMULATED)
+        return device.named(arch or device.SIMULATED)
     if backend == "cpu" or problem.device == "cpu":  # `plan` refuses a backend that does not match the arrays
         return device.cpu()
     return _gpu(problem.device)

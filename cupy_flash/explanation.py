@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     Tiles: TypeAlias = tuple[np.ndarray, int, int, int, int]
 
 TERMINAL = 80  # columns
-LABEL = 11  # columns before the text of a line
 
 
 class Explanation(str):
     """Text with a line per fact, each a label and words.
 
-    As a string it has one line per fact, for programs; `print` wraps the lines to 80 columns.
+    As a string it has one line per fact, for programs; `print` puts labels and words in two columns, 80 wide in all.
     """
 
     _tiles: Callable[[], Tiles] | None
@@ -31,7 +30,9 @@ class Explanation(str):
         return explanation
 
     def __str__(self) -> str:
-        return "\n".join(wrapped(line, LABEL) for line in self.splitlines())
+        rows = [parts(line) for line in self.splitlines()]
+        width = max(len(label) for label, _ in rows) + 2
+        return "\n".join(wrapped(f"{label:<{width}}{words}", width) for label, words in rows)
 
     def _repr_html_(self) -> str:
         """Return a table, for notebooks."""

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from .gpu.kept_launches import Allocate, KeptLaunches
     from .gpu.run_plan import Work
-    from .problem.features import Options
-    from .problem.records import Operands, Packed, Problem
+    from .problem.records import Operands, Options, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
@@ -106,12 +105,16 @@ def call_of(
     types = tuple(map(type, (*plain, *sides, *longest)))
     if not PLAIN.issuperset(types) or options.dropout:
         return None
-    backend = environment.backend() if options.backend is None else ""
     described = read(given)
     if described is None:
         return None
     facts, inputs, addresses = described
-    return (types, plain, window, longest, backend, measurements.generation, *facts), inputs, addresses
+    return (types, plain, window, longest, *facts_of_process(options.backend), *facts), inputs, addresses
+
+
+def facts_of_process(backend: str | None) -> tuple[str | None, int]:
+    """Return what the key of a call with the option `backend` has of the process rather than of the call."""
+    return environment.backend() if backend is None else "", measurements.generation
 
 
 def is_known(call: Call) -> bool:

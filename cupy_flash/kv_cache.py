@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch
 from .arrays import AnyArray, ArrayT
+from .problem.build import pose_append, pose_with_cache
+from .problem.records import CacheOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -145,9 +147,6 @@ def attention_with_kv_cache(
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023); paging: Kwon et al., PagedAttention (2023).
     """
-    from .problem.build import pose_with_cache
-    from .problem.kv_cache_records import CacheOptions
-
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
@@ -179,9 +178,6 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
-    from .problem.build import pose_with_cache
-    from .problem.kv_cache_records import CacheOptions
-
     settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
     text = dispatch.plan_for(problem).explain()
@@ -241,9 +237,6 @@ def append_to_kv_cache(
         ValueError: as `attention_with_kv_cache`; also for two rows with one slot, if slots are in host memory.
         UnsupportedError: as `attention_with_kv_cache`.
     """
-    from .problem.build import pose_append
-    from .problem.kv_cache_records import CacheOptions
-
     options = CacheOptions(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table, slots=slots,
         positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,

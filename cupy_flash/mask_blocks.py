@@ -12,8 +12,7 @@ from .mods.block_tables import ALL, NONE, PARTIAL, converted, is_block_mask, mas
 from .mods.numpy_code import mask_function
 from .mods.tiles import CUT, FULL, TileClasses
 from .mods.trace import Mod, traced
-from .problem.features import Options
-from .problem.records import Operands, Problem
+from .problem.records import Operands, Options, Problem
 
 if TYPE_CHECKING:
     import cupy

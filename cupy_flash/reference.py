@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
-from cupy_flash.problem.features import FEATURES
+from cupy_flash.problem.records import FEATURES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

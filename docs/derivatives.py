@@ -1,20 +1,26 @@
-"""Draw docs/derivatives.png, the memory of JVP and double backward over the length."""
+"""Measure the memory of JVP and double backward, for docs/pictures/derivatives.svg."""
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 import cupy_flash
 from cupy_flash import reference
+from cupy_flash.device import blas_threads
+
+# bench is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.results import describe, write
 
 HEAD_DIM = 64
-LENGTHS, DENSE_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384), (512, 1024, 2048)
+LENGTHS, DENSE_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384), (512, 1024, 2048, 4096)
 
 
 def _jvp(inputs: Any) -> None:
@@ -63,41 +69,10 @@ def peak(call: Callable[[Any], None], length: int) -> int:
         tracemalloc.stop()
 
 
-def figure(peaks: dict[str, dict[int, int]]) -> Figure:
-    """The peaks {name: {length: bytes}} in MiB over the length, on logarithmic axes."""
-    drawn = Figure(figsize=(6, 4), layout="constrained")
-    axes = drawn.add_subplot()
-    for name, by_length in peaks.items():
-        axes.plot(
-            list(by_length),
-            [size / 2**20 for size in by_length.values()],
-            marker="o",
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("queries and keys")
-    axes.set_ylabel("peak MiB, results included")
-    axes.set_title(f"Causal, 1 head, D {HEAD_DIM}, float32, on the CPU")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    return drawn
-
-
 if __name__ == "__main__":
     peaks = {
         name: {length: peak(call, length) for length in lengths}
         for name, (call, lengths) in CALLS.items()
     }
-    for name, by_length in peaks.items():
-        print(
-            name,
-            *(
-                f"{length}: {size / 2**20:.1f} MiB"
-                for length, size in by_length.items()
-            ),
-            sep="\n  ",
-        )
-    figure(peaks).savefig(
-        Path(__file__).with_suffix(".png"), dpi=80, pil_kwargs={"optimize": True}
-    )
+    record = describe([], blas_threads()) | {"command": "python docs/derivatives.py"}
+    write(record | {"peaks": peaks}, Path(__file__).with_suffix(".json"))

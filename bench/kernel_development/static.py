@@ -27,14 +27,13 @@ import numpy as np
 from cupy_flash import device
 from cupy_flash.engines import Tile, mma_decode
 from cupy_flash.engines.launch import Launch
-from cupy_flash.engines.wgmma import hopper
+from cupy_flash.engines.wgmma.resources import ARCH as HOPPER
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import Plan, plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP, Operands, Problem, Saved
+from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP, Operands, Options, Problem, Saved
 from cupy_flash.simulator.counters import Counters
 from cupy_flash.simulator.run import start
 
@@ -45,7 +44,7 @@ from .fingerprint import fingerprint
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
 # The architectures whose tile steps are counted: the second one is for the engine wgmma, the first for all others.
-STEP_ARCHS = ("sm_80", hopper.ARCH)
+STEP_ARCHS = ("sm_80", HOPPER)
 EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
@@ -311,7 +310,7 @@ def step_arch(name: str) -> str:
 
 def is_served(name: str, arch: str) -> bool:
     """Return whether the engine of a problem runs on an architecture."""
-    return step_arch(name) != hopper.ARCH or arch == hopper.ARCH
+    return step_arch(name) != HOPPER or arch == HOPPER
 
 
 def _use(library: str | None) -> None:

@@ -19,8 +19,7 @@ from cupy_flash.gpu.run_plan import compile_launch
 from cupy_flash.measure.worker_process import Announce
 from cupy_flash.plan.plan import candidates
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import FP8, Operands, Problem, Saved, UnsupportedError
+from cupy_flash.problem.records import FP8, Operands, Options, Problem, Saved, UnsupportedError
 
 from ..gpu import (
     SECONDS_OF_COMPILING,

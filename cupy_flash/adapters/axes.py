@@ -7,16 +7,16 @@ for an axis that is none of them.
 
 from __future__ import annotations
 
-from ..problem import features
+from ..problem import records
 
 LAYOUTS = {
     "bshd": {"q": "bihd", "k": "bjgd", "v": "bjge", "out": "bihe", "lse": "bhi"},
     "bhsd": {"q": "bhid", "k": "bgjd", "v": "bgje", "out": "bhie", "lse": "bhi"},
     "thd": {"q": "ihd", "k": "jgd", "v": "jge", "out": "ihe", "lse": "hi"},
 }
-FEATURES = {feature.name: feature for feature in features.ARRAYS}
+FEATURES = {feature.name: feature for feature in records.ARRAYS}
 TANGENTS = ("t", "u")  # prefixes: tq is a tangent of q, uq a second tangent beside it
-BROADCAST = frozenset(feature.name for feature in features.ARRAYS if feature.broadcast)
+BROADCAST = frozenset(feature.name for feature in records.ARRAYS if feature.broadcast)
 
 
 def axes_of(name: str, rank: int, layout: str) -> str:

@@ -22,8 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from ..mods.trace import Mod
-from ..problem.kv_cache_records import CacheOptions
-from ..problem.records import UnsupportedError
+from ..problem.records import CacheOptions, UnsupportedError
 from .torch import attention, attention_varlen
 from .torch.kv_cache import attend
 

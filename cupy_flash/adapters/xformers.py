@@ -15,9 +15,7 @@ import torch
 
 from ..problem.build import pose
 from ..problem.checks import Requirements
-from ..problem.features import Options
-from ..problem.kv_cache_records import CacheOptions
-from ..problem.records import Packed, UnsupportedError
+from ..problem.records import CacheOptions, Options, Packed, UnsupportedError
 from .torch.kv_cache import attend
 from .torch.op import arguments_of, attention_backward
 from .torch.transforms import forward
@@ -153,7 +151,7 @@ def memory_efficient_attention_forward_requires_grad(
         output_dtype: likewise.
 
     Returns:
-        (out, lse): lse is (B, H, M), with 5 dimensions (B, G, H, M), not padded; packed sequences have B = 1.
+        (out, lse), lse (B, H, M), with 5 dimensions (B, G, H, M), not padded; packed sequences have B = 1.
     """
     name = "memory_efficient_attention_forward_requires_grad"
     _refuse_dropout(name, p)

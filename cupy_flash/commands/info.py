@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import __version__, device, environment
-from ..device import Device
-from ..dispatch import SIMULATED
+from ..device import SIMULATED, Device
 from ..engines import MODULES
 from ..explanation import wrapped
 from ..gpu import ahead
@@ -40,9 +39,10 @@ def run() -> int:
         "cupy_flash": __version__,
         "Python": f"{platform.python_version()}, {platform.platform()}",
         "NumPy": np.__version__,
-        "BLAS": blas(),
+        "BLAS": device.blas(),
         **{name: installed(providers.get(name, [])) for name in LIBRARIES},
         "import cupy": import_cupy(),
+        "GPU": gpu(),
         "kernels_cu": kernels(),
         "NVRTC": compiler(),
         "cache": kernel_cache.describe(),
@@ -57,20 +57,6 @@ def run() -> int:
     for name, value in rows.items():
         print(wrapped(f"{name:<{width}}  {value}", width + 2))
     return 0
-
-
-def blas() -> str:
-    """Return the BLAS libraries that NumPy has loaded and their threads, as threadpoolctl reports them."""
-    try:
-        from threadpoolctl import threadpool_info
-    except ImportError as error:
-        return f"unknown: {error}"
-    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
-    if not libraries:
-        return "none that threadpoolctl knows"
-    return ", ".join(
-        f"{library['internal_api']} {library['version']}, {library['num_threads']} threads" for library in libraries
-    )
 
 
 def installed(distributions: Sequence[str]) -> str:
@@ -105,25 +91,37 @@ def compiler() -> str:
         return str(error)
 
 
+def gpu() -> str:
+    """Return the GPU of this machine, or why CuPy can use none."""
+    try:
+        return str(ahead.device_for(None))
+    except RuntimeError as error:
+        return f"none that CuPy can use: {error.__cause__}"
+
+
 def engines() -> dict[str, str]:
     """Return {engine: a line that says that it serves this machine, or why not, and which backend can run it}."""
     try:
-        gpu, missing = ahead.device_for(None), ""
-    except RuntimeError as error:
-        gpu, missing = None, f"no GPU that CuPy can use ({error.__cause__})"
+        card = ahead.device_for(None)
+    except RuntimeError:  # `gpu` has the reason
+        card = None
     texts = {}
     for name, engine in MODULES.items():
         if "cuda" not in engine.BACKENDS:
             texts[name] = "serves this machine: arrays in host memory"
-        elif gpu is None:
-            arch = next(arch for arch in (SIMULATED, *device.GPUS) if not refusals(name, device.named(arch), name))
-            backend = "simulator" if arch == SIMULATED else f"simulator:{arch}"
-            reasons = [missing, f'backend="{backend}" runs it, slowly, anywhere', *refusals(name, device.named(arch))]
-            texts[name] = "; ".join(reasons)
+        elif card is None:
+            texts[name] = f"no GPU; {simulated(name)} runs it, slowly, anywhere"
         else:
-            reasons = refusals(name, gpu)
-            texts[name] = f"not chosen on {gpu}: {'; '.join(reasons)}" if reasons else f"serves this machine: {gpu}"
+            reasons = refusals(name, card)
+            texts[name] = f"not chosen on {card}: {'; '.join(reasons)}" if reasons else f"serves this machine: {card}"
     return texts
+
+
+def simulated(engine: str) -> str:
+    """Return the arguments with which a call runs an engine in the simulator."""
+    arch = next(arch for arch in (SIMULATED, *device.GPUS) if not refusals(engine, device.named(arch), engine))
+    backend = f'backend="{"simulator" if arch == SIMULATED else f"simulator:{arch}"}"'
+    return f'{backend}, engine="{engine}"' if refusals(engine, device.named(arch)) else backend
 
 
 def refusals(engine: str, on: Device, requested: str | None = None) -> list[str]:

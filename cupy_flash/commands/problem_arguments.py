@@ -1,4 +1,4 @@
-"""Command-line arguments that state a problem, for compile, explain and ptx; features.py declares the options."""
+"""Command-line arguments that state a problem, for compile, explain and ptx; records.py declares the options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .. import device
 from ..engines import MODULES
 from ..gpu import ahead
 from ..plan.plan import Plan, plan
-from ..problem.features import ARRAY, CAUSAL, CHOICE, FEATURES, FLAG, NUMBER, WINDOW, Feature
-from ..problem.records import DTYPES, FP8
+from ..problem.features import ARRAY, CAUSAL, CHOICE, FLAG, NUMBER, WINDOW, Feature
+from ..problem.records import DTYPES, FEATURES, FP8
 
 
 def size(text: str) -> int:

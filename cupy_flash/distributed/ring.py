@@ -21,8 +21,8 @@ from ..api import merge
 from ..arrays import Array
 from ..mods.trace import Mod, decoded, mod_of
 from ..problem.build import pose
-from ..problem.features import ARRAYS, FEATURES, MODS, SEED, Options
-from ..problem.records import Gradients, Operands, Packed, Problem, Saved, Shard
+from ..problem.features import SEED
+from ..problem.records import ARRAYS, FEATURES, MODS, Gradients, Operands, Options, Packed, Problem, Saved, Shard
 from .channel import Arrival, Channel, Request
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
@@ -108,7 +108,7 @@ def ring_attention(
             score_mod and mask_mod capture is for the whole sequence, the same on every rank.
 
     Returns:
-        out (B, Sq_r, Hq, Dv), or (out, lse) with lse (B, Hq, Sq_r): the rank's rows of the whole result.
+        out (B, Sq_r, Hq, Dv), or (out, lse) with lse (B, Hq, Sq_r), the rank's rows of the whole result.
         The sink's gradient is the contribution of the rank's queries: as for any replicated parameter, sum it over the
         ranks. Gradients of what score_mod captures are those of the whole already, on every rank.
 

@@ -1,7 +1,6 @@
 """The CPU engine: tile sizes for NumPy and BLAS, their cost model and the number of threads."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from typing import NamedTuple
 
 from ..device import Device

@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..problem.features import FEATURES
-from ..problem.records import Problem, is_given
+from ..problem.records import FEATURES, Problem, is_given
 from .launch import Constant, Launch, Workspace
 from .shared import known_constants, nonempty, row_workspaces, rows_of_heads, sequences, shared_constants, with_mods
 

@@ -1,7 +1,6 @@
 """What an engine requests: launches of kernels, with their constants, grids and TMA boxes, and workspaces."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,6 @@
 """The tensor-core engine on mma.sync: fp16 from Turing (sm_75), bf16 from Ampere (sm_80)."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from functools import lru_cache
 from typing import NamedTuple
 

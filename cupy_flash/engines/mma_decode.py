@@ -6,8 +6,7 @@ launch merges the partial results. In the one-launch form, which only a tune cho
 key tiles of one output tile, and merge its parts through distributed shared memory.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

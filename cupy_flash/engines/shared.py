@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import dtype_name
 from ..device import Device
-from ..problem.features import DIFFERENTIATED, FEATURES
-from ..problem.records import DTYPES, FP8, Problem, is_given
+from ..problem.records import CACHE_FEATURES, DIFFERENTIATED, DTYPES, FEATURES, FP8, Cache, Problem, is_given
 from .launch import GRID_LIMITS, Constant, Launch, Workspace
 
 if TYPE_CHECKING:
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 
 # Options of attention() that score.cuh, mask.cuh and sequence.cuh implement for every kernel, and cpu/ in NumPy.
 ATTENTION_OPTIONS = frozenset(feature.name for feature in FEATURES if feature.common)
-# The same for attention_with_kv_cache(), by one word: the first call on a KV cache imports their table.
-COMMON = "common options"
-KV_CACHE_OPTIONS = frozenset({COMMON})
+KV_CACHE_OPTIONS = frozenset(feature.name for feature in CACHE_FEATURES if feature.common)
+# Facts of a KV cache that have a constant, such as PAGED
+CACHE_FACTS = tuple(feature for feature in CACHE_FEATURES if feature.constant and feature.field in Cache._fields)
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
 Grid = tuple[int, int, int]
 T = TypeVar("T")
@@ -43,20 +42,20 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
         "KV_CACHE": problem.cache is not None,
-        "PAGED": problem.cache is not None and problem.cache.page is not None,
         "CAPTURED_GRADIENT": False,
         "DIRECTION": problem.derivative != "",
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
     constants |= {x.constant: is_given(problem, x) for x in FEATURES if x.constant}
+    constants |= {x.constant: problem.cache is not None and is_given(problem.cache, x) for x in CACHE_FACTS}
     constants |= {x.element: ELEMENTS[getattr(problem, f"{x.field}_dtype")] for x in FEATURES if x.element}
     return MappingProxyType(constants)
 
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
-CACHE_CONSTANTS = ("KV_CACHE", "PAGED", "HEAD_DIM", "HEAD_DIM_V")
+CACHE_CONSTANTS = ("KV_CACHE", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),

@@ -1,7 +1,6 @@
 """The engine for any GPU and every dtype but fp8, with FMA instructions in the accumulation dtype."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -16,10 +16,9 @@ from ..engines import MODULES
 from ..engines.launch import Launch
 from ..plan.plan import launches_at_any_length
 from ..problem.build import pose
-from ..problem.features import ARRAYS, Feature, Options
-from ..problem.kv_cache_records import SPLIT_UNIT, Cache
+from ..problem.features import Feature
 from ..problem.mask import Mask
-from ..problem.records import DTYPES, FP8, Packed, Problem
+from ..problem.records import ARRAYS, DTYPES, FP8, SPLIT_UNIT, Cache, Options, Packed, Problem
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -19,9 +19,7 @@ from .. import dropout
 from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Workspace
 from ..jit.source import chosen_lines, kernel_folder
-from ..problem.features import ARRAYS, NUMBERS
-from ..problem.kv_cache_records import CACHE_FEATURES, Cache
-from ..problem.records import FP8, Operands, Problem
+from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem
 from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:
@@ -208,7 +206,7 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
         "cache_length": problem.kv_len,
         "cache_capacity": problem.kv_len,
         "cache_blocks": cache.blocks,
-        "cache_rows": arrays["k"].shape[2 if cache.layout == "bhsd" else 1],
+        "cache_rows": _unpacked(arrays["k"].shape, cache.layout, 1)[1],
         "page_log2": 0 if cache.page is None else cache.page.bit_length() - 1,
         "appended": 0 if problem.layout == "thd" else cache.appended or 0,
         "rotary_rows": arrays["rotary_cos"].shape[0] if "rotary_cos" in arrays else 0,
@@ -286,13 +284,7 @@ def encoded_map(
     """Return the map of a box of an array, which is given by its address, shape, strides and dtype."""
     array: Any = Described(*described)
     pointer, *strides, _ = _tensor(array, layout, operator.attrgetter("pointer"))
-    shape = array.shape
-    if layout == "bshd":
-        batch, length, heads, dim = shape
-    elif layout == "bhsd":
-        batch, heads, length, dim = shape
-    else:
-        batch, (length, heads, dim) = 1, shape
+    batch, length, heads, dim = _unpacked(array.shape, layout, 1)
     return _encoded(
         encode, BOX_TYPES[dtype_name(array.dtype)], array.dtype.itemsize, pointer, (dim, length, heads, batch),
         tuple(strides[::-1]), (box.columns, box.rows),
@@ -357,15 +349,19 @@ def _struct(name: str, captured: str = "", cache: bool = False, direction: bool 
     return _Struct(dtype, struct.Struct(f"={''.join(codes)}{dtype.itemsize - end}x"), [0] * begin, places)
 
 
+def _unpacked(sizes: tuple[int, ...], layout: str, of_batch: int) -> tuple[int, ...]:
+    """Return those of a shape or of strides for (batch, row, head, column); `of_batch` is that of a packed batch."""
+    if layout == "thd":
+        return (of_batch, *sizes)
+    if layout == "bshd":
+        return sizes
+    batch, head, row, column = sizes
+    return batch, row, head, column
+
+
 def _tensor(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     """Return the Operand of an array (B, S, H, D) in a layout: pointer, batch, head and row strides, alignment."""
-    start, strides = address(array), array.strides
-    if layout == "bshd":
-        batch, row, head, _ = strides
-    elif layout == "bhsd":
-        batch, head, row, _ = strides
-    else:
-        batch, (row, head, _) = 0, strides
+    start, (batch, row, head, _) = address(array), _unpacked(array.strides, layout, 0)
     elements, rest = divmod(start, array.dtype.itemsize)
     bits = elements | batch | head | row  # all are multiples of 2**n if the lowest n bits are 0
     aligned = 1 if rest or bits % 4 else 4 if bits % 8 else 8

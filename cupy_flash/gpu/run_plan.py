@@ -18,8 +18,7 @@ from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
-from ..problem.features import ARRAYS
-from ..problem.records import Gradients, Operands, Problem
+from ..problem.records import ARRAYS, Gradients, Operands, Problem
 from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
 
 if TYPE_CHECKING:

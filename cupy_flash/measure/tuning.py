@@ -22,14 +22,12 @@ from .. import dispatch
 from ..device import Device
 from ..engines import MODULES
 from ..plan import measurements, plan
-from ..plan.measurements import Json, Measured, Tune
+from ..plan.measurements import Measured, Tune
 from ..plan.plan import Plan, amount_text, candidates
 from ..plan.refusals import is_on_request, refusals
 from ..problem.build import pose, pose_with_cache
-from ..problem.features import Options
-from ..problem.kv_cache_records import CacheOptions
-from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Trial
-from ..problem.records import Operands, Problem, Saved
+from ..problem.recorded_call import DESCRIPTION, NOT_REPLAYED, Json, Trial
+from ..problem.records import CacheOptions, Operands, Options, Problem, Saved
 from . import other_libraries
 from .checks import calls
 from .checks.calls import COMPILE_SECONDS, Task

@@ -6,15 +6,24 @@ import functools
 import keyword
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .ir import Untraceable
 from .values import BINARY, Captured, Delegate, Number, Traced, call
 
 if TYPE_CHECKING:
-    from .trace import _Rebuilder
+    from .trace_guards import Sources
 
 T = TypeVar("T")
+
+
+class Rebuilder(Protocol):
+    """What replaces the captured values of a mod by stand-ins, as a trace does."""
+
+    sources: Sources
+
+    def rebuild(self, x: object, source: str) -> Any:
+        """Return x with stand-ins; `source` is an expression for x."""
 
 
 class Held(Delegate):
@@ -26,7 +35,7 @@ class Held(Delegate):
 
     __slots__ = ("_held", "_set")
 
-    def __init__(self, rebuilder: _Rebuilder, owner: object, local: str) -> None:
+    def __init__(self, rebuilder: Rebuilder, owner: object, local: str) -> None:
         object.__setattr__(self, "_held", (rebuilder, owner, local))
         object.__setattr__(self, "_set", {})  # attributes that the mod sets, until the end of the trace
 

@@ -14,21 +14,23 @@ the stored ones, so that processes and threads that tune at the same time lose n
 Plans import this module, so modules that only reading or writing needs are imported inside functions.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import environment
 from ..device import Device
 from ..engines import MODULES
+
+if TYPE_CHECKING:
+    from ..problem.recorded_call import Json
 
 FORMAT = 3  # version of the records
 OLDER = (2,)  # versions whose records are valid, except failed verdicts; records of other versions are ignored
@@ -37,10 +39,6 @@ FOLDER = "evidence"
 SECONDS = "s"  # the unit of measurements on a GPU; on a simulator it is INSTRUCTIONS
 INSTRUCTIONS = "warp instructions"
 CHECK_COMMAND, TUNE_COMMAND = "python -m cupy_flash check", "python -m cupy_flash tune"
-
-
-# A value that JSON can hold.
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 
 class Check(NamedTuple):
@@ -64,7 +62,7 @@ class Measured(NamedTuple):
 class Tune(NamedTuple):
     """The measurements of the tiles for one bucket of shapes, the fastest first."""
 
-    key: dict[str, Json]  # the bucket, see plan.tune_key
+    key: "dict[str, Json]"  # the bucket, see plan.tune_key
     unit: str
     measured: tuple[Measured, ...]
     default: tuple[str, str]  # the engine and tile that would be chosen without measurements
@@ -121,7 +119,7 @@ def _check_of(engine: str, device: Device) -> Check | None:
     return None
 
 
-def tune_of(key: Mapping[str, Json], device: Device) -> Tune | None:
+def tune_of(key: "Mapping[str, Json]", device: Device) -> Tune | None:
     """Return the measurements for a bucket of shapes on this kind of card, or None."""
     if not has_card(device):
         return None
@@ -197,7 +195,7 @@ def store_checks(device: Device, verdicts: Mapping[str, tuple[str | None, list[R
 
 def store_tune(
     device: Device,
-    key: Mapping[str, Json],
+    key: "Mapping[str, Json]",
     unit: str,
     measured: Iterable[Measured],
     default: tuple[str, str],
@@ -241,7 +239,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def tune_name(key: Mapping[str, Json]) -> str:
+def tune_name(key: "Mapping[str, Json]") -> str:
     """Return the file name of the measurements of a bucket."""
     return f"tune.{_digest(key)[:32]}.json"
 
@@ -430,7 +428,7 @@ def _wrong_fields(name: str, record: Record) -> list[str]:
     return [field for field, is_valid in valid.items() if not is_valid]
 
 
-def _is_measured(value: Json, engines: set[str]) -> bool:
+def _is_measured(value: "Json", engines: set[str]) -> bool:
     """Return whether a JSON value is [engine, tile, amount] with one of the engines and a finite amount above 0."""
     if not isinstance(value, list) or len(value) != 3 or not _are_texts(value[:2]) or value[0] not in engines:
         return False
@@ -441,7 +439,7 @@ def _is_amount(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < sys.float_info.max
 
 
-def _are_texts(value: Json) -> bool:
+def _are_texts(value: "Json") -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
 
 

@@ -4,22 +4,23 @@ Planning needs no GPU. A plan depends on the problem, the device and the evidenc
 reads once.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..device import Device
 from ..engines import MODULES, Tile
 from ..engines.launch import Launch, Workspace, require_grids
-from ..problem.features import ARRAYS, FEATURES
-from ..problem.records import Problem, UnsupportedError, is_given
+from ..problem.records import ARRAYS, FEATURES, Problem, UnsupportedError, is_given
 from . import measurements
-from .measurements import Json, Measured, Tune
+from .measurements import Measured, Tune
 from .refusals import is_on_request, refusals
+
+if TYPE_CHECKING:
+    from ..problem.recorded_call import Json
 
 Refused = tuple[tuple[str, tuple[str, ...]], ...]  # (engine, reasons) pairs
 
@@ -98,7 +99,7 @@ class Plan(NamedTuple):
         for engine, reasons in self.refused:
             # Reasons quote lengths, so they are computed for this problem instead of the bucket's.
             own = refusals(engine, self.problem, self.device, tune) or reasons
-            lines += [f"not {f'{engine} ':<7}{reason}" for reason in own]
+            lines += [f"not {engine:<6} {reason}" for reason in own]
         return "\n".join(lines)
 
 
@@ -172,7 +173,7 @@ def last_of_bucket(problem: Problem) -> Problem:
     return problem._replace(**fields)
 
 
-def tune_key(problem: Problem) -> dict[str, Json]:
+def tune_key(problem: Problem) -> "dict[str, Json]":
     """Return the bucket of shapes and options to which a measurement applies, as a JSON record.
 
     Lengths, B * Hq and windows enter by their buckets; numbers and arrays among the options by whether they are given.

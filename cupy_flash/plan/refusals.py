@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from ..device import Device
 from ..engines import MODULES, Engine, Tile
-from ..engines.shared import COMMON
-from ..problem.features import FEATURES, Feature
-from ..problem.records import FP8, Problem, is_given
+from ..problem.features import Feature
+from ..problem.records import CACHE_FEATURES, FEATURES, FP8, Cache, Problem, is_given
 from . import measurements
 from .measurements import Tune
 
@@ -56,7 +55,7 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
     else:
         # An engine without fp8 already refuses the dtype, so the options of fp8 are not listed as further reasons.
         options = (x for x in _given(problem) if FP8 in dtypes or not x.fp8)
-        lacking = (x.name for x in options if x.name not in served and not (x.common and COMMON in served))
+        lacking = (x.name for x in options if x.name not in served)
         yield from (REASONS.get(name, f"it takes no {name}") for name in lacking)
         if cache is not None and cache.dtype.name not in (problem.dtype.name, *dtypes):
             yield f"it reads no caches of {cache.dtype.name}{_others(module, cache.dtype.name)}"
@@ -68,8 +67,6 @@ def _given(problem: Problem) -> Iterator[Feature]:
     """Yield the given options that change what a call computes, as far as `Problem` and `Cache` record them."""
     yield from (x for x in FEATURES if x.definition and x.field in Problem._fields and is_given(problem, x))
     if problem.cache is not None:
-        from ..problem.kv_cache_records import CACHE_FEATURES, Cache  # imported by the first call on a KV cache
-
         yield from (x for x in CACHE_FEATURES if x.field in Cache._fields and is_given(problem.cache, x))
 
 

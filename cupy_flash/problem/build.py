@@ -33,16 +33,24 @@ from .checks import (
     is_one_of,
     read,
 )
-from .features import ARRAY, ARRAYS, FEATURES, LENGTHS, MOD, SEED, WINDOW, Feature, Options
+from .features import ARRAY, LENGTHS, MOD, SEED, WINDOW, Feature
 from .mask import Mask
 from .records import (
+    ARRAYS,
+    CACHE_FEATURES,
     CACHES,
     DOUBLE_BACKWARD,
+    FEATURES,
+    FIELDS,
     JVP,
     LAYOUTS,
     LONGEST,
     WHOLE,
+    Cache,
+    CacheOperands,
+    CacheOptions,
     Operands,
+    Options,
     Packed,
     Problem,
     Saved,
@@ -59,7 +67,6 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
-    from .kv_cache_records import Cache, CacheOptions
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
@@ -131,7 +138,7 @@ def pose(
 
 
 def pose_with_cache(
-    q: "Given", k_cache: "Given", v_cache: "Given", options: "CacheOptions", reasons: tuple[str, ...] = ()
+    q: "Given", k_cache: "Given", v_cache: "Given", options: CacheOptions, reasons: tuple[str, ...] = ()
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
     given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
@@ -144,7 +151,7 @@ def pose_append(
     k_cache: "Given",
     v_cache: "Given",
     cu_seqlens: "Given | None",
-    options: "CacheOptions",
+    options: CacheOptions,
     reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
@@ -155,7 +162,7 @@ def pose_append(
 
 
 def _pose_on_cache(
-    function: str, given: dict[str, object], options: "CacheOptions", bounds: str, reasons: tuple[str, ...]
+    function: str, given: dict[str, object], options: CacheOptions, bounds: str, reasons: tuple[str, ...]
 ) -> tuple[Problem, Operands]:
     requirements, of_cache = Requirements(function), _of_cache()
     requirements.unmet += reasons
@@ -212,7 +219,7 @@ def _whole_length(requirements: Requirements, given: object) -> int | None:
 OPERANDS = frozenset(Operands._fields)
 
 
-def traced_mod(requirements: Requirements, options: "Options | CacheOptions") -> "Mod | None":
+def traced_mod(requirements: Requirements, options: Options | CacheOptions) -> "Mod | None":
     """Return the traced score_mod and mask_mod; None without them, or if tracing fails, which is recorded."""
     if options.score_mod is None and options.mask_mod is None:
         return None
@@ -273,7 +280,6 @@ class _OfCache(_Table):
 
     def __init__(self) -> None:
         from .kv_cache_contents import check_contents, check_overlap
-        from .kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
 
         super().__init__(CACHE_FEATURES)
         self.fields, self.operands = FIELDS, CacheOperands
@@ -286,7 +292,7 @@ _of_cache = lru_cache(maxsize=1)(_OfCache)
 
 
 def _given(
-    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: "Options | CacheOptions", table: _Table
+    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: Options | CacheOptions, table: _Table
 ) -> dict[str, object]:
     """Return the arrays of a call by name, as the caller passed them, without options that are None."""
     given: dict[str, object] = dict(zip(names, arrays, strict=True))
@@ -324,7 +330,7 @@ class Facts(NamedTuple):
 
 
 def _facts(
-    options: "Options | CacheOptions",
+    options: Options | CacheOptions,
     mod: "Mod | None",
     arrays: tuple[NamedFacts, ...],
     aligned: bool,
@@ -445,7 +451,7 @@ def _problem(
     layout: str,
     longest: tuple[int | None, int | None],
     mask: Mask,
-    cache: "Cache | None",
+    cache: Cache | None,
     others: dict[str, Any],
 ) -> Problem:
     """Return the Problem; `others` has its fields for mods, numbers, `engine` and `deterministic`."""

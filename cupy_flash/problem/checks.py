@@ -15,24 +15,21 @@ import numpy as np
 
 from ..arrays import BY_DLPACK, Array, as_array, dtype_name
 from ..device import GPUS
-from .features import (
-    ARRAYS,
-    CAP,
-    CAUSAL,
-    DIFFERENTIATED,
-    FINITE,
-    FLAG,
-    NUMBER,
-    NUMBERS,
-    PROBABILITY,
-    SIZES,
-    WHOLE,
-    WINDOW,
-    Feature,
-    in_layout,
-)
+from .features import CAP, CAUSAL, FINITE, FLAG, INTEGER, NUMBER, PROBABILITY, SIZES, WINDOW, Feature, in_layout
 from .mask import Mask
-from .records import BACKENDS, DTYPES, ENGINES, FP8, LAYOUTS, LONGEST, UnsupportedError, out_dtype
+from .records import (
+    ARRAYS,
+    BACKENDS,
+    DIFFERENTIATED,
+    DTYPES,
+    ENGINES,
+    FP8,
+    LAYOUTS,
+    LONGEST,
+    NUMBERS,
+    UnsupportedError,
+    out_dtype,
+)
 
 if TYPE_CHECKING:
     from ..arrays import AnyArray
@@ -384,7 +381,7 @@ def _in_range(
 
 
 KINDS: "dict[str, Callable[[Requirements, Feature, Any, np.finfo[np.floating]], Any]]" = {
-    CAUSAL: _causal, WINDOW: _window, NUMBER: _in_range, FLAG: _flag, WHOLE: _whole,
+    CAUSAL: _causal, WINDOW: _window, NUMBER: _in_range, FLAG: _flag, INTEGER: _whole,
 }  # fmt: skip
 
 

@@ -1,24 +1,14 @@
-"""The options of `attention`, in the order of its signature: a typed field of Options for each, with its table row.
+"""What a row of the table of options says: its kind, and the columns that its kind has.
 
-Other code derives its lists of options from these rows: Options and their checks (checks.py, build.py), the fields of
-Problem, Operands and Gradients (records.py), constants and members of the kernels (engines, params.py), operators of
-torch, operands of jax, attention over several ranks, and compile() with its command. Only the signature and docstring
-of `attention`, the types of options (argument_types.py) and the math of each feature (score.py, score.cuh,
-reference.py) are written by hand.
+`records.Options` has the rows of `attention`, `records.CacheOptions` those of calls on a KV cache.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from collections import namedtuple
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from ..arrays import AnyArray
-    from .argument_types import Causal, Layout, MaskMod, ScoreMod, Window
-    from .kv_cache_records import Conflict
+from typing import Any, NamedTuple
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
@@ -32,7 +22,7 @@ WINDOW = "window"  # None, or a pair of whole numbers or None
 SEED = "seed"  # None, an int, or an int64 array of one element
 MOD = "mod"  # None, a Python function of a score and its indices, or a Mod
 LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
-WHOLE = "whole"  # None, or a whole number
+INTEGER = "integer"  # None, or a whole number
 
 # Legal ranges of numbers, which checks.py checks.
 FINITE = "finite"
@@ -42,6 +32,15 @@ PROBABILITY = "probability"  # [0, 1) in steps of 1/65536
 # {axis letter: its name in messages}; "n" is the rows of k that are appended, "t" the tokens of a packed batch, "d" and
 # "e" are the head dimensions.
 SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk", "n": "S", "t": "T", "d": "D", "e": "D"}
+
+
+class Conflict(NamedTuple):
+    """Another option with which an option cannot be combined, and the reason."""
+
+    other: str
+    reason: str
+    supported: bool = True  # False: legal, but not supported by this version
+    append: bool = False  # only in append_to_kv_cache
 
 
 class Feature(NamedTuple):
@@ -105,92 +104,6 @@ def option(kind: str, default: Any = None, **columns: Any) -> Any:
 common = partial(option, common=True)  # the field of an option that all engines implement
 
 
-@dataclass(slots=True)
-class Options:
-    """The options of a call as the caller passed them, which `cupy_flash.attention` describes.
-
-    `checks.py` has not checked them yet, so they may have any type.
-    """
-
-    causal: Causal = common(CAUSAL, False)
-    window: Window = common(WINDOW)
-    scale: float | None = common(NUMBER, range=FINITE, member="scale")
-    softcap: float | None = common(
-        NUMBER, range=CAP, example=15.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
-    )
-    alibi_slopes: AnyArray | None = common(
-        ARRAY,
-        axes=("h", "bh"),
-        dtypes=("float32",),
-        ranks=True,
-        fact="alibi",
-        constant="ALIBI",
-        leading_stride="alibi_batch",
-        changes_score=True,
-    )
-    bias: AnyArray | None = common(
-        ARRAY,
-        axes=("bhij",),
-        broadcast=True,
-        dtypes=FLOATING,
-        dtype_text="floating",
-        shape_text="{given} must broadcast to {axes} = {shape}",
-        hint=(("bool",), "; a boolean mask is given as mask="),
-        padded=True,
-        gradient=True,
-        optional_gradient=True,
-        constant="BIAS",
-        element="bias_element",
-        changes_score=True,
-    )
-    mask: AnyArray | None = common(
-        ARRAY,
-        axes=("bhij",),
-        broadcast=True,
-        dtypes=("bool",),
-        dtype_text="bool, True = attend",
-        shape_text="{given} must broadcast to {axes} = {shape}",
-        hint=(FLOATING, "; an additive mask is given as bias="),
-        padded=True,
-        fact="dense_mask",
-        constant="DENSE_MASK",
-    )
-    sink: AnyArray | None = common(
-        ARRAY,
-        axes=("h",),
-        dtypes=FLOATING,
-        dtype_text="floating",
-        gradient=True,
-        ranks=True,
-        once=True,
-        constant="SINK",
-        element="sink_element",
-    )
-    q_lengths: AnyArray | None = common(
-        ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"
-    )
-    kv_lengths: AnyArray | None = common(
-        ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"
-    )
-    score_mod: ScoreMod = common(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
-    mask_mod: MaskMod = common(MOD, ranks=True, constant="MASK_MOD")
-    dropout: float = common(NUMBER, 0.0, range=PROBABILITY, example=0.25, constant="DROPOUT")
-    seed: int | AnyArray | None = common(SEED)
-    q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
-    k_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
-    v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
-    layout: Layout = common(CHOICE, "bshd")
-    return_lse: bool = option(FLAG, False, definition=False, result=True)
-    deterministic: bool = option(FLAG, False, definition=False)
-    backend: str | None = option(CHOICE, definition=False)
-    engine: str | None = option(CHOICE, definition=False)
-
-    @classmethod
-    def of(cls, function: str, options: Mapping[str, Any]) -> Options:
-        """Make the options from keyword arguments; TypeError for an unknown name."""
-        return cls(**known(function, options, FEATURES))
-
-
 def known(function: str, options: Mapping[str, Any], table: tuple[Feature, ...]) -> Mapping[str, Any]:
     """Return keyword arguments that are options of a table; TypeError for an unknown name."""
     names = [feature.name for feature in table]
@@ -211,18 +124,6 @@ def in_layout(axes: str, layout: str) -> str:
     """Return the axes (sequence, row, head, dimension) in the order of a layout; those of a packed batch are "thd"."""
     orders = {"bshd": axes, "bhsd": axes[0] + axes[2] + axes[1] + axes[3], "thd": "t" + axes[2:]}
     return orders[layout]
-
-
-FEATURES = table_of(Options)
-
-NAMES = tuple(feature.name for feature in FEATURES)
-ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
-NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
-FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
-MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
-CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
-WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
-DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
 
 
 def record(*names: str) -> Any:

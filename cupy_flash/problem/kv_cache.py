@@ -12,8 +12,7 @@ from typing import Any
 
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
 from .features import FLOATING
-from .kv_cache_records import CACHE_FEATURES, INDICES, Cache
-from .records import CACHES, FP8, LONGEST
+from .records import CACHE_FEATURES, CACHES, FP8, INDICES, LONGEST, Cache
 
 Arrays = dict[str, ArrayFacts]
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import CACHED, Array
-from .kv_cache_records import FIELDS, INDICES
-from .records import CACHES, Operands, Problem
+from .records import CACHES, FIELDS, INDICES, Operands, Problem
 
 if TYPE_CHECKING:
     from typing import TypeAlias

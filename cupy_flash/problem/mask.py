@@ -7,8 +7,7 @@ Causal masks and windows are both a band around a diagonal. Query ``i`` sees key
 with ``right = 0`` for causal. Tile ranges and masking tests are then arithmetic on two bounds.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ class Mask(NamedTuple):
         """Return the offset o of the diagonal: for causal, window and ALiBi, query i has the position of key i + o."""
         return 0 if self.top_left else kv_len - q_len
 
-    def band(self, q_len: int, kv_len: int, offset: int | None = None, step: int = 1) -> Band:
+    def band(self, q_len: int, kv_len: int, offset: int | None = None, step: int = 1) -> "Band":
         """Return the mask of one sequence of q_len queries and kv_len keys.
 
         In a shard, neighbouring rows are `step` positions apart and `offset` replaces o: query i sees key j when

@@ -8,23 +8,23 @@ recorded as a description and that reason (`recorded_line`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..arrays import named_dtype
 from .build import TABLE
 from .checks import Requirements, check_options
-from .features import ARRAY, FEATURES, FLOATING, NUMBER, Options
-from .kv_cache_records import CACHE_FEATURES, Cache
-from .records import DTYPES, FP8, Operands, Packed, Problem, is_given
+from .features import ARRAY, FLOATING, NUMBER
+from .records import CACHE_FEATURES, DTYPES, FEATURES, FP8, Cache, Operands, Options, Packed, Problem, is_given
 
 if TYPE_CHECKING:
     from ..mods.trace import Mod
-    from ..plan.measurements import Json
 
+# A value that JSON can hold.
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
 OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning

@@ -1,23 +1,51 @@
-"""The records of a call: its Problem, its Operands and the gradients that it returns; Options are in features.py.
+"""The options of `attention` and of calls on a KV cache, and the records of a call: Problem, Operands, Gradients.
 
-tests/library/test_features.py compares their fields with the table of features. A Problem has shapes, dtypes and
-features, but no arrays and no decisions of a plan; `build.pose` builds it.
+An option is declared once, as a typed field of Options, in the order of the signature, which holds its row of the
+table (features.py). Other code derives its lists of options from these rows: the checks (checks.py, build.py),
+constants and members of the kernels (engines, params.py), operators of torch, operands of jax, attention over several
+ranks, and compile() with its command. Only the signature and docstring of `attention`, the types of options
+(argument_types.py), the fields of the records below and the math of each feature (score.py, score.cuh, reference.py)
+are written by hand; tests/library/test_features.py compares them with the table.
+
+A Problem has shapes, dtypes and features, but no arrays and no decisions of a plan; `build.pose` builds it.
 """
 
 # No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
 # the time of importing this package.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..arrays import AnyArray, Array, named_dtype
-from .features import ARRAY, CHANGES_SCORE, FEATURES, FLOATING, MOD, NUMBER, WITH_GRADIENT, Feature
+from .features import (
+    ARRAY,
+    CAP,
+    CAUSAL,
+    CHOICE,
+    FINITE,
+    FLAG,
+    FLOATING,
+    INTEGER,
+    LENGTHS,
+    MOD,
+    NUMBER,
+    PROBABILITY,
+    SEED,
+    WINDOW,
+    Conflict,
+    Feature,
+    common,
+    known,
+    option,
+    table_of,
+)
 from .mask import Mask
 
 if TYPE_CHECKING:
-    from .kv_cache_records import Cache, CacheOperands
+    from .argument_types import Causal, Layout, MaskMod, ScoreMod, Window
 
 DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
@@ -32,6 +60,208 @@ SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 class UnsupportedError(ValueError):
     """The error for a legal problem that no engine of this version serves; the message has each engine's reasons."""
+
+
+@dataclass(slots=True)
+class Options:
+    """The options of a call as the caller passed them, which `cupy_flash.attention` describes.
+
+    `checks.py` has not checked them yet, so they may have any type.
+    """
+
+    causal: "Causal" = common(CAUSAL, False)
+    window: "Window" = common(WINDOW)
+    scale: float | None = common(NUMBER, range=FINITE, member="scale")
+    softcap: float | None = common(
+        NUMBER, range=CAP, example=15.0, constant="SOFTCAP", member="softcap", changes_score=True, keeps_score=True
+    )
+    alibi_slopes: AnyArray | None = common(
+        ARRAY,
+        axes=("h", "bh"),
+        dtypes=("float32",),
+        ranks=True,
+        fact="alibi",
+        constant="ALIBI",
+        leading_stride="alibi_batch",
+        changes_score=True,
+    )
+    bias: AnyArray | None = common(
+        ARRAY,
+        axes=("bhij",),
+        broadcast=True,
+        dtypes=FLOATING,
+        dtype_text="floating",
+        shape_text="{given} must broadcast to {axes} = {shape}",
+        hint=(("bool",), "; a boolean mask is given as mask="),
+        padded=True,
+        gradient=True,
+        optional_gradient=True,
+        constant="BIAS",
+        element="bias_element",
+        changes_score=True,
+    )
+    mask: AnyArray | None = common(
+        ARRAY,
+        axes=("bhij",),
+        broadcast=True,
+        dtypes=("bool",),
+        dtype_text="bool, True = attend",
+        shape_text="{given} must broadcast to {axes} = {shape}",
+        hint=(FLOATING, "; an additive mask is given as bias="),
+        padded=True,
+        fact="dense_mask",
+        constant="DENSE_MASK",
+    )
+    sink: AnyArray | None = common(
+        ARRAY,
+        axes=("h",),
+        dtypes=FLOATING,
+        dtype_text="floating",
+        gradient=True,
+        ranks=True,
+        once=True,
+        constant="SINK",
+        element="sink_element",
+    )
+    q_lengths: AnyArray | None = common(
+        ARRAY, axes=("b",), dtypes=("int32",), longest="q_len", padded=True, constant="Q_LENGTHS"
+    )
+    kv_lengths: AnyArray | None = common(
+        ARRAY, axes=("b",), dtypes=("int32",), longest="kv_len", padded=True, constant="KV_LENGTHS"
+    )
+    score_mod: "ScoreMod" = common(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
+    mask_mod: "MaskMod" = common(MOD, ranks=True, constant="MASK_MOD")
+    dropout: float = common(NUMBER, 0.0, range=PROBABILITY, example=0.25, constant="DROPOUT")
+    seed: int | AnyArray | None = common(SEED)
+    q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    k_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    layout: "Layout" = common(CHOICE, "bshd")
+    return_lse: bool = option(FLAG, False, definition=False, result=True)
+    deterministic: bool = option(FLAG, False, definition=False)
+    backend: str | None = option(CHOICE, definition=False)
+    engine: str | None = option(CHOICE, definition=False)
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, Any]) -> "Options":
+        """Make the options from keyword arguments; TypeError for an unknown name."""
+        return cls(**known(function, options, FEATURES))
+
+
+FEATURES = table_of(Options)
+
+NAMES = tuple(feature.name for feature in FEATURES)
+ARRAYS = tuple(feature for feature in FEATURES if feature.kind == ARRAY)
+NUMBERS = tuple(feature for feature in FEATURES if feature.kind == NUMBER)
+FLAGS = tuple(feature for feature in FEATURES if feature.kind == FLAG)
+MODS = tuple(feature for feature in FEATURES if feature.kind == MOD)
+CHANGES_SCORE = tuple(feature for feature in FEATURES if feature.changes_score)
+WITH_GRADIENT = tuple(feature for feature in FEATURES if feature.gradient)
+DIFFERENTIATED = ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT))  # in the order of Gradients
+ROWS = {row.name: row for row in fields(Options)}
+
+
+def _shared(name: str, **changes: Any) -> Any:
+    """Return the field of an option of `attention` for another class of options, with some columns changed."""
+    row = ROWS[name]
+    return field(default=row.default, metadata={**row.metadata, **changes})
+
+
+SPLIT_UNIT = 64  # split_size must be a multiple of this
+INT32, INT64 = ("int32",), ("int64",)
+OF_SEQUENCES = "must be {shape}, not {given}"
+ROTARY_TABLE: dict[str, Any] = dict(
+    axes=("rf",),
+    dtypes=FLOATING,
+    dtype_text="floating",
+    shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
+    appends=True,
+)
+
+
+@dataclass(slots=True)
+class CacheOptions:
+    """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes.
+
+    Further axes of its arrays are "m", all rows of k; "c", B + 1; "p", the columns of a block table; "r" and "f", the
+    sizes of a rotary table; "s", the keys of a mask. Axes "B" and "H" are "b" and "h", or 1.
+    """
+
+    k: AnyArray | None = common(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
+    v: AnyArray | None = common(ARRAY, axes=("bnge",), rows=True, dtypes=FLOATING, member="v_new")
+    cache_seqlens: int | AnyArray | None = common(
+        LENGTHS, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, appends=True
+    )
+    cache_batch_idx: AnyArray | None = common(
+        ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES, addresses="keys", appends=True
+    )
+    cache_leftpad: AnyArray | None = common(ARRAY, axes=("b",), dtypes=INT32, shape_text=OF_SEQUENCES)
+    block_table: AnyArray | None = common(
+        ARRAY,
+        axes=("bp",),
+        dtypes=INT32,
+        shape_text="must be ({b}, pages), not {given}",
+        fact="page",
+        constant="PAGED",
+        leading_stride="table_row",
+        addresses="keys",
+        appends=True,
+        conflicts=(
+            Conflict("slots", "slots say where the rows go: block_table says nothing beside them", append=True),
+            Conflict("cache_batch_idx", "cache_batch_idx is for contiguous caches, without block_table"),
+            Conflict("cache_leftpad", "cache_leftpad with block_table; FlashAttention 3 serves it", supported=False),
+        ),
+    )
+    slots: AnyArray | None = common(
+        ARRAY,
+        axes=("m",),
+        dtypes=INT64,
+        shape_text=OF_SEQUENCES,
+        addresses="rows",
+        appends=True,
+        conflicts=(Conflict("cache_batch_idx", "slots and cache_batch_idx do not go together"),),
+    )
+    positions: AnyArray | None = common(
+        ARRAY, axes=("bi", "t"), dtypes=INT32, shape_text=OF_SEQUENCES, leading_stride="positions_row", appends=True
+    )
+    cu_seqlens_q: AnyArray | None = common(ARRAY, axes=("c",), dtypes=INT32, shape_text="must be (B + 1,), not {given}")
+    max_seqlen_q: int | None = common(INTEGER)
+    rotary_cos: AnyArray | None = common(ARRAY, fact="rotary", leading_stride="cos_row", **ROTARY_TABLE)
+    rotary_sin: AnyArray | None = common(ARRAY, leading_stride="sin_row", **ROTARY_TABLE)
+    rotary_interleaved: bool = common(FLAG, True, appends=True)
+    causal: bool = common(FLAG, True)
+    window: "Window" = _shared("window")
+    scale: float | None = _shared("scale")
+    softcap: float | None = _shared("softcap")
+    alibi_slopes: AnyArray | None = _shared("alibi_slopes")
+    sink: AnyArray | None = _shared("sink")
+    mask: AnyArray | None = _shared(
+        "mask",
+        axes=("BHis",),
+        broadcast=False,
+        shape_text="must be (B or 1, Hq or 1, Sq, s), B, Hq, Sq = ({b}, {h}, {i}), s up to the capacity {j}, "
+        "not {given}",
+        hint=((), ""),
+    )
+    score_mod: "ScoreMod" = _shared("score_mod")
+    mask_mod: "MaskMod" = _shared("mask_mod")
+    k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
+    v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
+    split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
+    layout: "Layout" = _shared("layout", appends=True)
+    out: AnyArray | None = common(ARRAY, axes=("bihe",), rows=True, dtypes=FLOATING, shape_text=OF_SEQUENCES)
+    return_lse: bool = _shared("return_lse")
+    backend: str | None = _shared("backend")
+    engine: str | None = _shared("engine")
+
+    @classmethod
+    def of(cls, function: str, options: Mapping[str, Any]) -> "CacheOptions":
+        """Make the options from keyword arguments; TypeError for an unknown name."""
+        return cls(**known(function, options, CACHE_FEATURES))
+
+
+CACHE_FEATURES = table_of(CacheOptions)
+INDICES = frozenset(x.name for x in CACHE_FEATURES if x.dtypes in (INT32, INT64))
 
 
 class Packed(NamedTuple):
@@ -172,11 +402,40 @@ class SecondGradients(_SecondGradients, Generic[GradientT]):
         return SecondGradients(*_applied(function, self))
 
 
+class Cache(NamedTuple):
+    """The facts of a KV cache that are not in its Problem, whose kv_len is the capacity.
+
+    The lengths of its sequences are no facts, because they change at every step.
+    """
+
+    layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
+    dtype: np.dtype  # dtype of the caches: that of q, or float8_e4m3fn
+    blocks: int  # pages, or rows of a contiguous cache
+    page: int | None  # keys per page; None: contiguous
+    appended: int | None  # rows of k per sequence, tokens of a packed batch; None: nothing is appended
+    slots: bool
+    rotary: tuple[int, bool] | None  # rotated dimensions, and whether pairs are interleaved
+    split_size: int | None
+    rotary_dtypes: tuple[str, str] | None = None  # dtypes of the tables, cos and sin
+
+    def __str__(self) -> str:
+        texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
+        if self.dtype.itemsize == 1:
+            texts.append(f"{self.dtype.name} keys")
+        if self.appended is not None:
+            texts.append("append by slots" if self.slots else "append")
+        if self.rotary is not None:
+            texts.append(f"rotary of {self.rotary[0]} dimensions")
+        if self.split_size is not None:
+            texts.append(f"pieces of {self.split_size} keys")
+        return ", ".join(texts)
+
+
 class Problem(NamedTuple):
     """A hashable description of a call without its arrays: shapes, dtype, device and features.
 
-    The second part has the facts of each feature (features.py): a number, the shape of an array that broadcasts, or
-    whether an array is given; and, if they vary, the dtype and whether a gradient is requested.
+    The second part has the facts of each row of Options: a number, the shape of an array that broadcasts, or whether an
+    array is given; and, if they vary, the dtype and whether a gradient is requested.
     """
 
     backward: bool
@@ -207,7 +466,7 @@ class Problem(NamedTuple):
     deterministic: bool
     backend: str | None  # as requested; None: the backend of the arrays
     engine: str | None
-    cache: "Cache | None"  # only in attention_with_kv_cache and append_to_kv_cache
+    cache: Cache | None  # only in attention_with_kv_cache and append_to_kv_cache
 
     # The features: a test compares these fields with the table.
     scale: float
@@ -297,6 +556,34 @@ class Problem(NamedTuple):
         return f"{feature.name} {fact}" if feature.broadcast else feature.field
 
 
+class CacheOperands(NamedTuple):
+    """The arrays of a call on a KV cache other than the caches, which are k and v of Operands; None if absent.
+
+    They have the names of their members of Params. cache_seqlens may be an int, the length of all sequences; the result
+    is written to `out`.
+    """
+
+    k_new: Array | None = None
+    v_new: Array | None = None
+    cache_seqlens: Array | int | None = None
+    cache_batch_idx: Array | None = None
+    cache_leftpad: Array | None = None
+    block_table: Array | None = None
+    slots: Array | None = None
+    positions: Array | None = None
+    rotary_cos: Array | None = None
+    rotary_sin: Array | None = None
+    out: Array | None = None
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that a call reads, by name."""
+        return {name: x for name, x in zip(self._fields[:-1], self, strict=False) if type(x) is Array}
+
+
+# {array among the options: field of CacheOperands}
+FIELDS = {x.name: x.member or x.name for x in CACHE_FEATURES if (x.member or x.name) in CacheOperands._fields}
+
+
 class Operands(NamedTuple):
     """The arrays of one call, or None, and the seed, an int or an int64 array of one element."""
 
@@ -330,7 +617,7 @@ class Operands(NamedTuple):
     tcaptured: tuple[Array | None, ...] | None = None  # in the order of captured
     tout: Array | None = None  # in a double backward: the tangent of out, from a JVP with the same tangents
     tlse: Array | None = None
-    cache: "CacheOperands | None" = None
+    cache: CacheOperands | None = None
 
     def arrays(self) -> dict[str, Array]:
         """Return {member of Params: array}, without the arrays of mods and the `out` of a KV cache call."""
@@ -352,7 +639,7 @@ def out_dtype(dtype: np.dtype) -> np.dtype:
     return named_dtype("bfloat16") if dtype.name == FP8 else dtype
 
 
-def is_given(facts: "Problem | Cache", feature: Feature) -> bool:
+def is_given(facts: Problem | Cache, feature: Feature) -> bool:
     """Return whether a Problem, or its cache, has a feature."""
     fact = getattr(facts, feature.field)
     return fact is not None and fact is not False and fact != 0.0

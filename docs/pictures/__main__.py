@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT))  # bench is not installed
 import algorithm
 import cache
 import call
+import derivatives
 import heads
 import masks
 import plots
@@ -19,7 +20,7 @@ import ranks
 import simulator
 import training
 
-MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots)
+MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots, derivatives)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,6 +10,9 @@ from typing import NamedTuple
 from svg import Picture
 
 COLORS = ("q", "k", "s", "v", "alarm", "o")  # of the series, ours first
+
+BAR = 15  # thickness of a bar, with the space below it
+SMALL, LINE = 10.5, 13  # sizes of the words at the end of a series, and of their line
 
 
 class Frame(NamedTuple):
@@ -28,8 +32,13 @@ def lines(
     series: Mapping[str, Sequence[tuple[float, float]]],
     colors: Mapping[str, str],
     logarithmic: bool = True,
+    ends: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Series of (length, value) over the logarithm of the length."""
+    """Series of (length, value) over the logarithm of the length.
+
+    `ends` has the lines of words that say why a series ends before the others, for the
+    first series that ends so.
+    """
     x, y, width, height = frame
     points = [point for of in series.values() for point in of]
     lengths = sorted({length for length, _ in points})
@@ -63,34 +72,55 @@ def lines(
         picture.path(path, colors[name], 2.6 if first else 1.6)
         for at in path:
             picture.dot(*at, 3.4 if first else 2.6, colors[name])
+    paths = [[(across(length), up(value)) for length, value in of] for of in series.values()]
+    for name, words in (ends or {}).items():
+        at = paths[list(series).index(name)][-1]
+        left, base = place(at, words, paths)
+        for n, line in enumerate(words):
+            picture.text(left, base + LINE * n, line, colors[name], SMALL, "start")
+
+
+def place(
+    at: tuple[float, float], words: Sequence[str], paths: Sequence[Sequence[tuple[float, float]]]
+) -> tuple[float, float]:
+    """Where words at a point start: to its right, or above it if a series runs there."""
+    x, y = at
+    width, height = 0.53 * SMALL * max(map(len, words)), LINE * len(words)
+    right = x + 8, y + 1
+    crossed = any(
+        right[0] <= a + n / 32 * (c - a) <= right[0] + width and abs(b + n / 32 * (d - b) - y) <= height
+        for path in paths
+        for (a, b), (c, d) in itertools.pairwise(path)
+        for n in range(33)
+    )
+    return (x - width / 2, y - height + 4) if crossed else right
 
 
 def bars(
     picture: Picture,
     frame: Frame,
     rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]],
-    label: float,
-    most: float | None = None,
+    mark: float | None = None,
 ) -> None:
-    """A row of bars for each name: (value, colour, words behind it)."""
+    """A name and bars below it for each row: (value, colour, words behind it); a line at the mark.
+
+    Names stand above their bars, so that a phone shows both at once.
+    """
     x, y, width, height = frame
-    top = most or max(value for _, bars_of in rows for value, _, _ in bars_of)
+    top = max(value for _, bars_of in rows for value, _, _ in bars_of)
     row = height / len(rows)
+    line = (mark or 0) / top * (width - 70)
     for n, (name, bars_of) in enumerate(rows):
-        thick = min((row - 8) / len(bars_of), 15)
-        picture.text(x, y + n * row + row / 2 + 4, name, "ink", 12, "start")
-        first = y + n * row + (row - thick * len(bars_of)) / 2
+        picture.text(x, y + n * row + 13, name, "ink", 12, "start")
+        first = y + n * row + 19
         for m, (value, color, words) in enumerate(bars_of):
-            long = value / top * (width - label - 70)
-            picture.rect(x + label, first + m * thick, max(long, 1), thick - 2, color, rx=2)
-            picture.text(
-                x + label + long + 6,
-                first + (m + 1) * thick - 4.5,
-                words,
-                "muted",
-                11,
-                "start",
-            )
+            long = value / top * (width - 70)
+            picture.rect(x, first + m * BAR, max(long, 1), BAR - 2, color, rx=2)
+            at = (x + max(long, line) + 6, first + (m + 1) * BAR - 4.5)
+            picture.text(*at, words, "muted", 11, "start")
+        if mark is not None:
+            bottom = first + BAR * len(bars_of)
+            picture.path([(x + line, first - 2), (x + line, bottom)], "ink", 1, dashed=True)
 
 
 def nice(step: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,17 @@ def sizes(case: dict[str, Any]) -> str:
     return f"B {case['batch']}, {case['heads']} heads, D {case['head_dim']}, {case['dtype']}"
 
 
+def ends(cases: list[dict[str, Any]], names: Iterable[str]) -> dict[str, list[str]]:
+    """Return why a series ends early: the reason of the first length that the bench left out."""
+    first: dict[str, str] = {}
+    for case in cases:
+        for name in (name for name in names if name in case["left_out"]):
+            words = f"at {chart.plain(case['seqlen'])} {case['left_out'][name]}"
+            if name not in first and words not in first.values():
+                first[name] = words
+    return {name: textwrap.wrap(words, 16) for name, words in first.items()}
+
+
 def framed(title: str, colors: dict[str, str], words: str, height: int = HEIGHT) -> Picture:
     picture = Picture(WIDTH, height, title)
     picture.legend(20, 28, colors)
@@ -86,6 +98,7 @@ def speed(section: str, stages: tuple[str, ...], title: str) -> Picture:
             {**series, "matrix product": ceiling},
             {**colors, "matrix product": "line"},
             logarithmic=False,
+            ends=ends(group, colors),
         )
     return picture
 
@@ -109,7 +122,15 @@ def memory() -> Picture:
     picture = framed("Peak memory", colors, f"{sizes(case)}; {source(result)}")
     for frame, stage in ((LEFT, "forward"), (RIGHT, "forward + backward")):
         unit = "MiB beyond inputs and outputs, at least 1"
-        chart.lines(picture, frame, f"Peak memory, {stage}", unit, peaks(stage), colors)
+        chart.lines(
+            picture,
+            frame,
+            f"Peak memory, {stage}",
+            unit,
+            peaks(stage),
+            colors,
+            ends=ends(result["memory"]["cases"], colors),
+        )
     return picture
 
 
@@ -120,7 +141,7 @@ def summary() -> Picture:
     names = [name for name in peaks("forward") if name in COLORS]
     colors = {name: COLORS[name] for name in names}
     picture = framed("Memory and time", colors, f"{sizes(cases[0])}; {source(result)}")
-    unit = "MiB beyond inputs and outputs, over the length S"
+    unit = "MiB beyond inputs and outputs (lower is better)"
     chart.lines(
         picture,
         LEFT,
@@ -128,6 +149,7 @@ def summary() -> Picture:
         unit,
         peaks("forward + backward"),
         colors,
+        ends=ends(result["memory"]["cases"], colors),
     )
     times = {
         name: [
@@ -138,7 +160,15 @@ def summary() -> Picture:
         for name in names
     }
     unit = "milliseconds, over the length S (lower is better)"
-    chart.lines(picture, RIGHT, "Time, forward + backward, causal", unit, times, colors)
+    chart.lines(
+        picture,
+        RIGHT,
+        "Time, forward + backward, causal",
+        unit,
+        times,
+        colors,
+        ends=ends(cases, names),
+    )
     return picture
 
 
@@ -155,16 +185,16 @@ def decode() -> Picture:
         f"{OURS}, pages of 16": "o",
         "SDPA, enable_gqa": "v",
     }
-    picture = framed("One step of a decode", legend, source(result), 410)
-    words = "One query on a KV cache: time over that of SDPA on packed queries (lower is better)"
+    picture = framed("One step of a decode", legend, source(result), 526)
+    words = "One query on a KV cache: time over SDPA on packed queries (lower is better; dashed: 1)"
     picture.text(20, 58, words, "ink", 13, "start", bold=True)
-    chart.bars(picture, Frame(20, 72, 690, 310), rows, 330)
+    chart.bars(picture, Frame(20, 68, 690, 432), rows, mark=1)
     return picture
 
 
 def hopper() -> Picture:
     """The predicted speed of our machine code for Hopper beside FlashAttention-3's figures."""
-    from bench.kernel_development.predict import MATMUL_TFLOPS, SPEED_OF_OVERLAP
+    from bench.kernel_development.predict import ERROR, MATMUL_TFLOPS, SPEED_OF_OVERLAP
     from bench.kernel_development.published import flash_attention_3_mainloop
 
     result = stored("predict")
@@ -182,11 +212,16 @@ def hopper() -> Picture:
         ]
         rows.append((name.removesuffix(", 16384"), bars))
     legend = {f"{OURS}, predicted": "q", "FlashAttention-3, published": "k"}
-    height = 112 + 40 * len(rows)
+    height = 136 + 58 * len(rows)
     picture = framed("Hopper", legend, source(result, with_torch=False), height)
     words = "TFLOP/s on an H100, 16384 tokens: a model of clocks that no GPU has confirmed"
     picture.text(20, 58, words, "ink", 13, "start", bold=True)
-    chart.bars(picture, Frame(20, 70, 690, 40 * len(rows)), rows, 240)
+    factor = f"{SPEED_OF_OVERLAP:.2f}"
+    words = f"Predicted: {factor} times the speed that the model finds for our machine code."
+    picture.text(20, 77, words, "muted", 12, "start")
+    words = f"FlashAttention-3's published speeds are {factor} ± {ERROR:.2f} times what it finds for theirs."
+    picture.text(20, 93, words, "muted", 12, "start")
+    chart.bars(picture, Frame(20, 102, 690, 58 * len(rows)), rows)
     return picture
 
 

@@ -13,7 +13,7 @@ from tolerance import assert_matches_reference
 import cupy_flash
 from cupy_flash.adapters.jax import attention, ffi_handler, ffi_structs, kv_cache, primitive, static_call
 from cupy_flash.arrays import Array, contiguous_strides
-from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Options
 
 # ---------------------------------------------------------------------------------------------------------- the header
 

@@ -290,7 +290,7 @@ def test_fake_tensors_know_the_shapes_of_second_gradients():
 def test_operators_pass_opcheck(mods):
     from cupy_flash.adapters.torch import derivatives
     from cupy_flash.adapters.torch.op import TENSORS, arguments_of
-    from cupy_flash.problem.features import Options
+    from cupy_flash.problem.records import Options
 
     q, k, v = (x.detach() for x in (Q, K, V))
     mod = cupy_flash.Mod(score_mod=with_table(TABLE))

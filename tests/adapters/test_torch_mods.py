@@ -172,7 +172,7 @@ def test_opcheck():
     q, k, v = inputs(torch.float32)
     bias, threshold = Bias(torch.float32), torch.zeros(HEADS, requires_grad=True)
     mod = cupy_flash.Mod(bias, lambda b, h, i, j: (i >= j) & (threshold[h] < 1))
-    call = op.arguments_of((q, k, v), cupy_flash.problem.features.Options(), None, False)
+    call = op.arguments_of((q, k, v), cupy_flash.problem.records.Options(), None, False)
     arguments = (*call, list(mod.arrays), mod.encoded)
     torch.library.opcheck(op.modified_attention_forward, arguments)
     out, lse = (x.detach() for x in op.modified_attention_forward(*arguments))

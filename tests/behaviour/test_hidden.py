@@ -12,8 +12,7 @@ from cupy_flash import dispatch
 from cupy_flash.engines import wgmma
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Saved
+from cupy_flash.problem.records import Options, Saved
 
 FORWARD, BACKWARD, FP8 = (
     wgmma.forward.Tile(128, 64, stages=2, persistent=False, takes_turns=False, paired=False),

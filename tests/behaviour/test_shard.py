@@ -11,8 +11,7 @@ from tiles import in_small_tiles
 import cupy_flash
 from cupy_flash import dispatch
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import WHOLE, Packed, Saved, Shard
+from cupy_flash.problem.records import WHOLE, Options, Packed, Saved, Shard
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

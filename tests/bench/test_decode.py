@@ -1,9 +1,13 @@
 """The bench of a decode step: all implementations compute the same, and the table shows ratios to the baseline."""
 
+import json
+import re
+
 import pytest
 import torch
 
 from bench import decode, decode_gpu
+from bench.results import ROOT
 
 SMALL = decode.Step(2, 4, 2, 64, 16)
 
@@ -24,6 +28,24 @@ def test_table():
     section[0]["seconds"] = dict.fromkeys(section[0]["seconds"], 0.002) | {"contiguous": 0.003}
     row = dict(zip(table.columns, decode.table(section).rows[0], strict=True))
     assert row[decode.BASELINE] == "2 ms" and row["contiguous"] == "1.50" and row["attention"] == "1.00"
+
+
+def test_the_page_says_which_targets_the_stored_run_meets():
+    stored = json.loads((ROOT / "bench" / "results" / "decode.json").read_text(encoding="utf-8"))["decode"]
+    cases = {case["step"]: case["seconds"] for case in stored}
+    floats = {step: cases[str(step)] for step in decode.STEPS if step.dtype == "float32"}
+    long = {step: of for step, of in floats.items() if step.keys >= 2048}
+    packed = sorted(of["contiguous"] / of[decode.BASELINE] for of in long.values())
+    grouped = [of["contiguous"] / of["SDPA, enable_gqa"] for step, of in long.items() if step.heads > step.kv_heads]
+    (short,) = (of["SDPA in sdpa()"] for step, of in floats.items() if step.keys == 128)
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    runs = re.findall(r"^\| at most [^|]*\|[^|]*\| (.*) \|$", page, re.MULTILINE)
+    assert [run.partition(":")[0] for run in runs] == [
+        f"{packed[0]:.2f} to {packed[-1]:.2f}",
+        " and ".join(f"{ratio:.2f}" for ratio in sorted(grouped)),
+        f"{short * 1e3:.2f} ms",
+    ]
+    assert packed[0] > 1 and packed[-1] < 1.5 and sorted(grouped)[0] < 0.6 < sorted(grouped)[1] and short > 0.2e-3
 
 
 @pytest.mark.parametrize("step", decode.STEPS, ids=str)

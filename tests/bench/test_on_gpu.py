@@ -30,8 +30,7 @@ from cupy_flash import device, dispatch
 from cupy_flash.measure.worker_process import Lost
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Saved, Tangents
+from cupy_flash.problem.records import Options, Saved, Tangents
 
 TOOL = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"

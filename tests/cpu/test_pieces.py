@@ -14,8 +14,7 @@ from cupy_flash.cpu.thread_pool import OrderedSum
 from cupy_flash.engines import cpu as engine
 from cupy_flash.engines.cpu import Tile
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Saved
+from cupy_flash.problem.records import Options, Saved
 
 LENGTH, HEADS, HEAD_DIM, BLOCK = 140, 3, 8, 16
 CALLS = {

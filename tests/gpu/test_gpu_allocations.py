@@ -17,8 +17,7 @@ from pools import MEMORY, nbytes
 import cupy_flash
 from cupy_flash import dispatch
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Saved
+from cupy_flash.problem.records import Options, Saved
 
 LENGTH = 64 if in_numpy() else 512  # array sizes are multiples of 512 bytes, to which allocators round up
 LENGTHS = (16, 32) if in_numpy() else (2048, 4096)

@@ -18,8 +18,7 @@ from bench import decode_gpu, decode_libraries
 from cupy_flash.dispatch import plan_for, run_forward
 from cupy_flash.plan.plan import Plan, forms
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
-from cupy_flash.problem.records import Operands
+from cupy_flash.problem.records import CacheOptions, Operands
 
 CASE = CacheCase(
     lengths=(5, 130, 0), page=16, capacity=144, appended=2, q_len=3, rotary=(8, False), window=(100, None), alibi="h",

@@ -1,4 +1,4 @@
-"""Looks at a built site in headless Chromium: what is cut off, which pictures are broken, what is fetched.
+"""Looks at a built site in headless Chromium: what is cut off or broken, what is too small to read, what is fetched.
 
 `python tests/helpers/browser.py SITE OUT [PAGE ...]` writes a PNG of each page, wide and narrow, light and dark.
 """
@@ -17,13 +17,29 @@ from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = {"wide": 1280, "narrow": 390}
+SCALE = 0.95  # of a picture, below which its words, of 11 pixels, are hard to read
 SCHEMES = {"light": 1, "dark": 0}  # values of Blink's preferredColorScheme
 
 # The page of the harness: a frame of a width shows one page after the other, and the findings become its text.
-HARNESS = """<!doctype html><meta charset="utf-8"><style>body { margin: 0 } iframe { border: 0 }</style>
+HARNESS = r"""<!doctype html><meta charset="utf-8"><style>body { margin: 0 } iframe { border: 0 }</style>
 <iframe id="frame" width="%(width)d" height="%(height)d"></iframe><pre id="found"></pre><script>
 const pages = %(pages)s, frame = document.getElementById("frame"), found = {};
+const phone = %(width)d < 720, output = ".language-text, .language-console";  // scrolls in its frame on a phone
 const overflows = e => e.scrollWidth > e.clientWidth + 1;
+// Signs of words, as in -inf, at which a line ends.
+function broken(inside) {
+  const texts = inside.createTreeWalker(inside.querySelector("article"), NodeFilter.SHOW_TEXT), found = [];
+  for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+    if (text.parentElement.closest("pre")) continue;
+    for (const word of text.data.matchAll(/(?<=^|[\s(])-\w+/g)) {
+      const range = inside.createRange();
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(e => e.top)).size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+}
 async function look(page) {
   await new Promise(done => { frame.onload = done; frame.src = page; });
   await new Promise(done => setTimeout(done, 50));
@@ -36,14 +52,17 @@ async function look(page) {
   const tabs = all(".tabbed-set"), cut = [];
   for (let n = 0; n < Math.max(1, ...tabs.map(e => e.querySelectorAll("input").length)); n++) {
     tabs.forEach(e => { const input = e.querySelectorAll("input")[n]; if (input) input.checked = true; });
-    all("pre > code").filter(overflows).forEach(e => cut.push(words(e)));
+    all("pre > code").filter(overflows).filter(e => !(phone && e.closest(output))).forEach(e => cut.push(words(e)));
   }
   found[page] = {
     scrolls: overflows(inside.documentElement) ? [`${inside.documentElement.scrollWidth} pixels`] : [],
     code: [...new Set(cut)],
     tables: all("article table").filter(e => overflows(e.parentElement) || e.getBoundingClientRect().right
       > inside.querySelector("article").getBoundingClientRect().right + 1).map(words),
+    titles: all(".md-nav .md-ellipsis").filter(overflows).map(words),
+    signs: broken(inside),
     pictures: shown.filter(e => !e.naturalWidth).map(e => e.src),
+    small: shown.filter(e => e.getBoundingClientRect().width < %(scale)s * e.naturalWidth).map(e => e.src),
     hosts: view.performance.getEntriesByType("resource").map(e => new URL(e.name).host)
       .filter(host => host && host != location.host),
   };
@@ -94,7 +113,8 @@ def pages_of(site):
 
 def look(site, width, pages=None):
     """{page: {what: findings}} of the pages of a site in a frame of a width."""
-    harness = HARNESS % {"width": width, "height": 900, "pages": json.dumps(pages or pages_of(site))}
+    names = json.dumps(pages or pages_of(site))
+    harness = HARNESS % {"width": width, "height": 900, "pages": names, "scale": SCALE}
     with served(site, harness) as address:
         options = ("--dump-dom", f"--window-size={max(width, 500)},900", "--virtual-time-budget=600000")
         text = chromium(f"{address}/harness.html", *options)

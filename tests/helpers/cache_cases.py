@@ -20,8 +20,7 @@ from cupy_flash.gpu import run_plan
 from cupy_flash.measure.checks.references import furthest
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
-from cupy_flash.problem.records import Operands, Problem
+from cupy_flash.problem.records import CacheOptions, Operands, Problem
 from cupy_flash.simulator.run import start
 
 ORDERS = 8  # low-precision runs, which differ in the order of their sums

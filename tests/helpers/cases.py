@@ -24,9 +24,8 @@ from cupy_flash.measure.checks import references as reference_runs
 from cupy_flash.measure.checks.references import furthest as furthest
 from cupy_flash.plan.plan import Plan, plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
 from cupy_flash.problem.recorded_call import Call
-from cupy_flash.problem.records import Operands, Packed, Saved
+from cupy_flash.problem.records import Operands, Options, Packed, Saved
 from cupy_flash.simulator.run import start
 
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")}

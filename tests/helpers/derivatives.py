@@ -15,8 +15,7 @@ from cupy_flash.cpu import derivatives
 from cupy_flash.gpu import run_plan
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Saved, Tangents
+from cupy_flash.problem.records import Options, Saved, Tangents
 from cupy_flash.simulator.run import start
 
 ALL = ("tq", "tk", "tv", "tbias", "tsink")

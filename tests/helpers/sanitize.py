@@ -28,8 +28,7 @@ import cupy_flash
 from cupy_flash import device, dispatch
 from cupy_flash.plan.plan import Plan, candidates, plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import Operands, Saved
+from cupy_flash.problem.records import Operands, Options, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
 # Each case has a few tiles, the last one partial. Together they cover every option, every kernel, and both orders of

@@ -20,8 +20,7 @@ from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble, kernel_folder
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import UnsupportedError
+from cupy_flash.problem.records import Options, UnsupportedError
 from cupy_flash.simulator import errors
 from cupy_flash.simulator.run import start
 

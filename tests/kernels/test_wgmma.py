@@ -26,8 +26,7 @@ from cupy_flash.jit.source import assemble
 from cupy_flash.plan.plan import plan
 from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.records import UnsupportedError
+from cupy_flash.problem.records import Options, UnsupportedError
 from cupy_flash.simulator import errors
 from cupy_flash.simulator.run import start
 

@@ -23,9 +23,8 @@ from cupy_flash.measure.checks import calls, verdicts
 from cupy_flash.measure.checks.calls import trials
 from cupy_flash.measure.checks.verdicts import run_check
 from cupy_flash.plan import measurements
-from cupy_flash.problem.features import FEATURES
 from cupy_flash.problem.recorded_call import Trial
-from cupy_flash.problem.records import FP8, UnsupportedError
+from cupy_flash.problem.records import FEATURES, FP8, UnsupportedError
 
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)

@@ -17,7 +17,8 @@ from cupy_flash.commands.problem_arguments import add_problem, plans
 from cupy_flash.engines import MODULES
 from cupy_flash.gpu import ahead
 from cupy_flash.plan.plan import plan
-from cupy_flash.problem.features import ARRAY, FEATURES, MOD
+from cupy_flash.problem.features import ARRAY, MOD
+from cupy_flash.problem.records import FEATURES
 
 TINY = ["--arch", "sm_75", "--dtype", "float32", "--head-dim", "8"]
 
@@ -29,8 +30,12 @@ def run(capsys, *arguments):
 
 
 def explained(capsys, *arguments):
-    """Return the output of the command explain, a line per fact: as it is before it is wrapped."""
-    return run(capsys, "explain", *arguments).replace("\n" + 11 * " ", " ")
+    """Return the output of the command explain, a line per fact, with one space after its label."""
+    return spaced(re.sub(r"\n +", " ", run(capsys, "explain", *arguments)))
+
+
+def spaced(text):
+    return re.sub(" +", " ", text)
 
 
 def status_of(arguments):
@@ -56,16 +61,16 @@ def test_explain_prints_the_plan_of_an_absent_gpu(capsys):
     assert "forward, bfloat16 bshd" in forward and "backward, bfloat16 bshd" in backward
     assert "batch 2, 4096 queries x 4096 keys, 16 query and 4 key/value heads, D 128; causal (bottom-right)" in forward
     assert "on cuda (sm_90a, 132 multiprocessors)" in forward and "grid 32 x 16 x 2" in forward
-    assert all(f"not {engine} " in forward for engine in MODULES if f"engine     {engine} " not in forward)
+    assert all(f"not {engine} " in forward for engine in MODULES if f"engine {engine} " not in forward)
     problem = ahead.problems(dtype="bfloat16", head_dim=128, group=4, causal=True)[0]
     problem = problem._replace(batch=2, heads=16, whole_heads=16, kv_heads=4, q_len=4096, kv_len=4096)
-    assert forward == plan(problem, device.named("sm_90a", "cuda")).explain()
+    assert forward == spaced(plan(problem, device.named("sm_90a", "cuda")).explain())
 
 
 def test_explain_uses_the_requested_engine(capsys):
     words = ["--arch", "sm_90a", "--head-dim", "128", "--engine", "wgmma", "--no-backward"]
     printed = explained(capsys, *words, "--seqlen", "100", "--seqlen-k", "3000")
-    assert "engine     wgmma on cuda (sm_90a" in printed and "100 queries x 3000 keys" in printed
+    assert "engine wgmma on cuda (sm_90a" in printed and "100 queries x 3000 keys" in printed
     assert "backward" not in printed
 
 
@@ -193,10 +198,13 @@ def test_info_names_every_engine_with_its_reasons(arch, monkeypatch):
     assert list(texts) == list(MODULES)
     assert texts["cpu"].startswith("serves this machine")
     if arch is None:
-        assert texts["mma"] == 'no GPU that CuPy can use (no CuPy); backend="simulator" runs it, slowly, anywhere'
+        assert info.gpu() == "none that CuPy can use: no CuPy"
+        assert texts["mma"] == 'no GPU; backend="simulator" runs it, slowly, anywhere'
         assert texts["mma_decode"] == texts["mma"]
-        assert 'backend="simulator:sm_90a" runs it' in texts["wgmma"] and 'engine="wgmma"' in texts["wgmma"]
+        asked = 'no GPU; backend="simulator:sm_90a", engine="wgmma" runs it, slowly, anywhere'
+        assert texts["wgmma"] == asked
     else:
+        assert info.gpu().startswith(f"cuda ({arch}, ")
         assert texts["simt"].startswith(f"serves this machine: cuda ({arch}, ")
         assert ("lacks the instructions of sm_90a" in texts["wgmma"]) == (arch == "sm_75")
         assert 'only on request: engine="wgmma"' in texts["wgmma"]

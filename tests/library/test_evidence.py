@@ -23,8 +23,7 @@ from cupy_flash.gpu import ahead
 from cupy_flash.plan import measurements
 from cupy_flash.plan.measurements import INSTRUCTIONS, SECONDS, Measured
 from cupy_flash.plan.plan import candidates, last_of_bucket, plan, predicted, scales_of, tune_key
-from cupy_flash.problem.kv_cache_records import Cache
-from cupy_flash.problem.records import UnsupportedError
+from cupy_flash.problem.records import Cache, UnsupportedError
 
 HOPPER, AMPERE = named("sm_90a"), named("sm_80")
 CARD = Device("cuda", "sm_90a", 132, 232448, "NVIDIA H200", "12.8")

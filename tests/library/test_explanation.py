@@ -5,7 +5,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash.__main__ import main
-from cupy_flash.explanation import TERMINAL, Explanation, parts, wrapped
+from cupy_flash.explanation import TERMINAL, Explanation, parts
 from cupy_flash.mods.tiles import CUT, EMPTY, FULL
 
 X = np.ones((1, 100, 2, 16), np.float32)
@@ -36,7 +36,10 @@ def test_explain_is_printed_in_80_columns_and_has_a_line_per_fact(options, capsy
     printed = capsys.readouterr().out.rstrip("\n")
     assert too_wide(printed) == [] and too_wide(explanation) != []
     assert " ".join(printed.split()) == " ".join(explanation.split())
-    assert all(line.startswith(" " * 11) or line in explanation or parts(line)[0] for line in printed.splitlines())
+    labels = [parts(line)[0] for line in explanation.splitlines()]
+    margin = max(map(len, labels)) + 2
+    starts = [line[:margin] for line in printed.splitlines()]
+    assert [start.strip() for start in starts if start.strip()] == labels and all(x.endswith("  ") for x in starts)
     assert isinstance(explanation, str) and explanation.splitlines()[0].startswith("problem    forward, float32")
 
 
@@ -48,7 +51,7 @@ def test_the_commands_print_80_columns(capsys):
 
 def test_long_words_are_not_broken():
     path = "/" + 90 * "x"
-    lines = wrapped(f"ignored    {path}: it is a link", 11).splitlines()
+    lines = str(Explanation(f"ignored    {path}: it is a link")).splitlines()
     assert [line.strip() for line in lines] == ["ignored", f"{path}:", "it is a link"]
     assert too_wide("label      " + 40 * "ab ") != []
 

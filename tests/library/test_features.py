@@ -10,9 +10,23 @@ from cupy_flash.engines import MODULES
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit.source import CONFIG, kernel_folder
 from cupy_flash.problem import argument_types, features
-from cupy_flash.problem.features import ARRAYS, DIFFERENTIATED, FEATURES, MODS, NAMES, NUMBERS, SIZES
-from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, FIELDS, CacheOperands
-from cupy_flash.problem.records import Gradients, Operands, Problem, SecondGradients, Tangents
+from cupy_flash.problem.features import SIZES
+from cupy_flash.problem.records import (
+    ARRAYS,
+    CACHE_FEATURES,
+    DIFFERENTIATED,
+    FEATURES,
+    FIELDS,
+    MODS,
+    NAMES,
+    NUMBERS,
+    CacheOperands,
+    Gradients,
+    Operands,
+    Problem,
+    SecondGradients,
+    Tangents,
+)
 
 OPTIONS = {
     name: parameter
@@ -166,6 +180,8 @@ def test_the_records_have_the_fields_of_the_table():
 @pytest.mark.parametrize("feature", CACHE_FEATURES, ids=lambda feature: feature.name)
 def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
     members, names = dtypes(cache=True)["Params"].names, [other.name for other in CACHE_FEATURES]
+    if feature.constant:
+        assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     if feature.kind == features.ARRAY and feature.name != "out":
         member = "cu_seqlens_q" if feature.name == "cu_seqlens_q" else FIELDS.get(feature.name, feature.name)
         assert member in members and member in (*CacheOperands._fields, *Operands._fields)

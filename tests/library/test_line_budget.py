@@ -14,7 +14,7 @@ BUDGET = {
         (83, "torch's flex_attention: the checks of its signature, and lse in the layout of a query"),
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
-        (85, "explain() in 80 columns, as a table and as a plot of the tiles of the call"),
+        (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

@@ -91,17 +91,13 @@ def test_wide_code_and_tables_are_found():
     assert line == 2 and rows[2] == ["one two", "three"] and width_of(rows) == 3 + 2 + 5 + 2
 
 
-def test_the_first_five_minutes_print_what_the_page_shows():
-    """The reasons that explain() prints are shown in part, so of its lines only the labels are compared."""
+def test_the_first_five_minutes_print_what_the_page_shows(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_FLASH_CACHE_DIR", str(tmp_path))  # without evidence, which explain() would name
     pytest.importorskip("torch")
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", STORY.read_text(encoding="utf-8"), re.DOTALL)
     names = {}
     for code, shown in blocks:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, str(STORY), "exec"), names)
-        if "explain" in code:
-            labels = {line[:11] for line in printed.getvalue().splitlines()}
-            assert [line for line in shown.splitlines() if line != "..." and line[:11] not in labels] == []
-        else:
-            assert printed.getvalue() == shown
+        assert printed.getvalue() == shown
     assert len(blocks) >= 5 and len(shown) > 0

@@ -15,8 +15,7 @@ from cupy_flash.arrays import Array, as_array
 from cupy_flash.engines.launch import Workspace
 from cupy_flash.gpu import params
 from cupy_flash.gpu.params import dtypes, pack, pack_partials
-from cupy_flash.problem.features import NUMBERS
-from cupy_flash.problem.records import Saved
+from cupy_flash.problem.records import NUMBERS, Saved
 
 
 def address(array):

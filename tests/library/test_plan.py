@@ -15,16 +15,25 @@ import cupy_flash
 from cupy_flash.arrays import named_dtype
 from cupy_flash.device import GPUS, Device, named
 from cupy_flash.engines import MODULES, Engine, mma, mma_decode, simt
-from cupy_flash.engines.shared import COMMON
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.measure.checks.calls import trials
 from cupy_flash.plan import measurements
 from cupy_flash.plan.plan import candidates, launches_at_any_length, plan
 from cupy_flash.plan.refusals import engine_refusals, refusals
 from cupy_flash.problem import checks
-from cupy_flash.problem.features import ARRAY, FEATURES, Feature
-from cupy_flash.problem.kv_cache_records import CACHE_FEATURES, Cache
-from cupy_flash.problem.records import BACKENDS, ENGINES, FP8, JVP, Problem, Saved, UnsupportedError
+from cupy_flash.problem.features import ARRAY, Feature
+from cupy_flash.problem.records import (
+    BACKENDS,
+    CACHE_FEATURES,
+    ENGINES,
+    FEATURES,
+    FP8,
+    JVP,
+    Cache,
+    Problem,
+    Saved,
+    UnsupportedError,
+)
 
 DEVICE = Device("cpu", "x86_64", 8)
 PROBLEM = posed(Case(q_len=1000, kv_len=1500, causal=True, heads=8, softcap=30.0, bias="1hqk", sink=True))[0].problem
@@ -138,7 +147,7 @@ def test_what_an_engine_does_not_name_is_refused(toy, changes, asked, reason):
 def test_an_option_of_kv_caches_that_no_engine_names_is_refused(monkeypatch):
     """The toy option is a row of CACHE_FEATURES whose fact is a field of Cache."""
     toy = Feature("toy_slots", ARRAY, fact="slots")
-    monkeypatch.setattr("cupy_flash.problem.kv_cache_records.CACHE_FEATURES", (*CACHE_FEATURES, toy))
+    monkeypatch.setattr("cupy_flash.plan.refusals.CACHE_FEATURES", (*CACHE_FEATURES, toy))
     problem = PROBLEM._replace(dtype=np.dtype("float16"), cache=CACHE._replace(dtype=np.dtype("float16")))
     for engine, module in MODULES.items():
         device = DEVICE if "cpu" in module.BACKENDS else named("sm_90a")
@@ -191,8 +200,7 @@ def test_every_option_is_named_by_an_engine():
     ):
         options = {feature.name for feature in table if feature.definition}
         named = set().union(*(getattr(module, attribute) or () for module in MODULES.values()))
-        common = {feature.name for feature in table if feature.common}
-        assert (named - {COMMON} | common if COMMON in named else named) == options
+        assert named == options
         facts = {feature.field for feature in FEATURES} | {feature.field for feature in table}
         hidden = {x.name for x in table if x.definition and x.field not in fields & facts}
         assert hidden <= part_of_a_fact | only_read

@@ -11,8 +11,7 @@ import pytest
 from cupy_flash.arrays import Array
 from cupy_flash.problem import build as module
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import ARRAYS, MODS, NAMES, Options
-from cupy_flash.problem.records import Packed, Saved
+from cupy_flash.problem.records import ARRAYS, MODS, NAMES, Options, Packed, Saved
 
 
 def zeros(*shape, dtype=np.float32):

@@ -9,19 +9,19 @@ RECIPE = "Adding a layout of KV caches"
 
 DECLARED = (
     (
-        "cupy_flash/problem/kv_cache_records.py",
+        "cupy_flash/problem/records.py",
         "    slots: AnyArray | None = common(\n",
         '    page_rows: AnyArray | None = option(ARRAY, axes=("bp",), dtypes=INT32,\n'
-        '        shape_text=OF_SEQUENCES, leading_stride="page_rows_row", addresses="keys")\n'
+        '        shape_text=OF_SEQUENCES, constant="PAGE_ROWS", leading_stride="page_rows_row", addresses="keys")\n'
         "    slots: AnyArray | None = common(\n",
     ),
     (
-        "cupy_flash/problem/kv_cache_records.py",
+        "cupy_flash/problem/records.py",
         "    slots: Array | None = None\n",
         "    page_rows: Array | None = None\n    slots: Array | None = None\n",
     ),
     (
-        "cupy_flash/problem/kv_cache_records.py",
+        "cupy_flash/problem/records.py",
         "    rotary_dtypes: tuple[str, str] | None = None",
         "    page_rows: bool = False\n    rotary_dtypes: tuple[str, str] | None = None",
     ),
@@ -51,13 +51,7 @@ DECLARED = (
 )
 IMPLEMENTED = (
     (
-        "cupy_flash/engines/shared.py",
-        '        "PAGED": problem',
-        '        "PAGE_ROWS": problem.cache is not None and problem.cache.page_rows,\n        "PAGED": problem',
-    ),
-    ("cupy_flash/engines/shared.py", '("KV_CACHE", "PAGED",', '("KV_CACHE", "PAGED", "PAGE_ROWS",'),
-    (
-        "cupy_flash/problem/kv_cache_records.py",
+        "cupy_flash/problem/records.py",
         "page_rows: AnyArray | None = option(",
         "page_rows: AnyArray | None = common(",
     ),
@@ -116,7 +110,7 @@ for backend in ("cpu", "simulator"):
 """
 NOT_RECORDED = """
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
+from cupy_flash.problem.records import CacheOptions
 from cupy_flash.problem.recorded_call import obstacle
 reasons = [
     obstacle(pose_with_cache(q, *pages, CacheOptions(cache_seqlens=lengths, **layout))[0])
@@ -143,4 +137,4 @@ def test_a_layout_is_served_on_the_cpu_and_by_the_kernels(copy):
 
 
 def test_a_layout_takes_few_files():
-    assert len(files_of(RECIPE)) <= 11
+    assert len(files_of(RECIPE)) <= 10

@@ -41,17 +41,30 @@ def test_a_page_has_a_screenshot(site, width, scheme, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
 
 
-PAGE = """<article>{}
-<pre style="width: 300px"><code style="display: block; overflow: auto">{}</code></pre>
-<img src="gone.png" width="10" height="10"></article>"""
+PAGE = """<nav class="md-nav"><div class="md-ellipsis" style="width: 40px; overflow: hidden">{long}</div></nav>
+<article><div style="width: 3000px">wide</div><p style="width: 1em">-inf</p>
+<pre style="width: 300px"><code style="display: block; overflow: auto">{long}</code></pre>
+<img src="gone.png" width="10" height="10"><img src="small.svg" width="70"></article>"""
+SMALL = '<svg xmlns="http://www.w3.org/2000/svg" width="100" height="10"/>'
 
 
 def test_a_bad_page_is_found(tmp_path):
-    (tmp_path / "bad.html").write_text(
-        PAGE.format('<div style="width: 3000px">wide</div>', 200 * "x"), encoding="utf-8"
-    )
+    (tmp_path / "bad.html").write_text(PAGE.format(long=200 * "x"), encoding="utf-8")
+    (tmp_path / "small.svg").write_text(SMALL, encoding="utf-8")
     (found,) = browser.look(tmp_path, 1280).values()
-    assert found["scrolls"] and found["code"] and found["pictures"] and not found["hosts"]
+    assert found.pop("hosts") == [] and found.pop("tables") == []
+    assert {what: len(of) for what, of in found.items()} == dict.fromkeys(found, 1)
+
+
+def test_the_reference_lists_public_names_and_one_result_a_function(site):
+    results = []
+    for page in (site / "api").rglob("index.html"):
+        text = page.read_text("utf-8")
+        assert re.findall(r'id="[^"]*\b(__\w+__)"', text) == [], page
+        results += re.findall(r"Returns:</span></p>\s*<ul>(.*?)</ul>", text, re.DOTALL)
+    assert len(results) > 30
+    assert [result for result in results if not re.match(r"\s*<li[^>]*>\s*<code>", result)] == []
+    assert [result for result in results if result.count("<li") > 1] == []
 
 
 def test_no_link_is_dead(site):

@@ -25,9 +25,8 @@ from cupy_flash.plan import measurements
 from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
 from cupy_flash.plan.plan import plan, predicted, tune_key
 from cupy_flash.problem.build import pose, pose_with_cache
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.kv_cache_records import CacheOptions
 from cupy_flash.problem.recorded_call import CacheTrial, Trial, recorded_line
+from cupy_flash.problem.records import CacheOptions, Options
 
 AMPERE = named("sm_80")
 WORK = tuning.work

@@ -20,8 +20,8 @@ from typing_extensions import assert_type
 import cupy_flash
 from cupy_flash import reference
 from cupy_flash.explanation import Explanation
-from cupy_flash.problem.features import Options
-from cupy_flash.problem.kv_cache_records import Cache, CacheOptions
+from cupy_flash.problem.records import Options
+from cupy_flash.problem.records import Cache, CacheOptions
 from cupy_flash.problem.records import Operands, Problem, Saved, Tangents
 
 Halves = npt.NDArray[np.float16]

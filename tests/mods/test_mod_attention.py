@@ -387,8 +387,7 @@ def test_explain_counts_the_tiles_of_each_class():
 def test_shards_count_positions_and_heads_of_the_whole():
     from cupy_flash import dispatch
     from cupy_flash.problem.build import pose
-    from cupy_flash.problem.features import Options
-    from cupy_flash.problem.records import Shard
+    from cupy_flash.problem.records import Options, Shard
 
     case = Case(q_len=24, kv_len=24, score_mod="relative", mask_mod="sliding", kv_heads=4)
     call, whole = case.call(), run(case)

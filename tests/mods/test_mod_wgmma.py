@@ -18,7 +18,7 @@ from cupy_flash.engines import wgmma
 from cupy_flash.gpu import run_plan
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.features import Options
+from cupy_flash.problem.records import Options
 from cupy_flash.simulator import errors
 from cupy_flash.simulator.run import start
 

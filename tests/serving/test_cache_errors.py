@@ -12,7 +12,7 @@ from producers import Producer
 import cupy_flash
 from cupy_flash import UnsupportedError
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
+from cupy_flash.problem.records import CacheOptions
 
 PAGED, PLAIN = dict(page=8, appended=2, q_len=2), dict(appended=2, q_len=2)
 

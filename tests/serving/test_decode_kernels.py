@@ -30,7 +30,7 @@ from cupy_flash.gpu import ahead
 from cupy_flash.jit.source import assemble, kernel_folder
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
+from cupy_flash.problem.records import CacheOptions
 from cupy_flash.simulator.errors import SimulationError
 from cupy_flash.simulator.run import start
 

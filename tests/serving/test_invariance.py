@@ -10,7 +10,7 @@ from cupy_flash import dispatch
 from cupy_flash.cpu.decode.keys import Keys
 from cupy_flash.cpu.decode.sequences import Sequence, row_tiles
 from cupy_flash.problem.build import pose_with_cache
-from cupy_flash.problem.kv_cache_records import CacheOptions
+from cupy_flash.problem.records import CacheOptions
 
 OPTIONS = {
     "plain": {},

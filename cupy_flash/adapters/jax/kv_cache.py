@@ -19,8 +19,7 @@ from ...arrays import Array, as_array
 from ...problem import features
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import in_layout
-from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
-from ...problem.records import CACHES, UnsupportedError
+from ...problem.records import CACHE_FEATURES, CACHES, CacheOptions, UnsupportedError
 from . import primitive, static_call
 from .ffi_execute import bind
 from .op import JaxArray

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...mods.trace import Mod, decoded, mod_of
-from ...problem.features import Options
-from ...problem.records import JVP
+from ...problem.records import JVP, Options
 from . import derivatives  # noqa: F401  # the rules of differentiation
 from .ffi_execute import run
 from .static_call import ARRAYS, FORWARD, NUMBERS, Static

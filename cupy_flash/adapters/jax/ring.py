@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...problem import features
-from ...problem.features import Options
+from ...problem import records
 from ...problem.mask import Mask
+from ...problem.records import Options
 from .ffi_execute import run, typed_like
 from .op import JaxArray, seed_words
 from .static_call import BACKWARD, FORWARD, Static
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ...problem.argument_types import RanksOptions, Sharding
 
 SHARDINGS = ("contiguous", "zigzag", "striped")
-SERVED = tuple(feature.name for feature in features.ARRAYS if feature.ranks)
+SERVED = tuple(feature.name for feature in records.ARRAYS if feature.ranks)
 ONCE = tuple(
-    feature.name for feature in features.ARRAYS if feature.once
+    feature.name for feature in records.ARRAYS if feature.once
 )  # operands that must count once per query (a sink), so only the call with the query's own keys gets them
-UNSERVED = tuple(feature.name for feature in (*features.ARRAYS, *features.MODS) if not feature.ranks)
+UNSERVED = tuple(feature.name for feature in (*records.ARRAYS, *records.MODS) if not feature.ranks)
 
 
 def ring_positions(length: int, devices: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
@@ -246,7 +246,7 @@ def _differentiate(ring: _Ring, saved: Any, cotangents: tuple[Any, Any]) -> tupl
     of_forward = {"dout": cotangents[0], "out": out, "lse": lse, "dlse": cotangents[1]}
     keys = [operands["k"], operands["v"]]
     schedule = ring.schedule(out.shape[ring.axis], keys[0].shape[ring.axis])
-    totals = {name: jnp.zeros_like(operands[name], lse.dtype) for name in features.DIFFERENTIATED if name in operands}
+    totals = {name: jnp.zeros_like(operands[name], lse.dtype) for name in records.DIFFERENTIATED if name in operands}
     dkeys = [totals.pop("k"), totals.pop("v")]
     for step, pairs in enumerate(schedule):
         present = operands | dict(zip("kv", keys, strict=True))

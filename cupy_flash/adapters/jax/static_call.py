@@ -13,14 +13,24 @@ from ... import dispatch
 from ...arrays import Array
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded
-from ...problem import features
+from ...problem import features, records
 from ...problem.build import pose
-from ...problem.features import Options
-from ...problem.records import DOUBLE_BACKWARD, JVP, Operands, Packed, Problem, Saved, Shard, Tangents, out_dtype
+from ...problem.records import (
+    DOUBLE_BACKWARD,
+    JVP,
+    Operands,
+    Options,
+    Packed,
+    Problem,
+    Saved,
+    Shard,
+    Tangents,
+    out_dtype,
+)
 from ..axes import axes_of, sizes_of
 
-ARRAYS = tuple(feature.name for feature in features.ARRAYS)
-NUMBERS = {feature.name: feature.example for feature in features.NUMBERS}  # placeholders for traced values
+ARRAYS = tuple(feature.name for feature in records.ARRAYS)
+NUMBERS = {feature.name: feature.example for feature in records.NUMBERS}  # placeholders for traced values
 FORWARD, BACKWARD = "forward", "backward"
 APPEND, CACHED = "append", "cached"  # the steps of kv_cache.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
@@ -28,7 +38,7 @@ SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
 PER_SEQUENCE = ("q_lengths", "kv_lengths", "starts", *BOUNDS)  # operands without a head axis
 
-OPTIONS = tuple(feature.name for feature in features.FEATURES if feature.kind != features.ARRAY)
+OPTIONS = tuple(feature.name for feature in records.FEATURES if feature.kind != features.ARRAY)
 _Static: Any = features.record(
     *OPTIONS,
     *("function", "max_seqlen_q", "max_seqlen_k", "whole_heads", "row_step", "place", "places"),
@@ -82,7 +92,7 @@ class Call(NamedTuple):
         if self.static.score_mod is not None:
             slots = floating_reads(decoded(self.static.score_mod, ()).program)
             captured = tuple(f"array{slot}" for slot in sorted(slots))
-        return tuple(name for name in (*features.DIFFERENTIATED, *captured) if name in self.names)
+        return tuple(name for name in (*records.DIFFERENTIATED, *captured) if name in self.names)
 
     @property
     def result_names(self) -> tuple[str, ...]:
@@ -160,7 +170,7 @@ class Call(NamedTuple):
         if self.step in (FORWARD, BACKWARD):
             return None
         captured = [operands.get(f"tarray{slot}") for slot in range(self._slots)]
-        tangents: dict[str, Any] = {f"t{name}": operands.get(f"t{name}") for name in features.DIFFERENTIATED}
+        tangents: dict[str, Any] = {f"t{name}": operands.get(f"t{name}") for name in records.DIFFERENTIATED}
         return Tangents(**tangents, tcaptured=captured or None)
 
     def _mod(self, operands: dict[str, Any]) -> Mod | None:
@@ -178,7 +188,7 @@ class Call(NamedTuple):
         """Return the results of a backend by name, in the order of `result_names`."""
         if self.step not in WITH_GRADIENTS:
             return dict(zip(("out", "lse", "tout", "tlse"), results, strict=False))
-        named = dict(zip((f"d{name}" for name in features.DIFFERENTIATED), results, strict=False))
+        named = dict(zip((f"d{name}" for name in records.DIFFERENTIATED), results, strict=False))
         named |= {f"darray{slot}": gradient for slot, gradient in enumerate(results.dcaptured or ())}
         if self.step == DOUBLE_BACKWARD:
             named |= {"ddout": results.ddout, "ddlse": results.ddlse}

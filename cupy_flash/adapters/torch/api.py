@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from ...problem.features import Options
-from ...problem.records import Packed
+from ...problem.records import Options, Packed
 from .transforms import forward
 
 if TYPE_CHECKING:

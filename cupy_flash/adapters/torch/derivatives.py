@@ -12,8 +12,7 @@ import torch
 
 from ... import dispatch
 from ...mods.trace import Mod, decoded
-from ...problem.features import DIFFERENTIATED
-from ...problem.records import Saved, Tangents
+from ...problem.records import DIFFERENTIATED, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .op import (
     GRADIENTS,

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ...problem.features import Options
-from ...problem.records import Packed, UnsupportedError
+from ...problem.records import Options, Packed, UnsupportedError
 from .kv_cache_drop_in import attend_to_pages
 from .op import as_int32, is_zero
 from .transforms import forward
@@ -42,8 +41,8 @@ def flash_attn_func(
         return_attn_probs: also return softmax_lse and None.
 
     Returns:
-        out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None): softmax_lse (B, Hq, Sq) is `lse` of
-        `cupy_flash.attention`; flash-attn's third result, the probabilities, is never computed.
+        out (B, Sq, Hq, D), or with return_attn_probs (out, softmax_lse, None); softmax_lse (B, Hq, Sq) is `lse` of
+        `cupy_flash.attention`, and flash-attn's third result, the probabilities, is never computed.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _attend((q, k, v), options, return_attn_probs)

@@ -9,8 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
 
 from ...problem.build import pose
-from ...problem.features import Options
-from ...problem.records import UnsupportedError
+from ...problem.records import Options, UnsupportedError
 from .sdpa_drop_in import attend_in_order, order_in_memory
 
 if TYPE_CHECKING:

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from ... import environment, keyed_plan
-from ...plan import measurements
+from ... import keyed_plan
 from ...problem.build import pose
-from ...problem.features import Options
-from ...problem.records import Packed, Saved
+from ...problem.records import Options, Packed, Saved
 from .keyed_plan import allocator, is_changed, read
 from .op import TENSORS, Call, arguments_of, attention_backward, on_device_of
 
@@ -75,8 +73,8 @@ def _gradients(entry: Any, q: Any, k: Any, v: Any, dout: Any, out: Any, lse: Any
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or is_changed()):
         described = read([q, k, v, dout, out, lse, dlse])
         if described is not None:
-            backend = environment.backend() if entry.others[BACKEND] is None else ""
-            call = (measurements.generation, backend, *described[0]), described[1], described[2]
+            facts, inputs, addresses = described
+            call = (*keyed_plan.facts_of_process(entry.others[BACKEND]), *facts), inputs, addresses
     kept = None if call is None else entry.backwards.get(call[0])
     outputs = None if kept is None else kept.run(call)
     if outputs is not None:

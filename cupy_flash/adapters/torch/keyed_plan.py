@@ -16,8 +16,7 @@ import torch
 
 from ...arrays import dtype_name
 from ...keyed_plan import ALIGNMENT, Call, Outputs, call_of
-from ...problem.features import Options
-from ...problem.records import Packed
+from ...problem.records import Options, Packed
 from .autograd_kernel import PLAIN, is_observed
 
 if TYPE_CHECKING:

@@ -16,15 +16,14 @@ from torch.autograd import forward_ad
 
 from ... import dispatch
 from ...problem.build import pose_append, pose_with_cache
-from ...problem.features import ARRAY, CHOICE, FLAG, LENGTHS, NUMBER, WHOLE
-from ...problem.kv_cache_records import CACHE_FEATURES, CacheOptions
-from ...problem.records import UnsupportedError
+from ...problem.features import ARRAY, CHOICE, FLAG, INTEGER, LENGTHS, NUMBER
+from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError
 from .autograd_kernel import are_plain
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
 # {kind of option: schema type of the operators' arguments that are not tensors}
-TYPES = {FLAG: "bool", NUMBER: "float?", WHOLE: "SymInt?", CHOICE: "str"}
+TYPES = {FLAG: "bool", NUMBER: "float?", INTEGER: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
 WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}

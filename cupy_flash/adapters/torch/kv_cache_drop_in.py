@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...problem.kv_cache_records import SPLIT_UNIT, CacheOptions
-from ...problem.records import UnsupportedError
+from ...problem.records import SPLIT_UNIT, CacheOptions, UnsupportedError
 from .kv_cache import append_then_attend, attend
 from .op import as_int32, is_zero, require_one_device, window_sides
 

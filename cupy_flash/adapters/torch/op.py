@@ -21,8 +21,8 @@ from ... import dispatch
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...problem.build import pose
-from ...problem.features import ARRAYS, CHOICE, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, Options, record
-from ...problem.records import Packed, Saved, Tangents
+from ...problem.features import CHOICE, record
+from ...problem.records import ARRAYS, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, Options, Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
 

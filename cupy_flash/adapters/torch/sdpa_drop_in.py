@@ -18,8 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from ...problem.features import Options
-from ...problem.records import Packed, UnsupportedError
+from ...problem.records import Options, Packed, UnsupportedError
 from .transforms import forward
 
 P = ParamSpec("P")

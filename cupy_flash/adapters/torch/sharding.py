@@ -16,8 +16,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ...problem.features import DIFFERENTIATED
-from ...problem.records import UnsupportedError
+from ...problem.records import DIFFERENTIATED, UnsupportedError
 from ..axes import axes_of
 from .derivatives import attention_double_backward, attention_jvp
 from .kv_cache import append_then_attend_kv_cache, append_to_kv_cache, attention_with_kv_cache

@@ -18,8 +18,7 @@ from torch.autograd import forward_ad
 from ... import dispatch, keyed_plan
 from ...mods.trace import Mod
 from ...problem.build import pose
-from ...problem.features import DIFFERENTIATED, Options
-from ...problem.records import Packed
+from ...problem.records import DIFFERENTIATED, Options, Packed
 from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .keyed_autograd import keep_recorded, run_recorded

@@ -17,7 +17,7 @@ from ..shared import ATTENTION_OPTIONS, ELEMENTS, grid_refusals
 from ..shared import advantage as advantage
 from ..shared import forms as forms
 from . import backward, forward, forward_fp8
-from .hopper import ARCH, LARGEST
+from .resources import ARCH, LARGEST
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = (ARCH,)

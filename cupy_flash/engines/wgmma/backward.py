@@ -1,7 +1,6 @@
 """The Hopper backward for fp16 and bf16: legal tiles, cost model and launches."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from .. import mma
 from ..fragments import backward_workspaces, fragment_backward, fragment_constants, keeps_scores
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import known_constants, loads_by_key, sequences
-from .hopper import (
+from .resources import (
     BLOCK,
     CACHE_BYTES,
     CLOCK,
@@ -31,7 +30,7 @@ LIVE = 200
 LIVE_OF_SCORES = 32  # added if the scores are modified or densely masked
 LIVE_OF_ANOTHER = 16  # added per feature (score modification, dense mask, dropout) beyond the first
 
-# Cost model in addition to hopper.py's, per SM and clock.
+# Cost model in addition to resources.py's, per SM and clock.
 ADDED_BYTES = 16  # bandwidth of red to global memory
 INSTRUCTIONS = 8  # per score, without its exponential
 LANES = 128

@@ -1,7 +1,6 @@
 """The Hopper forward for fp16 and bf16: legal tiles, cost model and launch."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 import math
 from functools import lru_cache
 from itertools import product
@@ -15,7 +14,7 @@ from ...problem.records import Problem
 from ..fragments import fragment_constants
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
-from .hopper import (
+from .resources import (
     CACHE_BYTES,
     CLEAR,
     CLOCK,
@@ -48,9 +47,9 @@ RELOAD_ABOVE = {2: 180, 3: 100}
 # The exponentials of a tile run before the wait for PV of the previous one (wgmma/forward.cu). By the bench's cycles.py
 # this shortens the step of one warpgroup by 2 to 16 %, but at D 64 it lengthens steps of up to 96 keys.
 EXPONENTIALS_FIRST = True
-# Cost model in addition to hopper.py's. With STEP and SHARED_WEIGHT, the ratios of the costs of steps agree with those
-# of the bench's cycles.py within 2 %, for 128 queries and 64 to 144 keys at D 128. Reads of shared memory cost time
-# even where they are not the bottleneck.
+# Cost model in addition to resources.py's. With STEP and SHARED_WEIGHT, the ratios of the costs of steps agree with
+# those of the bench's cycles.py within 2 %, for 128 queries and 64 to 144 keys at D 128. Reads of shared memory cost
+# time even where they are not the bottleneck.
 STEP = 550  # clocks of waits and signals per mainloop step
 SHARED_WEIGHT = 0.5  # share of the shared-memory clocks that adds to a step
 TILE_STEPS = 1.5  # steps that take as long as a prologue and epilogue, fitted to FlashAttention-3's published speeds

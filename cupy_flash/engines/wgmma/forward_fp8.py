@@ -1,7 +1,6 @@
 """The Hopper forward for fp8 (e4m3), after a kernel that transposes V: legal tiles, cost model and launches."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`, as in records.py.
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from ...problem.records import Problem
 from ..fragments import fragment_constants
 from ..launch import Box, Constant, Launch, Workspace
 from ..shared import key_bytes, known_constants, nonempty, sequences, with_mods
-from .hopper import (
+from .resources import (
     BLOCK,
     CACHE_BYTES,
     CLOCK,

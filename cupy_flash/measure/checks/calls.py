@@ -19,10 +19,9 @@ from ...mods.trace import Mod
 from ...plan.plan import Plan, forms
 from ...plan.refusals import engine_refusals
 from ...problem.build import pose, pose_with_cache
-from ...problem.features import FEATURES, NUMBER, Options
-from ...problem.kv_cache_records import CacheOptions
+from ...problem.features import NUMBER
 from ...problem.recorded_call import CacheTrial, Call, Trial
-from ...problem.records import FP8, Packed, Saved
+from ...problem.records import FEATURES, FP8, CacheOptions, Options, Packed, Saved
 from ..worker_process import Announce
 from . import micro_kernels, simulated
 from .references import Results, references

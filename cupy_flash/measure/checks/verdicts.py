@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ...device import Device
+from ...device import SIMULATED, Device
 from ...engines import MODULES
 from ...gpu import ahead
 from ...plan import measurements, plan
-from ...plan.measurements import Json
 from ...plan.refusals import engine_refusals
+from ...problem.recorded_call import Json
 from ..worker_process import Lost, Worker
 from . import calls, micro_kernels
 from .calls import Task, trials
@@ -141,8 +141,6 @@ def run_check(
 
 def valid_backend(backend: str) -> str:
     """Return the backend with its architecture; ValueError unless it is "cuda" or "simulator:ARCH"."""
-    from ...dispatch import SIMULATED
-
     given: object = backend
     if not isinstance(given, str):
         raise TypeError(f'backend must be "cuda" or "simulator:ARCH", not {given!r}')

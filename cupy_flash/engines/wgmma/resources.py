@@ -1,4 +1,4 @@
-"""Hopper constants that the engine's kernels share: tile granularity and the cost model's throughputs."""
+"""Resources of Hopper that the engine's kernels share: tile granularity, registers, the cost model's throughputs."""
 
 from ...problem.records import Problem
 from ..shared import loads_by_score

@@ -80,7 +80,8 @@ def attention(
 
     @mx.custom_function
     def backward(dout: mx.array, dlse: mx.array, out: mx.array, lse: mx.array, *inputs: mx.array) -> Any:
-        found = attention_backward(dout, *inputs[:3], out, lse, dlse=dlse, **options_of(inputs[3:]))
+        q, k, v, *rest = inputs
+        found = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options_of(tuple(rest)))
         dcaptured = found.dcaptured or [None] * len(captured)  # None without a score_mod
         of_captured = [dcaptured[place] for place in places]
         gradients = (*found[:3], *[getattr(found, f"d{name}") for name in names], *of_captured)
@@ -91,12 +92,13 @@ def attention(
 
     @forward.jvp
     def of_tangents(inputs: Any, tangents: Any) -> Any:
-        named = {f"t{name}": t for name, t in zip(names, tangents[3:], strict=False)}
+        q, k, v, *rest = inputs
+        tq, tk, tv, *others = tangents
+        named = options_of(tuple(rest)) | {f"t{name}": t for name, t in zip(names, others, strict=False)}
         if captured:
-            of_places = dict(zip(places, tangents[3 + len(names) :], strict=True))
+            of_places = dict(zip(places, others[len(names) :], strict=True))
             named["tcaptured"] = [of_places.get(place) for place in range(len(captured))]
-        settings = options_of(inputs[3:])
-        _, tout, _, tlse = attention_jvp(*inputs[:3], *tangents[:3], return_lse=True, **named, **settings)
+        _, tout, _, tlse = attention_jvp(q, k, v, tq, tk, tv, return_lse=True, **named)
         return tout, tlse
 
     rest = (*[call[name] for name in names], *[captured[place] for place in places])

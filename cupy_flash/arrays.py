@@ -140,7 +140,7 @@ def as_array(x: object, name: str) -> Array:
         if _is_instance(x, "jax", "Array"):
             return _from_jax(x)
         library = _library(type(x))
-        if library in ("paddle", "tensorflow") and not hasattr(x, "__cuda_array_interface__"):
+        if library == "paddle" or (library == "tensorflow" and not hasattr(x, "__cuda_array_interface__")):
             from .array_libraries import exporter  # imported by the first call on such an array
 
             return _from_dlpack(exporter(library, x), library, x)

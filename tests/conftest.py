@@ -9,6 +9,7 @@ import signal
 import tempfile
 from dataclasses import dataclass, field
 
+import array_libraries
 import hypothesis
 import needs_triton
 import numpy as np
@@ -65,6 +66,13 @@ def pytest_report_header():
     reason = needs_triton.reason_to_leave_out()
     left_out = [f"left out: tests/other_kernels ({reason})"] if reason else []
     return [f"torch: {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}", *left_out]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the array libraries without which tests/array_libraries ran."""
+    if array_libraries.MISSING:
+        names = ", ".join(array_libraries.MISSING)
+        terminalreporter.write_line(f"tests/array_libraries ran without {names} (extra array-libraries)")
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, as_array, dtype_name
+from ..arrays import BY_DLPACK, Array, as_array, dtype_name
 from ..device import GPUS
 from .features import CAP, CAUSAL, FINITE, FLAG, INTEGER, NUMBER, PROBABILITY, SIZES, WINDOW, Feature, in_layout
 from .mask import Mask
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from .argument_types import Window
 
+EXCHANGED = BY_DLPACK - {"jax"}
+# The functions whose results a tape of the caller's library would have to record; of the others the caller takes
+# gradients or tangents as results.
+RECORDED = ("attention", "attention_varlen", "attention_with_kv_cache", "append_to_kv_cache")
 WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 
 
@@ -143,6 +147,11 @@ def read(requirements: Requirements, given: Mapping[str, object]) -> dict[str, A
         except ValueError as error:
             requirements.require(False, str(error))
     _place_empty(arrays)
+    if requirements.function in RECORDED and any(x.framework in EXCHANGED for x in arrays.values()):
+        from ..array_libraries import unrecorded  # imported by the first call on such arrays
+
+        for reason in unrecorded({name: (x.framework, x.owner) for name, x in arrays.items()}):
+            requirements.require_type(False, reason)
     return arrays
 
 
@@ -162,9 +171,11 @@ def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> N
     """Check that all arrays are of one library and on one device."""
     frameworks = {array.framework for array in arrays.values()}
     devices = {array.device for array in arrays.values()}
-    # A library that cannot allocate gets results of NumPy, or CuPy on a GPU, so a backward accepts both.
-    allocating = frameworks - {"dlpack", "cuda_array_interface"}
-    one_type = len(frameworks) <= 1 or (len(allocating) == 1 and allocating <= {"numpy", "cupy"})
+    # A library that imports no array gets results of NumPy, or CuPy on a GPU, so a backward accepts both; lengths of
+    # NumPy may stand beside arrays of those that do.
+    others = frameworks - {"numpy", "cupy"}
+    mixed = others <= {"dlpack", "cuda_array_interface"} or (len(others) == 1 and others <= EXCHANGED)
+    one_type = len(frameworks) <= 1 or (len(frameworks - others) == 1 and mixed)
     requirements.require_type(one_type, f"all arrays must be of one type, not {' and '.join(sorted(frameworks))}")
     requirements.require(len(devices) <= 1, f"all arrays must be on one device, not {' and '.join(sorted(devices))}")
 

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "cupy_flash"
 
 # Modules in the order in which a call passes through them; a module imports only modules above it.
 FLOW = (
+    "array_libraries",
     "arrays",
     "device",
     "dropout",
@@ -143,6 +144,8 @@ FLOW = (
     "adapters.xformers",
     "adapters.diffusers",
     "api",
+    "adapters.mlx",
+    "adapters.tensorflow",
     "distributed.channel",
     "distributed.shards",
     "distributed.ring",
@@ -231,7 +234,7 @@ FLOW = (
     "__main__",
 )
 
-OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
+OPTIONAL = ("torch", "jax", "mlx", "paddle", "tensorflow", "warp", "cupy", "cupy_backends", "cuda", "transformers")
 LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """

@@ -120,6 +120,7 @@ NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEM
 MAY_SPILL = {
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_100", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.8.93"): 8,
+    ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.9.86"): 8,
 }
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need
 

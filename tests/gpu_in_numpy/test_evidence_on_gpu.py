@@ -52,7 +52,7 @@ if importlib.util.find_spec("cupy"):  # CuPy has no wheels for macOS
 
         result = run_check("cuda", None, False, print, evidence_worker.check)
         assert result.passed, str(result)
-        assert result.device[:3] == ("cuda", "sm_80", 108) and result.device[4:] == ("GPU in NumPy", "13.2")
+        assert result.device[:3] == ("cuda", "sm_80", 108) and result.device[4:6] == ("GPU in NumPy", "13.2")
         cases = {(row.engine, row.case.split(",")[0]) for row in result.rows}
         assert cases == {
             ("instructions", "instruction add.u32"), ("instructions", "instruction fma.rn.f32"),

@@ -25,7 +25,7 @@ from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble, kernel_folder
 from cupy_flash.problem.records import Saved
 from cupy_flash.simulator.errors import OutOfBounds, Race
-from cupy_flash.simulator.machine.scheduler import OPCODES
+from cupy_flash.simulator.machine.steps import OPCODES
 from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..asynchrony import bulk, cluster_loads, clusters, copies, fences, mbarriers, registers, tcgen05, wgmma
+from ..asynchrony import clusters, mbarriers, registers
 from ..asynchrony.barriers import Barriers
 from ..asynchrony.bulk import BulkCopies
 from ..asynchrony.clusters import ClusterBarrier
@@ -18,53 +18,19 @@ from ..asynchrony.registers import Registers
 from ..asynchrony.tcgen05 import Tcgen05Queue
 from ..asynchrony.tensor_memory import TensorMemory
 from ..asynchrony.wgmma import WgmmaQueue
-from ..errors import BarrierMisuse, Deadlock, PtxError, Trap, Unsupported
-from ..instructions import access, collectives, floating, integer, matrix, moves, selection
-from ..instructions.closures import Compiler
+from ..errors import BarrierMisuse, Deadlock, Trap, Unsupported
+from ..instructions import collectives
 from .context import Context, Group, Mask, Step
 from .program import (
-    JUMPS,
     WARPGROUP,
     ends_block,
     is_block_barrier,
-    is_cluster_barrier,
-    is_cluster_load,
     is_collective,
     is_wait,
-    is_warp_barrier,
 )
 from .ptx import Instruction, Symbol
+from .steps import compile_step
 
-COMPILERS: dict[str, Compiler] = {
-    **integer.COMPILERS,
-    **floating.COMPILERS,
-    **selection.COMPILERS,
-    **moves.COMPILERS,
-    **access.COMPILERS,
-    **collectives.COMPILERS,
-    **matrix.COMPILERS,
-    **copies.COMPILERS,
-    **fences.COMPILERS,
-    **mbarriers.COMPILERS,
-    **clusters.COMPILERS,
-    **cluster_loads.COMPILERS,
-    **registers.COMPILERS,
-    **bulk.COMPILERS,
-    **wgmma.COMPILERS,
-    **tcgen05.COMPILERS,
-}
-# Every opcode that the simulator executes, in at least one form.
-OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
-# Numbers of operands of arithmetic instructions, with the result.
-_OPERANDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("abs", "neg", "not", "cnot", "sqrt", "rcp", "rsqrt", "ex2", "lg2", "tanh", "sin", "cos"), (2,)),
-    **dict.fromkeys(("popc", "clz", "brev", "bfind", "mov", "testp"), (2,)),
-    **dict.fromkeys(("add", "sub", "mul", "mul24", "div", "rem", "and", "or", "xor", "shl", "shr", "copysign"), (3,)),
-    **dict.fromkeys(("addc", "subc"), (3,)),
-    **dict.fromkeys(("min", "max"), (3, 4)),
-    **dict.fromkeys(("mad", "mad24", "madc", "fma", "sad", "bfe", "selp", "slct", "shf", "dp4a", "prmt"), (4,)),
-    **dict.fromkeys(("lop3", "bfi"), (5,)),
-}
 # A group may spin on a value that another ready group, or a bulk load in flight, will write. If groups jump backwards
 # this often while one of those is passed over, the running group yields, and from then on all turns are short.
 _PATIENCE, _SHORT_TURN = 1024, 16
@@ -156,16 +122,7 @@ class Scheduler:
         return lanes
 
     def _step(self, instruction: Instruction) -> Step:
-        key = _key(instruction)
-        if key not in COMPILERS:
-            raise Unsupported(f"unknown opcode {instruction.opcode!r}: {instruction.where}")
-        expected = _OPERANDS.get(instruction.opcode, ())
-        if expected and len(instruction.operands) not in expected:
-            raise PtxError(
-                f"{instruction.opcode} takes {' or '.join(map(str, expected))} operands, "
-                f"{len(instruction.operands)} were given: {instruction.where}"
-            )
-        step = COMPILERS[key](instruction, self.context)
+        step = compile_step(instruction, self.context)
         if id(instruction) in self.program.watched:
             step = self.wgmma.watched(step, instruction)
         if instruction.guard is None:
@@ -585,19 +542,6 @@ class Scheduler:
 
     def _is_barrier(self, block: int) -> bool:
         return is_block_barrier(self.code[self.blocks[block].stop - 1])
-
-
-def _key(instruction: Instruction) -> str:
-    """Dispatch key into COMPILERS: the opcode, refined if one opcode has several unrelated forms."""
-    if instruction.opcode not in ("bar", "barrier", "ld", "cp"):
-        return instruction.opcode
-    if is_warp_barrier(instruction):
-        return "bar.warp"
-    if is_cluster_barrier(instruction):
-        return "barrier.cluster"
-    if is_cluster_load(instruction):
-        return "ld.shared::cluster"
-    return "cp.bulk" if instruction.opcode == "cp" and "bulk" in instruction.modifiers else instruction.opcode
 
 
 def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:

@@ -1,7 +1,8 @@
-"""Host time of a forward up to its kernel launches: bf16 on wgmma, with tensor maps.
+"""Host time of a forward and of a decode step up to their kernel launches, in bf16: on wgmma, with tensor maps.
 
 A call runs from `cupy_flash.attention` to the arguments of its launches but does not launch, so that no GPU is needed.
-Without a GPU, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding.
+Without a GPU, the plan is that for a Hopper GPU and tensor maps have the simulator's encoding. A decode step appends a
+row to a paged cache; its lengths and its block table are not read, as those on a GPU.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash import dispatch
-from cupy_flash.arrays import Array
+from cupy_flash import dispatch, keyed_plan
+from cupy_flash.arrays import Array, named_dtype
 from cupy_flash.gpu import run_plan, tensor_map
 from cupy_flash.gpu.kept_launches import KeptLaunches
 from cupy_flash.plan.plan import Plan
-from cupy_flash.problem.build import pose
+from cupy_flash.problem.build import of_cache, pose
 from cupy_flash.problem.records import Operands, Options, Problem
 
 from .report import Table
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 1, 128, 8, 64
+PAGES, PAGE = 16, 64  # pages of a cache, and keys of a page
 CALLS, ROUNDS = 100, 25
 LENGTH_ROUNDS = 4  # rounds of calls that each have a new length, so that each needs a new plan
 Inputs = tuple[Any, ...]
@@ -43,6 +45,8 @@ def measure(frameworks: tuple[str, ...]) -> dict[str, Section]:
             calls[framework] = _calls(framework, grad=False)
             if framework.startswith("torch"):
                 calls[f"{framework}, autograd"] = _calls(framework, grad=True)
+            if framework != "numpy":
+                calls[f"{framework}, decode step"] = _decode_steps(framework)
     return {"calls": calls, "steps": steps}
 
 
@@ -86,10 +90,15 @@ def _pointer(array: Array) -> int:
 def _without_launches() -> Iterator[None]:
     replaced = {backend: dispatch.LAUNCHERS[backend] for backend in ("simulator", "cuda")}
     dispatch.LAUNCHERS.update(dict.fromkeys(replaced, __name__))
+    table: Any = of_cache()
+    read = table.indices_of, table.check_contents
+    table.indices_of, table.check_contents = (lambda _: ()), (lambda *_: None)
     try:
         yield
     finally:
         dispatch.LAUNCHERS.update(replaced)
+        table.indices_of, table.check_contents = read
+        keyed_plan.forget()
 
 
 def _options(framework: str) -> dict[str, Any]:
@@ -111,6 +120,31 @@ def _calls(framework: str, grad: bool) -> dict[str, float]:
         "hot": _seconds(call, [steady] * len(moved)),
         "new pointers": _seconds(call, moved),
         "new length": _seconds(call, longer),
+    }
+
+
+def _decode_steps(framework: str) -> dict[str, float]:
+    """Return the same of steps on a paged cache; a new length is one more column of its block table."""
+    options = {"backend": _options(framework)["backend"]}
+    caches = tuple(_zeros(framework, (PAGES, PAGE, HEADS, HEAD_DIM)) for _ in "kv")
+    lengths = _zeros(framework, (BATCH,), "int32")
+    tables = _zeros(framework, (BATCH, PAGES + CALLS * LENGTH_ROUNDS), "int32")
+
+    def call(inputs: Inputs) -> None:
+        q, k, v, table = inputs
+        cupy_flash.attention_with_kv_cache(
+            q, *caches, k=k, v=v, cache_seqlens=lengths, block_table=table, **options
+        )  # fmt: skip
+
+    def inputs(row: int, more: int) -> Inputs:
+        rows = [_buffer(framework, name)[:, row : row + 1] for name in "qkv"]
+        return *rows, tables[:, : PAGES + more]
+
+    steady = inputs(0, 0)
+    return {
+        "hot": _seconds(call, [steady] * (CALLS * ROUNDS)),
+        "new pointers": _seconds(call, [inputs(row, 0) for row in range(1, CALLS * ROUNDS + 1)]),
+        "new length": _seconds(call, [inputs(0, more + 1) for more in range(CALLS * LENGTH_ROUNDS)]),
     }
 
 
@@ -149,18 +183,16 @@ def _buffer(framework: str, name: str) -> Any:
     return _buffers[key]
 
 
-def _zeros(framework: str, shape: tuple[int, ...]) -> Any:
-    import ml_dtypes
-
+def _zeros(framework: str, shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
     if framework == "numpy":
-        return np.zeros(shape, ml_dtypes.bfloat16)
+        return np.zeros(shape, named_dtype(dtype))
     if framework == "cupy":
         import cupy
 
-        return cupy.zeros(shape, ml_dtypes.bfloat16)
+        return cupy.zeros(shape, named_dtype(dtype))
     import torch
 
-    return torch.zeros(shape, dtype=torch.bfloat16, device="cpu" if framework == "torch" else "cuda")
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu" if framework == "torch" else "cuda")
 
 
 def _seconds(call: Callable[[Inputs], object], inputs: Iterable[Inputs]) -> float:
@@ -178,7 +210,7 @@ def _seconds(call: Callable[[Inputs], object], inputs: Iterable[Inputs]) -> floa
 
 def tables(section: dict[str, Section]) -> list[Table]:
     """Return a table with the microseconds of whole calls, and one with those of their steps."""
-    calls = "Host time of a forward up to its launches (bf16, wgmma, tensor maps), microseconds of CPU time"
+    calls = "Host time of a forward or decode step up to its launches (bf16), microseconds of CPU time"
     return [
         _table(calls, section["calls"]),
         _table("Its steps, without autograd and torch's operator", section["steps"]),

@@ -28,6 +28,20 @@ if TYPE_CHECKING:
     from .measure.tuning import tune
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
     from .mods.trace import Mod
+    from .problem.weights import WeightsGradients
+    from .weights import (
+        attention_weights,
+        attention_weights_varlen,
+        attention_weights_vjp,
+        attention_weights_with_kv_cache,
+        key_importance,
+        key_importance_varlen,
+        key_importance_vjp,
+        key_importance_with_kv_cache,
+        top_weights,
+        top_weights_varlen,
+        top_weights_with_kv_cache,
+    )
 
 __version__ = "0.1.0"
 
@@ -36,6 +50,7 @@ __all__ = [
     "Mod",
     "SecondGradients",
     "UnsupportedError",
+    "WeightsGradients",
     "and_masks",
     "append_to_kv_cache",
     "attention",
@@ -47,18 +62,29 @@ __all__ = [
     "attention_varlen_double_backward",
     "attention_varlen_jvp",
     "attention_vjp",
+    "attention_weights",
+    "attention_weights_varlen",
+    "attention_weights_vjp",
+    "attention_weights_with_kv_cache",
     "attention_with_kv_cache",
     "block_mask",
     "check",
     "compile",
     "explain",
     "explain_with_kv_cache",
+    "key_importance",
+    "key_importance_varlen",
+    "key_importance_vjp",
+    "key_importance_with_kv_cache",
     "memory",
     "merge",
     "noop_mask",
     "not_mask",
     "or_masks",
     "reference",
+    "top_weights",
+    "top_weights_varlen",
+    "top_weights_with_kv_cache",
     "tune",
 ]
 
@@ -66,6 +92,23 @@ __all__ = [
 MODULES = ("memory", "reference")
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
 LAZY |= {"Mod": ".mods.trace", "block_mask": ".mask_blocks"}
+LAZY |= {"WeightsGradients": ".problem.weights"}
+LAZY |= dict.fromkeys(
+    (
+        "attention_weights",
+        "attention_weights_varlen",
+        "attention_weights_vjp",
+        "attention_weights_with_kv_cache",
+        "key_importance",
+        "key_importance_varlen",
+        "key_importance_vjp",
+        "key_importance_with_kv_cache",
+        "top_weights",
+        "top_weights_varlen",
+        "top_weights_with_kv_cache",
+    ),
+    ".weights",
+)
 LAZY |= {"check": ".measure.checks.verdicts", "tune": ".measure.tuning"}
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name

@@ -15,6 +15,7 @@ from .problem.records import Gradients, Options, Packed, Saved, SecondGradients,
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .device import Device
     from .explanation import Explanation
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         ScoreMod,
         Window,
     )
+    from .problem.records import CacheOptions, Problem
 
     Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT]  # q, k and v
 
@@ -144,8 +146,8 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, with the sink and before dropout.
-        deterministic: make gradients bitwise equal from run to run. Those of the CPU engine always are, and do not
-            depend on the number of threads, except for large torch tensors.
+        deterministic: make gradients bitwise equal from run to run. Those of a CPU engine always are, and do not
+            depend on the number of threads, except for large torch tensors in the engine cpu.
         backend: "cpu", "cuda" or "simulator"; None selects the arrays' own. There is no fallback to another backend.
             "simulator:sm_90a" simulates a GPU of that architecture; "simulator" is sm_80.
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.
@@ -221,8 +223,10 @@ def attention_varlen(
         cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: at least the longest sequence of queries, at most 2**31 - 1.
         max_seqlen_k: likewise for keys.
-        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and layout. Positions, the diagonal
-            offset and dropout count within each sequence.
+        **options: those of `attention` except mask, q_lengths, kv_lengths and layout. Positions, the diagonal offset
+            and dropout count within each sequence. bias broadcasts to (B, Hq, max_seqlen_q, max_seqlen_k): its element
+            [b, h, i, j] is added to the score of query i and key j of sequence b; elements past the lengths of a
+            sequence are never read, and their gradient is 0.
 
     Returns:
         out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
@@ -298,7 +302,8 @@ def attention_varlen_backward(
         **options: those of the forward; with dropout its seed, too.
 
     Returns:
-        Gradients(dq, dk, dv, None, dsink); gradients of rows past cu_seqlens[-1] are 0.
+        Gradients, as `attention_backward`; gradients of rows past cu_seqlens[-1], and of the elements of bias past the
+        lengths of a sequence, are 0.
     """
     name = "attention_varlen_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -353,6 +358,7 @@ def attention_vjp(
     """
     settings = Options.of("attention_vjp", options)
     problem, operands = pose("attention_vjp", (q, k, v), settings)
+    since = dispatch.device_of(problem)  # an import of torch between the two does not change the backward's engine
     out, lse = (array.result() for array in dispatch.forward(problem, operands))
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
@@ -363,7 +369,7 @@ def attention_vjp(
 
     def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
         q, k, v, out, lse = kept
-        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse))
+        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse), since=since)
 
     return ((out, lse) if settings.return_lse else out), vjp
 
@@ -447,6 +453,7 @@ def attention_varlen_jvp(
     tk: ArrayT | None = None,
     tv: ArrayT | None = None,
     *,
+    tbias: AnyArray | None = None,
     tsink: AnyArray | None = None,
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
@@ -464,6 +471,7 @@ def attention_varlen_jvp(
         tq: the tangent of q, its shape and dtype; None is 0.
         tk: the tangent of k.
         tv: the tangent of v.
+        tbias: the tangent of the option bias.
         tsink: the tangent of the option sink.
         tcaptured: as in `attention_jvp`.
         **options: those of `attention_varlen`.
@@ -473,7 +481,7 @@ def attention_varlen_jvp(
     """
     name = "attention_varlen_jvp"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tangents = Tangents(tq, tk, tv, None, tsink, tcaptured)
+    tangents = Tangents(tq, tk, tv, tbias, tsink, tcaptured)
     return _jvp(name, (q, k, v), tangents, Options.of(name, options), packed)
 
 
@@ -544,6 +552,7 @@ def attention_varlen_double_backward(
     max_seqlen_k: int,
     *,
     dlse: AnyArray | None = None,
+    tbias: AnyArray | None = None,
     tsink: AnyArray | None = None,
     tcaptured: Sequence[AnyArray | None] | None = None,
     **options: Unpack[PackedOptions[AnyArray]],
@@ -565,6 +574,7 @@ def attention_varlen_double_backward(
         max_seqlen_q: as in `attention_varlen`.
         max_seqlen_k: as in `attention_varlen`.
         dlse: as in `attention_varlen_backward`.
+        tbias: the cotangent of dbias.
         tsink: the cotangent of dsink.
         tcaptured: as in `attention_jvp`.
         **options: those of `attention_varlen_backward`.
@@ -574,7 +584,7 @@ def attention_varlen_double_backward(
     """
     name = "attention_varlen_double_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tangents, saved = Tangents(tq, tk, tv, None, tsink, tcaptured), Saved(dout, out, lse, dlse)
+    tangents, saved = Tangents(tq, tk, tv, tbias, tsink, tcaptured), Saved(dout, out, lse, dlse)
     return _double_backward(name, (q, k, v), tangents, Options.of(name, options), saved, packed)
 
 
@@ -698,11 +708,7 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     settings = Options.of("explain", options)
     problem, operands = pose("explain", (q, k, v), settings)
     text = dispatch.explain(dispatch.plan_for(problem), operands)
-    if dispatch.device_of(problem).backend in dispatch.LAUNCHERS:
-        call_of = keyed_plan.call_on_cupy
-        if _is_torch(q):
-            from .adapters.torch.keyed_plan import call_on_tensors as call_of
-        text = f"{text}\n{keyed_plan.described(call_of((q, k, v), settings))}"
+    text += host_line(problem, (q, k, v), settings)
     if problem.framework == "jax":
         from .adapters.jax import ffi_structs
 
@@ -735,10 +741,15 @@ def _forward(
 
 
 def _backward(
-    function: str, arrays: Inputs[ArrayT], options: Options, saved: Saved, packed: Packed | None = None
+    function: str,
+    arrays: Inputs[ArrayT],
+    options: Options,
+    saved: Saved,
+    packed: Packed | None = None,
+    since: Device | None = None,
 ) -> Gradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved)
-    gradients = dispatch.backward(problem, operands)
+    gradients = dispatch.backward(problem, operands, since)
     return gradients.map(Array.result)
 
 
@@ -777,6 +788,16 @@ def _double_backward(
 ) -> SecondGradients[ArrayT]:
     problem, operands = pose(function, arrays, options, packed, saved, tangents=tangents)
     return dispatch.double_backward(problem, operands).map(Array.result)
+
+
+def host_line(problem: Problem, arrays: Inputs[AnyArray], options: Options | CacheOptions) -> str:
+    """Return the line of `explain` about the entry of a call, which one on the CPU does not have."""
+    if dispatch.device_of(problem).backend not in dispatch.LAUNCHERS:
+        return ""
+    call_of = keyed_plan.call_on_cupy
+    if _is_torch(arrays[0]):
+        from .adapters.torch.keyed_plan import call_on_tensors as call_of
+    return f"\n{keyed_plan.described(call_of(arrays, options))}"
 
 
 def _is_torch(x: object) -> bool:

@@ -47,9 +47,13 @@ class CudaArray(Protocol):
 
 
 AnyArray = DLPackArray | CudaArray
-# Libraries with immutable arrays whose DLPack capsules lack the read-only flag: {top-level module of the array type:
-# library}
-IMMUTABLE = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "mlx": "mlx"}
+# {top-level module of an array type: library}, of libraries that are known by more than DLPack (array_libraries.py)
+LIBRARIES = {
+    "jax": "jax", "jaxlib": "jax", "mlx": "mlx", "paddle": "paddle", "tensorflow": "tensorflow", "warp": "warp",
+}  # fmt: skip
+# Libraries with immutable arrays, whose DLPack capsules lack the read-only flag.
+IMMUTABLE = ("jax", "mlx", "tensorflow")
+BY_DLPACK = frozenset(("dlpack", *LIBRARIES.values()))  # the frameworks of arrays that are read by DLPack
 T = TypeVar("T")
 ArrayT = TypeVar("ArrayT", bound=AnyArray)  # the caller's type of array, which results have, too
 
@@ -63,12 +67,13 @@ class Array:
     strides: tuple[int, ...]
     dtype: np.dtype  # bf16 and fp8 are ml_dtypes' dtypes
     device: str  # "cpu" or "cuda:<index>"
-    framework: str  # "numpy", "torch", "jax", "xla", "cupy", "dlpack" or "cuda_array_interface"
+    # "numpy", "torch", "cupy", "xla", a library of LIBRARIES, else "dlpack" or "cuda_array_interface"
+    framework: str
     owner: Owner = field(repr=False)
     readonly: bool = False
     capsule: object = field(default=None, repr=False)  # a DLPack capsule; its destructor returns the memory
-    # jax outputs: sharding of the jax.Array that `result` makes
-    sharding: jax.sharding.Sharding | None = field(default=None, repr=False)
+    # Makes the caller's array from an output whose owner is a buffer of NumPy or CuPy; None if owner is that array
+    hand_over: Callable[[Array], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.pointer == 0 and 0 not in self.shape:
@@ -82,7 +87,8 @@ class Array:
     @property
     def immutable(self) -> str:
         """The caller's library if all its arrays are immutable, else ""."""
-        return "" if self.framework in ("numpy", "torch", "cupy") else _immutable_library(type(self.owner))
+        library = "" if self.framework in ("numpy", "torch", "cupy") else _library(type(self.owner))
+        return library if library in IMMUTABLE else ""
 
     def numpy(self) -> np.ndarray:
         """View the memory as a NumPy array, never a copy; read-only if the caller's array is.
@@ -109,15 +115,9 @@ class Array:
         return np.asarray(memory).view(self.dtype)  # via raw bytes, because bf16 and fp8 have no typestr
 
     def result(self) -> Owner:
-        """Return the array in the caller's framework; for jax, call it after all writes."""
-        if self.sharding is None:
-            return self.owner
-        import jax
-
-        if self.device == "cpu":
-            return jax.device_put(self.owner, self.sharding, may_alias=True)
-        with self.owner.device:  # CuPy makes jax's stream wait for its current stream on that device
-            return jax.dlpack.from_dlpack(self.owner)
+        """Return the array in the caller's library; call it after all writes."""
+        result: Owner = self.owner if self.hand_over is None else self.hand_over(self)
+        return result
 
 
 def as_array(x: object, name: str) -> Array:
@@ -139,8 +139,13 @@ def as_array(x: object, name: str) -> Array:
             return _from_numpy(x)
         if _is_instance(x, "jax", "Array"):
             return _from_jax(x)
+        library = _library(type(x))
+        if library == "paddle" or (library == "tensorflow" and not hasattr(x, "__cuda_array_interface__")):
+            from .array_libraries import exporter  # imported by the first call on such an array
+
+            return _from_dlpack(exporter(library, x), library, x)
         if hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__"):
-            return _from_dlpack(x, "dlpack")
+            return _from_dlpack(x, library or "dlpack", x)
         if isinstance(interface := _call_producer(getattr, x, "__cuda_array_interface__", None), dict):
             return _from_cuda_array_interface(x, interface)
         raise TypeError("not a NumPy, CuPy, torch or jax array, and without __dlpack__ and __cuda_array_interface__")
@@ -150,10 +155,10 @@ def as_array(x: object, name: str) -> Array:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
-    """Allocate an uninitialised, writable, C-contiguous output in the framework and on the device of `like`.
+    """Allocate an uninitialised, writable, C-contiguous output for the library of `like`, on its device.
 
-    For libraries without a way to allocate a writable array it is a NumPy array (on a GPU: CuPy). jax arrays are
-    immutable: the output is a buffer that `result` passes to jax, on the CPU without a copy.
+    For torch it is a tensor, and a buffer of the call frame for XLA. For all others it is a buffer of NumPy, or of CuPy
+    on a GPU, which `result` hands over to libraries that import arrays.
     """
     dtype = np.dtype(dtype)
     if like.framework == "xla":  # the results of an XLA call are buffers of its call frame
@@ -165,26 +170,15 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
         torch_dtype = like.owner.dtype if dtype == like.dtype else getattr(torch, dtype_name(dtype))
         tensor = torch.empty(shape, dtype=torch_dtype, device=like.owner.device)
         return Array(tensor.data_ptr(), shape, tensor.stride(), dtype, like.device, "torch", tensor)
-    if like.framework == "dlpack" and hasattr(like.owner, "__array_namespace__") and not like.immutable:
-        namespace = like.owner.__array_namespace__()
-        namespace_dtype = like.owner.dtype if dtype == like.dtype else getattr(namespace, dtype_name(dtype))
-        output = as_array(namespace.empty(shape, dtype=namespace_dtype, device=like.owner.device), "output")
-        if output.readonly or output.pointer != as_array(output.owner, "output").pointer:
-            raise TypeError(
-                f"{type(output.owner)} exports a copy or read-only memory: an output cannot be written to it"
-            )
-        return output
     if like.device != "cpu":
         import cupy
 
         with cupy.cuda.Device(_device_index(like.device)):
             output = as_array(cupy.empty(shape, dtype), "output")
     else:
-        output = as_array(_aligned_empty(shape, dtype) if like.framework == "jax" else np.empty(shape, dtype), "output")
-    if like.framework == "jax":
-        output.framework = "jax"
-        output.sharding = like.owner.sharding
-    return output
+        is_handed_over = like.framework in BY_DLPACK
+        output = as_array(_aligned_empty(shape, dtype) if is_handed_over else np.empty(shape, dtype), "output")
+    return _for_library_of(like, output)
 
 
 def contiguous(array: Array) -> Array:
@@ -201,25 +195,71 @@ def contiguous(array: Array) -> Array:
     import cupy
 
     with cupy.cuda.Device(_device_index(array.device)):
-        source = cupy.from_dlpack(array.owner) if array.framework in ("jax", "dlpack") else cupy.asarray(array.owner)
+        source = cupy.from_dlpack(array.owner) if array.framework in BY_DLPACK else cupy.asarray(array.owner)
         return as_array(cupy.array(source, order="C"), "operand")
 
 
 def copied(array: Array) -> Array:
-    """Return a copy of the array, in the caller's library if that can allocate; the array itself if it is immutable."""
-    if array.immutable:
-        return array
-    if array.framework != "dlpack":
-        return contiguous(array)
-    copy = empty(array.shape, array.dtype, array)
-    if array.device == "cpu":
-        copy.numpy()[...] = array.numpy()
-    else:
-        import cupy
+    """Return a copy of the array, for results in the caller's library; the array itself if it is immutable."""
+    return array if array.immutable else _for_library_of(array, contiguous(array))
 
-        with cupy.cuda.Device(_device_index(array.device)):
-            cupy.from_dlpack(copy.owner)[...] = cupy.from_dlpack(array.owner)
-    return copy
+
+def _for_library_of(like: Array, buffer: Array) -> Array:
+    """Return a buffer of NumPy or CuPy as an array of the library of `like`, if that imports arrays."""
+    if like.framework not in BY_DLPACK:
+        return buffer
+    if like.hand_over is not None:
+        hand_over = like.hand_over
+    elif like.framework == "jax":
+        hand_over = functools.partial(_jax_array, like.owner.sharding)
+    else:
+        from .array_libraries import importer  # imported by the first call on such an array
+
+        way_in = importer(like.framework, like.owner)
+        if way_in is None:
+            return buffer
+        hand_over = functools.partial(_imported, way_in)
+    buffer.framework, buffer.hand_over = like.framework, hand_over
+    return buffer
+
+
+def _imported(way_in: Callable[[Exported], Any], output: Array) -> Any:
+    """Return an output as an array of another library; TypeError if that changes its dtype."""
+    result = way_in(Exported(output))
+    actual = as_array(result, "result").dtype
+    if actual != output.dtype:
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        raise TypeError(f"a result is {dtype_name(output.dtype)}, but {kind} imports it as {dtype_name(actual)}")
+    return result
+
+
+def _jax_array(sharding: jax.sharding.Sharding, output: Array) -> jax.Array:
+    """Return an output as a jax.Array, without a copy."""
+    import jax
+
+    if output.device == "cpu":
+        return jax.device_put(output.owner, sharding, may_alias=True)
+    with output.owner.device:  # CuPy makes jax's stream wait for its current stream on that device
+        return jax.dlpack.from_dlpack(output.owner)
+
+
+class Exported:
+    """Exports a buffer of NumPy or CuPy by DLPack, also in bf16 and fp8, which NumPy's own exporter refuses."""
+
+    def __init__(self, output: Array) -> None:
+        self.dtype = dtype_name(output.dtype)
+        is_native = output.dtype.isbuiltin == 1
+        self._buffer: Any = output.owner if is_native else output.owner.view(f"u{output.dtype.itemsize}")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._buffer.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, **options: object) -> object:
+        capsule: object = self._buffer.__dlpack__(**options)
+        tensor, _ = _read_capsule(capsule)
+        tensor.dtype_code = _DLPACK_CODES[self.dtype]
+        return capsule
 
 
 def stream_of(like: Array) -> int:
@@ -254,7 +294,7 @@ def made_on(array: Array) -> int | None:
     if array.framework == "cuda_array_interface":
         stream = array.owner.__cuda_array_interface__.get("stream")
         return None if stream is None else int(stream)
-    return LEGACY_DEFAULT_STREAM if array.framework in ("jax", "dlpack") and array.device != "cpu" else None
+    return LEGACY_DEFAULT_STREAM if array.framework in BY_DLPACK and array.device != "cpu" else None
 
 
 def _call_producer(function: Callable[..., T], *arguments: object) -> T:
@@ -270,12 +310,12 @@ def _is_instance(x: object, module: str, name: str) -> bool:
     return cls is not None and isinstance(x, cls)
 
 
-def _immutable_library(cls: type) -> str:
-    """Return the library in IMMUTABLE to which an array type belongs; "" for other types."""
+def _library(cls: type) -> str:
+    """Return the library in LIBRARIES to which an array type belongs; "" for other types."""
     for base in cls.__mro__:
         module = base.__module__.partition(".")[0]
-        if module in IMMUTABLE:
-            return IMMUTABLE[module]
+        if module in LIBRARIES:
+            return LIBRARIES[module]
     return ""
 
 
@@ -392,7 +432,7 @@ def _from_jax(x: jax.Array) -> Array:
             f"sharded over {len(x.devices())} devices: call cupy_flash.adapters.jax.attention, or pass the shards one "
             "by one"
         )
-    return _from_dlpack(x, "jax")
+    return _from_dlpack(x, "jax", x)
 
 
 def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
@@ -418,7 +458,7 @@ def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():
         index = cupy.cuda.runtime.pointerGetAttributes(pointer).device
-    readonly = bool(readonly or _immutable_library(type(x)))
+    readonly = bool(readonly or _library(type(x)) in IMMUTABLE)
     return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
 
 
@@ -465,6 +505,7 @@ _DLPACK_DTYPES = {
     )
     for bits in widths
 } | {(6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}
+_DLPACK_CODES = {name: code for (code, _), name in _DLPACK_DTYPES.items()}
 
 _capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
@@ -474,11 +515,11 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-def _from_dlpack(x: Any, framework: str) -> Array:
-    device_type, device_index = _call_producer(lambda: map(int, x.__dlpack_device__()))
+def _from_dlpack(x: Any, framework: str, owner: Any) -> Array:
+    device_type, device_index = _call_producer(lambda: tuple(x.__dlpack_device__()))
     if device_type not in _DLPACK_DEVICES:
         raise TypeError(f"DLPack device type {device_type} is neither the CPU nor a CUDA device")
-    device = _DLPACK_DEVICES[device_type].format(device_index)
+    device = _DLPACK_DEVICES[device_type].format(device_index)  # paddle's index of a CPU is None
     stream = {} if device == "cpu" else {"stream": LEGACY_DEFAULT_STREAM}
 
     def capsule_of() -> object:
@@ -496,8 +537,8 @@ def _from_dlpack(x: Any, framework: str) -> Array:
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
-    readonly = readonly or bool(_immutable_library(type(x)))
-    return Array(pointer, shape, strides, dtype, device, framework, x, readonly, capsule)
+    readonly = readonly or _library(type(x)) in IMMUTABLE
+    return Array(pointer, shape, strides, dtype, device, framework, owner, readonly, capsule)
 
 
 def _read_capsule(capsule: object) -> tuple[_DLTensor, bool]:

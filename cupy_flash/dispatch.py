@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .explanation import Tiles
     from .mods.tiles import TileCounts
+    from .problem.weights import Asked, WeightsGradients
 
 # Appended to the error if CuPy is missing.
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
@@ -55,9 +56,15 @@ def _gpu(name: str) -> Device:
         ) from error
 
 
-def plan_for(problem: Problem) -> Plan:
-    """Return the plan of a problem on its device."""
-    return plan(problem, device_of(problem))
+def plan_for(problem: Problem, since: Device | None = None) -> Plan:
+    """Return the plan of a problem on its device; `since` is the device of the call that it continues, if any.
+
+    A backward continues its forward without torch's operators if torch was imported only after it.
+    """
+    on = device_of(problem)
+    if since is not None and since.torch_flash:
+        on = on._replace(torch_flash=since.torch_flash)
+    return plan(problem, on)
 
 
 def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
@@ -67,11 +74,14 @@ def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     return run_forward(_fitted(plan_for(problem), operands), operands)
 
 
-def backward(problem: Problem, operands: Operands) -> Gradients[Array]:
-    """Plan and run a backward problem; returns the gradients as Arrays, None where not requested."""
+def backward(problem: Problem, operands: Operands, since: Device | None = None) -> Gradients[Array]:
+    """Plan and run a backward problem; returns the gradients as Arrays, None where not requested.
+
+    `since` is the device of the forward as it was then, see `plan_for`.
+    """
     if _RECORD is not None:
         _record(problem, operands, _RECORD)
-    return run_backward(_fitted(plan_for(problem), operands), operands)
+    return run_backward(_fitted(plan_for(problem, since), operands), operands)
 
 
 _RECORD = environment.record_file()  # read once, so that calls of a process that records nothing skip the check
@@ -126,6 +136,20 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients[Arr
     chosen, operands = _fitted(plan_for(problem), operands), operands._replace(tout=tout, tlse=tlse)
     gradients: Gradients[Array] = _derivatives(chosen).double_backward(chosen, operands)
     return SecondGradients(*gradients, ddout=tout, ddlse=tlse)
+
+
+def weights(problem: Problem, operands: Operands, asked: Asked) -> tuple[Array, ...]:
+    """Plan and run a call that returns probabilities; returns its results."""
+    chosen = _fitted(plan_for(problem), operands)
+    results: tuple[Array, ...] = _weights(chosen).forward(chosen, operands, asked)
+    return results
+
+
+def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> WeightsGradients:
+    """Plan and run the backward of a call that returns probabilities; returns the gradients as Arrays."""
+    chosen = _fitted(plan_for(problem), operands)
+    gradients: WeightsGradients = _weights(chosen).backward(chosen, operands, asked)
+    return gradients
 
 
 def along_cotangents(problem: Problem) -> Problem:
@@ -211,6 +235,8 @@ def append(problem: Problem, operands: Operands) -> None:
 
 def explain(chosen: Plan, operands: Operands) -> str:
     """Return the text of a plan; if the CPU engine computes in torch, with torch's tiles and a line that says so."""
+    if _code(chosen) == FLASH:
+        return f"{chosen.explain()}{_imported(FLASH).lines(chosen.problem)}"
     if _code(chosen) != ATTENTION:
         return chosen.explain()
     products = _imported(".cpu.blas").products_of(chosen.problem, operands)
@@ -218,6 +244,7 @@ def explain(chosen: Plan, operands: Operands) -> str:
 
 
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
+FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
@@ -234,6 +261,11 @@ DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
     return _imported(DERIVATIVES[chosen.device.backend])
+
+
+def _weights(chosen: Plan) -> ModuleType:
+    """Return the module in which an engine computes attention weights."""
+    return _imported(f".{MODULES[chosen.engine].WEIGHTS}")
 
 
 def _module(chosen: Plan) -> ModuleType:

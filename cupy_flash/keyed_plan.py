@@ -1,8 +1,8 @@
 """Keyed plans: a call like an earlier one only allocates results, writes addresses into kept bytes, and launches.
 
-The invariant: **the launches of two calls with one key differ in addresses alone.** A call is posed, planned and packed
-(problem/, plan/, gpu/run_plan.py) if it has no key, or its key no entry; if it succeeds, it then leaves an entry. So an
-entry decides nothing: it repeats what that path would do again.
+The invariant: **the launches of two calls with one key differ in addresses alone**, and in cache_seqlens if that is a
+number. A call is posed, planned and packed (problem/, plan/, gpu/run_plan.py) if it has no key, or its key no entry; if
+it succeeds, it then leaves an entry. So an entry decides nothing: it repeats what that path would do again.
 
 The key has everything that this path reads, unless the call has no key because of it:
 
@@ -13,13 +13,16 @@ The key has everything that this path reads, unless the call has no key because 
 
 A call has no key with mods, dropout, a seed, or options of other types, which may be mutable; on torch tensors also
 without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
-backend, those that copy an operand, those that read lengths or factors in host memory to check them, and those of a
-process that records its calls are posed every time; the entry of their key is None.
+backend, those that copy an operand, those that read lengths, tables or factors in host memory to check them, and those
+of a process that records its calls are posed every time; the entry of their key is None.
 
-Inputs may alias each other, as nothing depends on it; outputs are new memory. The stream is read at the launch. Entries
-refer to no array. A forked process begins without entries, since its parent's kernels are loaded in a context that it
-does not have. Look-ups and insertions are single operations of a dict, which are atomic; threads that insert under one
-key insert equal entries.
+Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
+lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
+
+Other inputs may alias each other, as nothing depends on it; outputs are new memory. The stream is read at the launch.
+Entries refer to no array. A forked process begins without entries, since its parent's kernels are loaded in a context
+that it does not have. Look-ups and insertions are single operations of a dict, which are atomic; threads that insert
+under one key insert equal entries.
 """
 
 from __future__ import annotations
@@ -30,46 +33,59 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import dispatch, environment
-from .arrays import CACHED, AnyArray, ArrayT, contiguous_strides
+from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
-from .problem.build import PLAIN, TABLE, pose
+from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache
+from .problem.records import Options
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from .gpu.kept_launches import Allocate, KeptLaunches
+    from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
     from .gpu.run_plan import Work
-    from .problem.records import Operands, Options, Packed, Problem
+    from .problem.records import CacheOptions, Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
+# {array to which a call on a KV cache may write, or beside which it may: its name in a Work}
+MEMBERS = {"q": "q", "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "out": "out"}
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
 
-Call: TypeAlias = tuple[Hashable, list[AnyArray], list[int]]  # key, arrays, and their addresses
+Call: TypeAlias = tuple[Hashable, list[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
 Read: TypeAlias = Callable[[list[AnyArray]], "tuple[list[Hashable], list[AnyArray], list[int]] | None"]
-Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], "np.dtype"]]  # (shape, strides, dtype) of each
+Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray]  # q, and k and v or their caches
+# (index, index of another array, low, high): they overlap if low < address of the other - address of the first < high
+Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
 
 class Entry:
     """The launches that all calls with one key share. `served` counts the calls; with several threads it may miss some.
 
-    `others` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, and the
-    entries of backwards by their keys.
+    `others`, `places` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, the
+    indices among its tensors of the arrays of a call, for a backward of its outputs, and the entries of backwards by
+    their keys.
     """
 
-    __slots__ = ("_backend", "_kept", "backwards", "others", "served")
+    __slots__ = ("_backend", "_distances", "_kept", "_longest", "backwards", "others", "places", "served")
 
-    def __init__(self, backend: str, kept: KeptLaunches) -> None:
-        self._backend, self._kept, self.served = backend, kept, 0
+    def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None) -> None:
+        self._backend, self._kept, self._distances, self._longest = backend, kept, distances, longest
+        self.served = 0
         self.others: tuple[object, ...] | None = None
+        self.places: tuple[int, ...] = ()
         self.backwards: dict[Hashable, Entry | None] = {}
 
     def run(self, call: Call) -> list[AnyArray] | None:
-        """Launch, and return the outputs, followed by workspaces.
+        """Launch, and return the outputs that the caller has not given, followed by the workspaces.
 
-        If an output is not aligned to ALIGNMENT, as those of every known allocator are, nothing is launched: None.
+        Nothing is launched if arrays that must not overlap may do so, if cache_seqlens is a number for which there is
+        no room, or if an output is not aligned to ALIGNMENT, as those of every known allocator are: None.
         """
-        self.served += 1
-        outputs: list[AnyArray] | None = dispatch.launcher(self._backend).repeat(self._kept, call[1], call[2])
+        _, arrays, addresses = call
+        for first, second, low, high in self._distances:
+            if low < addresses[second] - addresses[first] < high:
+                return None
+        if self._longest is not None and not 0 <= addresses[-1] <= self._longest:
+            return None
+        outputs: list[AnyArray] | None = dispatch.launcher(self._backend).repeat(self._kept, arrays, addresses)
+        self.served += outputs is not None
         return outputs
 
 
@@ -85,30 +101,40 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget)
 
 
-def call_of(
-    arrays: tuple[AnyArray, AnyArray, AnyArray], options: Options, packed: Packed | None, read: Read
-) -> Call | None:
+def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | None, read: Read) -> Call | None:
     """Return the call if it has a key, else None.
 
     `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
     None if one is not exactly of the library's type or has no memory of its own.
     """
-    if options.score_mod is not None or options.mask_mod is not None or options.seed is not None:
+    if options.score_mod is not None or options.mask_mod is not None:
         return None
-    plain, window = TABLE.plain_of(options), options.window
+    length: int | None = None
     longest: tuple[int | None, ...] = ()
-    given = [*arrays, *TABLE.arrays_of(options)]
-    if packed is not None:
-        given += packed[:2]
-        longest = packed[2:]
+    if isinstance(options, Options):
+        if options.seed is not None or type(options.dropout) is not float or options.dropout:
+            return None
+        plain, given = TABLE.plain_of(options), [*arrays, *TABLE.read_of(options)]
+        if packed is not None:
+            given += packed[:2]
+            longest = packed[2:]
+    else:
+        table = of_cache()
+        plain, given = table.plain_of(options), [*arrays, *table.read_of(options)]
+        if type(options.cache_seqlens) is int:
+            length, given[len(arrays) + table.length] = options.cache_seqlens, None
+            longest = (0,)
+    window = options.window
     sides = window if type(window) is tuple else (window,)
     types = tuple(map(type, (*plain, *sides, *longest)))
-    if not PLAIN.issuperset(types) or options.dropout:
+    if not PLAIN.issuperset(types):
         return None
     described = read(given)
     if described is None:
         return None
     facts, inputs, addresses = described
+    if length is not None:
+        addresses.append(length)
     return (types, plain, window, longest, *facts_of_process(options.backend), *facts), inputs, addresses
 
 
@@ -133,11 +159,17 @@ def run(call: Call | None) -> list[AnyArray] | None:
     return None if entry is None or call is None else entry.run(call)
 
 
-def keep(call: Call, problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> None:
-    """Leave the entry of a call that has been posed as `problem`, if there is none."""
+def keep(
+    call: Call,
+    problem: Problem,
+    operands: Operands,
+    allocator: Callable[[Outputs], Allocate],
+    unwanted: tuple[str, ...] = (),
+) -> None:
+    """Leave the entry of a call that has been posed, if there is none; calls from it return no `unwanted` results."""
     if call[0] in _entries:
         return
-    entry = _entry(problem, operands, allocator, backward=False)
+    entry = _entry(problem, operands, allocator, unwanted)
     if len(_entries) >= CACHED:
         _entries.clear()
     _entries[call[0]] = entry
@@ -145,19 +177,25 @@ def keep(call: Call, problem: Problem, operands: Operands, allocator: Callable[[
 
 def backward_entry(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
     """Return the entry of a backward, or None if a later one may need more than launches."""
-    return _entry(problem, operands, allocator, backward=True)
+    return _entry(problem, operands, allocator)
 
 
 def _entry(
-    problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate], *, backward: bool
+    problem: Problem,
+    operands: Operands,
+    allocator: Callable[[Outputs], Allocate],
+    unwanted: tuple[str, ...] = (),
 ) -> Entry | None:
-    chosen = dispatch.plan_for(problem)
+    """Return the entry of calls that are posed like this one, or None if they may need more than launches."""
+    chosen, cache = dispatch.plan_for(problem), operands.cache
     backend = chosen.device.backend
     checked = [getattr(operands, name) for name in CHECKED]
+    if cache is not None:
+        checked += of_cache().indices_of(cache)
     if (
         backend not in dispatch.LAUNCHERS
         or dispatch.is_recording()
-        or any(x is not None and x.device == "cpu" for x in checked)
+        or any(isinstance(x, Array) and x.device == "cpu" for x in checked)
     ):
         return None
     from .gpu import run_plan
@@ -166,13 +204,24 @@ def _entry(
     if run_plan.copied(chosen, operands):
         return None
     works: list[Work] = []
-    if backward:
+    if problem.backward:
         run_plan.backward(chosen, operands, works.append, without_memory)
     else:
         run_plan.forward(chosen, operands, works.append, without_memory)
-    (work,) = works
-    outputs = [(x.shape, contiguous_strides(x.shape), x.dtype) for x in work.results.values() if x is not None]
-    return Entry(backend, KeptLaunches(work, allocator(outputs)))
+    work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
+    longest = None if cache is None else of_cache().longest_length(problem, operands)
+    kept = KeptLaunches(work, allocator, has_length=longest is not None)
+    return Entry(backend, kept, _distances(operands, kept.inputs), longest)
+
+
+def _distances(operands: Operands, names: tuple[str, ...]) -> Distances:
+    """Return the distances at which arrays overlap that must not; `names` are those of a call's arrays in order."""
+    if operands.cache is None:
+        return ()
+    arrays = operands.arrays() | {"out": operands.cache.out}
+    call = {name: x for name, member in MEMBERS.items() if (x := arrays.get(member)) is not None}
+    place = {name: names.index(MEMBERS[name]) for name in call}
+    return tuple([(place[name], place[other], low, high) for name, other, low, high in of_cache().distances(call)])
 
 
 def forward(
@@ -190,9 +239,32 @@ def forward(
     return results[0].result(), results[1].result()
 
 
-def call_on_cupy(
-    arrays: tuple[AnyArray, AnyArray, AnyArray], options: Options, packed: Packed | None = None
-) -> Call | None:
+def attend(arrays: Inputs, options: CacheOptions) -> Any:
+    """Return the result of a call on a KV cache with arrays other than torch's."""
+    call = call_on_cupy(arrays, options)
+    outputs = run(call)
+    if outputs is not None:
+        return result_on_cache(outputs, options)
+    problem, operands = pose_with_cache(*arrays, options)
+    out, lse = dispatch.forward(problem, operands)
+    if call is not None:
+        keep(call, problem, operands, _cupy_allocator, unwanted(options))
+    return (out.result(), lse.result()) if options.return_lse else out.result()
+
+
+def unwanted(options: CacheOptions) -> tuple[str, ...]:
+    """Return the results that a call on a KV cache does not return."""
+    return () if options.return_lse else ("lse",)
+
+
+def result_on_cache(outputs: list[AnyArray], options: CacheOptions) -> Any:
+    """Return the result of a call on a KV cache that was run from its entry."""
+    allocated = options.out is None
+    out = outputs[0] if allocated else options.out
+    return (out, outputs[allocated]) if options.return_lse else out
+
+
+def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed | None = None) -> Call | None:
     """Return the call if it is on CuPy's arrays and has a key, else None."""
     cupy = sys.modules.get("cupy")
     if cupy is None or type(arrays[0]) is not cupy.ndarray:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal, overload
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import dispatch
+from . import dispatch, keyed_plan
 from .arrays import AnyArray, ArrayT
 from .problem.build import pose_append, pose_with_cache
 from .problem.records import CacheOptions
@@ -153,11 +154,9 @@ def attention_with_kv_cache(
         mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
     )  # fmt: skip
     if _is_torch(q):
-        from .adapters.torch import kv_cache
-
-        return kv_cache.attend(q, k_cache, v_cache, options)
-    result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options))
-    return (result.result(), lse.result()) if return_lse else result.result()
+        return _of_torch().attend(q, k_cache, v_cache, options)
+    result: ArrayT | tuple[ArrayT, ArrayT] = keyed_plan.attend((q, k_cache, v_cache), options)
+    return result
 
 
 def explain_with_kv_cache(
@@ -178,9 +177,11 @@ def explain_with_kv_cache(
     Raises:
         UnsupportedError: no engine serves the call.
     """
+    from .api import host_line
+
     settings = CacheOptions.of("explain_with_kv_cache", options)
     problem, _ = pose_with_cache(q, k_cache, v_cache, settings)
-    text = dispatch.plan_for(problem).explain()
+    text = dispatch.plan_for(problem).explain() + host_line(problem, (q, k_cache, v_cache), settings)
     if problem.mods:
         from .mods import explain as mods
         from .mods.trace import mod_of
@@ -243,11 +244,17 @@ def append_to_kv_cache(
         k_descale=k_descale, v_descale=v_descale, layout=layout,
     )  # fmt: skip
     if _is_torch(k):
-        from .adapters.torch import kv_cache
-
-        kv_cache.append(k, v, k_cache, v_cache, cu_seqlens, options)
+        _of_torch().append(k, v, k_cache, v_cache, cu_seqlens, options)
         return
     dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
+
+
+@cache
+def _of_torch() -> Any:
+    """Return the module for torch's tensors, cached because an import takes microseconds each time."""
+    from .adapters.torch import kv_cache
+
+    return kv_cache
 
 
 def _is_torch(x: object) -> bool:

@@ -6,7 +6,7 @@ through ml_dtypes).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -255,18 +255,18 @@ def attention_varlen(
         v: (Tk, Hk, Dv).
         cu_seqlens_q: (B + 1,).
         cu_seqlens_k: (B + 1,).
-        **options: those of `attention` except bias, mask, q_lengths, kv_lengths and layout.
+        **options: those of `attention` except mask, q_lengths, kv_lengths and layout; bias broadcasts to
+            (B, Hq, max_seqlen_q, max_seqlen_k), and only the elements inside the sequences are read.
     """
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
     storage, compute = _precision(q, settings.dtype)
     out = np.zeros((*q.shape[:2], v.shape[2]), _out_dtype(storage))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
-    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+    for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
         arrays = (_packed_heads_first(x) for x in (q[rows], k[columns], v[columns]))
-        forward = _forward(_options_of_sequence(settings, b), b, *arrays)
-        out[rows] = forward.out[0].swapaxes(0, 1)
-        lse[:, rows] = forward.lse[0]
+        forward = _forward(options_b, b, *arrays)
+        out[rows], lse[:, rows] = forward.out[0].swapaxes(0, 1), forward.lse[0]
     return out, lse
 
 
@@ -297,20 +297,18 @@ def attention_varlen_backward(
     settings = _varlen_options(options)
     storage, compute = _precision(q, settings.dtype)
     dq, dk, dv = (np.zeros(x.shape, storage) for x in (q, k, v))
-    dsink = None if settings.sink is None else np.zeros(q.shape[1], compute)
-    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+    dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
+    for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
         arrays = (_packed_heads_first(x) for x in (dout[rows], q[rows], k[columns], v[columns]))
         dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
-        gradients = _backward(_options_of_sequence(settings, b), b, dlse_b, *arrays)
-        for whole, part, part_rows in (
-            (dq, gradients.dq, rows),
-            (dk, gradients.dk, columns),
-            (dv, gradients.dv, columns),
-        ):
-            whole[part_rows] = part[0].swapaxes(0, 1)
+        gradients = _backward(options_b, b, dlse_b, *arrays)
+        for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
+            whole[here] = part[0].swapaxes(0, 1)
         if dsink is not None:
             dsink += gradients.dsink
-    return Gradients(dq, dk, dv, None, dsink)
+        if dbias is not None:
+            dbias[_inside_sequence(dbias.shape, b, rows, columns)] += gradients.dbias
+    return Gradients(dq, dk, dv, dbias, dsink)
 
 
 def attention_varlen_jvp(
@@ -338,9 +336,9 @@ def attention_varlen_jvp(
     storage, compute = _precision(q, settings.dtype)
     out, tout = (np.zeros((*q.shape[:2], v.shape[2]), storage) for _ in range(2))
     lse, tlse = np.full((q.shape[1], q.shape[0]), -np.inf, compute), np.zeros((q.shape[1], q.shape[0]), compute)
-    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+    for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
         arrays = (_packed_heads_first(x) for x in (q[rows], k[columns], v[columns]))
-        jvp = _jvp(_options_of_sequence(settings, b), b, _direction_of_sequence(tangents, rows, columns), *arrays)
+        jvp = _jvp(options_b, b, _direction_of_sequence(tangents, b, rows, columns), *arrays)
         out[rows], tout[rows] = jvp.forward.out[0].swapaxes(0, 1), jvp.tout[0].swapaxes(0, 1)
         lse[:, rows], tlse[:, rows] = jvp.forward.lse[0], jvp.tlse[0, ..., 0]
     return out, lse, tout, tlse
@@ -376,23 +374,20 @@ def attention_varlen_double_backward(
     storage, compute = _precision(q, settings.dtype)
     dq, dk, dv, ddout = (np.zeros(x.shape, storage) for x in (q, k, v, dout))
     ddlse = np.zeros((q.shape[1], q.shape[0]), compute)
-    dsink = None if settings.sink is None else np.zeros(q.shape[1], compute)
-    for b, (rows, columns) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+    dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
+    for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
         arrays = (_packed_heads_first(x) for x in (dout[rows], q[rows], k[columns], v[columns]))
         dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
-        direction = _direction_of_sequence(tangents, rows, columns)
-        gradients = _double_backward(_options_of_sequence(settings, b), b, direction, dlse_b, *arrays)
-        for whole, part, here in (
-            (dq, gradients.dq, rows),
-            (dk, gradients.dk, columns),
-            (dv, gradients.dv, columns),
-            (ddout, gradients.ddout, rows),
-        ):
+        direction = _direction_of_sequence(tangents, b, rows, columns)
+        gradients = _double_backward(options_b, b, direction, dlse_b, *arrays)
+        for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
             whole[here] = part[0].swapaxes(0, 1)
-        ddlse[:, rows] = gradients.ddlse[0]
+        ddout[rows], ddlse[:, rows] = gradients.ddout[0].swapaxes(0, 1), gradients.ddlse[0]
         if dsink is not None:
             dsink += gradients.dsink
-    return SecondGradients(dq, dk, dv, None, dsink, ddout, ddlse)
+        if dbias is not None:
+            dbias[_inside_sequence(dbias.shape, b, rows, columns)] += gradients.dbias
+    return SecondGradients(dq, dk, dv, dbias, dsink, ddout, ddlse)
 
 
 def attention_with_kv_cache(
@@ -937,11 +932,25 @@ def _direction_heads_first(tangents: Tangents, layout: str) -> Tangents:
     return tangents._replace(tq=tq, tk=tk, tv=tv)
 
 
-def _direction_of_sequence(tangents: Tangents, rows: slice, columns: slice) -> Tangents:
-    """Return the tangents of one packed sequence, with tq, tk and tv as (1, H, S, D)."""
+def _direction_of_sequence(tangents: Tangents, b: int, rows: slice, columns: slice) -> Tangents:
+    """Return the tangents of packed sequence b, with tq, tk and tv as (1, H, S, D)."""
     here = zip(tangents[:3], (rows, columns, columns), strict=True)
     tq, tk, tv = (None if x is None else _packed_heads_first(np.asarray(x)[part]) for x, part in here)
-    return tangents._replace(tq=tq, tk=tk, tv=tv)
+    return tangents._replace(tq=tq, tk=tk, tv=tv, tbias=_bias_of_sequence(tangents.tbias, b, rows, columns))
+
+
+def _bias_of_sequence(bias: npt.ArrayLike | None, b: int, rows: slice, columns: slice) -> Array | None:
+    """Return the part of a bias, or of its tangent, that packed sequence b reads.
+
+    It is float64, so that the gradient of a bias that sequences share is not rounded before their sum.
+    """
+    return None if bias is None else np.asarray(bias, np.float64)[_inside_sequence(np.shape(bias), b, rows, columns)]
+
+
+def _inside_sequence(shape: tuple[int, ...], b: int, rows: slice, columns: slice) -> tuple[slice, ...]:
+    """Return the slices of packed sequence b in an array that broadcasts to (B, Hq, max_seqlen_q, max_seqlen_k)."""
+    inside = (slice(b, b + 1), slice(None), *(slice(x.stop - x.start) for x in (rows, columns)))
+    return tuple(slice(None) if n == 1 else part for n, part in zip(shape, inside[4 - len(shape) :], strict=True))
 
 
 def _packed_heads_first(x: Array) -> Array:
@@ -962,14 +971,14 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...], sums: _Sums) -> Array:
 
 
 def _varlen_options(options: ReferenceOptions[npt.ArrayLike]) -> Options:
-    dense_only = sorted({"bias", "mask", "q_lengths", "kv_lengths", "layout"} & options.keys())
+    dense_only = sorted({"mask", "q_lengths", "kv_lengths", "layout"} & options.keys())
     if dense_only:
         raise TypeError(f"packed sequences do not support {', '.join(dense_only)}")
     return Options(**options)
 
 
 def _options_of_sequence(options: Options, b: int) -> Options:
-    """Return the options with per-sequence arrays sliced to sequence b."""
+    """Return the options with the slopes and descales of sequence b."""
     slopes = options.alibi_slopes
     arrays = {} if slopes is None or np.ndim(slopes) == 1 else {"alibi_slopes": np.asarray(slopes)[b]}
     for name in ("q_descale", "k_descale", "v_descale"):
@@ -978,8 +987,11 @@ def _options_of_sequence(options: Options, b: int) -> Options:
     return replace(options, **arrays)
 
 
-def _sequences(cu_seqlens_q: npt.ArrayLike, cu_seqlens_k: npt.ArrayLike) -> list[tuple[slice, slice]]:
-    """Return (rows of q, rows of k) of each sequence."""
-    q_ends, k_ends = np.asarray(cu_seqlens_q).tolist(), np.asarray(cu_seqlens_k).tolist()
-    bounds = zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
-    return [(slice(q_start, q_stop), slice(k_start, k_stop)) for q_start, q_stop, k_start, k_stop in bounds]
+def _sequences(
+    options: Options, cu_seqlens_q: npt.ArrayLike, cu_seqlens_k: npt.ArrayLike
+) -> Iterator[tuple[int, slice, slice, Options]]:
+    """Yield (b, rows of q, rows of k, options) of each sequence."""
+    ends = [np.asarray(x).tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
+    for b, (rows, columns) in enumerate(zip(*(map(slice, x[:-1], x[1:]) for x in ends), strict=True)):
+        bias = _bias_of_sequence(options.bias, b, rows, columns)
+        yield b, rows, columns, replace(_options_of_sequence(options, b), bias=bias)

@@ -9,11 +9,13 @@ import signal
 import tempfile
 from dataclasses import dataclass, field
 
+import array_libraries
 import hypothesis
 import needs_triton
 import numpy as np
 import on_gpu
 import pytest
+import torch  # before any test, because its import changes the engine that computes NumPy arrays on the CPU
 
 from cupy_flash import dispatch
 from cupy_flash.jit import nvrtc
@@ -60,9 +62,17 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    """Name the tests that are left out because an optional library is missing."""
+    """Name torch's instruction set, for which the engine aten is or is not chosen, and the tests that are left out."""
     reason = needs_triton.reason_to_leave_out()
-    return f"left out: tests/other_kernels ({reason})" if reason else None
+    left_out = [f"left out: tests/other_kernels ({reason})"] if reason else []
+    return [f"torch: {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}", *left_out]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the array libraries without which tests/array_libraries ran."""
+    if array_libraries.MISSING:
+        names = ", ".join(array_libraries.MISSING)
+        terminalreporter.write_line(f"tests/array_libraries ran without {names} (extra array-libraries)")
 
 
 @pytest.hookimpl(tryfirst=True)  # must run before pytest-xdist reads its options

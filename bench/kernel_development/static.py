@@ -115,6 +115,12 @@ SCARCE = (
 MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions with counted steps
 STEP_LENGTH, STEP_HEADS = 4096, 64  # sequence length and heads of the problem whose steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
+# Bytes that rows of older compilers may spill, (name, NVRTC): never inside a steady loop. Here one number is stored in
+# the prologue, and loaded again where the block takes its next work item, before the mainloop.
+MAY_SPILL = {
+    ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_100", "12.8.93"): 8,
+    ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.8.93"): 8,
+}
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need
 
 
@@ -583,7 +589,8 @@ def complaints(compiled: Iterable[Kernel], steps: Iterable[Step]) -> list[str]:
     reasons = []
     for kernel in compiled:
         name = f"{kernel.name}, NVRTC {kernel.compiler}"
-        reasons += [f"{name}: spills {kernel.spills} bytes"] if kernel.spills else []
+        allowed = MAY_SPILL.get((kernel.name, kernel.compiler), 0)
+        reasons += [f"{name}: spills {kernel.spills} bytes"] if kernel.spills > allowed else []
         reasons += [f"{name}: {warning}" for warning in kernel.warnings]
     for step in steps:
         reasons += [f"{step.name}: {step.bank_conflicts} bank conflicts"] if step.bank_conflicts else []

@@ -35,5 +35,6 @@ def axes_of(name: str, rank: int, layout: str) -> str:
 
 
 def sizes_of(shapes: dict[str, tuple[int, ...]], layout: str) -> dict[str, int]:
-    """Return the size of each axis of q, k and v, by its letter."""
-    return {letter: size for name in "qkv" for letter, size in zip(LAYOUTS[layout][name], shapes[name], strict=True)}
+    """Return the size of each axis of q, k and v, by its letter; a call that returns weights has no v."""
+    given = (name for name in "qkv" if name in shapes)
+    return {letter: size for name in given for letter, size in zip(LAYOUTS[layout][name], shapes[name], strict=True)}

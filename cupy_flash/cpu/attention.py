@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, dtype_name, empty
+from ..arrays import Array, empty
 from ..device import Device
 from ..dropout import keep_mask, keep_mask_at, keep_scale
 from ..engines import cpu as engine
@@ -232,7 +232,7 @@ def rounded(total: Any, operand: Array | tuple[Array, ...], like: Array) -> Any:
 def fitted(plan: Plan, operands: Operands) -> Plan:
     """Return the plan with the best tile for the pairs that mask_mod leaves in the longest sequence, head 0."""
     problem = plan.problem
-    sequence = max(_sequences(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
+    sequence = max(sequences_of(problem, operands), key=lambda sequence: sequence.q_len * sequence.kv_len, default=None)
     if sequence is None:
         return plan
     place = problem.first_batch + sequence.batch, problem.first_head, sequence.band, sequence.positions
@@ -280,7 +280,7 @@ def _best_tile(problem: Problem, device: Device, classes: TileClasses, place: Pl
 
 def tile_classes(plan: Plan, operands: Operands) -> np.ndarray:
     """Return the classes of a plan's tiles in the first sequence and head, (query tiles, key tiles)."""
-    problem, sequence = plan.problem, _sequences(plan.problem, operands)[0]
+    problem, sequence = plan.problem, sequences_of(plan.problem, operands)[0]
     band, blocks = sequence.band, (plan.block_q, plan.block_kv)
     if problem.mask_mod:
         first = (problem.first_batch, problem.first_head)
@@ -296,7 +296,7 @@ def tile_counts(plan: Plan, operands: Operands) -> TileCounts | None:
     The arrays that the mask reads and the lengths must be in host memory.
     """
     problem, classes = plan.problem, MaskMod(plan.problem, operands).classes()
-    sequences = _sequences(problem, operands)
+    sequences = sequences_of(problem, operands)
     read = classes.mask.inputs
     tiles = sum(-(-each.q_len // plan.block_q) * -(-each.kv_len // plan.block_kv) for each in sequences)
     if tiles * (problem.heads if "h" in read else 1) > MOST_COUNTED:
@@ -400,7 +400,7 @@ class Call:
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
         seed = operands.seed.numpy().item() if isinstance(operands.seed, Array) else operands.seed
         self.seed = 0 if seed is None else seed % 2**64  # int64 seeds are reinterpreted as uint64
-        self.sequences = _sequences(problem, operands)
+        self.sequences = sequences_of(problem, operands)
         # Scaling Q costs less than scaling the scores, but a scale above 1 could make Q overflow where scores do not.
         scale, one = problem.accumulation.type(problem.scale), problem.accumulation.type(1)
         self.q_scale, self.product_scale = (scale, one) if abs(scale) <= 1 else (one, scale)
@@ -589,7 +589,7 @@ class _QueryRows:
         return gradients
 
 
-def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
+def sequences_of(problem: Problem, operands: Operands) -> list[Sequence]:
     """Return the sequences of the batch, slices by q_lengths and kv_lengths, or by cu_seqlens of a packed batch."""
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
         q_bounds, k_bounds = operands.cu_seqlens_q.numpy().tolist(), operands.cu_seqlens_k.numpy().tolist()
@@ -618,9 +618,6 @@ def _sequences(problem: Problem, operands: Operands) -> list[Sequence]:
 
 def load_rows(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert rows (..., S, D) to the accumulation dtype and strides that BLAS accepts; a view if they already fit."""
-    if dtype_name(rows.dtype) == "bfloat16":
-        # A bfloat16 is the upper half of a float32: shifting the bits is several times faster than astype.
-        return (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     blas_takes_it = rows.strides[-1] == rows.itemsize and rows.strides[-2] >= rows.itemsize * rows.shape[-1]
     return rows.astype(dtype, order="K" if blas_takes_it else "C", copy=False)
 

@@ -11,12 +11,12 @@ therefore compute several heads at once, in fewer and longer operations.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 
+from ..device import is_forked
 from ..plan.plan import Plan
 from ..problem.mask import Band
 from ..problem.records import Operands, Problem
@@ -189,12 +189,12 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     the caller lets torch round the factors of fp32 products, torch's products are not exact.
     """
     of_one_head = problem.is_modified or problem.dense_mask is not None or problem.mask_mod or problem.dropout
-    if of_one_head or problem.derivative or problem.mask.left is not None:
+    if of_one_head or problem.derivative or problem.weights or problem.mask.left is not None:
         return Products()
     arrays = (operands.q, operands.k, operands.v)
     few = problem.q_len < TORCH_QUERIES or problem.kv_len < TORCH_KEYS
     small = few or problem.q_len * problem.kv_len < TORCH_SCORES
-    if small or _forked or any(x.framework != "torch" for x in arrays):
+    if small or is_forked() or any(x.framework != "torch" for x in arrays):
         return Products()
     import torch
 
@@ -207,18 +207,6 @@ def products_of(problem: Problem, operands: Operands) -> Products:
     heads_per_thread = problem.batch * problem.kv_heads // torch.get_num_threads()
     heads_at_once = min(TORCH_HEADS, heads_per_thread, TORCH_ROWS // rows)
     return TorchProducts(region, max(1, heads_at_once))
-
-
-_forked = False
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..device import Device
 from ..problem.records import Problem
-from . import cpu, cpu_decode, mma, mma_decode, simt, wgmma
+from . import aten, cpu, cpu_decode, mma, mma_decode, simt, wgmma
 from .launch import Launch, Workspace
 
 
@@ -44,6 +44,7 @@ class Engine(Protocol[TileT]):
     CACHE_OPTIONS: frozenset[str] | None  # those of attention_with_kv_cache(); None: it reads no KV cache
     CACHE_DTYPES: tuple[str, ...]  # dtypes of caches besides that of q
     DERIVATIVES: tuple[str, ...]  # which of JVP and DOUBLE_BACKWARD it has
+    WEIGHTS: str | None  # the module of its attention_weights, top_weights and key_importance; None: it has none
 
     # How it is chosen and checked
     ON_REQUEST: bool  # chosen only by name, after a check and a tune, or if no other engine has the dtype
@@ -92,5 +93,6 @@ class Engine(Protocol[TileT]):
 
 # {name: engine}, the names of `records.ENGINES`
 MODULES: dict[str, Engine[Any]] = {
-    "cpu": cpu, "cpu_decode": cpu_decode, "simt": simt, "mma": mma, "mma_decode": mma_decode, "wgmma": wgmma
+    "cpu": cpu, "cpu_decode": cpu_decode, "aten": aten, "simt": simt, "mma": mma, "mma_decode": mma_decode,
+    "wgmma": wgmma,
 }  # fmt: skip

@@ -18,6 +18,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+WEIGHTS: str | None = "cpu.weights"
 ON_REQUEST = False
 MEASURED: str | None = "bench/results/cpu.json"
 HEAD_DIMS: tuple[tuple[int, int], ...] = ()

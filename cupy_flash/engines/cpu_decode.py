@@ -20,6 +20,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias",
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
 CACHE_DTYPES: tuple[str, ...] = (FP8,)
 DERIVATIVES: tuple[str, ...] = ()
+WEIGHTS: str | None = "cpu.decode.weights"
 ON_REQUEST = False
 MEASURED: str | None = "bench/results/decode.json"
 HEAD_DIMS: tuple[tuple[int, int], ...] = ()
@@ -43,6 +44,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.backward:
         reasons.append("it has no backward")
     if problem.cache is None:
+        if problem.weights:
+            reasons.append(f"it computes {problem.weights} on a KV cache alone")
         if problem.q_len > FEW:
             reasons.append(f"without a KV cache it takes at most {FEW} queries, not {problem.q_len}")
         if problem.kv_len < SHORTEST:

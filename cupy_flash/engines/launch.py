@@ -39,6 +39,7 @@ class Launch(NamedTuple):
     shared_bytes: int = 0
     boxes: tuple[Box, ...] = ()  # the kernel's second argument has their tensor maps
     headers: tuple[tuple[str, str], ...] = ()  # (name, text), generated from mods; Params then has `captured`
+    lengths: tuple[int, int] | None = None  # q_len and kv_len of its Params; None for the rows of the arrays
 
     @property
     def function(self) -> str:

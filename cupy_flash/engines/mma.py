@@ -18,6 +18,7 @@ from .shared import (
     grid_refusals,
     known_constants,
     nonempty,
+    of_bias,
     owned_launches,
     reads_at_scores,
     sequences,
@@ -34,6 +35,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (40, 96), (256, 256))
@@ -248,7 +250,7 @@ def _bias_launches(problem: Problem, tile: Tile | None) -> list[Launch]:
     assert tile is not None
     batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
     blocks = -(-rows // tile.rows) * -(-columns // tile.step)
-    return [_launch(f"{_backward(problem)}_bias", problem, tile, (blocks, heads, batch))]
+    return [of_bias(problem, _launch(f"{_backward(problem)}_bias", problem, tile, (blocks, heads, batch)))]
 
 
 def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int]) -> Launch:

@@ -221,6 +221,15 @@ def owned_launches(problem: Problem, tile: tuple[int, int], launch: Callable[[Gr
     return launches
 
 
+def of_bias(problem: Problem, launch: Launch) -> Launch:
+    """Return the launch that sums the gradient of the bias; its blocks own tiles of the bias.
+
+    In a packed batch the kernel takes the sizes of the bias for its lengths, which there are otherwise the rows of all
+    sequences.
+    """
+    return launch._replace(lengths=(problem.q_len, problem.kv_len)) if problem.layout == "thd" else launch
+
+
 def added_launches(problem: Problem, one: Launch) -> list[Launch]:
     """Return the launches of backward_captured; before `one`, a deterministic call finds the scale of its sums."""
     if all(read.is_owned for read in captured_reads(problem)):

@@ -19,6 +19,7 @@ from .shared import (
     grid_refusals,
     known_constants,
     nonempty,
+    of_bias,
     owned_launches,
     row_workspaces,
     sequences,
@@ -35,6 +36,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (40, 128), (256, 256))
@@ -157,7 +159,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if problem.bias is not None and problem.bias_gradient and 0 not in problem.bias:
         batch, heads, rows, columns = (1,) * (4 - len(problem.bias)) + problem.bias
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
-        backward.append(launch(f"{step}_bias", (slices, heads, batch)))
+        backward.append(of_bias(problem, launch(f"{step}_bias", (slices, heads, batch))))
     backward += owned_launches(problem, tile[:2], lambda grid: launch(f"{step}_bias", grid))
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))

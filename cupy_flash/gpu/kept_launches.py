@@ -1,10 +1,12 @@
 """Launches with the bytes of their arguments, which later calls repeat with other addresses.
 
-`KeptLaunches` holds what a Work holds, without its arrays: of them only names, shapes and strides.
+`KeptLaunches` holds what a Work holds, without its arrays: of them only names, shapes and strides. All workspaces are
+one allocation, the last output, because an allocation takes more time than anything else that a call does.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -13,12 +15,16 @@ import numpy as np
 
 from ..arrays import AnyArray, Array, contiguous_strides
 from ..engines.launch import Box, Launch
-from .params import ALIGNMENT, Encode, encoded_map
+from ..problem.records import LONGEST
+from .params import ALIGNMENT, Encode, dtypes, encoded_map, with_lengths
 from .run_plan import Work
 
 MAPS = 256  # maximum maps that are kept of one operand of one launch
-FIRST, SPACING = 1 << 46, 1 << 30  # the addresses with which the words that hold addresses are found
+FIRST, SPACING = 1 << 46, 1 << 40  # the addresses with which the words that hold addresses are found
+LINE = 256  # a workspace starts at a multiple of this, as the memory of an allocation does
+WORKSPACES = "workspaces"  # the name of the output that has them
 
+Outputs: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...], np.dtype]]  # (shape, strides, dtype) of each
 # Returns the outputs of a call, on the device of an input, and their addresses; None if one is not aligned.
 Allocate: TypeAlias = Callable[[AnyArray], "tuple[list[AnyArray], list[int]] | None"]
 
@@ -27,16 +33,18 @@ class _Boxed(NamedTuple):
     """An operand of a launch, with its maps by address."""
 
     maps: dict[int, bytes]
-    place: int  # the index of the operand's address
     box: Box
-    described: tuple[tuple[int, ...], tuple[int, ...], np.dtype]
     layout: str
+    place: int  # the index of the operand's address
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
 
     def encode(self, address: int, encode: Encode) -> bytes:
         """Return the map for an address, and keep it."""
         if len(self.maps) >= MAPS:
             self.maps.clear()
-        encoded = self.maps[address] = encoded_map(self.box, (address, *self.described), self.layout, encode)
+        encoded = self.maps[address] = encoded_map(self.box, (address, *self[4:]), self.layout, encode)
         return encoded
 
 
@@ -51,28 +59,42 @@ class _Step(NamedTuple):
 class KeptLaunches:
     """The launches of a Work that has no mods.
 
-    `inputs` and `outputs` are names, in the order of the addresses that `arguments` takes; `allocate` is the array
+    `inputs` and `outputs` are names, in the order of the addresses that `arguments` takes. `allocate` is the array
     library's. `loaded` is the backend's: its table of loaded kernels, and the kernels of the launches from that table.
     """
 
     __slots__ = (
-        "_bytes", "_places", "_words", "allocate", "arch", "device", "framework", "inputs", "loaded", "outputs",
-        "steps", "written",
+        "_bytes", "_length", "_offsets", "_places", "_words", "allocate", "arch", "device", "framework", "inputs",
+        "loaded", "outputs", "steps", "written",
     )  # fmt: skip
 
-    def __init__(self, work: Work, allocate: Allocate) -> None:
-        arrays = [*work.inputs.values(), *(x for x in work.results.values() if x is not None)]
-        self.inputs, self.outputs = tuple(work.inputs), tuple(x for x, y in work.results.items() if y is not None)
-        self.written, self.arch, self.allocate = work.written, work.arch, allocate
+    def __init__(self, work: Work, allocator: Callable[[Outputs], Allocate], *, has_length: bool = False) -> None:
+        """Keep a work; with `has_length` the addresses of its inputs are followed by the number cache_seqlens."""
+        results = [(name, x) for name, x in work.results.items() if x is not None]
+        inputs = [*work.inputs.items(), *(named for named in results if named[0] in work.written)]
+        inside = [named for named in results if named[0] in work.workspaces]
+        outputs = [named for named in results if named[0] not in (*work.written, *work.workspaces)]
+        described = [(x.shape, contiguous_strides(x.shape), x.dtype) for _, x in outputs]
+        self._offsets, size = _offsets([x for _, x in inside])
+        if inside:
+            described.append(((size,), (1,), np.dtype(np.uint8)))
+        self.inputs = tuple([name for name, _ in inputs])
+        self.outputs = (*[name for name, _ in outputs], *[WORKSPACES] * bool(inside))
+        self.written, self.arch, self.allocate = work.written, work.arch, allocator(described)
         self.loaded: tuple[object, list[Callable[..., object]]] = (None, [])
-        self.device, self.framework = arrays[0].device, arrays[0].framework
-        self._words, self._places = _places(work, arrays)
+        self.device, self.framework = inputs[0][1].device, inputs[0][1].framework
+        # In the order of addresses; None for those that are of no array of the work.
+        numbered = [*inputs, *[("", None)] * has_length, *outputs, *[("", None)] * bool(inside), *inside]
+        self._words, self._places = _places(work, [x for _, x in numbered])
+        self._length = (*_place_of_length(), len(inputs)) if has_length else None
+        if self._length is not None:
+            self._words[self._length[0]] &= ~(LONGEST << self._length[1])
         self._bytes = np.dtype(f"V{8 * len(self._words)}")
-        named = dict(zip((*self.inputs, *self.outputs), enumerate(arrays), strict=True))
+        boxed = {name: (n, x.shape, x.strides, x.dtype) for n, (name, x) in enumerate(numbered) if x is not None}
         self.steps = tuple(
             _Step(
                 launch,
-                tuple(_boxed(*named[box.operand], box, box.layout or work.layout) for box in launch.boxes),
+                tuple(_Boxed({}, box, box.layout or work.layout, *boxed[box.operand]) for box in launch.boxes),
                 np.dtype(f"V{128 * len(launch.boxes)}"),
             )
             for launch in work.launches
@@ -83,25 +105,43 @@ class KeptLaunches:
 
         Each address must be the same modulo ALIGNMENT as that with which the launches were kept.
         """
+        if self._offsets:
+            start = addresses[-1]
+            addresses = [*addresses, *[start + offset for offset in self._offsets]]
         words = self._words[:]
         for place, index in self._places:
             words[place] = addresses[index]
+        if self._length is not None:
+            place, shift, index = self._length
+            words[place] |= addresses[index] << shift
         params = np.ndarray((), self._bytes, words)
         arguments: list[tuple[Launch, tuple[np.ndarray, ...]]] = []
         for launch, boxed, size in self.steps:
+            own = params if launch.lengths is None else with_lengths(params, launch.lengths)
             if not boxed:
-                arguments.append((launch, (params,)))
+                arguments.append((launch, (own,)))
                 continue
-            maps = [of[0].get(address := addresses[of[1]]) or of.encode(address, encode) for of in boxed]
-            arguments.append((launch, (params, np.ndarray((), size, b"".join(maps)))))
+            maps = [of[0].get(address := addresses[of[3]]) or of.encode(address, encode) for of in boxed]
+            arguments.append((launch, (own, np.ndarray((), size, b"".join(maps)))))
         return arguments
 
 
-def _boxed(place: int, of: Array, box: Box, layout: str) -> _Boxed:
-    return _Boxed({}, place, box, (of.shape, of.strides, of.dtype), layout)
+def _offsets(workspaces: list[Array]) -> tuple[tuple[int, ...], int]:
+    """Return the offsets of workspaces in the array that has them all, and its size."""
+    offsets, size = [], 0
+    for x in workspaces:
+        offsets.append(size)
+        size += -(-math.prod(x.shape) * x.dtype.itemsize // LINE) * LINE
+    return tuple(offsets), size
 
 
-def _places(work: Work, arrays: list[Array]) -> tuple[array[int], tuple[tuple[int, int], ...]]:
+def _place_of_length() -> tuple[int, int]:
+    """Return the index of the word of Params that has cache_length, and the number of its lowest bit there."""
+    _, offset, *_ = dict(dtypes(cache=True)["Params"].fields or {})["cache_length"]
+    return offset // 8, offset % 8 * 8
+
+
+def _places(work: Work, arrays: list[Array | None]) -> tuple[array[int], tuple[tuple[int, int], ...]]:
     """Return the 64-bit words of Params, and the (index of a word, index of an array) of all that hold an address.
 
     They are the words that differ if Params is packed with other addresses that are equal modulo ALIGNMENT.

@@ -123,6 +123,16 @@ def pack(
     return layout.packed(numbers)
 
 
+def with_lengths(params: np.ndarray, lengths: tuple[int, int]) -> np.ndarray:
+    """Return a copy of a Params whose q_len and kv_len are these; every form of Params has them at one place."""
+    fields = dtypes()["Params"].fields
+    assert fields is not None  # it is a struct
+    copy = bytearray(params.tobytes())
+    for name, length in zip(("q_len", "kv_len"), lengths, strict=True):
+        struct.pack_into("=i", copy, fields[name][1], length)
+    return np.ndarray((), params.dtype, copy)
+
+
 def _rows_of_arrays(problem: Problem, operands: Operands) -> tuple[int, int]:
     """Return the numbers of rows of queries and of keys, of one sequence or of a whole packed batch."""
     if problem.layout != "thd":

@@ -19,7 +19,7 @@ from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
 from ..problem.records import ARRAYS, Gradients, Operands, Problem
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials
+from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, with_lengths
 
 if TYPE_CHECKING:
     from .captured import Captured
@@ -37,10 +37,13 @@ class Work(NamedTuple):
     layout: str
     params: Callable[[Address], np.ndarray]  # the argument of all launches, given the addresses of arrays
     captured: Captured | None = None  # the arrays that mods read, and their gradients
-    written: tuple[str, ...] = ()  # inputs that are also outputs: the caches of an append
+    written: tuple[str, ...] = ()  # the caller's arrays that are outputs: the caches of an append, and a given `out`
+    workspaces: tuple[str, ...] = ()  # results that are not returned
 
     def arguments(self, launch: Launch, params: np.ndarray, address: Address, encode: Encode) -> tuple[np.ndarray, ...]:
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
+        if launch.lengths is not None:
+            params = with_lengths(params, launch.lengths)
         if self.captured is not None and not launch.headers:
             # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
             constants = dict(launch.constants)
@@ -199,7 +202,10 @@ def _work(
         inputs, results = inputs | captured.arrays, results | captured.workspaces
     params = partial(pack, problem, operands, results, workspaces, captured=captured)
     written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")
-    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written)
+    if operands.cache is not None and operands.cache.out is not None:
+        written = (*written, "out")
+    names = tuple([x.name for x in workspaces])
+    return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written, names)
 
 
 def _has_contiguous_row(array: Array) -> bool:

@@ -201,7 +201,7 @@ def tune_key(problem: Problem) -> "dict[str, Json]":
 
 def _step(problem: Problem) -> str:
     """Return the step that a problem computes; each step has kernels, and so measurements, of its own."""
-    return problem.derivative or ("backward" if problem.backward else "forward")
+    return problem.weights or problem.derivative or ("backward" if problem.backward else "forward")
 
 
 def launches_at_any_length(problem: Problem, device: Device) -> tuple[Launch, ...]:

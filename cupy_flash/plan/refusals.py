@@ -47,7 +47,7 @@ def engine_refusals(engine: str, problem: Problem, device: Device) -> list[str]:
 
 
 def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
-    """Yield a reason for each option and derivative of a problem that an engine does not serve."""
+    """Yield a reason for each option, derivative and result of a problem that an engine does not serve."""
     cache = problem.cache
     served, dtypes = (module.OPTIONS, module.DTYPES) if cache is None else (module.CACHE_OPTIONS, module.CACHE_DTYPES)
     if served is None:
@@ -61,6 +61,8 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
             yield f"it reads no caches of {cache.dtype.name}{_others(module, cache.dtype.name)}"
     if problem.derivative and problem.derivative not in module.DERIVATIVES:
         yield f"it computes no {problem.derivative} in this version"
+    if problem.weights and module.WEIGHTS is None:
+        yield f"it computes no {problem.weights} in this version"
 
 
 def _given(problem: Problem) -> Iterator[Feature]:

@@ -53,7 +53,6 @@ class Definition(TypedDict, Generic[T], total=False):
 class Padding(TypedDict, Generic[T], total=False):
     """Options of padded batches."""
 
-    bias: T | None
     mask: T | None
     q_lengths: T | None
     kv_lengths: T | None
@@ -94,7 +93,13 @@ class Execution(TypedDict, total=False):
     engine: str | None
 
 
-class PackedOptionsWithoutLse(Definition[T], Mods, Descales[T], Execution, total=False):
+class OneDevice(TypedDict, Generic[T], total=False):
+    """Options of padded and packed batches that several ranks do not support."""
+
+    bias: T | None
+
+
+class PackedOptionsWithoutLse(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
     """Options of `attention_varlen` except return_lse."""
 
 
@@ -126,16 +131,13 @@ class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
     """Options of `ring_attention` and `ulysses_attention`."""
 
 
-class CacheArgumentsWithoutLse(Ordering, Mods, Generic[T], total=False):
-    """Options of `attention_with_kv_cache` except return_lse."""
+class CacheReading(Ordering, Mods, Generic[T], total=False):
+    """Options of `attention_with_kv_cache` that do not write to arrays, except return_lse."""
 
-    k: T | None
-    v: T | None
     cache_seqlens: T | int | None
     cache_batch_idx: T | None
     cache_leftpad: T | None
     block_table: T | None
-    slots: T | None
     positions: T | None
     cu_seqlens_q: T | None
     max_seqlen_q: int | None
@@ -152,16 +154,28 @@ class CacheArgumentsWithoutLse(Ordering, Mods, Generic[T], total=False):
     k_descale: T | None
     v_descale: T | None
     split_size: int | None
-    out: T | None
     backend: str | None
     engine: str | None
+
+
+class CacheReadArguments(CacheReading[T], Result, total=False):
+    """Options of functions that only read a KV cache, such as `attention_weights_with_kv_cache`."""
+
+
+class CacheArgumentsWithoutLse(CacheReading[T], total=False):
+    """Options of `attention_with_kv_cache` except return_lse."""
+
+    k: T | None
+    v: T | None
+    slots: T | None
+    out: T | None
 
 
 class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+class ReferenceOptions(Definition[T], OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None

@@ -33,7 +33,7 @@ from .checks import (
     is_one_of,
     read,
 )
-from .features import ARRAY, LENGTHS, MOD, SEED, WINDOW, Feature
+from .features import ARRAY, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, WINDOW, Feature
 from .mask import Mask
 from .records import (
     ARRAYS,
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
+    from .checks import Length
+    from .weights import Beside, SavedWeights
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array
@@ -80,18 +82,20 @@ NamedFacts = (
 
 def pose(
     function: str,
-    arrays: "tuple[Given, Given, Given]",
+    arrays: "tuple[Given, Given, Given | None]",
     options: Options,
     packed: Packed | None = None,
-    saved: Saved | None = None,
+    saved: "Saved | SavedWeights | None" = None,
     shard: Shard = WHOLE,
     tangents: Tangents | None = None,
     reasons: tuple[str, ...] = (),
+    beside: "Beside | None" = None,
 ) -> tuple[Problem, Operands]:
     """Return the Problem and Operands of one call of `function`, or raise one error with every unmet requirement.
 
     With `tangents` the problem is a JVP in their direction; with `saved` as well, a double backward. `reasons` are
-    requirements that an adapter has found unmet.
+    requirements that an adapter has found unmet. `beside` is that of a call without v (weights.py), for which no seed
+    is drawn; k takes the place of v.
     """
     requirements = Requirements(function)
     requirements.unmet += reasons
@@ -99,7 +103,10 @@ def pose(
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:
         given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
-    if saved is not None:
+    if beside is not None:
+        del given["v"]
+        given |= beside.arrays
+    elif isinstance(saved, Saved):
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
         if saved.dlse is not None:
             given["dlse"] = saved.dlse
@@ -117,19 +124,23 @@ def pose(
         saved, shard, tangents is not None,
     )  # fmt: skip
     checked = _checked(requirements, facts)
+    drops = checked.dropout and beside is None
     # Array contents and the seed are not cached facts: check them on every call.
-    seed = check_seed(requirements, call, options.seed, checked.dropout, saved is not None)
+    seed = check_seed(requirements, call, options.seed, drops, saved is not None)
     if packed is not None:
         check_boundaries(requirements, call, checked.longest)
     check_values(requirements, call, checked.sizes)
+    if beside is not None:
+        beside.check(requirements, call, checked.sizes, checked.longest[1])
     requirements.raise_if_unmet(call)
     assert checked.problem is not None  # holds because every requirement is met
-    if not checked.dropout:
+    if not drops:
         seed = None
     elif seed is None:
         # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
         seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
+    named.setdefault("v", call["k"])
     if mod is not None:
         names = captured_names(mod)
         named |= {"captured": tuple([call[name] for name in names]), "numbers": mod.numbers}
@@ -138,11 +149,20 @@ def pose(
 
 
 def pose_with_cache(
-    q: "Given", k_cache: "Given", v_cache: "Given", options: CacheOptions, reasons: tuple[str, ...] = ()
+    q: "Given",
+    k_cache: "Given",
+    v_cache: "Given | None",
+    options: CacheOptions,
+    reasons: tuple[str, ...] = (),
+    function: str = "attention_with_kv_cache",
+    beside: "Beside | None" = None,
 ) -> tuple[Problem, Operands]:
-    """Return `pose` of `attention_with_kv_cache`; `reasons` are requirements that an adapter has found unmet."""
-    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, _of_cache())
-    return _pose_on_cache("attention_with_kv_cache", given, options, "cu_seqlens_q", reasons)
+    """Return `pose` of `attention_with_kv_cache`, or of a function of weights, which has `beside` and no v_cache."""
+    given = _given(("q", *CACHES), (q, k_cache, v_cache), options, of_cache())
+    if beside is not None:
+        del given["v_cache"]
+        given |= beside.arrays
+    return _pose_on_cache(function, given, options, "cu_seqlens_q", reasons, beside)
 
 
 def pose_append(
@@ -155,16 +175,21 @@ def pose_append(
     reasons: tuple[str, ...] = (),
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
-    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, _of_cache())
+    given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, of_cache())
     if cu_seqlens is not None:
         given["cu_seqlens"] = cu_seqlens
     return _pose_on_cache("append_to_kv_cache", given, options, "cu_seqlens", reasons)
 
 
 def _pose_on_cache(
-    function: str, given: dict[str, object], options: CacheOptions, bounds: str, reasons: tuple[str, ...]
+    function: str,
+    given: dict[str, object],
+    options: CacheOptions,
+    bounds: str,
+    reasons: tuple[str, ...],
+    beside: "Beside | None" = None,
 ) -> tuple[Problem, Operands]:
-    requirements, of_cache = Requirements(function), _of_cache()
+    requirements, table = Requirements(function), of_cache()
     requirements.unmet += reasons
     length = _whole_length(requirements, options.cache_seqlens)
     if length is None and options.cache_seqlens is not None:
@@ -183,24 +208,26 @@ def _pose_on_cache(
         _are_aligned(call, CACHES), on_cache=(attends, length is not None),
     )  # fmt: skip
     checked = _checked(requirements, facts)
-    fields = of_cache.fields
+    fields = table.fields
     nested: dict[str, Any] = {fields[name]: x for name, x in call.items() if name in fields}
     if length is not None:
         nested["cache_seqlens"] = length
     rows = call.get("q")
     if rows is None and "k" in call:
         rows = empty((0,) * len(call["k"].shape), call["k"].dtype, call["k"])
-    named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache")}
-    named |= {name: x for name, x in call.items() if name in of_cache.others}
+    named: dict[str, Any] = {"q": rows, "k": call.get("k_cache"), "v": call.get("v_cache", call.get("k_cache"))}
+    named |= {name: x for name, x in call.items() if name in table.others}
     named["cu_seqlens_q"] = call.get(bounds)
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
-    operands = Operands(**named, cache=of_cache.operands(**nested))
-    of_cache.check_overlap(requirements, call)
+    operands = Operands(**named, cache=table.operands(**nested))
+    table.check_overlap(requirements, call)
     if checked.readable:
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
-        of_cache.check_contents(requirements, checked.problem, operands, bounds)
+        table.check_contents(requirements, checked.problem, operands, bounds)
+    if beside is not None:
+        beside.check(requirements, call, checked.sizes, checked.sizes.kv_len)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None
     return checked.problem, operands
@@ -269,26 +296,32 @@ class _Table:
         self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
+        self.read_of = self.arrays_of  # all that may be arrays, in the order of Operands
 
 
 TABLE = _Table(FEATURES)
 ARRAY_NAMES = TABLE.arrays
+LENGTH = "cache_seqlens"  # an option that may be an array or a number
 
 
 class _OfCache(_Table):
     """The options of a call on a KV cache, and functions of modules that only such calls import."""
 
     def __init__(self) -> None:
-        from .kv_cache_contents import check_contents, check_overlap
+        from .kv_cache_contents import check_contents, check_overlap, distances, indices_of, longest_length
 
         super().__init__(CACHE_FEATURES)
+        names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
+        names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
+        self.length, self.read_of = names.index(LENGTH), operator.attrgetter(*names)
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap
+        self.distances, self.indices_of, self.longest_length = distances, indices_of, longest_length
 
 
 # Made once: an import in a function takes microseconds even if the module has been imported.
-_of_cache = lru_cache(maxsize=1)(_OfCache)
+of_cache = lru_cache(maxsize=1)(_OfCache)
 
 
 def _given(
@@ -335,12 +368,12 @@ def _facts(
     arrays: tuple[NamedFacts, ...],
     aligned: bool,
     longest: tuple[int | None, ...] = (),
-    saved: Saved | None = None,
+    saved: "Saved | SavedWeights | None" = None,
     shard: Shard = WHOLE,
     directed: bool = False,
     on_cache: tuple[bool, bool] | None = None,
 ) -> Facts:
-    plain = (TABLE if on_cache is None else _of_cache()).plain_of(options)
+    plain = (TABLE if on_cache is None else of_cache()).plain_of(options)
     window, backend = options.window, options.backend
     if backend is None:
         backend = environment.backend()
@@ -398,7 +431,7 @@ def cached_if_plain(function: "_lru_cache_wrapper[T]", types: tuple[type, ...]) 
 @lru_cache(maxsize=CACHED)
 def _check_facts(facts: Facts) -> CheckedFacts:
     """Check the facts of a call; _check_options has a cache of its own, which serves calls of growing lengths too."""
-    requirements, table = Requirements(""), TABLE if facts.on_cache is None else _of_cache()
+    requirements, table = Requirements(""), TABLE if facts.on_cache is None else of_cache()
     arrays = {described[0]: ArrayFacts(*described[1:]) for described in facts.arrays}
     options: dict[str, Any] = dict(zip(table.plain, facts.options, strict=True))
     packed, layout, sizes, cache, readable = facts.longest != (), options["layout"], Sizes(), None, False
@@ -409,7 +442,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         layout = layout if is_one_of(layout, LAYOUTS) else "bshd"
         sizes = kv_cache.check_sizes(requirements, arrays, options, layout, facts.on_cache)
         packed, readable = sizes.packed, sizes.known and not requirements.unmet
-    elif {"q", "k", "v"} <= arrays.keys():
+    elif {"q", "k"} <= arrays.keys():
         sizes = check_shapes(requirements, arrays, layout, packed)
     like = arrays.get("q", arrays.get("k"))
     settings, unmet_options, about_type = cached_if_plain(_check_options, facts.types)(
@@ -419,16 +452,18 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     requirements.unmet += unmet_options
     requirements.about_type |= about_type
     longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
+    lengths, names = sizes.lengths, SIZES
+    if facts.longest:
+        longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
+        lengths, names = lengths | _positions(longest), PACKED_SIZES
     if sizes.known and facts.on_cache is not None:
         on_cpu = facts.backend in (None, "cpu") and arrays["k_cache"].device == "cpu"
         readable &= kv_cache.check_arrays(requirements, arrays, layout, sizes, on_cpu)
         cache = kv_cache.facts_of_cache(arrays, settings, layout, sizes)
     elif sizes.known:
-        check_features(requirements, FEATURES, arrays, sizes.lengths)
+        check_features(requirements, FEATURES, arrays, lengths, names=names)
         check_saved(requirements, arrays, sizes)
         check_tangents(requirements, arrays)
-    if facts.longest:
-        longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
     numbers = dict(settings.numbers)
     if numbers["scale"] is None:
@@ -442,6 +477,11 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         problem, sizes, bool(numbers["dropout"]), longest, readable,
         tuple(requirements.unmet), requirements.about_type, tuple(requirements.unsupported),
     )  # fmt: skip
+
+
+def _positions(longest: tuple[int | None, int | None]) -> "dict[str, Length]":
+    """Return the sizes of the axes of queries and keys in a packed batch; any, for a max_seqlen that is wrong."""
+    return dict(zip("ij", (range(LONGEST + 1) if length is None else length for length in longest), strict=True))
 
 
 def _problem(
@@ -461,6 +501,7 @@ def _problem(
     return Problem(
         backward=facts.backward,
         derivative=(DOUBLE_BACKWARD if facts.backward else JVP) if facts.directed else "",
+        weights="",
         tangents=_moved(arrays),
         dtype=like.dtype,
         device=like.device,
@@ -477,6 +518,7 @@ def _problem(
         dlse="dlse" in arrays,
         aligned=facts.aligned,
         empty=any(0 in arrays[name].shape for name in ("q", "k", "v") if name in arrays),
+        equal_lengths=q_len == kv_len and ("q_lengths" in arrays) == ("kv_lengths" in arrays),
         shard="starts" in arrays,
         step=step,
         first_head=first_head,
@@ -492,7 +534,7 @@ def _problem(
 
 @lru_cache(maxsize=CACHED)
 def _check_options(
-    of_cache: bool,
+    on_cache: bool,
     plain: tuple[bool | float | str | None, ...],
     window: "Window",
     backend: str | None,
@@ -501,7 +543,7 @@ def _check_options(
     accumulation: type[np.floating],
 ) -> tuple[Settings, tuple[str, ...], bool]:
     """Check the options that are not arrays; return (Settings, unmet requirements, whether one is about a type)."""
-    requirements, table = Requirements(""), _of_cache() if of_cache else TABLE
+    requirements, table = Requirements(""), of_cache() if on_cache else TABLE
     options: dict[str, object] = {**dict(zip(table.plain, plain, strict=True)), "window": window}
     settings = check_options(requirements, table.features, options, backend, packed, accumulation)
     return settings, tuple(requirements.unmet), requirements.about_type

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, as_array, dtype_name
+from ..arrays import BY_DLPACK, Array, as_array, dtype_name
 from ..device import GPUS
 from .features import CAP, CAUSAL, FINITE, FLAG, INTEGER, NUMBER, PROBABILITY, SIZES, WINDOW, Feature, in_layout
 from .mask import Mask
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from ..arrays import AnyArray
     from .argument_types import Window
 
+EXCHANGED = BY_DLPACK - {"jax"}
+# The functions whose results a tape of the caller's library would have to record; of the others the caller takes
+# gradients or tangents as results.
+RECORDED = ("attention", "attention_varlen", "attention_with_kv_cache", "append_to_kv_cache")
 WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 
 
@@ -143,6 +147,11 @@ def read(requirements: Requirements, given: Mapping[str, object]) -> dict[str, A
         except ValueError as error:
             requirements.require(False, str(error))
     _place_empty(arrays)
+    if requirements.function in RECORDED and any(x.framework in EXCHANGED for x in arrays.values()):
+        from ..array_libraries import unrecorded  # imported by the first call on such arrays
+
+        for reason in unrecorded({name: (x.framework, x.owner) for name, x in arrays.items()}):
+            requirements.require_type(False, reason)
     return arrays
 
 
@@ -162,27 +171,29 @@ def check_places(requirements: Requirements, arrays: dict[str, ArrayFacts]) -> N
     """Check that all arrays are of one library and on one device."""
     frameworks = {array.framework for array in arrays.values()}
     devices = {array.device for array in arrays.values()}
-    # A library that cannot allocate gets results of NumPy, or CuPy on a GPU, so a backward accepts both.
-    allocating = frameworks - {"dlpack", "cuda_array_interface"}
-    one_type = len(frameworks) <= 1 or (len(allocating) == 1 and allocating <= {"numpy", "cupy"})
+    # A library that imports no array gets results of NumPy, or CuPy on a GPU, so a backward accepts both; lengths of
+    # NumPy may stand beside arrays of those that do.
+    others = frameworks - {"numpy", "cupy"}
+    mixed = others <= {"dlpack", "cuda_array_interface"} or (len(others) == 1 and others <= EXCHANGED)
+    one_type = len(frameworks) <= 1 or (len(frameworks - others) == 1 and mixed)
     requirements.require_type(one_type, f"all arrays must be of one type, not {' and '.join(sorted(frameworks))}")
     requirements.require(len(devices) <= 1, f"all arrays must be on one device, not {' and '.join(sorted(devices))}")
 
 
 def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layout: object, packed: bool) -> Sizes:
-    """Check q, k and v, and return the sizes on which they agree."""
+    """Check q, k and v, and return the sizes on which they agree; without v, for weights, it counts as k."""
     require = requirements.require
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    q, k, v = arrays["q"], arrays["k"], arrays.get("v", arrays["k"])
+    given = [name for name in "qkv" if name in arrays]
+    all_of, keys = ("q, k and v", "k and v") if "v" in arrays else ("q and k", "k")
     dtypes = {array.dtype for array in (q, k, v)}
-    requirements.require_type(len(dtypes) == 1, "q, k and v must have one dtype")
+    requirements.require_type(len(dtypes) == 1, f"{all_of} must have one dtype")
     for name in sorted(map(dtype_name, dtypes)):
-        requirements.require_type(
-            name in (*DTYPES, FP8), f"q, k and v must be {', '.join(DTYPES)} or {FP8}, not {name}"
-        )
+        requirements.require_type(name in (*DTYPES, FP8), f"{all_of} must be {', '.join(DTYPES)} or {FP8}, not {name}")
     rank = 3 if packed else 4
     layout = layout if isinstance(layout, str) else ""
     axes = "(T, H, D)" if packed else {"bshd": "(B, S, H, D)", "bhsd": "(B, H, S, D)"}.get(layout, "")
-    ranked = [require(len(arrays[name].shape) == rank, f"{name} must have {rank} dimensions {axes}") for name in "qkv"]
+    ranked = [require(len(arrays[name].shape) == rank, f"{name} must have {rank} dimensions {axes}") for name in given]
     if not all(ranked):
         return Sizes()
 
@@ -195,20 +206,21 @@ def check_shapes(requirements: Requirements, arrays: dict[str, ArrayFacts], layo
     k_batch, kv_len, kv_heads, k_dim = sizes(k)
     v_batch, v_len, v_heads, head_dim_v = sizes(v)
     agreed = [
-        require(batch == k_batch == v_batch, f"q, k and v must have one batch size, not {batch}, {k_batch}, {v_batch}"),
+        require(
+            batch == k_batch == v_batch,
+            f"{all_of} must have one batch size, not {batch}, {k_batch}{f', {v_batch}' if 'v' in arrays else ''}",
+        ),
         require(kv_len == v_len, f"k and v must have one length, not {kv_len} and {v_len}"),
         require(kv_heads == v_heads, f"k and v must have the same number of heads, not {kv_heads} and {v_heads}"),
         require(head_dim == k_dim, f"q and k must have one head dimension, not {head_dim} and {k_dim}"),
-        require(
-            max(q_len, kv_len) <= LONGEST, f"q, k and v must have at most {LONGEST} rows, not {q_len} and {kv_len}"
-        ),
+        require(max(q_len, kv_len) <= LONGEST, f"{all_of} must have at most {LONGEST} rows, not {q_len} and {kv_len}"),
         require(
             min(heads, kv_heads, v_heads, head_dim, k_dim, head_dim_v) > 0,
             "heads and head dimensions must be at least 1",
         ),
         kv_heads == 0
         or require(
-            heads % kv_heads == 0, f"the {heads} heads of q must be a multiple of the {kv_heads} heads of k and v"
+            heads % kv_heads == 0, f"the {heads} heads of q must be a multiple of the {kv_heads} heads of {keys}"
         ),
     ]
     if not all(agreed):
@@ -419,8 +431,12 @@ def check_features(
     arrays: dict[str, ArrayFacts],
     lengths: dict[str, Length],
     layout: str = "",
+    names: Mapping[str, str] = SIZES,
 ) -> set[str]:
-    """Check the arrays among the options against the sizes of the call, and return the names of the wrong ones."""
+    """Check the arrays among the options against the sizes of the call, and return the names of the wrong ones.
+
+    `lengths` and `names` have the size and the name of each axis, by letter.
+    """
     wrong = set()
     for feature in table:
         if feature.name not in arrays:
@@ -430,13 +446,18 @@ def check_features(
             q = dtype_name(arrays["q"].dtype)
             requirements.require_type(q == FP8, f"{name} is for {FP8}, and q, k and v are {q}")
         right = check_dtype(requirements, feature, array, arrays)
-        if not check_shape(requirements, feature, array, lengths, layout) or not right:
+        if not check_shape(requirements, feature, array, lengths, layout, names) or not right:
             wrong.add(name)
     return wrong
 
 
 def check_shape(
-    requirements: Requirements, feature: Feature, array: ArrayFacts, lengths: dict[str, Length], layout: str = ""
+    requirements: Requirements,
+    feature: Feature,
+    array: ArrayFacts,
+    lengths: dict[str, Length],
+    layout: str = "",
+    names: Mapping[str, str] = SIZES,
 ) -> bool:
     """Check the shape of an array among the options, and return whether it is legal.
 
@@ -448,8 +469,9 @@ def check_shape(
     if not shapes:
         return requirements.require(False, f"{feature.name} is for padded queries, and these are packed")
     legal = any(_fits(array.shape, shape) for shape in shapes)
-    legal |= feature.broadcast and _broadcasts(array.shape, shapes[-1])
-    text = {"axes": " or ".join(map(_axes_text, legal_axes)), "shape": shapes[-1], "given": array.shape}
+    legal |= feature.broadcast and broadcasts(array.shape, shapes[-1])
+    written = " or ".join(_axes_text(axes, names) for axes in legal_axes)
+    text = {"axes": written, "shape": shapes[-1], "given": array.shape}
     return requirements.require(legal, f"{feature.name} {feature.shape_text.format(**lengths, **text)}")
 
 
@@ -459,14 +481,15 @@ def _shapes(legal_axes: Iterable[str], lengths: dict[str, Length]) -> list[tuple
 
 
 def _fits(shape: tuple[int, ...], lengths: tuple[Length, ...]) -> bool:
-    return shape == lengths or (
-        len(shape) == len(lengths)
-        and all(x == n if isinstance(n, int) else x in n for x, n in zip(shape, lengths, strict=True))
-    )
+    return shape == lengths or (len(shape) == len(lengths) and all(map(_is_size, shape, lengths)))
 
 
-def _axes_text(axes: str) -> str:
-    return f"({', '.join(SIZES.get(axis, axis) for axis in axes)}{',' * (len(axes) == 1)})"
+def _is_size(size: int, length: Length) -> bool:
+    return size == length if isinstance(length, int) else size in length
+
+
+def _axes_text(axes: str, names: Mapping[str, str]) -> str:
+    return f"({', '.join(names.get(axis, axis) for axis in axes)}{',' * (len(axes) == 1)})"
 
 
 def check_dtype(requirements: Requirements, feature: Feature, array: ArrayFacts, arrays: dict[str, ArrayFacts]) -> bool:
@@ -538,10 +561,11 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype_name(dtype) in DTYPES
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[Length, ...]) -> bool:
+    """Return whether an array of a shape broadcasts to another shape without changing it."""
     if len(shape) > len(to):
         return False
-    return all(size in (1, full) for size, full in zip(shape[::-1], to[::-1], strict=False))
+    return all(size == 1 or _is_size(size, full) for size, full in zip(shape[::-1], to[::-1], strict=False))
 
 
 # Checks of values

@@ -32,6 +32,8 @@ PROBABILITY = "probability"  # [0, 1) in steps of 1/65536
 # {axis letter: its name in messages}; "n" is the rows of k that are appended, "t" the tokens of a packed batch, "d" and
 # "e" are the head dimensions.
 SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk", "n": "S", "t": "T", "d": "D", "e": "D"}
+# The names of options' axes in a packed batch, whose positions are those inside a sequence.
+PACKED_SIZES = SIZES | {"i": "max_seqlen_q", "j": "max_seqlen_k"}
 
 
 class Conflict(NamedTuple):

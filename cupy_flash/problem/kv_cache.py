@@ -61,16 +61,18 @@ def _axes(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
 
 
 def _check_caches(requirements: Requirements, arrays: Arrays, layout: str) -> Sizes | None:
-    if not {"k_cache", "v_cache"} <= arrays.keys():
+    if "k_cache" not in arrays:
         return None
     require = requirements.require
-    k, v = arrays["k_cache"], arrays["v_cache"]
+    k = arrays["k_cache"]
+    v = arrays.get("v_cache", k)  # a call that returns weights has no v_cache
     axes = "(B, S, Hk, D) or pages (pages, P, Hk, D)" if layout == "bshd" else "(B, Hk, S, D) or (pages, Hk, P, D)"
     requirements.require_type(k.dtype == v.dtype, "k_cache and v_cache must have one dtype")
-    for name, cache in (("k_cache", k), ("v_cache", v)):
+    given = [(name, arrays[name]) for name in CACHES if name in arrays]
+    for name, cache in given:
         # Rows appended to a copy would be lost, and copying a whole cache is too slow anyway.
         require(cache.has_rows, f"the last dimension of {name} must be contiguous: caches are never copied")
-    ranked = [require(len(x.shape) == 4, f"{name} must be {axes}") for name, x in (("k_cache", k), ("v_cache", v))]
+    ranked = [require(len(x.shape) == 4, f"{name} must be {axes}") for name, x in given]
     if not all(ranked):
         return None
     blocks, rows, kv_heads, head_dim = _axes(k.shape, layout)

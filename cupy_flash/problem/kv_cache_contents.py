@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import CACHED, Array
-from .records import CACHES, FIELDS, INDICES, Operands, Problem
+from .records import CACHES, FIELDS, INDICES, LONGEST, Operands, Problem
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -147,23 +147,40 @@ def check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
     that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
     have none while jax traces.
     """
+    for name, other, low, high in distances(call):
+        a, b = call[name], call[other]
+        if not low < b.pointer - a.pointer < high:
+            continue
+        if (name, other) == CACHES:
+            requirements.require(
+                not _has_own_memory(a),
+                "k_cache and v_cache start at one address: rows of k and v would overwrite each other",
+            )
+        elif _share_an_element(a, b):
+            requirements.require(False, f"{name} overlaps {other} in memory")
+
+
+def distances(call: dict[str, Array]) -> list[tuple[str, str, int, int]]:
+    """Return (name, other, low, high) for each pair of arrays of which a call writes to one.
+
+    They may overlap only if low < address of `other` - address of `name` < high.
+    """
     appends = "k" in call
     if not appends and "out" not in call:
-        return
-    extents = {name: _extent(call[name]) for name in (*CACHES, *ROWS, "out") if name in call}
+        return []
+    extents = {
+        name: _extent(call[name]) for name in (*CACHES, *ROWS, "out") if name in call and 0 not in call[name].shape
+    }
+    pairs = []
     for name, (first, end) in extents.items():
         others = (*CACHES, *ROWS) if name == "out" else CACHES if appends and name in ROWS else ()
         for other in others:
-            other_first, other_end = extents.get(other, (0, 0))
-            if first < other_end and other_first < end and _share_an_element(call[name], call[other]):
-                requirements.require(False, f"{name} overlaps {other} in memory")
+            if other in extents:
+                other_first, other_end = extents[other]
+                pairs.append((name, other, first - other_end, end - other_first))
     if appends and extents.keys() >= set(CACHES):
-        k, v = (call[name] for name in CACHES)
-        (k_first, k_end), (v_first, v_end) = (extents[name] for name in CACHES)
-        is_one = k_first < k_end and v_first < v_end and k.pointer == v.pointer and _has_own_memory(k)
-        requirements.require(
-            not is_one, "k_cache and v_cache start at one address: rows of k and v would overwrite each other"
-        )
+        pairs.append((*CACHES, -1, 1))
+    return pairs
 
 
 def _has_own_memory(array: Array) -> bool:
@@ -184,17 +201,14 @@ def _share_an_element(a: Array, b: Array) -> bool:
 @lru_cache(maxsize=CACHED)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
     """Return the offsets from element [0, 0, ...] of the lowest element in memory and of the end of the highest."""
-    if 0 in shape:
-        return 0, 0
     steps = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
     return sum(min(step, 0) for step in steps), sum(max(step, 0) for step in steps) + 1
 
 
 def _extent(array: Array) -> tuple[int, int]:
-    """Return the first address of an array, and the address after its last element."""
+    """Return the offsets in bytes, from the address of an array, of its first element and of the end of its last."""
     first, end = _span(array.shape, array.strides)
-    size = array.dtype.itemsize
-    return array.pointer + first * size, array.pointer + end * size
+    return first * array.dtype.itemsize, end * array.dtype.itemsize
 
 
 def _addresses(array: Array) -> np.ndarray:
@@ -260,6 +274,21 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
         several = counts > 1
         for place, count in zip(places[several][:SHOWN].tolist(), counts[several][:SHOWN].tolist(), strict=True):
             require(False, f"{count} rows are appended to row {place % rows} of block {place // rows}")
+
+
+def longest_length(problem: Problem, operands: Operands) -> int | None:
+    """Return the largest cache_seqlens for which `check_contents` finds nothing wrong, if it is a number, else None.
+
+    There must be no arrays of indices in host memory.
+    """
+    cache, given = problem.cache, operands.cache
+    assert cache is not None and given is not None
+    if not isinstance(given.cache_seqlens, int):
+        return None
+    if operands.q.device != "cpu":
+        return LONGEST
+    rows = problem.kv_len if given.rotary_cos is None else min(problem.kv_len, given.rotary_cos.shape[0])
+    return rows - (cache.appended or 0)
 
 
 def _check_bounds(requirements: Requirements, array: Array, name: str, tokens: int) -> bool:

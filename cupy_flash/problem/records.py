@@ -51,7 +51,7 @@ DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
-ENGINES = ("cpu", "cpu_decode", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
+ENGINES = ("cpu", "cpu_decode", "aten", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 CACHES = ("k_cache", "v_cache")
 LONGEST = 2**31 - 1  # positions are int32
@@ -93,7 +93,6 @@ class Options:
         dtype_text="floating",
         shape_text="{given} must broadcast to {axes} = {shape}",
         hint=(("bool",), "; a boolean mask is given as mask="),
-        padded=True,
         gradient=True,
         optional_gradient=True,
         constant="BIAS",
@@ -259,6 +258,12 @@ class CacheOptions:
         """Make the options from keyword arguments; TypeError for an unknown name."""
         return cls(**known(function, options, CACHE_FEATURES))
 
+    @classmethod
+    def of_reading(cls, function: str, options: Mapping[str, object]) -> "CacheOptions":
+        """Make the options of a function that only reads a cache, and takes no array that a call writes or appends."""
+        written = ("k", "v", "slots", "out")
+        return cls(**known(function, options, tuple(x for x in CACHE_FEATURES if x.name not in written)))
+
 
 CACHE_FEATURES = table_of(CacheOptions)
 INDICES = frozenset(x.name for x in CACHE_FEATURES if x.dtypes in (INT32, INT64))
@@ -316,10 +321,10 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-def _applied(function: Callable[..., object], gradients: object) -> Any:
+def applied(function: Callable[..., object], gradients: object) -> Any:
     """Return a nested tuple of arrays with the function applied to each array; None stays None."""
     if isinstance(gradients, tuple):
-        return tuple(_applied(function, gradient) for gradient in gradients)
+        return tuple(applied(function, gradient) for gradient in gradients)
     return None if gradients is None else function(gradients)
 
 
@@ -360,7 +365,7 @@ class Gradients(_Gradients, Generic[GradientT]):
         Args:
             function: returns the replacement of an array.
         """
-        return Gradients(*_applied(function, self))
+        return Gradients(*applied(function, self))
 
 
 class _SecondGradients(NamedTuple):
@@ -399,7 +404,7 @@ class SecondGradients(_SecondGradients, Generic[GradientT]):
         Args:
             function: returns the replacement of an array.
         """
-        return SecondGradients(*_applied(function, self))
+        return SecondGradients(*applied(function, self))
 
 
 class Cache(NamedTuple):
@@ -440,6 +445,7 @@ class Problem(NamedTuple):
 
     backward: bool
     derivative: str  # JVP, or DOUBLE_BACKWARD, for which `backward` is also True; "" without tangents
+    weights: str  # the function that returns probabilities, such as "top_weights"; "" for attention
     tangents: tuple[str, ...]  # the inputs with a tangent; "array0", ... for captured arrays
     dtype: np.dtype
     device: str
@@ -458,6 +464,7 @@ class Problem(NamedTuple):
     dlse: bool
     aligned: bool  # TMA can load q, k and v (arrays.has_boxes)
     empty: bool  # q, k or v has no elements, which max_seqlen of a packed batch does not show
+    equal_lengths: bool  # as many keys as queries, as far as shapes show; buckets of lengths do not
     shard: bool  # the call has `starts`: sequences are shards
     step: int
     first_head: int
@@ -537,6 +544,7 @@ class Problem(NamedTuple):
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
         features += [] if self.cache is None else [str(self.cache)]
         step = self.derivative or ("backward" if self.backward else "forward")
+        step += f" of {self.weights}" if self.weights else ""
         if self.derivative:
             step += f" of {', '.join(self.tangents) or 'nothing'}"
         packed = "packed, up to " if self.layout == "thd" else ""

@@ -26,6 +26,8 @@ _CLASSES = {
 
 def instruction_class(instruction: Instruction) -> str:
     """Return the class: fma, float, mufu, alu, mma, memory, control, sync, warp, convert, move or double."""
+    if instruction.opcode == "tcgen05":
+        return {"mma": "mma", "ld": "memory", "st": "memory"}.get(instruction.modifiers[0], "sync")
     for name, opcodes in _CLASSES.items():
         if instruction.opcode in opcodes:
             return name
@@ -67,6 +69,10 @@ class Counters:
     global_: dict[int, GlobalAccess] = field(default_factory=lambda: defaultdict(GlobalAccess))
     global_bytes_read: int = 0
     global_bytes_written: int = 0
+    mma_clocks: int = 0  # of tcgen05.mma at the rate of their operands: N / 2 for each K 16
+    operand_bytes: int = 0  # that tcgen05.mma read from shared memory
+    tensor_memory_bytes_read: int = 0  # by tcgen05.ld
+    tensor_memory_bytes_written: int = 0  # by tcgen05.st
 
     def __post_init__(self) -> None:
         self.warp_instructions = np.zeros(len(self.function.instructions), np.int64)
@@ -82,6 +88,15 @@ class Counters:
             f"global memory: {self.global_bytes_read} bytes read, {self.global_bytes_written} written, "
             f"{requests} requests of {sectors} sectors\n"
             f"shared memory: {wavefronts} wavefronts, {self.bank_conflicts} of them for bank conflicts"
+            + self._of_tensor_memory()
+        )
+
+    def _of_tensor_memory(self) -> str:
+        if not (self.mma_clocks or self.tensor_memory_bytes_read or self.tensor_memory_bytes_written):
+            return ""
+        return (
+            f"\ntensor memory: {self.tensor_memory_bytes_read} bytes read, {self.tensor_memory_bytes_written} written; "
+            f"{self.mma_clocks} clocks of mma, which read {self.operand_bytes} bytes of shared memory"
         )
 
     def by_class(self) -> dict[str, int]:
@@ -125,7 +140,7 @@ class Counters:
         """Count `copies` equal shared accesses; `words` (warps, 32) is each lane's first 4-byte word."""
         wavefronts, ideal = shared_wavefronts(words, mask, width)
         access = self.shared[number]
-        access.requests += copies * (len(words) if mask is None else int(mask.any(1).sum()))
+        access.requests += copies * (len(words) if mask is None else int(np.count_nonzero(mask.any(1))))
         access.wavefronts += copies * wavefronts
         access.ideal += copies * ideal
 
@@ -133,15 +148,27 @@ class Counters:
         self, number: int, addresses: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | None, width: int, *, writes: bool
     ) -> None:
         """Count a global access of `width` bytes per lane at addresses (warps, 32)."""
-        lanes = addresses.size if mask is None else int(mask.sum())
+        lanes = addresses.size if mask is None else int(np.count_nonzero(mask))
         access = self.global_[number]
-        access.requests += len(addresses) if mask is None else int(mask.any(1).sum())
+        access.requests += len(addresses) if mask is None else int(np.count_nonzero(mask.any(1)))
         access.sectors += _distinct_per_row(addresses >> 5, mask)
         access.bytes += lanes * width
         if writes:
             self.global_bytes_written += lanes * width
         else:
             self.global_bytes_read += lanes * width
+
+    def count_mma(self, blocks: int, columns: int, operand_bytes: int) -> None:
+        """Count one tcgen05.mma with K 16 of this many blocks; one of 64 rows takes as long as one of 128."""
+        self.mma_clocks += blocks * columns // 2
+        self.operand_bytes += blocks * operand_bytes
+
+    def count_tensor_memory(self, number: int, *, writes: bool) -> None:
+        """Count the bytes that tcgen05.ld or .st moves."""
+        if writes:
+            self.tensor_memory_bytes_written += number
+        else:
+            self.tensor_memory_bytes_read += number
 
     def count_bulk(self, number: int, addresses: npt.NDArray[Any], width: int, *, writes: bool) -> None:
         """Count one bulk copy: pieces of `width` bytes at these global addresses."""
@@ -164,7 +191,7 @@ def _distinct_per_row(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | No
         first = np.take_along_axis(values, mask.argmax(1)[:, None], 1)
         values = np.where(mask, values, first)
     steps = values[:, 1:] - values[:, :-1]
-    if steps.size and steps.min() < 0:
+    if np.count_nonzero(steps < 0):
         values = np.sort(values, axis=1)
         steps = values[:, 1:] - values[:, :-1]
     return len(values) + int(np.count_nonzero(steps))
@@ -179,8 +206,8 @@ def shared_wavefronts(words: npt.NDArray[Any], mask: npt.NDArray[np.bool_] | Non
     words = np.asarray(words, np.int64)
     # Words at the same distances from each other have the same conflicts, and loops repeat a few patterns.
     if mask is None:
-        return _wavefronts((words - words.min()).tobytes(), None, width)
-    if not mask.any():
+        return _wavefronts((words - np.minimum.reduce(words, axis=None)).tobytes(), None, width)
+    if not np.count_nonzero(mask):
         return 0, 0
     return _wavefronts(np.where(mask, words - words[mask].min(), 0).tobytes(), mask.tobytes(), width)
 

@@ -32,6 +32,11 @@ CHECKS = {
         "floating-point additions by atomics of blocks that synchronise, in an order that nothing fixes",
         enforced=False,
     ),
+    "tcgen05-fence": Check(
+        "accesses to tensor memory that a synchronisation orders without tcgen05.fence::before_thread_sync before it "
+        "and ::after_thread_sync after it, which hold back the compiler only",
+        enforced=False,
+    ),
     "setmaxnreg-aligned": Check(
         "a setmaxnreg that the warps of a warpgroup do not execute together; a GPU changes the registers of each warp",
         enforced=False,
@@ -44,8 +49,8 @@ CHECKS = {
         "a block that ends without a cp.async.bulk.wait_group{.read} after its last bulk store", enforced=False
     ),
     "kmajor-lbo": Check(
-        "a wgmma descriptor of a swizzled K-major matrix whose leading dimension byte offset, which a GPU ignores, is "
-        "not the 16 bytes that CUTLASS writes",
+        "a descriptor of wgmma or tcgen05.mma of a swizzled K-major matrix whose leading dimension byte offset, which "
+        "a GPU ignores, is not the 16 bytes that CUTLASS writes",
         enforced=False,
     ),
 }

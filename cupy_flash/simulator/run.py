@@ -73,6 +73,7 @@ def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> l
         memory.add(as_array(x, name).numpy(), name, writable=name in kept.written)
         for name, x in zip(kept.inputs, inputs, strict=True)
     ]
+    simulated += addresses[len(simulated) :]  # numbers
     simulated += [
         memory.add(as_array(x, name).numpy(), name, initialised=False)
         for name, x in zip(kept.outputs, outputs, strict=True)

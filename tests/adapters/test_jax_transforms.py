@@ -126,32 +126,42 @@ def test_vmap_of_vmap_and_of_packed_sequences():
     bounds = jnp.asarray([0, 4, 18], jnp.int32)
     packed = [x.reshape(N, B * S, H, D) for x in (q, k, v)]
 
-    def varlen(q, k, v):
-        return attention_varlen(q, k, v, bounds, bounds, 14, 14, causal=True)
+    def varlen(q, k, v, bias=None):
+        return attention_varlen(q, k, v, bounds, bounds, 14, 14, causal=True, bias=bias)
 
-    expected = jnp.stack([varlen(*x) for x in zip(*packed, strict=True)])
-    np.testing.assert_array_equal(jax.jit(jax.vmap(varlen))(*packed), expected)
+    for arrays in (packed, [*packed, normal(3, N, B, 1, 14, 14)]):
+        expected = jnp.stack([varlen(*x) for x in zip(*arrays, strict=True)])
+        np.testing.assert_array_equal(jax.jit(jax.vmap(varlen))(*arrays), expected)
 
 
 def test_packed_sequences_with_traced_boundaries_and_gradients():
     q, k, v = (normal(n, 18, H, D) for n in range(3))
+    bias = normal(3, 2, H, 14, 14)
 
     @jax.jit
-    def step(q, k, v, bounds):
-        def loss(q, k, v):
-            out = attention_varlen(q, k, v, bounds, bounds, 14, 14, causal=True)
+    def step(q, k, v, bias, bounds):
+        def loss(q, k, v, bias):
+            out = attention_varlen(q, k, v, bounds, bounds, 14, 14, causal=True, bias=bias)
             return (out**2).sum(), out
 
-        return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+
+    def by_sequence(bias, parts):
+        outs = []
+        for one, part in zip(bias, parts, strict=True):
+            n = part.stop - part.start
+            outs.append(attention(*(x[None, part] for x in (q, k, v)), causal=True, bias=one[:, :n, :n])[0])
+        return jnp.concatenate(outs)
 
     for split in (4, 9):
-        gradients, out = step(q, k, v, jnp.asarray([0, split, 18], jnp.int32))
+        gradients, out = step(q, k, v, bias, jnp.asarray([0, split, 18], jnp.int32))
         parts = [slice(0, split), slice(split, 18)]
-        expected = jnp.concatenate([attention(*(x[None, p] for x in (q, k, v)), causal=True)[0] for p in parts])
-        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(out, by_sequence(bias, parts), rtol=1e-6, atol=1e-6)
         assert all(np.isfinite(x).all() for x in gradients)
+        dbias = jax.grad(lambda bias, parts=parts: (by_sequence(bias, parts) ** 2).sum())(bias)
+        np.testing.assert_allclose(gradients[3], dbias, rtol=1e-5, atol=1e-5)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="cu_seqlens_q must start at 0, not 1"):
-        jax.block_until_ready(step(q, k, v, jnp.asarray([1, 3, 18], jnp.int32)))
+        jax.block_until_ready(step(q, k, v, bias, jnp.asarray([1, 3, 18], jnp.int32)))
 
 
 def test_numbers_may_be_traced():

@@ -78,10 +78,10 @@ def test_gradgradcheck(name):
 
 
 def test_gradgradcheck_of_packed_sequences():
-    def call(q, k, v):
-        return cupy_flash.attention_varlen(q, k, v, *CU_SEQLENS, 2, 3, causal=True)
+    def call(q, k, v, bias):
+        return cupy_flash.attention_varlen(q, k, v, *CU_SEQLENS, 2, 3, causal=True, bias=bias)
 
-    inputs = [x[0].clone().requires_grad_() for x in (Q, K, V)]
+    inputs = [x.clone().requires_grad_() for x in (Q[0], K[0], V[0], normal(2, 1, 2, 3, seed=9))]
     assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True, fast_mode=True)
 

@@ -79,6 +79,7 @@ def option_sets():
         "bhsd": padded(dict(layout="bhsd", causal=True)),
         "strided": strided(),
         "packed": packed(dict(causal=True, dropout=0.2, seed=3, sink=sink)),
+        "packed-bias": packed(dict(causal=True, bias=normal(4, HEADS, 3, 4, seed=3).requires_grad_())),
         "engine": padded(dict(backend="cpu", engine="cpu", deterministic=True)),
     }
 

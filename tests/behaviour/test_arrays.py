@@ -531,7 +531,7 @@ def test_outputs_are_of_the_callers_kind(framework, dtype):
     assert (output.shape, output.strides, output.dtype, output.device) == ((3, 2), (2, 1), dtype, "cpu")
     output.numpy()[...] = values(dtype, (3, 2))
     result = output.result()
-    kind = np.ndarray if framework in ("dlpack", "old_dlpack") else type(x)  # DLPack cannot allocate
+    kind = np.ndarray if framework in ("dlpack", "old_dlpack") else type(x)  # the stand-ins have no from_dlpack
     assert type(result) is kind
     assert result.tolist() == values(dtype, (3, 2)).tolist()
     assert as_array(result, "out").dtype == dtype
@@ -560,20 +560,17 @@ def test_outputs_for_a_parameter_are_plain_tensors():
     assert not output.result().requires_grad
 
 
-class CopyingProducer(NamespaceProducer):
-    """Exports a copy of its array, so that what is written to it is lost."""
+class NarrowingProducer(NamespaceProducer):
+    """An array of a library without float64, which it imports as float32."""
 
     def __array_namespace__(self):
-        return SimpleNamespace(empty=lambda shape, **_: CopyingProducer(torch.empty(shape)))
-
-    def __dlpack__(self, *, stream=None, max_version=None):
-        return self.array.clone().__dlpack__(max_version=max_version)
+        return SimpleNamespace(from_dlpack=lambda x: NamespaceProducer(torch.from_dlpack(x).float()))
 
 
-def test_outputs_that_cannot_be_written_are_refused():
-    like = as_array(CopyingProducer(torch.ones(3)), "q")
-    with pytest.raises(TypeError, match="CopyingProducer.* exports a copy or read-only memory"):
-        empty((3,), like.dtype, like)
+def test_outputs_whose_dtype_the_library_changes_are_refused():
+    output = empty((3,), np.dtype(np.float64), as_array(NarrowingProducer(torch.ones(3)), "q"))
+    with pytest.raises(TypeError, match="a result is float64, but producers.NamespaceProducer imports it as float32"):
+        output.result()
 
 
 def immutable(cls):
@@ -582,10 +579,10 @@ def immutable(cls):
 
 
 def test_arrays_of_immutable_libraries_are_readonly_and_outputs_are_not():
-    array = as_array(immutable(NamespaceProducer)(torch.ones(3)), "q")
-    assert (array.readonly, array.immutable) == (True, "tensorflow")
+    array = as_array(immutable(Producer)(torch.ones(3)), "q")
+    assert (array.readonly, array.immutable, array.framework) == (True, "tensorflow", "tensorflow")
     assert not array.numpy().flags.writeable
-    assert type(empty((3,), array.dtype, array).result()) is np.ndarray
+    assert empty((3,), array.dtype, array).numpy().flags.writeable
     on_gpu = as_array(immutable(CudaArrayInterface)(), "q")
     assert (on_gpu.readonly, on_gpu.immutable) == (True, "tensorflow")
 

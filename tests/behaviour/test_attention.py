@@ -434,9 +434,10 @@ def test_results_are_new_arrays(backend):
 # Frameworks
 
 
-# NamespaceProducer allocates float32 only.
-FRAMEWORKS = [(framework, name) for framework in ("jax", "dlpack", "old_dlpack") for name in ("float32", "bfloat16")]
-FRAMEWORKS += [("jax", "float16"), ("namespace", "float32")]
+FRAMEWORKS = [
+    (framework, name) for framework in ("jax", "dlpack", "old_dlpack", "namespace") for name in ("float32", "bfloat16")
+]
+FRAMEWORKS += [("jax", "float16")]
 
 
 @by_backend(

@@ -283,7 +283,19 @@ BAD_CALLS = [
     bad("max-seqlen-of-71-bits", VARLEN, ValueError, f"max_seqlen_k must be at most 2147483647, not {2**70}",
         max_seqlen_k=2**70),
     bad("max-seqlen-float", VARLEN, TypeError, "max_seqlen_k must be a whole number, not 9.0", max_seqlen_k=9.0),
-    bad("packed-bias", VARLEN, ValueError, "bias is for padded batches", bias=zeros(6, 9)),
+    bad(
+        "packed-bias", VARLEN, ValueError,
+        "bias (6, 9) must broadcast to (B, Hq, max_seqlen_q, max_seqlen_k) = (2, 4, 4, 9)", bias=zeros(6, 9),
+    ),
+    bad("packed-bias-of-more-sequences", VARLEN, ValueError, "bias (3, 1, 1, 9) must", bias=zeros(3, 1, 1, 9)),
+    bad(
+        "packed-bias-and-no-length", VARLEN, TypeError, "2 requirements are not met", "max_seqlen_q must be a whole",
+        "bias (3, 1, 7, 9) must broadcast", bias=zeros(3, 1, 7, 9), max_seqlen_q=None,
+    ),
+    bad(
+        "packed-bias-of-any-length", VARLEN, TypeError, "a requirement is not met", "max_seqlen_q must be a whole",
+        bias=zeros(2, 1, 7, 9), max_seqlen_q=None,
+    ),
     bad("packed-mask", VARLEN, ValueError, "mask is for padded batches", mask=zeros(6, 9, dtype=bool)),
     bad("packed-lengths", "attention_varlen_backward", ValueError, "q_lengths is for padded", q_lengths=int32(1, 2)),
     # backward, vjp, explain

@@ -395,8 +395,8 @@ def test_varlen_is_padded_batches_packed(dtype):
 
 def test_varlen_refuses_dense_options():
     q, k, v = (x[0] for x in inputs())
-    with pytest.raises(TypeError, match="bias, mask"):
-        reference.attention_varlen(q, k, v, [0, 4], [0, 5], bias=np.zeros(()), mask=True)
+    with pytest.raises(TypeError, match="kv_lengths, mask"):
+        reference.attention_varlen(q, k, v, [0, 4], [0, 5], kv_lengths=[5], mask=True)
 
 
 def test_dropout_needs_a_seed():

@@ -24,7 +24,7 @@ def test_any_tiles_and_threads(case):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle"]
+    "name", ["causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle", "bias"]
 )
 def test_packed_equals_padded(name, backend):
     """The same sequences in a padded batch give bitwise equal results, also with dropout."""
@@ -45,6 +45,8 @@ def test_packed_equals_padded(name, backend):
         assert (actual[-3:] == 0).all()
     np.testing.assert_array_equal(packed.lse[:, :-3], packed_rows(padded.lse.swapaxes(1, 2), case.q_lengths).T)
     assert np.isneginf(packed.lse[:, -3:]).all()
+    if case.bias:
+        np.testing.assert_array_equal(packed.dbias, padded.dbias)
 
 
 def test_a_larger_max_seqlen_changes_nothing(backend):

@@ -1,9 +1,10 @@
-"""Large calls on torch tensors compute in torch, on the threads of its pool; their number does not affect results."""
+"""Large calls of the engine cpu on torch tensors compute in torch, on any number of the threads of its pool."""
 
 import itertools
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from cupy_flash.cpu import blas, thread_pool
 from cupy_flash.cpu.blas import Products, TorchProducts
 
 ROOT = Path(__file__).resolve().parents[2]
+attention, explain = (partial(function, engine="cpu") for function in (cupy_flash.attention, cupy_flash.explain))
 BY_NUMPY = ("softcap", "alibi", "bias", "mask", "dropout")  # options that NumPy computes, one head at a time
 CASES = {
     name: case
@@ -61,11 +63,11 @@ def test_bits_from_run_to_run(heads_at_once, monkeypatch):
 
 def test_explain_tells_who_computes():
     q = torch.zeros(1, 600, 8, 16)
-    text = cupy_flash.explain(q, q, q, causal=True)
+    text = explain(q, q, q, causal=True)
     assert "tiles      256 queries x 512 keys, " in text
     assert "products   of torch, on its own threads, in tasks of up to " in text
     for given in (q.numpy(), q[:, :500]):
-        assert "products" not in cupy_flash.explain(given, given, given, causal=True)
+        assert "products" not in explain(given, given, given, causal=True)
 
 
 def test_infinities_and_nan_reach_the_rows_that_see_them(monkeypatch):
@@ -92,10 +94,10 @@ def test_large_calls_on_tensors_are_recorded_by_autograd_as_usual():
         patch.setattr(
             TorchProducts, "planned", lambda self, plan, of=TorchProducts.planned: used.append(1) or of(self, plan)
         )
-        out = cupy_flash.attention(*leaves, causal=True)
+        out = attention(*leaves, causal=True)
         gradients = torch.autograd.grad(out.square().sum(), leaves)
         with torch.inference_mode():
-            assert torch.equal(cupy_flash.attention(*TENSORS, causal=True), out)
+            assert torch.equal(attention(*TENSORS, causal=True), out)
     assert used == [1, 1, 1]
     heads_first = (x.transpose(1, 2) for x in expected)
     exact = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
@@ -113,18 +115,18 @@ def chosen(monkeypatch):
 
 
 NUMPYS = {
-    "small": lambda: cupy_flash.attention(*(x[:, :-1] for x in TENSORS)),
-    "few-queries": lambda: cupy_flash.attention(TENSORS[0][:, :16], *(x.repeat(1, 32, 1, 1) for x in TENSORS[1:])),
-    "few-keys": lambda: cupy_flash.attention(TENSORS[0].repeat(1, 32, 1, 1), *(x[:, :16] for x in TENSORS[1:])),
-    "numpy": lambda: cupy_flash.attention(*(x.numpy() for x in TENSORS)),
-    "dropout": lambda: cupy_flash.attention(*TENSORS, dropout=0.1, seed=1),
-    "softcap": lambda: cupy_flash.attention(*TENSORS, softcap=1.0),
-    "alibi": lambda: cupy_flash.attention(*TENSORS, alibi_slopes=torch.ones(2)),
-    "bias": lambda: cupy_flash.attention(*TENSORS, bias=torch.zeros(LENGTH)),
-    "mask": lambda: cupy_flash.attention(*TENSORS, mask=torch.ones(LENGTH, dtype=torch.bool)),
-    "window": lambda: cupy_flash.attention(*TENSORS, window=(64, 0)),
-    "mask_mod": lambda: cupy_flash.attention(*TENSORS, mask_mod=lambda b, h, q, kv: q >= kv),
-    "score_mod": lambda: cupy_flash.attention(*TENSORS, score_mod=lambda s, b, h, q, kv: s * 2),
+    "small": lambda: attention(*(x[:, :-1] for x in TENSORS)),
+    "few-queries": lambda: attention(TENSORS[0][:, :16], *(x.repeat(1, 32, 1, 1) for x in TENSORS[1:])),
+    "few-keys": lambda: attention(TENSORS[0].repeat(1, 32, 1, 1), *(x[:, :16] for x in TENSORS[1:])),
+    "numpy": lambda: attention(*(x.numpy() for x in TENSORS)),
+    "dropout": lambda: attention(*TENSORS, dropout=0.1, seed=1),
+    "softcap": lambda: attention(*TENSORS, softcap=1.0),
+    "alibi": lambda: attention(*TENSORS, alibi_slopes=torch.ones(2)),
+    "bias": lambda: attention(*TENSORS, bias=torch.zeros(LENGTH)),
+    "mask": lambda: attention(*TENSORS, mask=torch.ones(LENGTH, dtype=torch.bool)),
+    "window": lambda: attention(*TENSORS, window=(64, 0)),
+    "mask_mod": lambda: attention(*TENSORS, mask_mod=lambda b, h, q, kv: q >= kv),
+    "score_mod": lambda: attention(*TENSORS, score_mod=lambda s, b, h, q, kv: s * 2),
 }
 
 
@@ -147,7 +149,7 @@ def test_rounded_products_of_torch_are_not_used(setting, rounded, expected, chos
     before = setting.fp32_precision
     try:
         setting.fp32_precision = rounded
-        cupy_flash.attention(*TENSORS)
+        attention(*TENSORS)
     finally:
         setting.fp32_precision = before
     assert [type(one) for one in chosen] == [expected]
@@ -155,10 +157,10 @@ def test_rounded_products_of_torch_are_not_used(setting, rounded, expected, chos
 
 def test_rounded_products_by_the_older_setting_are_not_used(chosen):
     before = torch.get_float32_matmul_precision()
-    cupy_flash.attention(*TENSORS)
+    attention(*TENSORS)
     try:
         torch.set_float32_matmul_precision("high")
-        cupy_flash.attention(*TENSORS)
+        attention(*TENSORS)
     finally:
         torch.set_float32_matmul_precision(before)
     assert [type(one) for one in chosen] == [TorchProducts, Products]
@@ -172,10 +174,10 @@ def test_few_threads_are_obeyed(monkeypatch):
     try:
         torch.set_num_threads(3)
         with threadpool_limits(1, user_api="blas"):
-            cupy_flash.attention(*TENSORS)
+            attention(*TENSORS)
         torch.set_num_threads(1)
         with threadpool_limits(3, user_api="blas"):
-            cupy_flash.attention(*TENSORS)
+            attention(*TENSORS)
     finally:
         torch.set_num_threads(before)
     assert threads == {threading.get_ident()}
@@ -191,7 +193,7 @@ def test_bits_beside_another_call():
         results = []
         for limit in (1, 2):
             with threadpool_limits(limit, user_api="blas"):
-                results.append(cupy_flash.attention(q, k, v))
+                results.append(attention(q, k, v))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
@@ -199,7 +201,7 @@ def test_bits_beside_another_call():
 
 def test_without_a_region_numpy_computes(chosen, monkeypatch):
     monkeypatch.setattr(blas, "_region", lambda: None)
-    cupy_flash.attention(*TENSORS)
+    attention(*TENSORS)
     assert [type(one) for one in chosen] == [Products]
 
 
@@ -210,11 +212,11 @@ import torch
 import cupy_flash
 
 q, k, v = torch.randn(3, 1, 512, 2, 16)
-expected = cupy_flash.attention(q, k, v)  # starts the threads of torch's pool
+expected = cupy_flash.attention(q, k, v, engine="cpu")  # starts the threads of torch's pool
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    os._exit(0 if (cupy_flash.attention(q, k, v) - expected).abs().max() < 1e-5 else 1)
+    os._exit(0 if (cupy_flash.attention(q, k, v, engine="cpu") - expected).abs().max() < 1e-5 else 1)
 print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import distributed
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 import cupy_flash
-from cupy_flash.adapters.torch import scaled_dot_product_attention
+from cupy_flash import dispatch
+from cupy_flash.adapters.torch import scaled_dot_product_attention, sdpa
 
 WHOLE = Replicate()
 SUM = Partial()
@@ -189,6 +194,43 @@ def sdpa_of_dtensors(world):
         for whole, x in zip(*results, strict=True):
             assert isinstance(x, DTensor) and x.placements == (Shard(dim),)
             torch.testing.assert_close(x.full_tensor(), whole, rtol=0, atol=1e-12)
+
+
+def ring_of_torch(world):
+    """torch's context_parallel runs its ring over the operators of an active cupy_flash.
+
+    On a GPU F.scaled_dot_product_attention calls this operator. On a CPU it calls another, which torch's ring does not
+    know, so the operator is called here. The ring merges parts in float32.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 4, 64, 16)
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*whole, is_causal=True)
+    expected = (out, *torch.autograd.grad(out, whole, dout.double()))
+    activate_flash_attention_impl("cupy_flash")
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        for step in ("forward", "backward"):
+            run = getattr(dispatch, step)
+            patch.setattr(dispatch, step, lambda *call, step=step, run=run: steps.append(step) or run(*call))
+        with context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            shards = [DTensor.from_local(x, mesh, [Shard(2)]) for x in leaves]
+            out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*shards, 0.0, True)
+            gradients = torch.autograd.grad(out, leaves, DTensor.from_local(dout, mesh, [Shard(2)]))
+            parts = [out.detach().to_local(), *gradients]
+            results = context_parallel_unshard(mesh, parts, [2] * 4)
+            with pytest.raises(
+                NotImplementedError, match="flash_attention_for_cpu.* does not have a sharding strategy"
+            ):
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with sdpa(), pytest.raises(ValueError, match="the ranks of a sharded sequence must exchange keys"):
+                F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    restore_flash_attention_impl()
+    assert steps == ["forward"] * 2 + ["backward"] * 2
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y.detach().float(), rtol=1e-5, atol=1e-5)
 
 
 def a_mesh_of_two_axes(world):

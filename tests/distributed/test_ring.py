@@ -569,6 +569,7 @@ DTENSORS |= {
     "dtensor-refusals": dtensor_checks.refused_dtensors,
     "dtensor-sums": dtensor_checks.sums_with_dropout,
     "dtensor-sdpa": dtensor_checks.sdpa_of_dtensors,
+    "ring-of-torch": dtensor_checks.ring_of_torch,
 }
 ON_4 = {"dtensor-mesh": dtensor_checks.a_mesh_of_two_axes} | ON_4
 SIZES = {2: CHECKS | DTENSORS, 4: CHECKS | ON_4}

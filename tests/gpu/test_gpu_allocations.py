@@ -20,7 +20,7 @@ from cupy_flash.problem.build import pose
 from cupy_flash.problem.records import Options, Saved
 
 LENGTH = 64 if in_numpy() else 512  # array sizes are multiples of 512 bytes, to which allocators round up
-LENGTHS = (16, 32) if in_numpy() else (2048, 4096)
+LENGTHS = (32, 64) if in_numpy() else (2048, 4096)
 
 
 @on_every_engine

@@ -104,6 +104,8 @@ class Case:
                 bias = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias)
                 if self.bias[-2:-1] == "q":
                     bias[..., -1:, :] = -np.inf
+            if self.packed:
+                bias = np.where(self._is_inside(bias.shape), bias, np.nan)
             options["bias"] = np.asarray(bias).astype(DTYPES[self.bias_dtype or self.dtype])
         if self.mask is not None:
             mask = np.asarray(rng.random(self._shape(self.mask)) < 0.7)
@@ -136,6 +138,15 @@ class Case:
     @property
     def accumulation(self) -> np.dtype:
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    def _is_inside(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return which elements of an array, which broadcasts to (B, Hq, Sq, Sk), a packed sequence reads."""
+        rows = np.arange(self.q_len) < np.array(self.q_lengths, int)[:, None]
+        columns = np.arange(self.kv_len) < np.array(self.kv_lengths, int)[:, None]
+        inside = rows[:, None, :, None] & columns[:, None, None, :]
+        aligned = (1,) * (4 - len(shape)) + shape
+        inside = inside.any(tuple(axis for axis in (0, 2, 3) if aligned[axis] == 1), keepdims=True)
+        return np.broadcast_to(inside, aligned).reshape(shape)
 
     def _shape(self, letters: str) -> tuple[int, ...]:
         sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "k": self.kv_len, "1": 1}
@@ -187,9 +198,12 @@ SCORES = {
 
 
 def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Return results of the public functions on the arrays of the case, or on those of `call`."""
+    """Return results of the public functions on the arrays of the case, or on those of `call`.
+
+    On the CPU it is the engine cpu, whatever a process has imported; tests/cpu/test_aten.py runs the cases on aten.
+    """
     q, k, v, options, dout, dlse, packed = call or case.call()
-    options = options | dict(backend=backend)
+    options = options | dict(backend=backend, engine="cpu" if backend == "cpu" else None)
     if packed is None:
         out, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
         return Result(out, lse, *cupy_flash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
@@ -221,6 +235,7 @@ def posed(case: Case, saved: Saved | None = None, call: Call | None = None, **ch
 def run_planned(case: Case, call: Call | None = None, **changes) -> Result:
     """Return results of the CPU engine with `changes` of the plan's fields, such as the tile or number of threads."""
     call = call or case.call()
+    call = call._replace(options=call.options | dict(engine="cpu"))
     out, lse = (array.numpy() for array in cpu.forward(*posed(case, call=call, **changes)))
     gradients = cpu.backward(*posed(case, Saved(call.dout, out, lse, call.dlse), call, **changes))
     return Result(out, lse, *gradients.map(Array.numpy))
@@ -448,6 +463,13 @@ def covering(size: int, without: tuple[str, ...] = ()) -> dict[str, Case]:
 # dimension of simt instead of 320, which only the CPU engine supports, and every pair of features in rows of six.
 SIMULATED_OPTIONS = {name: case for name, case in OPTIONS.items() if name != "head-dim-320"}
 SIMULATED_OPTIONS["head-dim-256"] = Case(head_dim=256, head_dim_v=256)
+# A large head dimension only lengthens the loops inside a tile, so these rows have two tiles of queries and of keys in
+# the fewest heads that share keys; batches, more heads and longer sequences are in all other rows.
+SIMULATED_OPTIONS |= {
+    name: replace(case, q_len=9, kv_len=17, batch=1, heads=2, kv_heads=1)
+    for name, case in SIMULATED_OPTIONS.items()
+    if case.head_dim >= 64
+}
 SIMULATED_PAIRS = covering(6)
 
 # Cases with several tiles of queries and of keys, for tests that choose the plan's tile.
@@ -488,6 +510,10 @@ PACKED_OPTIONS = {
     "zero-length-in-the-middle": replace(PACKED, q_lengths=(7, 0, 0, 12), kv_lengths=(9, 5, 0, 12), causal=True),
     "zero-length-last": replace(PACKED, q_lengths=(7, 19, 1, 0), kv_lengths=(9, 5, 23, 0)),
     "zero-length-all": replace(PACKED, q_lengths=(0,) * 4, kv_lengths=(0,) * 4, sink=True),
+    "bias": replace(PACKED, bias="bhqk", causal=True, sink=True),
+    "bias-of-all-sequences": replace(PACKED, q_len=22, kv_len=40, bias="1hqk", bias_hides=True, softcap=1.5),
+    "bias-per-query": replace(PACKED, q_len=22, bias="b1q1", bias_dtype="float64", dropout=0.3),
+    "bias-per-key": replace(PACKED, q_lengths=(0, 19, 1, 12), kv_lengths=(9, 0, 23, 12), bias="1h1k", alibi="h"),
     "one-sequence": replace(PACKED, batch=1, q_lengths=(19,), kv_lengths=(23,), causal=True),
     "no-sequence": replace(PACKED, batch=0, q_lengths=(), kv_lengths=(), sink=True),
 }

@@ -65,7 +65,6 @@ def run(case: Case, backend="cpu", moving=ALL, call=None) -> Derivatives:
             *inputs, dout, q, k, v, out, lse, dlse=dlse, **direction, **options
         )
     else:
-        del direction["tbias"]
         out, tout, lse, tlse = cupy_flash.attention_varlen_jvp(
             q, k, v, *packed, *inputs, **direction, return_lse=True, **options
         )

@@ -13,6 +13,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STORY = ROOT / "docs" / "five_minutes.md"  # its blocks continue each other: test_pages.py of tests/library runs them
 
 
+LIBRARIES = ROOT / "docs" / "libraries.md"  # its libraries are optional: tests/array_libraries runs its blocks
+
+
 def python_blocks(text):
     """Return (line number, code) of each ```python block, also of those inside tabs."""
     return [
@@ -26,7 +29,7 @@ def blocks(cupy):
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES
-        if page != STORY
+        if page not in (STORY, LIBRARIES)
         for line, code in python_blocks(page.read_text(encoding="utf-8"))
         if bool(re.search(r"\bimport cupy\b", code)) == cupy
     ]

@@ -36,16 +36,12 @@ class OldProducer(Producer):
 
 
 class NamespaceProducer(Producer):
-    """A producer with an array API namespace; its `empty` allocates with torch."""
+    """A producer with an array API namespace; its `from_dlpack` imports into torch."""
 
-    dtype = property(lambda self: self.array.dtype)
     device = property(lambda self: self.array.device)
 
     def __array_namespace__(self):
-        def allocate(shape, *, dtype, device):
-            return NamespaceProducer(torch.empty(shape, dtype=dtype, device=device))
-
-        return SimpleNamespace(empty=allocate, float32=torch.float32)
+        return SimpleNamespace(from_dlpack=lambda x: NamespaceProducer(torch.from_dlpack(x)))
 
     def tolist(self):
         return self.array.tolist()

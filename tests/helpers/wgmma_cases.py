@@ -28,6 +28,7 @@ OPTIONS = {
     "lengths-causal": dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210), causal=True),
     "packed": dict(batch=3, q_lengths=(150, 0, 61), kv_lengths=(100, 30, 190), packed=True),
     "packed-causal": dict(batch=3, q_lengths=(31, 150, 0), kv_lengths=(100, 210, 7), packed=True, causal=True),
+    "packed-bias": dict(batch=3, q_lengths=(31, 150, 0), kv_lengths=(100, 210, 7), packed=True, bias="bhqk"),
     "bhsd": dict(layout="bhsd", batch=2, causal=True),
     "grouped": dict(heads=6, kv_heads=2, batch=2),
     "bfloat16": dict(dtype="bfloat16", causal=True),

@@ -103,7 +103,7 @@ def test_all_pairs_of_options(case, arch):
 
 # A packed batch differs from a padded one only in addresses and lengths.
 PACKING_OPTIONS = ("plain", "causal", "window-causal", "alibi-per-sequence", "sink", "dropout", "grouped-wide-values")
-PACKING_OPTIONS += ("zero-length-in-the-middle", "zero-length-last", "no-sequence")
+PACKING_OPTIONS += ("zero-length-in-the-middle", "zero-length-last", "no-sequence", "bias", "bias-of-all-sequences")
 
 
 @half_rows(PACKED_OPTIONS, "sm_90", default={"sm_90": PACKING_OPTIONS})

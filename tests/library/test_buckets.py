@@ -23,7 +23,7 @@ from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.records import LONGEST
 
-CPU, AMPERE, HOPPER = Device("cpu", "x86_64", 8), named("sm_80"), named("sm_90a")
+CPU, AMPERE, HOPPER = Device("cpu", "x86_64", 8, torch_flash=""), named("sm_80"), named("sm_90a")
 PROBLEM = posed(Case(heads=8, causal=True))[0].problem
 ORDERS = 6
 
@@ -56,8 +56,8 @@ def test_the_lengths_in_shapes_are_in_the_bucket():
 
 def problems(engine, backward):
     """Return a problem that selects this engine, and a device on which it runs."""
-    if engine in ("cpu", "cpu_decode"):
-        return PROBLEM._replace(backward=backward, engine=engine), CPU
+    if "cpu" in MODULES[engine].BACKENDS:
+        return PROBLEM._replace(backward=backward, engine=engine, equal_lengths=True), CPU
     if engine == "mma_decode":
         first, *_ = ahead.problems(dtype="bfloat16", head_dim=64, cache=True, engine=engine)
         return first._replace(batch=2, heads=8, kv_heads=8, whole_heads=8), AMPERE._replace(backend="cuda")

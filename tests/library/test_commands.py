@@ -227,7 +227,7 @@ def test_info_names_every_engine_with_its_reasons(arch, monkeypatch):
         (["explain", *TINY, "--dropout", "1.5"], 1, "dropout must be in [0, 1)"),
         (["explain", *TINY, "--heads", "3", "--group", "2"], 1, "--heads 3 must be a multiple of --group 2"),
         (["explain", *TINY, "--window", "-2", "0"], 1, "a side of window must be"),
-        (["ptx", *TINY, "--packed", "--bias"], 1, "bias is for padded batches"),
+        (["ptx", *TINY, "--packed", "--mask"], 1, "mask is for padded batches"),
         (["ptx", *TINY, "--out", __file__], 1, "File exists"),
         (["compile", *TINY, "--jobs", "0"], 2, "--jobs: must be a whole number"),
         (["compile", *TINY, "--packed", "--mask"], 1, "mask is for padded batches"),

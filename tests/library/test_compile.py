@@ -122,7 +122,7 @@ def test_gradients_of_lse_cost_one_small_kernel():
         pytest.param(dict(head_dim=257), "larger than 256", id="no-engine"),
         pytest.param(dict(backend="cpu"), 'backend="cpu" was asked for', id="other-backend"),
         pytest.param(dict(arch="sm_42"), "unknown GPU architecture", id="unknown-gpu"),
-        pytest.param(dict(packed=True, bias=True), "bias is for padded batches", id="packed-bias"),
+        pytest.param(dict(packed=True, mask=True), "mask is for padded batches", id="packed-mask"),
     ],
 )
 def test_refuses(wrong, message):

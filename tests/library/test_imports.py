@@ -15,6 +15,7 @@ PACKAGE = ROOT / "cupy_flash"
 
 # Modules in the order in which a call passes through them; a module imports only modules above it.
 FLOW = (
+    "array_libraries",
     "arrays",
     "device",
     "dropout",
@@ -53,11 +54,13 @@ FLOW = (
     "problem.mod_checks",
     "problem.kv_cache",
     "problem.build",
+    "problem.weights",
     "problem.recorded_call",
     "engines.launch",
     "engines.shared",
     "engines.cpu",
     "engines.cpu_decode",
+    "engines.aten",
     "engines.fragments",
     "engines.kv_cache",
     "engines.simt",
@@ -84,7 +87,10 @@ FLOW = (
     "cpu.decode",
     "cpu.visited_tiles",
     "cpu.attention",
+    "cpu.aten",
     "cpu.derivatives",
+    "cpu.weights",
+    "cpu.decode.weights",
     "gpu",
     "gpu.ahead",
     "gpu.captured",
@@ -111,6 +117,7 @@ FLOW = (
     "adapters.jax.kv_cache",
     "adapters.jax.nn",
     "adapters.jax.ring",
+    "adapters.jax.weights",
     "adapters.jax",
     "adapters.model_config",
     "adapters.torch.autograd_kernel",
@@ -122,6 +129,7 @@ FLOW = (
     "adapters.torch.kv_cache",
     "adapters.torch.kv_cache_drop_in",
     "adapters.torch.registry",
+    "adapters.torch.weights",
     "adapters.torch.retained_memory",
     "adapters.torch.sharding",
     "adapters.torch.transforms",
@@ -129,11 +137,15 @@ FLOW = (
     "adapters.torch.sdpa_drop_in",
     "adapters.torch.flash_attn_drop_in",
     "adapters.torch.flex_attention_drop_in",
+    "adapters.torch.varlen_attn_drop_in",
     "adapters.torch.module",
     "adapters.torch",
     "adapters.transformers",
     "adapters.xformers",
+    "adapters.diffusers",
     "api",
+    "adapters.mlx",
+    "adapters.tensorflow",
     "distributed.channel",
     "distributed.shards",
     "distributed.ring",
@@ -141,6 +153,7 @@ FLOW = (
     "distributed",
     "kv_cache",
     "mask_blocks",
+    "weights",
     "memory",
     "reference",
     "simulator.asynchrony",
@@ -221,7 +234,7 @@ FLOW = (
     "__main__",
 )
 
-OPTIONAL = ("torch", "jax", "cupy", "cupy_backends", "cuda", "transformers")
+OPTIONAL = ("torch", "jax", "mlx", "paddle", "tensorflow", "warp", "cupy", "cupy_backends", "cuda", "transformers")
 LAZY = (*OPTIONAL, "ml_dtypes", "threadpoolctl", "platformdirs", "typing_extensions")
 
 ATTENTION = """

@@ -6,6 +6,8 @@ CuPy's arrays, devices and streams are tested in tests/gpu_in_numpy/inside/test_
 
 import contextlib
 import gc
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -25,11 +27,14 @@ from cupy_flash.adapters.torch import keyed_autograd, transforms
 from cupy_flash.adapters.torch import keyed_plan as of_torch
 from cupy_flash.engines import simt
 from cupy_flash.gpu import run_plan
+from cupy_flash.gpu.kept_launches import LINE, KeptLaunches, without_memory
+from cupy_flash.gpu.params import ALIGNMENT
 from cupy_flash.gpu.tensor_map import encode_for_simulator
 from cupy_flash.plan import plan
-from cupy_flash.problem.records import Operands
+from cupy_flash.problem.build import of_cache, pose
+from cupy_flash.problem.records import Operands, Options, Packed, Saved
 
-OUTPUTS, SPACING = 1 << 50, 1 << 20  # the addresses of outputs in what is recorded
+OUTPUTS, SPACING = 1 << 50, 1 << 30  # the addresses of outputs in what is recorded
 Launched = namedtuple("Launched", "kept launches arguments")
 LOG = []
 
@@ -39,7 +44,14 @@ def _record(launches, arguments, kept):
 
 
 def _start(work):
-    outputs = {id(x): OUTPUTS + SPACING * n for n, x in enumerate(work.results.values())}
+    """Record what a posed call launches, as if its workspaces were allocated as those of an entry are."""
+    results = {name: x for name, x in work.results.items() if x is not None and name not in work.written}
+    returned = [x for name, x in results.items() if name not in work.workspaces]
+    outputs = {id(x): OUTPUTS + SPACING * n for n, x in enumerate(returned)}
+    end = OUTPUTS + SPACING * len(returned)
+    for name in work.workspaces:
+        outputs[id(results[name])] = end
+        end += -(-results[name].owner.nbytes // LINE) * LINE
 
     def address(array):
         return outputs.get(id(array), array.pointer)
@@ -55,6 +67,10 @@ def forward(chosen, operands):
 
 def backward(chosen, operands):
     return run_plan.backward(chosen, operands, _start)
+
+
+def append(chosen, operands):
+    return run_plan.append(chosen, operands, _start)
 
 
 def repeat(kept, inputs, addresses):
@@ -104,11 +120,11 @@ def posed(call):
     return result
 
 
-def base(*inputs, **options):
+def base(*inputs, function=None, **options):
     """Keep a call; return it."""
 
     def call():
-        return attention(*inputs, **options)
+        return (function or attention)(*inputs, **options)
 
     posed(call)
     assert outcome(call)[1]
@@ -163,11 +179,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("component", CHANGES)
 def test_a_changed_component_is_seen(component):
+    check_a_change(attention, *CHANGES[component])
+
+
+def check_a_change(function, before, after):
     """A call that differs from a kept one is launched, or refused, as if nothing were kept."""
-    (inputs, options), (others, other_options) = CHANGES[component]
-    kept = base(*inputs, **options)
-    got, was_kept = outcome(lambda: attention(*others, **other_options))
-    expected = posed(lambda: attention(*others, **other_options))
+    (inputs, options), (others, other_options) = before, after
+    kept = base(*inputs, function=function, **options)
+    got, was_kept = outcome(lambda: function(*others, **other_options))
+    expected = posed(lambda: function(*others, **other_options))
     assert got == expected and not was_kept
     assert got != posed(kept)  # so a stale entry would be seen
 
@@ -197,6 +217,35 @@ def test_an_entry_launches_what_a_posed_call_does(form, engine):
     got, kept = outcome(lambda: attention(*second, **options))
     assert kept == (form != "misaligned" or engine != "wgmma")
     assert got == posed(lambda: attention(*second, **options))
+
+
+def test_kept_launches_have_their_own_lengths():
+    """The kernel that sums the gradient of a packed bias takes the sizes of the bias for lengths."""
+    bounds = torch.tensor([0, 7, 40], dtype=torch.int32)
+    q, k, v = (x[0] for x in (Q, K, V))
+    options = Options(bias=torch.zeros(1, 4, 33, 33), backend="simulator")
+    saved = Saved(q, q, torch.zeros(4, 40))
+    problem, operands = pose("attention_varlen", (q, k, v), options, Packed(bounds, bounds, 33, 33), saved)
+    works = []
+    run_plan.backward(dispatch.plan_for(problem), operands, works.append, without_memory)
+    (work,) = works
+    kept = KeptLaunches(work, lambda like: None)
+    results = {name: x for name, x in work.results.items() if x is not None}
+    inside = [x for name, x in results.items() if name in work.workspaces]
+    given = [*work.inputs.values(), *(x for name, x in results.items() if name not in work.workspaces)]
+    first = [OUTPUTS + SPACING * n + x.pointer % ALIGNMENT for n, x in enumerate(given)]
+    start = OUTPUTS + SPACING * len(given)
+    ends = itertools.accumulate(-(-math.prod(x.shape) * x.dtype.itemsize // LINE) * LINE for x in inside)
+    addresses = dict(zip(map(id, given + inside), [*first, start, *(start + end for end in ends)], strict=False))
+    params = work.params(lambda x: addresses[id(x)])
+    expected = [
+        work.arguments(launch, params, lambda x: addresses[id(x)], encode_for_simulator) for launch in work.launches
+    ]
+    kept = kept.arguments([*first, start], encode_for_simulator)
+    assert [[x.tobytes() for x in each] for _, each in kept] == [[x.tobytes() for x in each] for each in expected]
+    described = zip(work.launches, expected, strict=True)
+    lengths = {launch.function: each[0][["q_len", "kv_len"]].item() for launch, each in described}
+    assert lengths.pop("backward_bias") == (33, 33) and set(lengths.values()) == {(40, 40)}
 
 
 def test_the_evidence_of_a_new_generation_is_used(monkeypatch):
@@ -383,6 +432,10 @@ def test_explain_says_whether_calls_are_served():
         "host       served from a kept plan, 0 calls so far",
         "host       served from a kept plan, 1 call so far",
     ]
+    on_cache(*CACHED)
+    assert "host       served from a kept plan, 0 calls so far" in cupy_flash.explain_with_kv_cache(
+        *CACHED, return_lse=True, **options
+    )
     lengths = torch.full((2,), 40, dtype=torch.int32)
     attention(Q, K, V, kv_lengths=lengths)
     more = [cupy_flash.explain(Q, K, V, **asked, **options) for asked in (dict(kv_lengths=lengths), dict(dropout=0.5))]
@@ -452,6 +505,263 @@ def test_the_order_of_inputs_is_that_of_launches():
 
     names = ("q", "k", "v", *ARRAY_NAMES, "cu_seqlens_q", "cu_seqlens_k", "dout", "out", "lse", "dlse")
     assert sorted(names, key=Operands._fields.index) == list(names)
+
+
+# KV caches
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Arrays of indices are not read, as those on a GPU."""
+    monkeypatch.setattr(keyed_plan, "CHECKED", ())
+    monkeypatch.setattr(of_cache(), "indices_of", lambda _: ())
+    monkeypatch.setattr(of_cache(), "check_contents", lambda *_: None)
+
+
+def on_cache(q, k_cache, v_cache, **options):
+    forced = {"backend": "simulator", "engine": "simt", "return_lse": True}
+    return cupy_flash.attention_with_kv_cache(q, k_cache, v_cache, **forced | options)
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+def indices(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def new(rows=1):
+    """Return rows to append."""
+    return dict(k=half(2, rows, 2, 32), v=half(2, rows, 2, 32))
+
+
+CACHED = half(2, 1, 4, 32), half(2, 64, 2, 32), half(2, 64, 2, 32)
+PAGED = half(2, 1, 4, 32), half(8, 16, 2, 32), half(8, 16, 2, 32)
+WIDE_CACHE = tuple(x[..., :32] for x in (half(2, 64, 2, 40), half(2, 64, 2, 40)))
+NEW, LENGTHS, PAGES = new(), dict(cache_seqlens=indices(2)), dict(block_table=indices(2, 4))
+TABLES = dict(rotary_cos=half(64, 8), rotary_sin=half(64, 8))
+TOKENS = (half(5, 4, 32), *CACHED[1:])
+PACKED = dict(cu_seqlens_q=indices(3), max_seqlen_q=3)
+QUERIES = half(2, 2, 4, 32)
+SQUARE = tuple(half(2, 4, 4, 32) for _ in range(3))
+FP8 = tuple(x.to(torch.float8_e4m3fn) for x in CACHED[1:])
+
+# As CHANGES
+CACHE_CHANGES = {
+    "shape": (((QUERIES[:, :1], *CACHED[1:]), {}), ((QUERIES, *CACHED[1:]), {})),
+    "capacity": ((CACHED, {}), ((CACHED[0], *(x[:, :48] for x in CACHED[1:])), {})),
+    "strides": ((CACHED, {}), ((CACHED[0], WIDE_CACHE[0], CACHED[2]), {})),
+    "dtype": ((CACHED, {}), (tuple(x.bfloat16() for x in CACHED), {})),
+    "dtype-of-the-caches": ((CACHED, dict(engine="mma_decode")), ((CACHED[0], *FP8), dict(engine="mma_decode"))),
+    "alignment-to-16": ((CACHED, {}), ((CACHED[0], misaligned(CACHED[1], 4), CACHED[2]), {})),
+    "appended": ((CACHED, LENGTHS), (CACHED, LENGTHS | NEW)),
+    "rows-appended": ((CACHED, LENGTHS | NEW), (CACHED, LENGTHS | new(2))),
+    "strides-of-rows": ((CACHED, LENGTHS | NEW), (CACHED, LENGTHS | NEW | dict(v=half(2, 1, 2, 40)[..., :32]))),
+    "cache-seqlens": ((CACHED, {}), (CACHED, LENGTHS)),
+    "number-of-keys": ((CACHED, {}), (CACHED, dict(cache_seqlens=3))),
+    "cache-seqlens-number": ((CACHED, dict(cache_seqlens=3)), (CACHED, {})),
+    "cache-seqlens-type": ((CACHED, dict(cache_seqlens=1)), (CACHED, dict(cache_seqlens=True))),
+    "cache-batch-idx": ((CACHED, LENGTHS), (CACHED, LENGTHS | dict(cache_batch_idx=indices(2)))),
+    "cache-leftpad": ((CACHED, LENGTHS), (CACHED, LENGTHS | dict(cache_leftpad=indices(2)))),
+    "which-array-of-indices": (
+        (CACHED, LENGTHS | dict(cache_batch_idx=indices(2))), (CACHED, LENGTHS | dict(cache_leftpad=indices(2)))
+    ),
+    "block-table": ((PAGED, LENGTHS), (PAGED, LENGTHS | PAGES)),
+    "columns-of-a-block-table": ((PAGED, PAGES), (PAGED, dict(block_table=indices(2, 8)))),
+    "strides-of-a-block-table": ((PAGED, PAGES), (PAGED, dict(block_table=indices(2, 8)[:, :4]))),
+    "slots": ((CACHED, LENGTHS | NEW), (CACHED, LENGTHS | NEW | dict(slots=indices(2, dtype=torch.int64)))),
+    "positions": ((CACHED, LENGTHS | TABLES), (CACHED, LENGTHS | TABLES | dict(positions=indices(2, 1)))),
+    "packed": ((TOKENS, PACKED), (TOKENS, PACKED | dict(cu_seqlens_q=indices(4)))),
+    "max-seqlen-q": ((TOKENS, PACKED), (TOKENS, PACKED | dict(max_seqlen_q=100))),
+    "max-seqlen-q-type": ((TOKENS, PACKED), (TOKENS, PACKED | dict(max_seqlen_q=3.0))),
+    "rotary": ((CACHED, {}), (CACHED, TABLES)),
+    "rotary-interleaved": ((CACHED, TABLES), (CACHED, TABLES | dict(rotary_interleaved=False))),
+    "rotary-interleaved-type": ((CACHED, TABLES), (CACHED, TABLES | dict(rotary_interleaved=1))),
+    "rotary-rows": ((CACHED, TABLES), (CACHED, dict(rotary_cos=half(80, 8), rotary_sin=half(80, 8)))),
+    "causal": ((CACHED, {}), (CACHED, dict(causal=False))),
+    "causal-type": ((CACHED, {}), (CACHED, dict(causal=1))),
+    "window": ((CACHED, dict(window=(1, 2))), (CACHED, dict(window=(2, 2)))),
+    "window-type": ((CACHED, dict(window=(1, 2))), (CACHED, dict(window=(1, 2.0)))),
+    "scale": ((CACHED, dict(scale=1.0)), (CACHED, dict(scale=2.0))),
+    "scale-type": ((CACHED, dict(scale=1.0)), (CACHED, dict(scale=True))),
+    "softcap": ((CACHED, {}), (CACHED, dict(softcap=2.0))),
+    "alibi": ((CACHED, dict(alibi_slopes=SLOPES[0])), (CACHED, dict(alibi_slopes=SLOPES[1]))),
+    "sink": ((CACHED, {}), (CACHED, dict(sink=SINK))),
+    "mask": (
+        (CACHED, dict(mask=torch.ones(2, 1, 1, 4, dtype=torch.bool))),
+        (CACHED, dict(mask=torch.ones(2, 1, 1, 5, dtype=torch.bool))),
+    ),
+    "descale": (
+        ((CACHED[0], *FP8), dict(engine="mma_decode")),
+        ((CACHED[0], *FP8), dict(engine="mma_decode", k_descale=torch.ones(2, 2))),
+    ),
+    "split-size": ((CACHED, dict(engine="mma_decode")), (CACHED, dict(engine="mma_decode", split_size=64))),
+    "layout": ((SQUARE, {}), (SQUARE, dict(layout="bhsd"))),
+    "out": ((CACHED, {}), (CACHED, dict(out=half(2, 1, 4, 32)))),
+    "strides-of-out": (
+        (CACHED, dict(out=half(2, 1, 4, 32))), (CACHED, dict(out=half(2, 1, 4, 40)[..., :32]))
+    ),
+    "return-lse-type": ((CACHED, {}), (CACHED, dict(return_lse=1))),
+    "engine": ((CACHED, {}), (CACHED, dict(engine="mma_decode"))),
+    "backend": (
+        (CACHED, dict(engine="mma_decode")), (CACHED, dict(engine="mma_decode", backend="simulator:sm_75"))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("component", CACHE_CHANGES)
+def test_a_changed_component_of_a_call_on_a_cache_is_seen(component, unread):
+    check_a_change(on_cache, *CACHE_CHANGES[component])
+
+
+CACHE_FORMS = {
+    "contiguous": lambda: (CACHED, {}),
+    "number": lambda: (CACHED, dict(cache_seqlens=3) | new()),
+    "paged": lambda: (PAGED, dict(cache_seqlens=indices(2), block_table=indices(2, 4)) | new()),
+    "slots": lambda: (PAGED, dict(cache_seqlens=indices(2), slots=indices(2, dtype=torch.int64), **PAGES) | new()),
+    "rotary": lambda: (CACHED, dict(cache_seqlens=indices(2), positions=indices(2, 1), **TABLES) | new()),
+    "packed": lambda: (TOKENS, PACKED),
+    "out": lambda: (CACHED, dict(out=half(2, 1, 4, 32))),
+    "arrays": lambda: (
+        CACHED,
+        dict(
+            alibi_slopes=torch.zeros(4), sink=torch.zeros(4), mask=torch.ones(2, 1, 1, 4, dtype=torch.bool),
+            cache_batch_idx=indices(2), cache_leftpad=indices(2), cache_seqlens=indices(2), out=half(2, 1, 4, 32),
+        ) | new(),
+    ),
+}  # fmt: skip
+CACHE_ENGINES = {
+    "simt": {},
+    "mma": dict(engine="mma"),
+    "mma_decode": dict(engine="mma_decode"),
+    "hopper": dict(engine="mma_decode", backend="simulator:sm_90a", split_size=64),
+}
+
+
+@pytest.mark.parametrize("form", CACHE_FORMS)
+@pytest.mark.parametrize("engine", CACHE_ENGINES)
+def test_an_entry_of_a_call_on_a_cache_launches_what_a_posed_call_does(form, engine, unread):
+    def call():
+        inputs, options = CACHE_FORMS[form]()
+        inputs = tuple(x.clone() for x in inputs)
+        return lambda: on_cache(*inputs, **options | CACHE_ENGINES[engine])
+
+    posed(call())
+    second = call()
+    got, kept = outcome(second)
+    assert kept and got == posed(second)
+
+
+def test_a_length_that_is_a_number_may_change():
+    """It is read at every call, and a number for which there is no room is refused as if nothing were kept."""
+    for most, options in ((62, new(2)), (64, {}), (48, dict(rotary_cos=half(48, 8), rotary_sin=half(48, 8)))):
+        base(*CACHED, function=on_cache, cache_seqlens=3, **options)
+        for length in (0, 7, most, most + 1, -1, 2**40):
+            got, kept = outcome(lambda n=length, options=options: on_cache(*CACHED, cache_seqlens=n, **options))
+            assert kept == (0 <= length <= most)
+            expected = posed(lambda n=length, options=options: on_cache(*CACHED, cache_seqlens=n, **options))
+            assert got == expected and (kept or got[0] is ValueError)
+            outcome(lambda options=options: on_cache(*CACHED, cache_seqlens=3, **options))
+
+
+SHAPES = {"q": (2, 1, 4, 32), "k": (2, 1, 2, 32), "v": (2, 1, 2, 32), "out": (2, 1, 4, 32)}
+SHAPES |= dict.fromkeys(("k_cache", "v_cache"), (2, 64, 2, 32))
+SIZES = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
+APART = {name: 20_480 * n for n, name in enumerate(SHAPES)}  # first elements
+OVERLAPS = [("out", name) for name in ("q", "k", "v", "k_cache", "v_cache")]
+OVERLAPS += [(name, cache) for name in ("q", "k", "v") for cache in ("k_cache", "v_cache")]
+
+
+def within(memory, starts):
+    """Return a call on arrays that start at these elements of `memory`."""
+    x = {name: memory[start : start + SIZES[name]].view(SHAPES[name]) for name, start in starts.items()}
+    arrays = [x.pop(name) for name in ("q", "k_cache", "v_cache")]
+    return lambda: on_cache(*arrays, **x, **({"cache_seqlens": 3} if "k" in x else {}))
+
+
+@pytest.mark.parametrize(("name", "other"), OVERLAPS)
+def test_an_overlap_with_what_is_written_is_seen(name, other):
+    """From the first element to the last: the next one is apart. The key is the same, so the entry would be stale."""
+    memory = half(20_480 * 8)
+    keyed_plan.forget()
+    outcome(within(memory, APART))
+    places = {APART[other]: False, APART[other] + SIZES[other] - 32: False, APART[other] + SIZES[other]: True}
+    places |= {APART[other] - SIZES[name] + 32: False, APART[other] - SIZES[name]: True}
+    for start, is_apart in places.items():
+        if start >= 0:
+            got, kept = outcome(within(memory, APART | {name: start}))
+            assert kept == is_apart and (is_apart or f"{name} overlaps {other}" in got[1])
+    assert len(keyed_plan._entries) == 1
+
+
+def test_caches_that_start_at_one_address_are_seen():
+    memory = half(20_480 * 8)
+    keyed_plan.forget()
+    outcome(within(memory, APART))
+    got, kept = outcome(within(memory, APART | {"v_cache": APART["k_cache"]}))
+    assert not kept and "start at one address" in got[1]
+
+
+def test_a_call_that_writes_to_no_argument_may_have_overlaps():
+    memory, reads = half(20_480 * 8), {name: APART[name] for name in ("q", "k_cache", "v_cache")}
+    outcome(within(memory, reads))
+    assert outcome(within(memory, dict.fromkeys(reads, 0)))[1]
+
+
+def test_what_a_call_writes_has_a_new_version():
+    """So that autograd refuses a backward through its old contents."""
+    out, append = half(2, 1, 4, 32), dict(cache_seqlens=3) | new()
+    for options in ({}, dict(out=out), append, dict(out=out) | append):
+        base(*CACHED, function=on_cache, **options)
+        before = [x._version for x in (*CACHED, out)]
+        on_cache(*CACHED, **options)
+        assert LOG[-1].kept
+        changed = [x._version > n for x, n in zip((*CACHED, out), before, strict=True)]
+        assert changed == [False, "k" in options, "k" in options, "out" in options]
+
+
+def test_a_served_call_on_a_cache_returns_out_and_lse():
+    out = half(2, 1, 4, 32)
+    for given in (None, out):
+        for return_lse in (False, True):
+            for _ in range(2):
+                result = on_cache(*CACHED, out=given, return_lse=return_lse)
+            first = result[0] if return_lse else result
+            assert LOG[-1].kept and first.shape == (2, 1, 4, 32) and (given is None or first is given)
+            assert not return_lse or result[1].shape == (2, 4, 1)
+
+
+def test_gradients_through_a_cache_are_refused():
+    q = CACHED[0].clone()
+    base(q, *CACHED[1:], function=on_cache)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="q require grad"):
+        on_cache(q, *CACHED[1:])
+    with torch.no_grad():
+        on_cache(q, *CACHED[1:])
+    assert LOG[-1].kept
+
+
+@pytest.mark.parametrize("observer", OBSERVED)
+def test_an_observed_call_on_a_cache_is_posed(observer):
+    kept = base(*CACHED, function=on_cache)
+    with OBSERVED[observer]():
+        assert not outcome(kept)[1]
+
+
+def test_a_mod_on_a_cache_poses():
+    for _ in range(2):
+        assert not outcome(lambda: on_cache(*CACHED, score_mod=lambda score, b, h, i, j: score * 2))[1]
+
+
+def test_indices_in_host_memory_are_checked_every_time():
+    lengths = indices(2)
+    for _ in range(2):
+        assert not outcome(lambda: on_cache(*CACHED, cache_seqlens=lengths))[1]
+    lengths[0] = 65
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        on_cache(*CACHED, cache_seqlens=lengths)
 
 
 # Autograd
@@ -539,6 +849,87 @@ def test_a_kept_backward_launches_what_a_posed_one_does():
             torch.autograd.grad(out, inputs, DOUT, retain_graph=True)
             launched.append(LOG[-1])
         assert [x.kept for x in launched] == [False, True] and launched[0][1:] == launched[1][1:]
+
+
+def required(x):
+    return x.clone().requires_grad_()
+
+
+MASK = torch.ones(2, 1, 40, 40, dtype=torch.bool)
+WITH_ARRAYS = {
+    "bias": lambda: dict(bias=required(BIAS)),
+    "bias-without-gradient": lambda: dict(bias=BIAS),
+    "sink": lambda: dict(sink=required(SINK)),
+    "alibi": lambda: dict(alibi_slopes=SLOPES[1]),
+    "mask-and-lengths": lambda: dict(mask=MASK, q_lengths=indices(2), kv_lengths=indices(2)),
+    "all": lambda: dict(bias=required(BIAS), sink=required(SINK), alibi_slopes=SLOPES[0], mask=MASK),
+    "packed": lambda: dict(cu_seqlens=indices(3)),
+    "packed-with-sink": lambda: dict(cu_seqlens=indices(3), sink=required(SINK), alibi_slopes=SLOPES[1]),
+}
+
+
+def attention_of(inputs, cu_seqlens=None, longest=(40, 40), **options):
+    """Return out and lse of a padded batch, or with cu_seqlens of a packed one."""
+    options = {"backend": "simulator", "engine": "simt", "return_lse": True} | options
+    if cu_seqlens is None:
+        return cupy_flash.attention(*inputs, **options)
+    tokens = (x.flatten(0, 1) for x in inputs)
+    return cupy_flash.attention_varlen(*tokens, cu_seqlens, cu_seqlens, *longest, **options)
+
+
+@pytest.mark.parametrize("form", WITH_ARRAYS)
+@pytest.mark.parametrize("engine", ["simt", "mma"])
+def test_a_call_with_other_arrays_is_served_with_its_backward(form, engine, unread):
+    """It launches what a posed one does, and each gradient has the shape of its input."""
+    for n in range(3):
+        inputs, options = differentiable(), WITH_ARRAYS[form]()
+        wanted = [*inputs, *(x for x in options.values() if x.requires_grad)]
+        LOG.clear()
+        out, _ = attention_of(inputs, engine=engine, **options)
+        dout = torch.ones_like(out)
+        gradients = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        assert [launched.kept for launched in LOG] == [n > 0, n > 1]
+        assert [x.shape for x in gradients] == [x.shape for x in wanted]
+    keyed_plan._entries[next(iter(keyed_plan._entries))].backwards.clear()
+    torch.autograd.grad(out, wanted, dout)
+    _, served, posed_again = LOG
+    assert not posed_again.kept and posed_again[1:] == served[1:]
+
+
+# {component: (options of what is kept, options of the call whose forward or backward must be another)}
+CHANGED_WITH_GRADIENTS = {
+    "bias-gradient": (dict(bias=required(BIAS)), dict(bias=BIAS)),
+    "shape-of-bias": (dict(bias=required(BIAS)), dict(bias=required(BIAS[:, :1]))),
+    "strides-of-bias": (dict(bias=required(BIAS)), dict(bias=BIAS.transpose(2, 3).requires_grad_())),
+    "dtype-of-bias": (dict(bias=required(BIAS)), dict(bias=required(BIAS.float()))),
+    "dtype-of-sink": (dict(sink=required(SINK)), dict(sink=required(SINK.half()))),
+    "which-is-present": (dict(sink=required(SINK)), dict(alibi_slopes=SLOPES[0])),
+    "shape-of-alibi": (dict(alibi_slopes=SLOPES[0]), dict(alibi_slopes=SLOPES[1])),
+    "packed": ({}, dict(cu_seqlens=indices(3))),
+    "sequences": (dict(cu_seqlens=indices(3)), dict(cu_seqlens=indices(4))),
+    "max-seqlen": (dict(cu_seqlens=indices(3)), dict(cu_seqlens=indices(3), longest=(80, 80))),
+}
+
+
+@pytest.mark.parametrize("component", CHANGED_WITH_GRADIENTS)
+def test_a_changed_component_is_seen_with_gradients(component, unread):
+    inputs = differentiable()
+
+    def launches(options):
+        LOG.clear()
+        out, _ = attention_of(inputs, **options)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        return [[[launch.text_key, launch.grid] for launch in each.launches] + [each.arguments] for each in LOG]
+
+    before, after = CHANGED_WITH_GRADIENTS[component]
+    for _ in range(3):
+        kept = launches(before)
+    assert all(launched.kept for launched in LOG)
+    got = launches(after)
+    assert not LOG[1].kept
+    keyed_plan.forget()
+    expected = launches(after)
+    assert [x[:-1] for x in got] == [x[:-1] for x in expected] and got[0] == expected[0] and got != kept
 
 
 def test_the_options_of_a_forward_are_those_of_its_backward():

@@ -10,16 +10,24 @@ import pytest
 BUDGET = {
     "cupy_flash": [
         (21711, "the package when the budget began"),
+        (351, "the engine aten: torch's flash operators on the CPU, with the semantics of attention over them"),
         (287, "micro-kernels with results that the PTX ISA states; ptx --evidence, which names what confirms a form"),
         (83, "torch's flex_attention: the checks of its signature, and lse in the layout of a query"),
+        (70, "torch's varlen_attn: the checks of its signature, and packed keys in use as pages of one key"),
+        (50, "diffusers: a backend by the name cupy_flash, added to its closed Enum and taken away again"),
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
+        (150, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
+        (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
+        (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),
+        (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),
         (17, "tables mark the fastest, and split in two where a page is too narrow"),
         (9, "overhead: the function that a backend repeats launches with"),
+        (12, "overhead: a decode step on a paged cache"),
     ],
 }
 LARGEST = 500

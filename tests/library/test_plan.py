@@ -172,8 +172,11 @@ def test_the_registry_is_the_only_list_of_engines():
     """Outside engines/ only problem/records.py lists the engines' names, in the order of the registry."""
     assert tuple(MODULES) == ENGINES
     names = set(ENGINES) - set(BACKENDS)
-    instructions = {"mma", "wgmma"}  # these two are also names of PTX instructions, which the modules below may mention
-    of_instructions = {"measure/checks/micro_kernels.py", "measure/checks/evidence.py"}
+    others = {  # modules that speak of PTX instructions, or of torch's library of operators, with these names
+        "measure/checks/micro_kernels.py": {"mma", "wgmma"},
+        "measure/checks/evidence.py": {"mma", "wgmma"},
+        "adapters/torch/registry.py": {"aten"},
+    }
     package = Path(cupy_flash.__file__).parent
     for path in package.rglob("*.py"):
         where = path.relative_to(package).as_posix()
@@ -182,7 +185,7 @@ def test_the_registry_is_the_only_list_of_engines():
             continue
         tree = ast.parse(path.read_text("utf-8"))
         found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in names}
-        assert found <= (instructions if where in of_instructions else set()), where
+        assert found <= others.get(where, set()), where
 
 
 def test_every_option_is_named_by_an_engine():
@@ -211,9 +214,9 @@ def test_an_engine_serves_the_dtypes_that_it_names(engine):
     module = MODULES[engine]
     cache = CACHE._replace(page=None) if module.OPTIONS is None else None
     on_cpu = "cpu" in module.BACKENDS
-    devices = [DEVICE] if on_cpu else [named(arch) for arch in GPUS]
+    devices = [DEVICE._replace(torch_flash="")] if on_cpu else [named(arch) for arch in GPUS]
     for name in (*DTYPES, FP8, "int8"):
-        plain = dict(softcap=None, bias=None, sink=False, head_dim=64, head_dim_v=64, q_len=8)
+        plain = dict(softcap=None, bias=None, sink=False, head_dim=64, head_dim_v=64, q_len=8, equal_lengths=True)
         dtype = named_dtype(name)
         problem = PROBLEM._replace(dtype=dtype, cache=cache and cache._replace(dtype=dtype), **plain)
         served = [device for device in devices if not engine_refusals(engine, problem, device)]

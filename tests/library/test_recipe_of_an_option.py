@@ -65,7 +65,8 @@ assert "  - simt: it takes no temperature" in served(backend="simulator")
 SERVED_BY_ALL = """
 q, k, v = (x.astype("float16") for x in (q, k, v))
 for backend in ("cpu", "simulator", "simulator:sm_90a"):
-    assert "it takes no" not in cupy_flash.explain(q, k, v, temperature=2.0, backend=backend)
+    lines = cupy_flash.explain(q, k, v, temperature=2.0, backend=backend).splitlines()
+    assert not [line for line in lines if "it takes no" in line and not line.startswith("not aten")]  # torch's own
 """
 
 

@@ -421,19 +421,25 @@ FP8 = ("e4m3", "e5m2")
 def cases():
     """Yield (name, function, arguments) of every case."""
     for (name, dtype), transposes in itertools.product(DTYPES.items(), TRANSPOSES):
-        for capability in (80, 89, 90, 120):
-            if capability > 80 or name not in FP8:
+        for capability in (80, 89, 90, 100, 120):
+            # The simulator has tcgen05.mma of 16-bit numbers only.
+            if (capability > 80 or name not in FP8) and (capability != 100 or name in ("f16", "bf16")):
                 yield f"matmul-sm_{capability}-{name}-{transposes}", matmul, (capability, dtype, transposes)
         for capability in (90, 120):
             # The simulator has no ldmatrix.m16n16, with which Triton transposes bytes on sm_120.
             if name != "tf32" and not (capability == 120 and name in FP8 and transposes[0] == "t"):
                 yield f"tiles-sm_{capability}-{name}-{transposes}", matmul_tiles, (capability, dtype, transposes)
-    for capability in (90, 120):
+    for capability in (90, 100, 120):
         for swizzle in SWIZZLES:
             blocks = (64, 64, swizzle // 2)
             yield f"tiles-sm_{capability}-swizzle-{swizzle}", matmul_tiles, (capability, BF16, "nt", blocks)
         outside = (64, 64, 64), (100, 56, 88)
         yield f"tiles-sm_{capability}-outside", matmul_tiles, (capability, np.float16, "nn", *outside)
+    for name, transposes in itertools.product(("f16", "bf16"), TRANSPOSES):
+        whole = (128, 128, 64), (128, 128, 128)
+        yield f"tiles-sm_100-{name}-{transposes}", matmul_tiles, (100, DTYPES[name], transposes, *whole)
+    yield "tiles-sm_100-n256", matmul_tiles, (100, BF16, "nn", (128, 256, 64), (128, 256, 128))
+    yield "tiles-sm_100-specialised", partial(matmul_tiles, specialised=True), (100, np.float16)
     yield "tiles-sm_90-specialised", partial(matmul_tiles, specialised=True), (90, np.float16)
     yield "tiles-sm_90-cluster", partial(matmul_tiles, num_ctas=2), (90, np.float16, "nn", (128, 64, 64))
     # Triton refuses wgmma on shared memory without a swizzle.
@@ -485,7 +491,7 @@ def cases():
         if name != "tf32":
             yield f"encode-sm_{capability}-{name}", encode, (capability, DTYPES[name])
     yield "dependent", dependent, ()
-    for capability, name in itertools.product((80, 89, 90, 120), ("f16", "bf16")):
+    for capability, name in itertools.product((80, 89, 90, 100, 120), ("f16", "bf16")):
         for causal in (False, True):
             end = "-causal" if causal else ""
             yield f"attention-sm_{capability}-{name}{end}", attention, (capability, DTYPES[name], causal)
@@ -505,6 +511,9 @@ DEFAULT = {
     "tiles-sm_90-outside",
     "tiles-sm_90-specialised",
     "tiles-sm_90-cluster",
+    "tiles-sm_100-f16-tn",
+    "tiles-sm_100-swizzle-64",
+    "tiles-sm_100-specialised",
     "tiles-sm_120-swizzle-64",
     "wgmma-bf16-kk-64",
     "wgmma-bf16-mm-128",
@@ -542,5 +551,6 @@ DEFAULT = {
     "encode-sm_89-e4m3",
     "dependent",
     "attention-sm_80-bf16-causal",
+    "attention-sm_100-bf16",
     "attention-backward-sm_90-f16",
 }

@@ -10,7 +10,17 @@ import textwrap
 from typing import NamedTuple
 
 from cupy_flash.simulator import SimulationError
-from cupy_flash.simulator.asynchrony import barriers, boxes, bulk, clusters, copies, mbarriers, registers, wgmma
+from cupy_flash.simulator.asynchrony import (
+    barriers,
+    boxes,
+    bulk,
+    clusters,
+    copies,
+    mbarriers,
+    registers,
+    tcgen05,
+    wgmma,
+)
 from cupy_flash.simulator.instructions import access, collectives, convert, floating, integer, matrix, moves
 from cupy_flash.simulator.memory import grid_order, store
 
@@ -164,6 +174,73 @@ MUTATIONS = {
             wgmma._sum_of_14_bits,
             "    # A product's",
             "    return (total + a @ b.swapaxes(1, 2)).astype(np.float32)\n    # A product's",
+        ),
+    ],
+    "tcgen05": [
+        one(
+            "instruction descriptor: transposes",
+            "A and B exchanged",
+            tcgen05._shape,
+            "bool(bits >> 15 & 1), bool(bits >> 16 & 1)",
+            "bool(bits >> 16 & 1), bool(bits >> 15 & 1)",
+        ),
+        one("instruction descriptor: N", "a bit higher", tcgen05._shape, "bits >> 17 & 63", "bits >> 18 & 31"),
+        one("instruction descriptor: M", "a bit higher", tcgen05._shape, "bits >> 24 & 31", "bits >> 25 & 15"),
+        one(
+            "instruction descriptor: types",
+            "those of kind::tf32",
+            tcgen05._shape,
+            "bits >> 7 & 7, bits >> 10 & 7",
+            "bits >> 8 & 7, bits >> 11 & 7",
+        ),
+        one(
+            "matrix descriptor: codes of swizzles",
+            "64 and 128 bytes exchanged",
+            tcgen05._layout,
+            "_SWIZZLES[descriptor >> 61]",
+            "_SWIZZLES[{2: 4, 4: 2}.get(descriptor >> 61, descriptor >> 61)]",
+        ),
+        one(
+            "accumulators of 64 rows",
+            "in the upper 16 of 32 lanes",
+            tcgen05.Tcgen05Queue._compute,
+            "mma.d >> 20 & 1",
+            "1 - (mma.d >> 20 & 1)",
+        ),
+        one(
+            "A in tensor memory",
+            "the smaller k in the upper half of a column",
+            tcgen05.Tcgen05Queue._compute,
+            "a = elements(words, shape.type)",
+            "a = elements(words, shape.type)[:, :, np.arange(16) ^ 1]",
+        ),
+        one(
+            "enable-input-d",
+            "ignored",
+            tcgen05.Tcgen05Queue._compute,
+            "np.where(adds[:, None, None], old + product, product)",
+            "product",
+        ),
+        one(
+            "tcgen05.commit",
+            "arrives before the mma",
+            tcgen05.Tcgen05Queue._complete,
+            "for one in self.in_flight:",
+            "for one in sorted(self.in_flight, key=lambda one: isinstance(one, _Mma)):",
+        ),
+        one(
+            "lanes of tcgen05.ld and .st, 16x32bx2",
+            "threads 16 to 31 in the same columns",
+            tcgen05.access_layout,
+            "register + thread // 16 * split",
+            "register",
+        ),
+        one(
+            "the lanes that a warp reaches",
+            "by half of its index",
+            tcgen05._access,
+            "context.warp_of_row[rows] % 4",
+            "context.warp_of_row[rows] // 2 % 4",
         ),
     ],
     "TMA": [

@@ -173,7 +173,7 @@ def attention_jvp(
         UnsupportedError: no engine of the backend computes it.
     """
     function = "attention_jvp"
-    static, operands, captured = _read(function, {"q": q, "k": k, "v": v}, options)
+    static, operands, captured = read(function, {"q": q, "k": k, "v": v}, options)
     if tcaptured is not None and (not isinstance(tcaptured, (tuple, list)) or len(tcaptured) != len(captured)):
         raise TypeError(
             f"{function}: tcaptured must be a sequence with a tangent or None for each of the {len(captured)} captured "
@@ -189,12 +189,12 @@ def attention_jvp(
 
 def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
     """Compute attention on the operands and the arrays among the options: out, or (out, lse) with return_lse."""
-    static, operands, _ = _read(function, operands, options, **sizes)
+    static, operands, _ = read(function, operands, options, **sizes)
     results = run(FORWARD, static, operands)
     return (results["out"], results["lse"]) if static.return_lse else results["out"]
 
 
-def _read(
+def read(
     function: str, operands: dict[str, Any], options: Any, **sizes: Any
 ) -> tuple[Static, dict[str, Any], tuple[Any, ...]]:
     """Return the static options, all operands by name, and the arrays that mods capture."""

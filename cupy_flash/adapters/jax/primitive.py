@@ -50,7 +50,8 @@ def _call_back(*arrays: Any, call: str) -> Any:
     shapes = list(parsed.results(dict(zip(parsed.names, arrays, strict=True))).values())
 
     def run(*arrays: Any) -> Any:
-        operands = {name: as_array(np.asarray(x), name) for name, x in zip(parsed.names, arrays, strict=True)}
+        # Arrays of jax, so that the engine, and with it the bits, are those of a call without jit.
+        operands = {name: as_array(x, name) for name, x in zip(parsed.names, arrays, strict=True)}
         buffers = [as_array(np.empty(*shape), "result") for shape in shapes]
         return [result.numpy() for result in parsed.run(operands, buffers).values()]
 

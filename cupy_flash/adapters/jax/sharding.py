@@ -105,7 +105,7 @@ def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     )
     written = f"{operands} -> {results}"
     in_order = dict.fromkeys(re.findall(r"\w+", written))  # Shardy requires them in order of appearance
-    sized = {"r": group} if group > 1 else {}
+    sized = {"r": group} if "r" in in_order else {}
     return {"sharding_rule": written, "need_replication_factors": tuple(x for x in in_order if x in whole), **sized}
 
 

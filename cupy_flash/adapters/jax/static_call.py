@@ -33,6 +33,7 @@ ARRAYS = tuple(feature.name for feature in records.ARRAYS)
 NUMBERS = {feature.name: feature.example for feature in records.NUMBERS}  # placeholders for traced values
 FORWARD, BACKWARD = "forward", "backward"
 APPEND, CACHED = "append", "cached"  # the steps of kv_cache.py
+WEIGHTS, WEIGHTS_BACKWARD = "weights", "weights backward"  # those of weights.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -146,6 +147,17 @@ class Call(NamedTuple):
 
     def pose(self, operands: dict[str, Any]) -> tuple[Problem, Operands]:
         """Return the problem and its operands, or raise one error with every requirement that is not met."""
+        saved = None
+        if self.step in WITH_GRADIENTS:
+            saved = Saved(operands["dout"], operands["out"], operands["lse"], operands.get("dlse"))
+        arrays = (operands["q"], operands["k"], operands["v"])
+        return pose(
+            self.static.function, arrays, self.options(operands), self.packed(operands), saved, self.shard(operands),
+            self._tangents(operands),
+        )  # fmt: skip
+
+    def options(self, operands: dict[str, Any]) -> Options:
+        """Return the options of the caller."""
         static = self.static
         given = {name: getattr(static, name) for name in OPTIONS}
         given |= {name: operands.get(name) for name in ARRAYS}
@@ -154,16 +166,20 @@ class Call(NamedTuple):
         settings.score_mod = self._mod(operands)
         if "seed" in operands:
             settings.seed = _seed(operands["seed"])
-        packed = saved = None
-        if static.max_seqlen_q is not None:
-            bounds = (operands["cu_seqlens_q"], operands["cu_seqlens_k"])
-            packed = Packed(*bounds, static.max_seqlen_q, static.max_seqlen_k)
-        if self.step in WITH_GRADIENTS:
-            saved = Saved(operands["dout"], operands["out"], operands["lse"], operands.get("dlse"))
+        return settings
+
+    def packed(self, operands: dict[str, Any]) -> Packed | None:
+        """Return the boundaries of a packed batch; None for a padded one."""
+        static = self.static
+        if static.max_seqlen_q is None:
+            return None
+        return Packed(operands["cu_seqlens_q"], operands["cu_seqlens_k"], static.max_seqlen_q, static.max_seqlen_k)
+
+    def shard(self, operands: dict[str, Any]) -> Shard:
+        """Return the place of a device's call in the whole one."""
+        static = self.static
         first_batch, first_head = _integers(operands["first"]) if "first" in operands else static.place or (0, 0)
-        shard = Shard(operands.get("starts"), static.row_step or 1, first_head, static.whole_heads, first_batch)
-        arrays = (operands["q"], operands["k"], operands["v"])
-        return pose(static.function, arrays, settings, packed, saved, shard, self._tangents(operands))
+        return Shard(operands.get("starts"), static.row_step or 1, first_head, static.whole_heads, first_batch)
 
     def _tangents(self, operands: dict[str, Any]) -> Tangents | None:
         """Return the tangents of a JVP or a double backward; None for another step."""

@@ -1,4 +1,4 @@
-"""Attention on torch tensors, under every transform of torch; the APIs of SDPA, FlexAttention and flash-attn."""
+"""Attention on torch tensors, under every transform; the APIs of SDPA, FlexAttention, varlen_attn and flash-attn."""
 
 from torch import distributed
 from torch.nn.attention import register_flash_attention_impl
@@ -18,6 +18,7 @@ from .module import CausalSelfAttention
 from .registry import Activation
 from .sdpa_drop_in import scaled_dot_product_attention, sdpa
 from .transforms import forward
+from .varlen_attn_drop_in import varlen_attn
 
 __all__ = [
     "CausalSelfAttention",
@@ -34,6 +35,7 @@ __all__ = [
     "forward",
     "scaled_dot_product_attention",
     "sdpa",
+    "varlen_attn",
 ]
 
 # torch.nn.attention.activate_flash_attention_impl("cupy_flash") activates the implementation registered here.

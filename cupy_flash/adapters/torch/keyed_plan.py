@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...arrays import dtype_name
-from ...keyed_plan import ALIGNMENT, Call, Outputs, call_of
-from ...problem.records import Options, Packed
+from ...keyed_plan import ALIGNMENT, Call, call_of
+from ...problem.records import CacheOptions, Options, Packed
 from .autograd_kernel import PLAIN, is_observed
 
 if TYPE_CHECKING:
-    from ...gpu.kept_launches import Allocate
+    from ...gpu.kept_launches import Allocate, Outputs
 
 
-def call_on_tensors(arrays: tuple[Any, Any, Any], options: Options, packed: Packed | None = None) -> Call | None:
+def call_on_tensors(
+    arrays: tuple[Any, Any, Any], options: Options | CacheOptions, packed: Packed | None = None
+) -> Call | None:
     """Return the call if it has a key, else None."""
     if (options.backend is None and not arrays[0].is_cuda) or is_changed():
         return None

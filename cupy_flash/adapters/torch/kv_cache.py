@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from ... import dispatch
+from ... import dispatch, keyed_plan
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import ARRAY, CHOICE, FLAG, INTEGER, LENGTHS, NUMBER
 from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError
 from .autograd_kernel import are_plain
+from .keyed_plan import allocator, call_on_tensors
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind in (ARRAY, LENGTHS))
@@ -54,8 +55,15 @@ append_to_kv_cache = torch.ops.cupy_flash.append_to_kv_cache.default
 
 def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     """Return the result of `cupy_flash.attention_with_kv_cache` on tensors, which is `out` if that is given."""
+    is_compiling = torch.compiler.is_compiling()
+    call = None if is_compiling else call_on_tensors((q, k_cache, v_cache), options)
+    if call is not None and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])):
+        outputs = keyed_plan.run(call)
+        if outputs is not None:
+            _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
+            return keyed_plan.result_on_cache(outputs, options)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
-    if torch.compiler.is_compiling():
+    if is_compiling:
         if options.score_mod is not None or options.mask_mod is not None:
             raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
     elif (
@@ -63,7 +71,7 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
         or options.mask_mod is not None
         or are_plain([x for x in given.values() if x is not None])
     ):
-        return _attend_directly(q, k_cache, v_cache, options, given)
+        return _attend_directly(q, k_cache, v_cache, options, given, call)
     return _operate(attention_with_kv_cache, given, options)
 
 
@@ -93,14 +101,24 @@ def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *other
     return (result, lse) if options.return_lse else result
 
 
-def _attend_directly(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any]) -> Any:
+def _attend_directly(
+    q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any], call: keyed_plan.Call | None
+) -> Any:
     """Compute `attend` without its operator: for mods, which no schema can express, or if torch need not see it."""
     reasons = _recorded(given | _captured(options))
     with on_device_of(q):
-        result, lse = dispatch.forward(*pose_with_cache(q, k_cache, v_cache, options, reasons))
+        problem, operands = pose_with_cache(q, k_cache, v_cache, options, reasons)
+        result, lse = dispatch.forward(problem, operands)
+    if call is not None:
+        keyed_plan.keep(call, problem, operands, allocator, keyed_plan.unwanted(options))
     _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
     out = result.result() if options.out is None else options.out
     return (out, lse.result()) if options.return_lse else out
+
+
+def recorded(given: dict[str, Any], options: CacheOptions) -> tuple[str, ...]:
+    """Return the reason for an error if autograd had to record a call that only reads a cache, else ()."""
+    return _recorded(given | _tensors(options) | _captured(options))
 
 
 def _captured(options: CacheOptions) -> dict[str, Any]:

@@ -86,16 +86,25 @@ class Call(_Call):
 
     def pose(self, saved: Saved | None = None, mod: Mod | None = None, tangents: Tangents | None = None) -> Any:
         """Return (problem, operands) of the call; raises one error with every reason if it is invalid."""
-        options = Options(
+        function = "attention_varlen" if self.is_packed else "attention"
+        arrays = (self.q, self.k, self.v)
+        return pose(function, arrays, self.options(mod), self.packed, saved, tangents=tangents)
+
+    def options(self, mod: Mod | None = None) -> Options:
+        """Return the options of the caller."""
+        return Options(
             score_mod=mod,
             causal=CAUSAL[self.causal],
             window=(self.window_left, self.window_right),
             **dict(zip(UNCHANGED, _unchanged(self), strict=True)),
         )
+
+    @property
+    def packed(self) -> Packed | None:
+        """The boundaries of a packed batch; None for a padded one."""
         if not self.is_packed:
-            return pose("attention", (self.q, self.k, self.v), options, saved=saved, tangents=tangents)
-        packed = Packed(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
-        return pose("attention_varlen", (self.q, self.k, self.v), options, packed, saved, tangents=tangents)
+            return None
+        return Packed(self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k)
 
 
 SEED, DROPOUT = (Call._fields.index(name) for name in ("seed", "dropout"))
@@ -129,7 +138,7 @@ def mod_of_options(options: Options) -> Mod | None:
         return None
     mod = mods[0] if len(mods) == 1 and isinstance(mods[0], Mod) else mod_of(options.score_mod, options.mask_mod)
     for array in mod.arrays:
-        _require_tensor(array)
+        require_tensor(array)
     return mod
 
 
@@ -140,7 +149,7 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
     features = [getattr(options, name) for name in ARRAY_NAMES]
     required = arrays if packed is None else (*arrays, *bounds)
     for array in (*required, *(feature for feature in features if feature is not None)):
-        _require_tensor(array)
+        require_tensor(array)
     flags = {name: getattr(options, name) for name in FLAG_NAMES}
     for name, flag in (*flags.items(), ("return_lse", options.return_lse), ("fp8", fp8)):
         if not isinstance(flag, (bool, np.bool_)):
@@ -169,7 +178,8 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
     )  # fmt: skip
 
 
-def _require_tensor(array: Any) -> None:
+def require_tensor(array: Any) -> None:
+    """Raise TypeError unless an array is a tensor with contents of its own."""
     if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
         raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
 

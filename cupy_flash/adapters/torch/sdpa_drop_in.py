@@ -289,9 +289,10 @@ def _routed(func: Any) -> Any:
     """Return the replacement of a torch function inside `sdpa`, by default the function itself.
 
     torch disables the mode while F.multi_head_attention_forward runs, so that its inner call of SDPA would be torch's.
-    This function is therefore replaced by a copy whose globals refer to ours.
+    This function is therefore replaced by a copy whose globals refer to ours. torch's context_parallel replaces
+    F.scaled_dot_product_attention by a function that calls it, so it is compared by its name in torch._C.
     """
-    if func is F.scaled_dot_product_attention:
+    if func is torch._C._nn.scaled_dot_product_attention:
         return scaled_dot_product_attention
     return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
 

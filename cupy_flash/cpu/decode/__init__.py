@@ -70,7 +70,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             spans = read_spans(problem, operands)
             appending.append(problem, operands, spans)
             sequences = sequences_of_cache(problem, operands, spans, *rows)
-        call = _Call(problem, operands)
+        call = Call(problem, operands)
 
         def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
             """Return the chunks of a piece [first, last) from key `start` on; with split_size all have full size."""
@@ -106,7 +106,7 @@ def _piece(problem: Problem, keys: int, chunk: int) -> int:
     return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
 
 
-class _Call:
+class Call:
     """The inputs and outputs that all tasks of a call share."""
 
     def __init__(self, problem: Problem, operands: Operands) -> None:

@@ -26,6 +26,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"q_descale", "k_descale", 
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
+WEIGHTS: str | None = None
 ON_REQUEST = True
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128), (256, 256))

@@ -45,6 +45,8 @@ class Mbarriers(Unit):
         self._fenced = np.zeros(shape, bool)
         self._copies = np.zeros(shape, np.int64)  # bulk copies in flight that signal this mbarrier
         self._copied = np.zeros(shape, np.int64)  # completed phases once its last bulk copy is complete
+        # The last tcgen05.commit that signals it: the agent of its mma, and their clock once they are complete.
+        self._committed_by, self._committed = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._used_at = np.zeros((*shape, context.warps_per_block * context.cluster), np.uint64)  # clock, by warp
         self._arrived: dict[
             int, npt.NDArray[np.bool_]
@@ -145,7 +147,8 @@ class Mbarriers(Unit):
         )  # fmt: skip
         known = clocks.known_by(targets.rows, targets.lanes)
         used = (self._used_at[at] > known[:, : clocks.warps]).any(1)
-        used |= self._copied[at] > known[np.arange(len(agents)), agents].astype(np.int64)
+        for last, by in ((self._copied[at], agents), (self._committed[at], self._committed_by[at])):
+            used |= last > known[np.arange(len(by)), by].astype(np.int64)
         if used.any():
             i = int(np.flatnonzero(used)[0])
             context.report(
@@ -158,7 +161,7 @@ class Mbarriers(Unit):
         self.checks.shared_write(group, index, 8, context.number_of[id(instruction)])
         self._initialised_by[at] = 32 * targets.rows + targets.lanes
         self._initialised_at[at] = clocks.own(targets.rows)
-        self._used_at[at] = self._copied[at] = 0
+        self._used_at[at] = self._copied[at] = self._committed[at] = 0
 
     def use(self, at: tuple[Indices, Indices], targets: SharedAddresses) -> None:
         """Record when each warp last used its mbarriers."""
@@ -209,6 +212,13 @@ class Mbarriers(Unit):
                 known = self.checks.publishable(rows, lanes)
                 self.checks.clocks.publish(("arrivals", int(offset)), rows, blocks, lanes, known)
         np.add.at(self.tx_count, at, amounts)
+        self._count_arrivals(at, targets, instruction, counts)
+        self._complete(at, targets, instruction)
+        return before
+
+    def _count_arrivals(
+        self, at: tuple[Indices, Indices], targets: SharedAddresses, instruction: Instruction, counts: Any
+    ) -> None:
         np.subtract.at(self.pending, at, counts)
         if (self.pending[at] < 0).any():
             i = int(np.flatnonzero(self.pending[at] < 0)[0])
@@ -216,11 +226,22 @@ class Mbarriers(Unit):
                 f"more than the {int(self.expected[at][i])} arrivals per phase that the mbarrier at "
                 f"{self._name(targets, i)} expects\n  {self._thread(targets, i)}: {instruction.where}"
             )
-        self._complete(at, targets, instruction)
-        return before
 
     def begin_copy(self, targets: SharedAddresses, instruction: Instruction) -> Indices:
         """Record the issue of bulk copies that signal these mbarriers; return their phases."""
+        at = self._begin(targets, instruction, "a bulk copy")
+        np.add.at(self._copies, at, 1)
+        self._copied[at] = self.phase[at] + 1
+        return self.phase[at]
+
+    def begin_commit(
+        self, targets: SharedAddresses, instruction: Instruction, agents: Indices, clocks: Indices
+    ) -> None:
+        """Record that tcgen05.commit of these lanes will arrive, once the mma of `agents` up to `clocks` complete."""
+        at = self._begin(targets, instruction, "a tcgen05.commit")
+        self._committed_by[at], self._committed[at] = agents, clocks
+
+    def _begin(self, targets: SharedAddresses, instruction: Instruction, signal: str) -> tuple[Indices, Indices]:
         at = self.lookup(targets, instruction), targets.blocks
         if self.checks is not None and not self._fenced[at].all():
             i = int(np.flatnonzero(~self._fenced[at])[0])
@@ -228,12 +249,16 @@ class Mbarriers(Unit):
                 "mbarrier-init-fence",
                 MissingFence,
                 f"no fence.mbarrier_init or fence.proxy.async between the mbarrier.init of {self._name(targets, i)} "
-                f"and a bulk copy that signals it\n  {self._thread(targets, i)}: {instruction.where}",
+                f"and {signal} that signals it\n  {self._thread(targets, i)}: {instruction.where}",
             )
         self.use(at, targets)
-        np.add.at(self._copies, at, 1)
-        self._copied[at] = self.phase[at] + 1
-        return self.phase[at]
+        return at
+
+    def arrive_of_commit(self, targets: SharedAddresses, instruction: Instruction) -> None:
+        """Arrive once at each mbarrier, for a tcgen05.commit whose mma are complete."""
+        at = self.lookup(targets, instruction), targets.blocks
+        self._count_arrivals(at, targets, instruction, 1)
+        self._complete(at, targets, instruction)
 
     def complete_tx(self, targets: SharedAddresses, amount: int, instruction: Instruction) -> None:
         """Record the completion of bulk copies of `amount` bytes each."""

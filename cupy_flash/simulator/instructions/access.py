@@ -116,7 +116,7 @@ def pieces(access: Access, space: str, context: Context, group: Group, address: 
 
 
 def _global_pieces(access: Access, context: Context, group: Group, flat: Indices) -> Iterator[Piece]:
-    low, high = int(flat.min()), int(flat.max())
+    low, high = int(np.minimum.reduce(flat)), int(np.maximum.reduce(flat))
     allocation = context.memory.find(low)
     if allocation is not None and high + access.width <= allocation.stop:
         _writable(allocation, access, context, group, 0)
@@ -148,7 +148,7 @@ def _writable(allocation: Allocation, access: Access, context: Context, group: G
 
 
 def _inside(flat: Indices, start: int, stop: int, access: Access, space: str, context: Context, group: Group) -> None:
-    if int(flat.min()) < start or int(flat.max()) + access.width > stop:
+    if int(np.minimum.reduce(flat)) < start or int(np.maximum.reduce(flat)) + access.width > stop:
         lane = int(np.flatnonzero((flat < start) | (flat + access.width > stop))[0])
         raise OutOfBounds(
             f"{'write' if access.writes else 'read'} of {access.width} bytes at byte {int(flat[lane]) - start} of "
@@ -172,7 +172,7 @@ def split_by_space(
     active = group.active(window)
     spaces = {SHARED >> WINDOW_BITS: "shared", LOCAL >> WINDOW_BITS: "local", PARAM >> WINDOW_BITS: "param"}
     first = int(active[0])
-    if (active == first).all():
+    if not np.count_nonzero(active != first):
         yield _window(first, spaces, group, address)
         return
     for one in np.unique(active):
@@ -193,7 +193,7 @@ def count_access(access: Access, space: str, context: Context, group: Group, add
         # Blocks usually access the same offsets: if all do, count one block's wavefronts and multiply.
         if group.index is None and context.blocks > 1:
             by_block = words.reshape(context.warps_per_block, context.blocks, 32)
-            if group.mask is None and (by_block == by_block[:, :1]).all():
+            if group.mask is None and not np.count_nonzero(by_block != by_block[:, :1]):
                 words, copies = by_block[:, 0], context.blocks
         context.counters.count_shared(access.number, words, group.mask, access.width, copies)
     elif space == "global":
@@ -317,8 +317,8 @@ def _store(instruction: Instruction, context: Context) -> Step:
                 store.scatter(index, access.width, mine)
                 if checks is not None and space != "local":
                     kept = store.gather(index, access.width)
-                    if not np.array_equal(kept, mine):
-                        differing = kept != mine
+                    differing = kept != mine
+                    if np.count_nonzero(differing):
                         lane = int(np.flatnonzero(differing.any(-1) if differing.ndim > 1 else differing)[0])
                         lane = lane if selection is None else int(selection[lane])
                         checks.conflicting_stores(lanes, lane, name, instruction)
@@ -328,8 +328,7 @@ def _store(instruction: Instruction, context: Context) -> Step:
 
 def _packed_values(group: Group, sources: list[Any], access: Access) -> Array:
     """Return the components of the active lanes, packed into unsigned items for Store.scatter."""
-    shape = (len(group.rows), 32)
-    columns = [group.active(np.broadcast_to(group.read(source), shape)) for source in sources]
+    columns = [group.active(group.spread(group.read(source))) for source in sources]
     if len(columns) == 1:
         return np.ascontiguousarray(columns[0]).view(_RAW[access.width])
     rows = np.stack(columns, axis=1)
@@ -402,8 +401,7 @@ def _atomic(instruction: Instruction, context: Context) -> Step:
     def step(group: Group) -> None:
         for space, lanes, address in split_by_space(access, context, group, address_of(group)):
             count_access(access, space, context, lanes, address)
-            shape = (len(lanes.rows), 32)
-            operands = [[lanes.active(np.broadcast_to(lanes.read(c), shape)) for c in one] for one in sources]
+            operands = [[lanes.active(lanes.spread(lanes.read(c))) for c in one] for one in sources]
             old = np.empty((len(operands[0][0]), access.count), dtype)
             for piece in pieces(access, space, context, lanes, address):
                 store, index, selection, _ = piece

@@ -81,6 +81,11 @@ class Group:
         group.mask, group.plain = mask, False
         return group
 
+    def count(self) -> int:
+        """Return the number of active lanes."""
+        # For masks of some hundred lanes, count_nonzero takes a tenth of the time of their methods any, all and sum.
+        return 32 * len(self.rows) if self.mask is None else int(np.count_nonzero(self.mask))
+
     def active_rows(self) -> npt.NDArray[np.int64]:
         """Return the row of each active lane."""
         return self.rows.repeat(32 if self.mask is None else self.mask.sum(1))

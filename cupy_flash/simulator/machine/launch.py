@@ -19,6 +19,8 @@ from ..asynchrony.copies import Copies, Order
 from ..asynchrony.exits import Exits
 from ..asynchrony.mbarriers import Mbarriers
 from ..asynchrony.registers import REGISTERS_PER_SM, Registers
+from ..asynchrony.tcgen05 import Tcgen05Queue
+from ..asynchrony.tensor_memory import TensorMemory
 from ..asynchrony.wgmma import WgmmaQueue
 from ..counters import Counters
 from ..errors import LaunchRefused, SimulationError, Unsupported
@@ -141,6 +143,8 @@ def _add_asynchronous_units(context: Context, order: Order) -> None:
     Copies(context, order)
     BulkCopies(context, order)
     WgmmaQueue(context, order)
+    TensorMemory(context)
+    Tcgen05Queue(context, order)
 
 
 @functools.lru_cache(maxsize=64)

@@ -34,6 +34,8 @@ _WITHOUT_RESULT = JUMPS | {
 
 def is_collective(instruction: Instruction) -> bool:
     """Return whether the member lanes of a warp (or warpgroup) must execute this instruction together."""
+    if instruction.opcode == "tcgen05":  # mma, commit and the fences are of single threads
+        return "sync" in instruction.modifiers
     return instruction.opcode in _CONVERGENT or is_warp_barrier(instruction) or is_cluster_barrier(instruction)
 
 
@@ -151,8 +153,9 @@ class Program:
         }
         self.synchronises = any(_synchronises(instruction) for instruction in code)
         self.asynchronous = any(
-            instruction.opcode == "wgmma" or "bulk" in instruction.modifiers for instruction in code
+            instruction.opcode in ("wgmma", "tcgen05") or "bulk" in instruction.modifiers for instruction in code
         )
+        self.tensor_memory = any(instruction.opcode == "tcgen05" for instruction in code)
         self.relaxed = any(is_cluster_barrier(one) and "relaxed" in one.modifiers for one in code)
         self.reads_cluster = any(is_cluster_load(instruction) for instruction in code)
 
@@ -202,6 +205,8 @@ def _share_slots(code: list[Instruction], regions: list[int]) -> dict[str, tuple
     for i, instruction in enumerate(code):
         used_here = [registers_of(operand) for operand in instruction.operands]
         has_result = bool(used_here) and instruction.opcode not in _WITHOUT_RESULT
+        if instruction.opcode == "tcgen05":
+            has_result = instruction.modifiers[0] == "ld"
         written: tuple[Register, ...] = ()
         if has_result and instruction.guard is None and not isinstance(instruction.operands[0], Address):
             written = used_here[0]

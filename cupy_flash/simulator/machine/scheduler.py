@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..asynchrony import bulk, cluster_loads, clusters, copies, fences, mbarriers, registers, wgmma
+from ..asynchrony import bulk, cluster_loads, clusters, copies, fences, mbarriers, registers, tcgen05, wgmma
 from ..asynchrony.barriers import Barriers
 from ..asynchrony.bulk import BulkCopies
 from ..asynchrony.clusters import ClusterBarrier
 from ..asynchrony.exits import Exits
 from ..asynchrony.mbarriers import Mbarriers
 from ..asynchrony.registers import Registers
+from ..asynchrony.tcgen05 import Tcgen05Queue
+from ..asynchrony.tensor_memory import TensorMemory
 from ..asynchrony.wgmma import WgmmaQueue
 from ..errors import BarrierMisuse, Deadlock, PtxError, Trap, Unsupported
 from ..instructions import access, collectives, floating, integer, matrix, moves, selection
@@ -49,6 +51,7 @@ COMPILERS: dict[str, Compiler] = {
     **registers.COMPILERS,
     **bulk.COMPILERS,
     **wgmma.COMPILERS,
+    **tcgen05.COMPILERS,
 }
 # Every opcode that the simulator executes, in at least one form.
 OPCODES = frozenset(key.split(".")[0] for key in COMPILERS) | JUMPS | {"bar", "barrier", "call"}
@@ -97,6 +100,7 @@ class Scheduler:
         self.code = context.program.function.instructions
         self.barriers, self.mbarriers = context.unit(Barriers), context.unit(Mbarriers)
         self.bulk, self.wgmma, self.exits = context.unit(BulkCopies), context.unit(WgmmaQueue), context.unit(Exits)
+        self.tcgen05, self.tensor_memory = context.unit(Tcgen05Queue), context.unit(TensorMemory)
         self.ready: dict[int, list[Group]] = {}
         self.parked: dict[int, Group] = {}  # lanes at a collective, waiting for other lanes of their warps
         self.waiting: dict[int, Group] = {}  # lanes waiting at an mbarrier, a cluster barrier or setmaxnreg.inc
@@ -201,10 +205,11 @@ class Scheduler:
         def branch(group: Group) -> Group | None:
             flags = group.spread(condition(group))
             mask = flags if group.mask is None else flags & group.mask
-            if not mask.any():
+            count = np.count_nonzero(mask)
+            if not count:
                 group.block = following
                 return group
-            if mask.all() or group.mask is not None and np.array_equal(mask, group.mask):
+            if count == group.count():
                 return taken(group)
             self._enqueue(following, group.rows, group.lanes() & ~mask)
             rows = mask.any(1)
@@ -381,6 +386,8 @@ class Scheduler:
                 self._raise_deadlock()
             self.bulk.finish()
             self.wgmma.finish()
+            self.tcgen05.finish()
+            self.tensor_memory.finish()
 
     def forget_instructions(self) -> None:
         """Drop the compiled instructions, because they and their scheduler refer to each other."""
@@ -389,7 +396,15 @@ class Scheduler:
 
     def _land(self, wanted: set[tuple[int, int]] | None) -> bool:
         self._passed_over.pop(_LOADS, None)
-        return self.bulk.land(wanted)
+        random = self.context.random
+        if random is not None and wanted is None and random.random() < 0.5 and self.tcgen05.land():
+            return True
+        return self.bulk.land(wanted) or self.tcgen05.land()
+
+    @property
+    def _in_flight(self) -> bool:
+        """Whether anything is in flight that a wait may be for."""
+        return bool(self.bulk.loads or self.tcgen05.in_flight)
 
     def _wake(self) -> None:
         """Make waiting lanes ready, to check again, if any event has happened."""
@@ -431,7 +446,7 @@ class Scheduler:
             place = places[int(self.context.random.integers(len(places)))]
         else:
             place = places[turn // 2 % len(places)] if turn % 2 and self._patience < _PATIENCE else places[0]
-        others = [other for other in places if other != place] + [_LOADS] * bool(self.bulk.loads)
+        others = [other for other in places if other != place] + [_LOADS] * self._in_flight
         self._passed_over = {other: self._passed_over.get(other, self._jumps) for other in others}
         return self._merged(place, self.ready.pop(place))
 
@@ -455,7 +470,7 @@ class Scheduler:
                 block.start,
                 block.stop,
                 len(group.rows),
-                32 * len(group.rows) if group.mask is None else int(group.mask.sum()),
+                group.count(),
             )
             self.executed += 1
             if self.executed > self.most_basic_blocks:
@@ -469,7 +484,7 @@ class Scheduler:
             if group is None:
                 return
             self._jumps += group.block <= place
-            spins = self._jumps - since > self._patience and bool(self.ready or self.bulk.loads)
+            spins = self._jumps - since > self._patience and bool(self.ready or self._in_flight)
             if spins:
                 self._patience = _SHORT_TURN
             elif self.ready:
@@ -591,9 +606,10 @@ def _guarded(step: Step, condition: Callable[[Group], Any]) -> Step:
     def guarded(group: Group) -> None:
         flags = group.spread(condition(group))
         mask = flags if group.mask is None else flags & group.mask
-        if not mask.any():
+        count = np.count_nonzero(mask)
+        if not count:
             return
-        if mask.all() or group.mask is not None and np.array_equal(mask, group.mask):
+        if count == group.count():
             step(group)
         else:
             step(group.narrowed(mask))

@@ -33,6 +33,8 @@ Indices = npt.NDArray[np.int64]
 # Bit positions in a tag, the 64-bit record of the last access to a word: clock, instruction number, agent, lane.
 _CLOCK, _CODE, _AGENT = 32, 13, 5
 _LOG_LIMIT = 512
+# What an asynchronous agent does to shared memory, by the first word of its key.
+_DOING = {"mbarrier": "fills", "wgmma": "multiplies", "tcgen05": "multiplies", "bulk": "copies"}
 _MORE_READERS = 8
 
 
@@ -184,7 +186,7 @@ class Checks(Unit):
     ) -> None:
         """Report Race if the last access in `tags` to any of the units does not happen before this one."""
         last = tags[units]
-        if not last.any():
+        if not np.count_nonzero(last):
             return
         rows, _, warp = self._warps(group)
         clock = last >> np.uint64(_CLOCK)
@@ -194,7 +196,7 @@ class Checks(Unit):
         known = self.clocks.known_of(rows, lane, agent)
         diverged = (agent == warp[:, None]) & (clock > self.converged_at[rows][:, None])
         unordered = (clock > known) | (diverged & (last_lane != lane[:, None]))
-        if unordered.any():
+        if np.count_nonzero(unordered):
             i, j = (int(x) for x in np.argwhere(unordered)[0])
             self._report_race(group, i, int(units[i, j]), int(last[i, j]), instruction, what)
 
@@ -211,7 +213,7 @@ class Checks(Unit):
         leaders = self.clocks.leaders_with(row, agent, tag >> _CLOCK) if agent != warp else []
         syncwarp = f"__syncwarp after the wait of lane {leaders[0]} of its warp" if leaders else ""
         if agent >= self.clocks.warps:
-            doing = {"mbarrier": "fills", "wgmma": "multiplies", "bulk": "copies"}[self.clocks.name(agent)[0]]
+            doing = _DOING[self.clocks.name(agent)[0]]
             self.context.report(
                 "race",
                 PendingCopy,
@@ -280,6 +282,15 @@ class Checks(Unit):
             self.writers[units] = self._tags(group, self.clocks.own(group.rows), number)[:, None]
             self.written = True
 
+    def shared_write_without_proxy(self, group: Group, index: Indices, width: int, number: int) -> None:
+        """Check and record a write that the async proxy sees without a fence.
+
+        If a thread has written other shared memory since its last proxy fence, this write needs a fence as well.
+        """
+        lanes = group.lanes() & ~self._unfenced[group.rows]
+        self.shared_write(group, index, width, number)
+        self.fence_proxy(group.narrowed(lanes))
+
     def _require_order_after_reads(self, group: Group, units: Indices, instruction: Instruction) -> None:
         self._flush_log()
         if not self.read or self.readers is None:
@@ -293,7 +304,7 @@ class Checks(Unit):
             known = np.take_along_axis(known, self._agents[self.context.rank_of_row[rows]], 1)
         last = self.readers[units]  # (accesses, units, columns)
         unordered = (last >> np.uint64(_CLOCK)) > known[:, None, :]
-        if unordered.any():
+        if np.count_nonzero(unordered):
             i, j, k = (int(x) for x in np.argwhere(unordered)[0])
             self._report_race(group, i, int(units[i, j]), int(last[i, j, k]), instruction, "read, then write")
 
@@ -480,7 +491,7 @@ class Checks(Unit):
         if not self.any_pending:
             return
         copies = self.pending[units]
-        if copies.any():
+        if np.count_nonzero(copies):
             i, j = (int(x) for x in np.argwhere(copies)[0])
             rows = group.active_rows()
             thread = self.context.thread_name(int(rows[i]), int(group.active_lanes()[i]))
@@ -504,7 +515,7 @@ class Checks(Unit):
         if store.defined is None:
             return
         undefined = store.undefined(index, width)
-        if not undefined.any():
+        if not np.count_nonzero(undefined):
             return
         i = int(np.flatnonzero(undefined)[0])
         rows = group.active_rows()

@@ -203,6 +203,11 @@ class Clocks:
         published = self._at(barrier)[0, :, agent]
         published[blocks] = np.maximum(published[blocks], clocks)
 
+    def publish_snapshot(self, barrier: Agent, blocks: Rows, clocks: Clock) -> None:
+        """Publish snapshots (planes, n, agents), taken earlier, at a barrier of these blocks (n)."""
+        published = self._at(barrier)[:, :, : clocks.shape[2]]
+        published[:, blocks] = np.maximum(published[:, blocks], clocks)
+
     def acquire(self, barrier: Agent, rows: Rows, blocks: Rows, lanes: Mask | None = None) -> None:
         """Join the clocks published at a barrier of these blocks (n) into those of warps, or of these lanes (n, 32)."""
         if barrier in self._published:

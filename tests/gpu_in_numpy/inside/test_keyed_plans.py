@@ -50,6 +50,27 @@ def test_a_served_call_makes_few_calls_in_python() -> None:
     assert served() == 2 and 20 < len(calls) <= 60, calls
 
 
+def test_steps_of_a_decode_are_served() -> None:
+    """Each appends a row to a paged cache; lengths are on the GPU, or a number that is another at each step."""
+    random = np.random.default_rng(0)
+    pages = cupy.asarray(random.permutation(8).reshape(2, 4).astype(np.int32))
+    for number in (False, True):
+        caches = cupy.zeros((2, 8, 8, 2, 16), np.float32)
+        on_host = caches.get()
+        for step in range(4):
+            q, k, v = (random.normal(size=(2, 1, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+            lengths = np.full(2, 3 + step, np.int32)
+            expected = cupy_flash.attention_with_kv_cache(
+                q, *on_host, k=k, v=v, cache_seqlens=lengths, block_table=pages.get()
+            )
+            q, k, v = map(cupy.asarray, (q, k, v))
+            seqlens: Any = 3 + step if number else cupy.asarray(lengths)
+            out = cupy_flash.attention_with_kv_cache(q, *caches, k=k, v=v, cache_seqlens=seqlens, block_table=pages)
+            np.testing.assert_allclose(out.get(), expected, atol=1e-5)
+            np.testing.assert_array_equal(caches.get(), on_host)
+    assert served() == 6
+
+
 def test_results_are_those_of_the_arrays_of_the_call() -> None:
     for seed in range(3):
         inputs = arrays(seed)

@@ -1,0 +1,121 @@
+"""What array libraries need beyond DLPack: what exports an array, how an output is imported, what a tape records.
+
+Only an array of such a library leads here, so that the caller has imported the library.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .arrays import Exported
+
+
+def exporter(library: str, x: Any) -> Any:
+    """Return what exports the memory of `x` by DLPack; TypeError if nothing does."""
+    if library == "paddle":
+        return x.detach()  # a tensor with gradient is not exported
+    if hasattr(x, "__dlpack__"):
+        return x
+    import tensorflow
+
+    if not tensorflow.executing_eagerly():
+        raise TypeError(
+            "a symbolic tensor has no memory: inside a tf.function call cupy_flash.adapters.tensorflow.attention"
+        )
+    if not isinstance(x, tensorflow.Variable):
+        raise TypeError("neither a dense tf.Tensor nor a tf.Variable")
+    return x.value()
+
+
+def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
+    """Return the function that makes an array of the library of `x`, on its device; None if the library has none."""
+    if library in IMPORTERS:
+        return IMPORTERS[library]
+    namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
+    return functools.partial(_array_api, x) if hasattr(namespace, "from_dlpack") else None
+
+
+def _array_api(x: Any, output: Exported) -> Any:
+    """Import by the array API, which has devices that DLPack does not know."""
+    result = x.__array_namespace__().from_dlpack(output)
+    return result if result.device == x.device else result.to_device(x.device)
+
+
+def _mlx(output: Exported) -> Any:
+    import mlx.core as mx
+
+    # mx.from_dlpack makes float64 float32; mx.array does not take bf16.
+    return mx.array(output, dtype=mx.float64) if output.dtype == "float64" else mx.from_dlpack(output)
+
+
+def _warp(output: Exported) -> Any:
+    import warp
+
+    return warp.from_dlpack(output)
+
+
+def _paddle(output: Exported) -> Any:
+    import paddle
+
+    return paddle.from_dlpack(output)
+
+
+def _tensorflow(output: Exported) -> Any:
+    import tensorflow
+
+    return tensorflow.experimental.dlpack.from_dlpack(output.__dlpack__())
+
+
+IMPORTERS = {"mlx": _mlx, "paddle": _paddle, "tensorflow": _tensorflow, "warp": _warp}
+
+
+def unrecorded(arrays: dict[str, tuple[str, Any]]) -> Iterator[str]:
+    """Yield the reasons why gradients of these arrays, given as (library, array), would be lost without an error.
+
+    A library records only calls of its own functions. mlx does not tell whether it differentiates an array.
+    """
+    for library, (is_recorded, reason) in TAPES.items():
+        names = [name for name, (of, x) in arrays.items() if of == library and is_recorded(x)]
+        if names:
+            yield reason.format(names=" and ".join(names))
+
+
+def _is_differentiated(x: Any) -> bool:
+    import paddle
+
+    return paddle.is_grad_enabled() and not x.stop_gradient
+
+
+def _is_watched(x: Any) -> bool:
+    from tensorflow.python.eager import record
+
+    return bool(record.should_record_backprop([getattr(x, "handle", x)]))  # a variable is watched by its handle
+
+
+def _is_on_tape(x: Any) -> bool:
+    import warp
+
+    return x.requires_grad and warp._src.context.runtime.tape is not None
+
+
+# {library: (whether its tape records operations on an array, the reason for an error)}
+TAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "paddle": (
+        _is_differentiated,
+        "paddle would record a gradient of {names}, but not of this call: call attention_vjp in a "
+        "paddle.autograd.PyLayer, or this function under paddle.no_grad()",
+    ),
+    "tensorflow": (
+        _is_watched,
+        "a tf.GradientTape watches {names}, but records no gradient of this call: call "
+        "cupy_flash.adapters.tensorflow.attention, or this function under tape.stop_recording()",
+    ),
+    "warp": (
+        _is_on_tape,
+        "an active wp.Tape records no gradient of this call for {names}: call attention_vjp, and add its gradients by "
+        "tape.record_func",
+    ),
+}

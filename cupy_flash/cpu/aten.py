@@ -1,0 +1,279 @@
+"""Exact attention by torch's flash operators for CPUs, with the semantics of `attention`.
+
+The operators differ from `attention` where
+
+- NaN or an infinity that no query sees reaches every row, because 0 * NaN is NaN in a matrix product. A result that is
+  not finite is therefore computed again by the engine cpu;
+- a row that sees no key, or whose scores all overflow to -inf, has lse 0 and out 0, which are also legal results. Rows
+  without a key are known from the mask and the lengths; another row with these numbers is computed again, too;
+- lse of -inf makes every gradient NaN: a row without a key enters the backward with +inf, so that its P is 0;
+- rows of q, k, v and out must be contiguous: others are copied, since the results would be finite and wrong;
+- their BLAS rounds in another order in arrays that are not aligned: these are copied, too;
+- with AVX-512 the exponential of NaN is a number, so that scores of NaN show in lse alone: it is checked like out;
+- an empty array ends the process: sequences without queries or keys never reach an operator.
+
+All passes around the operators run on the caller's thread: on a busy machine an operation that torch divides among
+threads waits milliseconds for one that has been displaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from ..arrays import Array, as_array, empty
+from ..plan.plan import Plan, plan
+from ..problem.records import Gradients, Operands, Problem
+from . import attention as engine_cpu
+from .score import four_dimensional
+
+if TYPE_CHECKING:
+    from .attention import Sequence
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+WHOLE = slice(None)
+# NumPy aligns its arrays to 16 bytes. In 1,100 calls with such addresses the bits of the operators, whose BLAS is MKL,
+# did not depend on them, but those of three in four calls with float64 arrays at odd multiples of 8 bytes differed.
+ALIGNMENT = 16
+Rows = TypeVar("Rows", torch.Tensor, np.ndarray)
+
+
+class Part(NamedTuple):
+    """The indices of one call of an operator in arrays (B, H, S): a sequence, or the whole batch."""
+
+    batch: slice
+    queries: slice
+    keys: slice
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    """Compute attention: out, of q's shape, and lse (B, Hq, Sq), or (Hq, Tq) if packed, the natural logarithm."""
+    problem = plan.problem
+    call = Call(problem, operands)
+    if not call.is_served:
+        return engine_cpu.forward(_of_cpu(plan), operands)
+    out, lse = Result(problem, operands.q), empty(problem.lse_shape(operands.q), problem.accumulation, operands.q)
+    lse_rows = call.rows_of(lse)
+    if problem.has_lengths:  # no operator writes the rows outside the sequences
+        lse_rows[...] = -np.inf
+    with np.errstate(all="ignore"):  # infinities are regular values here
+        for part in call.parts():
+            rows = lse_rows[part.batch, :, part.queries]
+            if not _is_empty(call.k[part.batch, :, part.keys]):
+                O, L = flash(*call.operands_of(part), 0.0, call.is_causal, attn_mask=call.mask, scale=problem.scale)
+                rows[...] = L.numpy()
+                if call.hidden is not None:
+                    np.copyto(rows, -np.inf, where=call.hidden)
+                O_rows, dead = O.numpy(), rows == 0
+                if not _is_finite(L.numpy()) or (dead.any() and not O_rows[dead].any(axis=-1).all()):
+                    return engine_cpu.forward(_of_cpu(plan), operands)
+                if call.sink is not None:
+                    total = np.logaddexp(rows, call.sink)
+                    O_rows *= np.where(rows == -np.inf, 0, np.exp(rows - total))[..., None]
+                    rows[...] = total
+                out.store(O, part.batch, part.queries)
+            elif call.sink is not None:
+                rows[...] = call.sink
+        if not out.is_finite():
+            return engine_cpu.forward(_of_cpu(plan), operands)
+    return out.array(), lse
+
+
+def backward(plan: Plan, operands: Operands) -> Gradients:
+    """Compute dq, dk, dv, and dsink if there is a sink, from the forward's (out, lse) and from dout."""
+    problem = plan.problem
+    call = Call(problem, operands)
+    assert operands.dout is not None and operands.out is not None and operands.lse is not None
+    if not call.is_served:
+        return engine_cpu.backward(_of_cpu(plan), operands)
+    dout, out = (call.rows(x) for x in (operands.dout, operands.out))
+    lse_rows = call.rows_of(operands.lse)
+    lse_rows = np.where(lse_rows == -np.inf, np.inf, lse_rows)
+    results = [Result(problem, x) for x in (operands.q, operands.k, operands.v)]
+    dsink = None if call.sink is None else np.zeros((problem.heads, 1), problem.accumulation)
+    with np.errstate(all="ignore"):
+        for part in call.parts():
+            Q, K, V = call.operands_of(part)
+            if _is_empty(K):
+                continue
+            dO, O = (x[part.batch, :, part.queries] for x in (dout, out))
+            L = np.ascontiguousarray(lse_rows[part.batch, :, part.queries])
+            computed = flash_backward(
+                dO, Q, K, V, O, torch.from_numpy(L), 0.0, call.is_causal, attn_mask=call.mask, scale=problem.scale
+            )
+            for result, gradient, rows in zip(results, computed, (part.queries, part.keys, part.keys), strict=True):
+                result.store(gradient, part.batch, rows)
+            if dsink is not None:
+                delta = np.vecdot(dO.numpy(), O.numpy())
+                dsink -= np.vecdot(np.exp(call.sink - L), delta).sum(axis=0)[:, None]
+        if not all(result.is_finite() for result in results) or (dsink is not None and not np.isfinite(dsink).all()):
+            return engine_cpu.backward(_of_cpu(plan), operands)
+    dq, dk, dv = (result.array() for result in results)
+    if operands.sink is None:
+        return Gradients(dq, dk, dv)
+    return Gradients(dq, dk, dv, dsink=engine_cpu.rounded(dsink, operands.sink, operands.q))
+
+
+def lines(problem: Problem) -> str:
+    """Return the lines of `explain` about what decides besides the problem: contents, and the import of torch."""
+    text = "\ncontents   decide too: cpu computes again what is not finite, and rows of zeros with lse 0"
+    if problem.has_lengths and problem.mask.right is not None:
+        text += ", and causal sequences of unequal lengths"
+    if problem.framework != "torch":
+        text += (
+            '\nbits       are others than before the import of torch, when cpu computes the call: engine="cpu" pins it'
+        )
+    return text
+
+
+class Call:
+    """The operands of one call as tensors (B, H, S, D); for a packed batch, (1, H, T, D)."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        self.problem = problem
+        self.q, self.k, self.v = (self.rows(array) for array in (operands.q, operands.k, operands.v))
+        self.is_causal = problem.mask.right is not None
+        self.sequences: list[Sequence] = engine_cpu.sequences_of(problem, operands) if problem.has_lengths else []
+        sink = operands.sink
+        self.sink = None if sink is None else sink.numpy().astype(problem.accumulation)[:, None]
+        self.mask: torch.Tensor | None = None
+        self.hidden: np.ndarray | None = None  # rows without a key, which broadcasts to lse
+        if operands.mask is not None or operands.bias is not None:
+            numbers = _additive(operands, problem.dtype)
+            self.hidden = _hidden_rows(numbers, self.is_causal, problem.q_len, problem.kv_len)
+            self.mask = torch.from_numpy(numbers)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether no sink is NaN or +inf, and the operators align the causal mask of every sequence as the problem."""
+        if self.sink is not None and not (self.sink < np.inf).all():
+            return False
+        if not self.is_causal or self.problem.mask.top_left:
+            return True
+        return all(sequence.q_len == sequence.kv_len for sequence in self.sequences)
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the calls of an operator: one, or with lengths one for each sequence that has queries."""
+        if not self.problem.has_lengths:
+            yield Part(WHOLE, WHOLE, WHOLE)
+        for x in self.sequences:
+            if x.q_len:
+                yield Part(slice(x.row, x.row + 1), x.queries, x.keys)
+
+    def operands_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tensors of a part of q, k and v."""
+        rows = (part.queries, part.keys, part.keys)
+        q, k, v = (x[part.batch, :, each] for x, each in zip((self.q, self.k, self.v), rows, strict=True))
+        return q, k, v
+
+    def rows(self, array: Array) -> torch.Tensor:
+        """Return an array of the call's layout as (B, H, S, D), copied unless its rows are contiguous."""
+        return _heads_first(_tensor(array, -2 if self.problem.layout == "bhsd" else -3), self.problem.layout)
+
+    def rows_of(self, array: Array) -> np.ndarray:
+        """View an lse-like array as (B, H, S)."""
+        return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
+
+
+class Result:
+    """An output with the shape of an operand: the operator's own if that is contiguous, else a copy of its parts."""
+
+    def __init__(self, problem: Problem, like: Array) -> None:
+        self.layout, self.like, self.is_whole = problem.layout, like, not problem.has_lengths
+        self.stored: Array | None = None if self.is_whole else self._allocated(zeros=True)
+
+    def _allocated(self, zeros: bool = False) -> Array:
+        array = empty(self.like.shape, self.like.dtype, self.like)
+        if zeros:
+            array.numpy()[...] = 0
+        return array
+
+    def store(self, tensor: torch.Tensor, batch: slice, rows: slice) -> None:
+        """Take the operator's result (B, H, S, D) of a part."""
+        as_laid_out = _heads_first(tensor, self.layout)  # swaps the same axes
+        if self.is_whole and as_laid_out.is_contiguous():
+            own = _base(as_laid_out) if self.like.framework == "torch" else as_laid_out.numpy()
+            self.stored = as_array(own, "output")
+            return
+        if self.stored is None:
+            self.stored = self._allocated()
+        _heads_first(self.stored.numpy(), self.layout)[batch, :, rows] = tensor.numpy()
+
+    def is_finite(self) -> bool:
+        """Return whether all numbers are finite; False too if their sum overflows."""
+        return _is_finite(self.array().numpy())
+
+    def array(self) -> Array:
+        """Return the output."""
+        assert self.stored is not None
+        return self.stored
+
+
+def _base(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that is no view: torch refuses to write a gradient's history into a view."""
+    return view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def _is_finite(numbers: np.ndarray) -> bool:
+    return bool(np.isfinite(np.add.reduce(numbers, axis=None)))
+
+
+def _of_cpu(chosen: Plan) -> Plan:
+    """Return the plan of the engine cpu for the same problem."""
+    return plan(chosen.problem._replace(engine="cpu"), chosen.device)
+
+
+def _tensor(array: Array, rows: int) -> torch.Tensor:
+    """Return an array as a tensor of the same memory, or of a copy if rows are not contiguous, overlap or not aligned.
+
+    `rows` is the axis of rows. BLAS takes no rows that overlap, and torch no negative strides.
+    """
+    is_dense = array.strides[-1] == 1 and array.strides[rows] >= array.shape[-1] and min(array.strides) >= 0
+    if not is_dense or array.pointer % ALIGNMENT:
+        return torch.from_numpy(np.array(array.numpy(), order="C"))
+    if array.framework == "torch" and type(array.owner) in (torch.Tensor, torch.nn.Parameter):
+        return array.owner.detach()
+    return torch.from_numpy(_writable(array.numpy()))
+
+
+def _writable(x: np.ndarray) -> np.ndarray:
+    """View an array as writable, since torch has no read-only tensors and warns of one; the operators only read it."""
+    if x.flags.writeable:
+        return x
+    interface = x.__array_interface__ | {"data": (x.__array_interface__["data"][0], False)}
+    return np.asarray(SimpleNamespace(array=x, __array_interface__=interface))
+
+
+def _heads_first(rows: Rows, layout: str) -> Rows:
+    """View a tensor or array of a layout as (B, H, S, D)."""
+    if layout == "thd":
+        return rows.swapaxes(0, 1)[None]
+    return rows.swapaxes(1, 2) if layout == "bshd" else rows
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0
+
+
+def _additive(operands: Operands, dtype: np.dtype) -> np.ndarray:
+    """Return mask and bias as one array of numbers to add, which broadcasts to (B, Hq, Sq, Sk)."""
+    bias = np.zeros((), dtype) if operands.bias is None else operands.bias.numpy().astype(dtype)
+    if operands.mask is None:
+        return np.ascontiguousarray(four_dimensional(bias))
+    return four_dimensional(np.where(operands.mask.numpy(), bias, dtype.type(-np.inf)))
+
+
+def _hidden_rows(numbers: np.ndarray, is_causal: bool, q_len: int, kv_len: int) -> np.ndarray:
+    """Return the rows without a key under an additive mask, which broadcasts to (B, Hq, Sq)."""
+    seen = numbers != -np.inf
+    if not is_causal or seen.shape[-1] == 1:
+        return ~seen.any(axis=-1)
+    upto = np.logical_or.accumulate(seen, axis=-1)
+    queries = np.arange(q_len)
+    hidden: np.ndarray = ~upto[..., queries if seen.shape[-2] > 1 else 0, np.minimum(queries, kv_len - 1)]
+    return hidden

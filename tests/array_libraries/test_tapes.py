@@ -1,0 +1,201 @@
+"""Each library's own gradients: by an adapter, or an error where the library would silently record none."""
+
+import array_libraries
+import numpy as np
+import pytest
+
+import cupy_flash
+
+SHAPE = (2, 5, 4, 8)
+REFUSED = "watches q|record a gradient of q|records no gradient of this call for q"
+
+
+def values(seed, shape=SHAPE):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+Q, K, V, DOUT = map(values, range(4))
+TABLE, DOCUMENT, BIAS = values(5, (4,)), np.array([0, 0, 1, 1, 1], np.int32), values(6, (4, 5, 5))
+SINK, LENGTHS = values(7, (4,)), np.array([5, 3], np.int32)
+
+
+def mods(table, document):
+    return dict(
+        score_mod=lambda s, b, h, q_idx, kv_idx: s * table[h],
+        mask_mod=lambda b, h, q_idx, kv_idx: document[q_idx] >= document[kv_idx],
+    )
+
+
+def expected():
+    """Return (out, lse) and the gradients of sum(out * DOUT) + sum(lse) by q, k, v, BIAS, SINK and TABLE."""
+    options = dict(bias=BIAS, sink=SINK, kv_lengths=LENGTHS, **mods(TABLE, DOCUMENT), dropout=0.2, seed=7)
+    results, vjp = cupy_flash.attention_vjp(Q, K, V, return_lse=True, **options)
+    gradients = vjp(DOUT, np.ones_like(results[1]))
+    return results, (*gradients[:5], gradients.dcaptured[0])
+
+
+def assert_same(actual, arrays):
+    for a, b in zip(actual, arrays, strict=True):
+        np.testing.assert_array_equal(np.array(a), b)
+
+
+if "mlx" in array_libraries.INSTALLED:
+
+    @pytest.fixture
+    def mx():
+        return array_libraries.mlx()
+
+    def mlx_loss(mx):
+        """Return (a loss of q, k, v, bias, sink and table, their values)."""
+        from cupy_flash.adapters.mlx import attention
+
+        def loss(q, k, v, bias, sink, table):
+            options = dict(bias=bias, sink=sink, kv_lengths=mx.array(LENGTHS), dropout=0.2, seed=7)
+            out, lse = attention(q, k, v, return_lse=True, **options, **mods(table, mx.array(DOCUMENT)))
+            return mx.sum(out * mx.array(DOUT)) + mx.sum(lse)
+
+        return loss, tuple(map(mx.array, (Q, K, V, BIAS, SINK, TABLE)))
+
+    def test_mlx_differentiates_every_input(mx):
+        loss, inputs = mlx_loss(mx)
+        assert_same(mx.grad(loss, argnums=tuple(range(6)))(*inputs), expected()[1])
+        assert_same(mx.grad(mx.checkpoint(loss))(*inputs)[None], expected()[1][0][None])
+
+    def test_mlx_tangents(mx):
+        from cupy_flash.adapters.mlx import attention
+
+        options = dict(bias=BIAS, sink=SINK, **mods(TABLE, DOCUMENT), return_lse=True)
+        tangents = dict(tbias=BIAS, tsink=SINK, tcaptured=(TABLE, None))
+        results = cupy_flash.attention_jvp(Q, K, V, DOUT, K, V, **tangents, **options)
+
+        def function(q, k, v, bias, sink, table):
+            mod = mods(table, mx.array(DOCUMENT))
+            return attention(q, k, v, bias=bias, sink=sink, return_lse=True, **mod)
+
+        primals = [mx.array(x) for x in (Q, K, V, BIAS, SINK, TABLE)]
+        _, actual = mx.jvp(function, primals, [mx.array(DOUT), *primals[1:]])
+        assert_same(actual, (results[1], results[3]))
+
+    def test_mlx_draws_one_seed_for_forward_and_backward(mx):
+        from cupy_flash.adapters.mlx import attention
+
+        identity = mx.array(np.broadcast_to(np.eye(5, dtype=np.float32)[:, None], (2, 5, 4, 5)))
+        out, dv = mx.vjp(lambda v: attention(mx.array(Q), mx.array(K), v, dropout=0.5), [identity], [identity])
+        np.testing.assert_array_equal(np.array(dv[0]).swapaxes(1, 3) != 0, np.array(out[0]) != 0)
+        assert (np.array(out[0]) == 0).any()
+
+    def test_mlx_refuses_second_derivatives_compile_and_vmap(mx):
+        from cupy_flash.adapters.mlx import attention
+
+        loss, (q, *rest) = mlx_loss(mx)
+        gradient = mx.grad(lambda q: loss(q, *rest))
+        with pytest.raises(NotImplementedError, match="differentiated once: call cupy_flash.attention_double_backward"):
+            mx.grad(lambda q: gradient(q).sum())(q)
+        with pytest.raises(NotImplementedError, match="differentiated once"):
+            mx.jvp(gradient, [q], [q])
+        for transformed in (mx.compile, mx.vmap):
+            with pytest.raises(TypeError, match="transformations like compile or vmap is not allowed"):
+                transformed(lambda q: attention(q, q, q))(mx.stack([q, q]) if transformed is mx.vmap else q)
+
+
+if "tensorflow" in array_libraries.INSTALLED:
+
+    @pytest.fixture
+    def tf():
+        return array_libraries.tensorflow()
+
+    def tensorflow_gradients(tf):
+        """Return (a function that returns the gradients of a loss, the inputs that it differentiates)."""
+        from cupy_flash.adapters.tensorflow import attention
+
+        table, document = tf.constant(TABLE), tf.constant(DOCUMENT)
+
+        def gradients(q, k, v, bias, sink, lengths):
+            with tf.GradientTape() as tape:
+                tape.watch([q, k, v, bias, sink, table])
+                options = dict(bias=bias, sink=sink, kv_lengths=lengths, dropout=0.2, seed=7)
+                out, lse = attention(q, k, v, return_lse=True, **options, **mods(table, document))
+                loss = tf.reduce_sum(out * DOUT) + tf.reduce_sum(lse)
+            return tape.gradient(loss, [q, k, v, bias, sink, table])
+
+        return gradients, tuple(map(tf.constant, (Q, K, V, BIAS, SINK, LENGTHS)))
+
+    @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+    def test_tensorflow_differentiates_every_input(tf, in_graph):
+        gradients, inputs = tensorflow_gradients(tf)
+        assert_same((tf.function(gradients) if in_graph else gradients)(*inputs), expected()[1])
+
+    def test_tensorflow_results_have_a_shape_in_a_graph(tf):
+        from cupy_flash.adapters.tensorflow import attention
+
+        shapes = []
+
+        @tf.function
+        def function(q, seen):
+            out = attention(q, q, q[..., :3], mask=seen)
+            shapes.append(out.shape)
+            return out
+
+        seen = np.tri(5, dtype=bool)[None, None]
+        out = function(tf.constant(Q), tf.constant(seen))
+        assert_same([out], [cupy_flash.attention(Q, Q, Q[..., :3], mask=seen)])
+        assert shapes == [(2, 5, 4, 3)]
+
+    def test_tensorflow_refuses_what_it_does_not_serve(tf, tmp_path):
+        from cupy_flash.adapters.tensorflow import attention
+
+        q = tf.Variable(Q)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(attention(q, q, q))
+            gradient = inner.gradient(loss, q)
+        with pytest.raises(NotImplementedError, match="differentiated once"):
+            outer.gradient(gradient, q)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="cupy_flash_adapters_tensorflow_attention"):
+            tf.function(lambda q: attention(q, q, q), jit_compile=True)(tf.constant(Q))
+        module = tf.Module()
+        module.call = tf.function(lambda q: attention(q, q, q), input_signature=[tf.TensorSpec(SHAPE)])
+        with pytest.raises(AssertionError, match="cupy_flash_adapters_tensorflow_attention_runs_in_python_and_cannot"):
+            tf.saved_model.save(module, str(tmp_path))
+        with pytest.raises(TypeError, match="symbolic tensor has no memory: inside a tf.function call cupy_flash.adap"):
+            tf.function(lambda q: cupy_flash.attention(q, q, q), autograph=False)(tf.constant(Q))
+
+    def test_a_tape_of_tensorflow_is_not_left_without_gradient(tf):
+        for q in (tf.Variable(Q), tf.constant(Q)):
+            with tf.GradientTape() as tape:
+                tape.watch(q)
+                with pytest.raises(TypeError, match=REFUSED):
+                    cupy_flash.attention(q, tf.constant(K), tf.constant(V))
+                with tape.stop_recording():
+                    assert_same([cupy_flash.attention(q, q, q)], [cupy_flash.attention(Q, Q, Q)])
+                cupy_flash.attention_vjp(q, q, q)
+
+
+if "paddle" in array_libraries.INSTALLED:
+
+    def test_a_gradient_of_paddle_is_not_lost():
+        paddle = array_libraries.paddle()
+        q, k, v = (paddle.to_tensor(x, stop_gradient=False) for x in (Q, K, V))
+        with pytest.raises(TypeError, match="record a gradient of q and k and v, but not of this call"):
+            cupy_flash.attention(q, k, v)
+        with pytest.raises(TypeError, match=REFUSED):
+            cupy_flash.attention_with_kv_cache(q, k, v)
+        with paddle.no_grad():
+            assert_same([cupy_flash.attention(q, k, v)], [cupy_flash.attention(Q, K, V)])
+        out, vjp = cupy_flash.attention_vjp(q, k, v)
+        assert out.stop_gradient
+        dq = cupy_flash.attention_vjp(Q, K, V)[1](DOUT).dq
+        assert_same([vjp(paddle.to_tensor(DOUT)).dq], [dq])
+
+
+if "warp" in array_libraries.INSTALLED:
+
+    def test_a_tape_of_warp_is_not_left_without_gradient():
+        wp = array_libraries.warp()
+        q = wp.array(Q, requires_grad=True)
+        assert_same([cupy_flash.attention(q, q, q).numpy()], [cupy_flash.attention(Q, Q, Q)])
+        with wp.Tape(), pytest.raises(TypeError, match=REFUSED):
+            cupy_flash.attention(q, q, q)
+        plain = wp.array(Q)
+        with wp.Tape():
+            cupy_flash.attention(plain, plain, plain)

@@ -24,13 +24,24 @@ def python_blocks(text):
     ]
 
 
+def whole_blocks(parts):
+    """Return (line number, code) of blocks that run by themselves: one without an import continues the one before."""
+    whole = []
+    for line, code in parts:
+        if whole and not re.search(r"^(import|from) ", code, re.M):
+            first, before = whole[-1]
+            code, line = before + "\n" * (line - first - before.count("\n")) + code, first
+        whole.append((line, code))
+    return whole
+
+
 def blocks(cupy):
     """Return the Python blocks of all pages: those that import CuPy, or all others."""
     return [
         pytest.param(page, line, code, id=f"{page.stem}-{line}")
         for page in PAGES
         if page not in (STORY, LIBRARIES)
-        for line, code in python_blocks(page.read_text(encoding="utf-8"))
+        for line, code in whole_blocks(python_blocks(page.read_text(encoding="utf-8")))
         if bool(re.search(r"\bimport cupy\b", code)) == cupy
     ]
 

@@ -295,7 +295,8 @@ def _cupy_allocator(outputs: Outputs) -> Allocate:
     def allocate(like: AnyArray) -> tuple[list[AnyArray], list[int]] | None:
         arrays = [empty(shape, dtype) for shape, _, dtype in outputs]
         addresses = [x.data.ptr for x in arrays]
-        return None if any(address % ALIGNMENT for address in addresses) else (arrays, addresses)
+        misaligned = [address for address in addresses if address % ALIGNMENT]
+        return None if misaligned else (arrays, addresses)
 
     return allocate
 

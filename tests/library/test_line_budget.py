@@ -17,7 +17,7 @@ BUDGET = {
         (50, "diffusers: a backend by the name cupy_flash, added to its closed Enum and taken away again"),
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
-        (155, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
+        (160, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
         (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
         (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),

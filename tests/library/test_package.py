@@ -123,7 +123,8 @@ def test_metadata(metadata: Message) -> None:
     requirements = metadata.get_all("Requires-Dist", [])
     base = {re.split(r"[^\w-]", requirement)[0] for requirement in requirements if "extra ==" not in requirement}
     assert base == {"numpy", "ml_dtypes", "platformdirs", "threadpoolctl", "cuda-pathfinder"}
-    extras = {"cuda12", "cuda13", "torch", "jax", "transformers", "bench", "test", "lint", "docs", "release"}
+    libraries = {"cuda12", "cuda13", "torch", "jax", "transformers", "array-libraries"}
+    extras = libraries | {"bench", "test", "lint", "docs", "release"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

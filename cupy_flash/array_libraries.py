@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .arrays import Exported
+    from .arrays import AnyArray, Exported
 
 
 def exporter(library: str, x: Any) -> Any:
@@ -30,7 +30,7 @@ def exporter(library: str, x: Any) -> Any:
     return x.value()
 
 
-def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
+def importer(library: str, x: Any) -> Callable[[Exported], AnyArray] | None:
     """Return the function that makes an array of the library of `x`, on its device; None if the library has none."""
     if library in IMPORTERS:
         return IMPORTERS[library]
@@ -38,32 +38,32 @@ def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
     return functools.partial(_array_api, x) if hasattr(namespace, "from_dlpack") else None
 
 
-def _array_api(x: Any, output: Exported) -> Any:
+def _array_api(x: Any, output: Exported) -> AnyArray:
     """Import by the array API, which has devices that DLPack does not know."""
     result = x.__array_namespace__().from_dlpack(output)
     return result if result.device == x.device else result.to_device(x.device)
 
 
-def _mlx(output: Exported) -> Any:
+def _mlx(output: Exported) -> AnyArray:
     import mlx.core as mx
 
     # mx.from_dlpack makes float64 float32; mx.array does not take bf16.
     return mx.array(output, dtype=mx.float64) if output.dtype == "float64" else mx.from_dlpack(output)
 
 
-def _warp(output: Exported) -> Any:
+def _warp(output: Exported) -> AnyArray:
     import warp
 
     return warp.from_dlpack(output)
 
 
-def _paddle(output: Exported) -> Any:
+def _paddle(output: Exported) -> AnyArray:
     import paddle
 
     return paddle.from_dlpack(output)
 
 
-def _tensorflow(output: Exported) -> Any:
+def _tensorflow(output: Exported) -> AnyArray:
     import tensorflow
 
     return tensorflow.experimental.dlpack.from_dlpack(output.__dlpack__())

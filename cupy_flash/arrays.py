@@ -73,7 +73,7 @@ class Array:
     readonly: bool = False
     capsule: object = field(default=None, repr=False)  # a DLPack capsule; its destructor returns the memory
     # Makes the caller's array from an output whose owner is a buffer of NumPy or CuPy; None if owner is that array
-    hand_over: Callable[[Array], Any] | None = field(default=None, repr=False)
+    hand_over: Callable[[Array], AnyArray] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.pointer == 0 and 0 not in self.shape:
@@ -223,7 +223,7 @@ def _for_library_of(like: Array, buffer: Array) -> Array:
     return buffer
 
 
-def _imported(way_in: Callable[[Exported], Any], output: Array) -> Any:
+def _imported(way_in: Callable[[Exported], AnyArray], output: Array) -> AnyArray:
     """Return an output as an array of another library; TypeError if that changes its dtype."""
     result = way_in(Exported(output))
     actual = as_array(result, "result").dtype

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, overload
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch, keyed_plan
 from .arrays import AnyArray, ArrayT
@@ -250,7 +251,7 @@ def append_to_kv_cache(
 
 
 @cache
-def _of_torch() -> Any:
+def _of_torch() -> ModuleType:
     """Return the module for torch's tensors, cached because an import takes microseconds each time."""
     from .adapters.torch import kv_cache
 

@@ -6,6 +6,7 @@ Only an array of such a library leads here, so that the caller has imported the 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -75,10 +76,12 @@ IMPORTERS = {"mlx": _mlx, "paddle": _paddle, "tensorflow": _tensorflow, "warp": 
 def unrecorded(arrays: dict[str, tuple[str, Any]]) -> Iterator[str]:
     """Yield the reasons why gradients of these arrays, given as (library, array), would be lost without an error.
 
-    A library records only calls of its own functions. mlx does not tell whether it differentiates an array.
+    A library records only calls of its own functions. mlx does not tell whether it differentiates an array. A class
+    that is named as one of a library that is not imported has no tape.
     """
     for library, (is_recorded, reason) in TAPES.items():
-        names = [name for name, (of, x) in arrays.items() if of == library and is_recorded(x)]
+        given = arrays.items() if library in sys.modules else ()
+        names = [name for name, (of, x) in given if of == library and is_recorded(x)]
         if names:
             yield reason.format(names=" and ".join(names))
 

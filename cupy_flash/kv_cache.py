@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch, keyed_plan
@@ -155,7 +153,9 @@ def attention_with_kv_cache(
         mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
     )  # fmt: skip
     if _is_torch(q):
-        return _of_torch().attend(q, k_cache, v_cache, options)
+        from .adapters.torch import kv_cache
+
+        return kv_cache.attend(q, k_cache, v_cache, options)
     result: ArrayT | tuple[ArrayT, ArrayT] = keyed_plan.attend((q, k_cache, v_cache), options)
     return result
 
@@ -245,17 +245,11 @@ def append_to_kv_cache(
         k_descale=k_descale, v_descale=v_descale, layout=layout,
     )  # fmt: skip
     if _is_torch(k):
-        _of_torch().append(k, v, k_cache, v_cache, cu_seqlens, options)
+        from .adapters.torch import kv_cache
+
+        kv_cache.append(k, v, k_cache, v_cache, cu_seqlens, options)
         return
     dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
-
-
-@cache
-def _of_torch() -> ModuleType:
-    """Return the module for torch's tensors, cached because an import takes microseconds each time."""
-    from .adapters.torch import kv_cache
-
-    return kv_cache
 
 
 def _is_torch(x: object) -> bool:

@@ -8,10 +8,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .arrays import AnyArray, Exported
+
+class Exported(Protocol):
+    """A buffer that exports its memory by DLPack."""
+
+    dtype: str
+
+    def __dlpack__(self, **options: object) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 def exporter(library: str, x: Any) -> Any:
@@ -31,7 +38,7 @@ def exporter(library: str, x: Any) -> Any:
     return x.value()
 
 
-def importer(library: str, x: Any) -> Callable[[Exported], AnyArray] | None:
+def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
     """Return the function that makes an array of the library of `x`, on its device; None if the library has none."""
     if library in IMPORTERS:
         return IMPORTERS[library]
@@ -39,32 +46,32 @@ def importer(library: str, x: Any) -> Callable[[Exported], AnyArray] | None:
     return functools.partial(_array_api, x) if hasattr(namespace, "from_dlpack") else None
 
 
-def _array_api(x: Any, output: Exported) -> AnyArray:
+def _array_api(x: Any, output: Exported) -> Any:
     """Import by the array API, which has devices that DLPack does not know."""
     result = x.__array_namespace__().from_dlpack(output)
     return result if result.device == x.device else result.to_device(x.device)
 
 
-def _mlx(output: Exported) -> AnyArray:
+def _mlx(output: Exported) -> Any:
     import mlx.core as mx
 
     # mx.from_dlpack makes float64 float32; mx.array does not take bf16.
     return mx.array(output, dtype=mx.float64) if output.dtype == "float64" else mx.from_dlpack(output)
 
 
-def _warp(output: Exported) -> AnyArray:
+def _warp(output: Exported) -> Any:
     import warp
 
     return warp.from_dlpack(output)
 
 
-def _paddle(output: Exported) -> AnyArray:
+def _paddle(output: Exported) -> Any:
     import paddle
 
     return paddle.from_dlpack(output)
 
 
-def _tensorflow(output: Exported) -> AnyArray:
+def _tensorflow(output: Exported) -> Any:
     import tensorflow
 
     return tensorflow.experimental.dlpack.from_dlpack(output.__dlpack__())

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from . import dispatch
 from .arrays import AnyArray, Array, ArrayT
-from .problem.records import CacheOptions, Options, Packed
+from .problem.records import CacheOptions, Options, Packed, SavedWeights
 from .problem.weights import (
     EACH,
     IMPORTANCE,
     LIMIT,
     TOP,
     WEIGHTS,
-    SavedWeights,
     WeightsGradients,
     Wish,
     pose_weights,

@@ -54,6 +54,7 @@ from .records import (
     Packed,
     Problem,
     Saved,
+    SavedWeights,
     Shard,
     Tangents,
     out_dtype,
@@ -62,13 +63,20 @@ from .records import (
 if TYPE_CHECKING:
     from collections.abc import Callable
     from functools import _lru_cache_wrapper
-    from typing import TypeAlias, TypeVar
+    from typing import Protocol, TypeAlias, TypeVar
 
     from ..arrays import AnyArray
     from ..mods.trace import Mod
     from .argument_types import Window
     from .checks import Length
-    from .weights import Beside, SavedWeights
+
+    class Beside(Protocol):
+        """The arrays of a call beside q, k and its options, and the checks of what it wants."""
+
+        arrays: dict[str, object]
+
+        def check(self, requirements: Requirements, call: dict[str, Array], sizes: Sizes, width: int | None) -> None:
+            """Check what the call wants."""
 
     T = TypeVar("T")
     Given: TypeAlias = AnyArray | Array  # a caller's array, or inside the package its Array

@@ -289,6 +289,15 @@ class Saved(NamedTuple):
     captured_gradient: tuple[bool, ...] | None = None  # which captured arrays get one; None: all floating ones
 
 
+class SavedWeights(NamedTuple):
+    """The inputs of a backward of attention_weights and its like, besides those of the forward."""
+
+    gradient: AnyArray  # of the result
+    keys: AnyArray | None = None  # the second result of top_weights
+    bias_gradient: bool = True
+    captured_gradient: tuple[bool, ...] | None = None  # as in Saved
+
+
 class Tangents(NamedTuple):
     """The tangents of a JVP, or the cotangents of a double backward: an array like its input, or None for 0.
 

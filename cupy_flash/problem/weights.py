@@ -26,6 +26,7 @@ from .records import (
     Options,
     Packed,
     Problem,
+    SavedWeights,
     Shard,
     applied,
 )
@@ -49,15 +50,6 @@ class Wish(NamedTuple):
     limit: float | None = LIMIT
     n: int | None = None
     row_weights: AnyArray | None = None
-
-
-class SavedWeights(NamedTuple):
-    """The inputs of a backward besides those of the forward."""
-
-    gradient: AnyArray  # of the result
-    keys: AnyArray | None = None  # the second result of top_weights
-    bias_gradient: bool = True
-    captured_gradient: tuple[bool, ...] | None = None  # as in records.Saved
 
 
 class Asked(NamedTuple):

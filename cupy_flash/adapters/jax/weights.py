@@ -16,6 +16,7 @@ import numpy as np
 from ... import dispatch
 from ...arrays import Array
 from ...problem import features
+from ...problem.records import SavedWeights
 from ...problem.weights import (
     EACH,
     GRADIENT,
@@ -23,7 +24,6 @@ from ...problem.weights import (
     LIMIT,
     MEAN,
     TOP,
-    SavedWeights,
     WeightsGradients,
     Wish,
     pose_weights,

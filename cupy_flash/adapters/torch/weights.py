@@ -16,13 +16,12 @@ import torch
 from ... import dispatch
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded
-from ...problem.records import CacheOptions, Options, Packed
+from ...problem.records import CacheOptions, Options, Packed, SavedWeights
 from ...problem.weights import (
     EACH,
     IMPORTANCE,
     MEAN,
     TOP,
-    SavedWeights,
     Wish,
     pose_weights,
     pose_weights_with_cache,

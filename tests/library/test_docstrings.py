@@ -4,7 +4,7 @@ Docstrings of public functions describe exactly their arguments, and `help` show
 """
 
 import doctest
-import importlib.util
+import importlib
 import inspect
 import pkgutil
 import pydoc
@@ -18,8 +18,7 @@ from pages import BLOCKS, CUPY_BLOCKS, PAGES, ROOT, python_blocks, run_block
 import cupy_flash
 
 # Adapters whose libraries are not installed here
-MISSING = {*array_libraries.MISSING, *(() if importlib.util.find_spec("diffusers") else ("diffusers",))}
-LEFT_OUT = {f"cupy_flash.adapters.{name}" for name in MISSING}
+LEFT_OUT = {f"cupy_flash.adapters.{name}" for name in array_libraries.MISSING}
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(cupy_flash.__path__, "cupy_flash.")

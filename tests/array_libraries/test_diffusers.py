@@ -3,17 +3,15 @@
 diffusers is in the extra `array-libraries`; the models are tiny, with random weights.
 """
 
+import diffusers
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 
 from cupy_flash import dispatch
+from cupy_flash.adapters import diffusers as adapter
 from cupy_flash.adapters.torch import sdpa
 from cupy_flash.problem.records import UnsupportedError
-
-REASON = "diffusers is not installed: pip install cupy_flash[array-libraries]"
-diffusers = pytest.importorskip("diffusers", reason=REASON)
-attention_dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason=REASON)
-adapter = pytest.importorskip("cupy_flash.adapters.diffusers", reason=REASON)
 
 
 def normal(*shape, seed=0):

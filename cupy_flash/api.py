@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from . import dispatch, keyed_plan
-from .arrays import AnyArray, Array, ArrayT, as_array, copied
+from .arrays import AnyArray, Array, ArrayT, as_array, copied, is_torch
 from .problem.build import ARRAY_NAMES, pose
 from .problem.merge import pose_merge
 from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Tangents
@@ -730,7 +729,7 @@ def _forward(
     function: str, arrays: Inputs[ArrayT], options: Options, packed: Packed | None = None
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     results: ArrayT | tuple[ArrayT, ArrayT]
-    if _is_torch(arrays[0]):
+    if is_torch(arrays[0]):
         from .adapters import torch as adapter
 
         results = adapter.forward(function, arrays, options, packed)
@@ -795,11 +794,6 @@ def host_line(problem: Problem, arrays: Inputs[AnyArray], options: Options | Cac
     if dispatch.device_of(problem).backend not in dispatch.LAUNCHERS:
         return ""
     call_of = keyed_plan.call_on_cupy
-    if _is_torch(arrays[0]):
+    if is_torch(arrays[0]):
         from .adapters.torch.keyed_plan import call_on_tensors as call_of
     return f"\n{keyed_plan.described(call_of(arrays, options))}"
-
-
-def _is_torch(x: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)

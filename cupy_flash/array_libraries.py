@@ -1,4 +1,4 @@
-"""What array libraries need beyond DLPack: what exports an array, how an output is imported, what a tape records.
+"""Export, import and gradient tapes of array libraries that need more than DLPack.
 
 Only an array of such a library leads here, so that the caller has imported the library.
 """

@@ -243,6 +243,12 @@ def _jax_array(sharding: jax.sharding.Sharding, output: Array) -> jax.Array:
         return jax.dlpack.from_dlpack(output.owner)
 
 
+def is_torch(x: object) -> bool:
+    """Return whether an array is torch's, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
 class Exported:
     """Exports a buffer of NumPy or CuPy by DLPack, also in bf16 and fp8, which NumPy's own exporter refuses."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch, keyed_plan
-from .arrays import AnyArray, ArrayT
+from .arrays import AnyArray, ArrayT, is_torch
 from .problem.build import pose_append, pose_with_cache
 from .problem.records import CacheOptions
 
@@ -152,7 +151,7 @@ def attention_with_kv_cache(
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
         mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
     )  # fmt: skip
-    if _is_torch(q):
+    if is_torch(q):
         from .adapters.torch import kv_cache
 
         return kv_cache.attend(q, k_cache, v_cache, options)
@@ -244,14 +243,9 @@ def append_to_kv_cache(
         positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
         k_descale=k_descale, v_descale=v_descale, layout=layout,
     )  # fmt: skip
-    if _is_torch(k):
+    if is_torch(k):
         from .adapters.torch import kv_cache
 
         kv_cache.append(k, v, k_cache, v_cache, cu_seqlens, options)
         return
     dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
-
-
-def _is_torch(x: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)

@@ -1,13 +1,12 @@
-"""What a row saw: attention probabilities on demand, the keys with the largest, and the importance of each key."""
+"""Attention probabilities recomputed on demand, the keys of the largest ones, and the importance of each key."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from . import dispatch
-from .arrays import AnyArray, Array, ArrayT
+from .arrays import AnyArray, Array, ArrayT, is_torch
 from .problem.records import CacheOptions, Options, Packed, SavedWeights
 from .problem.weights import (
     EACH,
@@ -405,7 +404,7 @@ def key_importance_vjp(
 def _compute(
     function: str, arrays: Inputs[ArrayT], options: Options, wish: Wish, packed: Packed | None = None
 ) -> tuple[ArrayT, ...]:
-    if _is_torch(arrays[0]):
+    if is_torch(arrays[0]):
         from .adapters.torch import weights as adapter
 
         return adapter.compute(function, arrays, options, wish, packed)
@@ -417,7 +416,7 @@ def _compute_on_cache(
     function: str, arrays: Inputs[ArrayT], options: Mapping[str, object], wish: Wish
 ) -> tuple[ArrayT, ...]:
     settings = CacheOptions.of_reading(function, options)
-    if _is_torch(arrays[0]):
+    if is_torch(arrays[0]):
         from .adapters.torch import weights as adapter
 
         return adapter.compute_on_cache(function, arrays, settings, wish)
@@ -435,8 +434,3 @@ def _with_vjp(
         return dispatch.weights_backward(*pose_weights("vjp", arrays, options, wish, saved=saved)).results()
 
     return tuple(map(Array.result, results)), vjp
-
-
-def _is_torch(x: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
-import numpy as np
 
 from ..api import attention as attention_of_arrays
 from ..api import attention_backward, attention_jvp
 from ..mods.trace import mod_of
+from ..problem.build import drawn_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,23 +51,18 @@ def attention(
     """
     call: dict[str, Any] = dict(options)
     names = [name for name in ("bias", "sink") if call.get(name) is not None]
-    captured: list[Any] = []
     mods = call.pop("score_mod", None), call.pop("mask_mod", None)
-    if mods != (None, None):
-        mod = mod_of(*mods)
-        captured = list(mod.arrays)
+    mod = None if mods == (None, None) else mod_of(*mods)
+    captured = () if mod is None else mod.arrays
     places = [place for place, x in enumerate(captured) if isinstance(x, mx.array)]
     if call.get("dropout") and call.get("seed") is None:  # the backward needs the seed of the forward
-        call["seed"] = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
+        call["seed"] = drawn_seed()
 
     def options_of(rest: tuple[mx.array, ...]) -> dict[str, Any]:
         """Return the options with these arrays: those of `names`, then captured ones."""
         replaced = call | dict(zip(names, rest, strict=False))
-        if captured:
-            arrays = dict(enumerate(captured)) | dict(zip(places, rest[len(names) :], strict=True))
-            replaced["score_mod"] = mod.with_arrays(tuple(arrays.values()))
-        elif mods != (None, None):
-            replaced["score_mod"] = mod
+        if mod is not None:
+            replaced["score_mod"] = mod.with_array_at(dict(zip(places, rest[len(names) :], strict=True)))
         return replaced
 
     @mx.custom_function

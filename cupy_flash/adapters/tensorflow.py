@@ -65,8 +65,7 @@ def attention(
         """Return the options with these tensors: those of `names`, then captured ones."""
         replaced = call | dict(zip(names, rest, strict=False))
         if mod is not None:
-            arrays = dict(enumerate(captured)) | dict(zip(places, rest[len(names) :], strict=True))
-            replaced["score_mod"] = mod.with_arrays(tuple(arrays.values()))
+            replaced["score_mod"] = mod.with_array_at(dict(zip(places, rest[len(names) :], strict=True)))
         return replaced
 
     @tf.custom_gradient

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,6 +82,10 @@ class Mod:
         mod = mod_of(score_mod, mask_mod)
         for name in self.__slots__:
             setattr(self, name, getattr(mod, name))
+
+    def with_array_at(self, arrays: Mapping[int, CapturedArray]) -> Mod:
+        """Return a copy that captures these arrays at their places, and otherwise the arrays of this one."""
+        return self.with_arrays(tuple(arrays.get(place, x) for place, x in enumerate(self.arrays)))
 
     def with_arrays(self, arrays: tuple[CapturedArray, ...]) -> Mod:
         """Return the same mod with other arrays.

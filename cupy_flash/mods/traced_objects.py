@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Rebuilder(Protocol):
-    """What replaces the captured values of a mod by stand-ins, as a trace does."""
+    """A trace, which replaces the captured values of a mod by stand-ins."""
 
     sources: Sources
 

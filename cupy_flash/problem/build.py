@@ -145,8 +145,7 @@ def pose(
     if not drops:
         seed = None
     elif seed is None:
-        # Draw from the global generator, because callers of NumPy make a run repeatable with np.random.seed.
-        seed = int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
+        seed = drawn_seed()
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
     named.setdefault("v", call["k"])
     if mod is not None:
@@ -154,6 +153,11 @@ def pose(
         named |= {"captured": tuple([call[name] for name in names]), "numbers": mod.numbers}
         named["tcaptured"] = tuple([call.get(f"t{name}") for name in names])
     return checked.problem, Operands(**named, seed=seed)
+
+
+def drawn_seed() -> int:
+    """Return a seed of dropout from NumPy's global generator, which callers make repeatable with np.random.seed."""
+    return int(np.random.randint(0, 2**63 - 1, dtype=np.int64))  # noqa: NPY002
 
 
 def pose_with_cache(

@@ -1,4 +1,4 @@
-"""What a row of the table of options says: its kind, and the columns that its kind has.
+"""The rows of the table of options: a kind, and the columns that each kind has.
 
 `records.Options` has the rows of `attention`, `records.CacheOptions` those of calls on a KV cache.
 """

@@ -42,7 +42,7 @@ Heads: TypeAlias = "str | Sequence[int] | npt.NDArray[np.integer]"
 
 
 class Wish(NamedTuple):
-    """What the caller wants of the probabilities, not checked yet."""
+    """The arguments of a call on probabilities beside its arrays and options, not checked yet."""
 
     kind: str
     rows: Rows = None
@@ -53,7 +53,7 @@ class Wish(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a call wants of the probabilities, checked: rows, heads, n, and the arrays beside q, k and lse."""
+    """The checked arguments of a call on probabilities: rows, heads, n, and the arrays beside q, k and lse."""
 
     kind: str
     shape: tuple[int, ...]  # of the result

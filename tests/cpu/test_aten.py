@@ -379,7 +379,7 @@ def test_the_engine_is_chosen_for_the_shapes_of_the_marks(framework, name, capab
 
 
 def test_the_instruction_set_of_this_machine_has_its_engine(monkeypatch):
-    """What torch itself names, without the fixture's replacement, is one of the names that the choice knows."""
+    """The capability that torch names, without the fixture's replacement, is one that the choice knows."""
     monkeypatch.undo()
     name, q = torch.backends.cpu.get_cpu_capability(), zeros(1, 512, 8, 64)
     assert f"engine     {'cpu' if name == 'AVX512' else 'aten'} on" in cupy_flash.explain(q, q, q)
@@ -426,7 +426,7 @@ print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.fixture(scope="module")
 def lines_of_a_process():
-    """What a process prints that imports torch between a forward and its backward, and then forks."""
+    """The output of a process that imports torch between a forward and its backward, and then forks."""
     result = subprocess.run([sys.executable, "-c", PROCESS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

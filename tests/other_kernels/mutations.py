@@ -203,16 +203,16 @@ MUTATIONS = {
         one(
             "accumulators of 64 rows",
             "in the upper 16 of 32 lanes",
-            tcgen05.Tcgen05Queue._compute,
-            "mma.d >> 20 & 1",
-            "1 - (mma.d >> 20 & 1)",
+            tcgen05.Tcgen05Queue._lanes,
+            "address >> 20 & 1",
+            "1 - (address >> 20 & 1)",
         ),
         one(
             "A in tensor memory",
             "the smaller k in the upper half of a column",
             tcgen05.Tcgen05Queue._compute,
-            "a = elements(words, shape.type)",
-            "a = elements(words, shape.type)[:, :, np.arange(16) ^ 1]",
+            "a = elements(words.reshape(len(rows), shape.rows, -1), shape.type)",
+            "a = elements(words.reshape(len(rows), shape.rows, -1), shape.type)[:, :, np.arange(16) ^ 1]",
         ),
         one(
             "enable-input-d",

@@ -82,7 +82,7 @@ class Wanted(NamedTuple):
 
     @property
     def wish(self) -> Wish:
-        """What the caller wants."""
+        """The arguments rows, heads, limit, n and row_weights of the call."""
         heads = list(self.chosen) if self.heads == LISTED else self.heads
         n = self.n if self.kind == TOP else None
         return Wish(self.kind, self.rows, heads, self.limit, n, self.row_weights)

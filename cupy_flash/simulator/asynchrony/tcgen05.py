@@ -27,7 +27,7 @@ from ..memory.store import SHARED_START, swizzled
 from .copies import Order
 from .mbarriers import Mbarriers
 from .tensor_memory import LANES, PARTS, Access, TensorMemory
-from .wgmma import Layout, offsets
+from .wgmma import Layout, byte_fields, offsets
 
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -79,7 +79,7 @@ def _parts(shape: _Shape, address: int) -> Indices:
 
 def _layout(descriptor: int, extent: int, transposed: bool) -> tuple[int, Layout]:
     """Return (shared address, layout) of a matrix descriptor."""
-    address, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    address, leading, stride = byte_fields(descriptor)
     return address, Layout(extent, transposed, _SWIZZLES[descriptor >> 61], leading, stride)
 
 
@@ -278,20 +278,16 @@ class Tcgen05Queue(Unit):
             words = self._lanes(memory.words[blocks, :, first : first + _DEPTH // 2], mma.a, shape)
             defined = self._lanes(memory.defined[blocks, :, first : first + _DEPTH // 2], mma.a, shape)
             memory.require_defined(defined, rows, "tcgen05.mma reads A from", where)
-            a = elements(words, shape.type)
+            a = elements(words.reshape(len(rows), shape.rows, -1), shape.type)
         else:
             a = self._operand(mma.a[now], shape, 0)
         # Exact products summed in float64, rounded once. The order of summation on a GPU is undocumented.
         product = shape.sign * (a @ self._operand(mma.b[now], shape, 1).swapaxes(1, 2))
         first, adds = mma.d & 0xFFFF, mma.adds[now]
-        # A range of columns, and every 16 of 32 lanes for M 64, is a view of tensor memory.
-        views = []
-        for array in (memory.words, memory.defined):
-            columns = array[:, :, first : first + shape.columns]
-            if shape.rows != LANES:
-                columns = columns.reshape(len(array), 4, 2, 16, shape.columns)[:, :, mma.d >> 20 & 1]
-            views.append(columns)
-        words, defined = views
+        words, defined = (
+            self._lanes(array[:, :, first : first + shape.columns], mma.d, shape)
+            for array in (memory.words, memory.defined)
+        )
         old = words[blocks].reshape(product.shape).view(np.float32)
         memory.require_defined(defined[blocks][adds], rows[adds], "tcgen05.mma adds to", where)
         total = np.where(adds[:, None, None], old + product, product).astype(np.float32)
@@ -300,11 +296,10 @@ class Tcgen05Queue(Unit):
 
     @staticmethod
     def _lanes(columns: Any, address: int, shape: _Shape) -> Any:
-        """Return the rows of a matrix of `shape` in the lanes of columns (n, LANES, columns)."""
+        """Return a view of the lanes of M rows in columns (n, LANES, columns): for M 64 it is (n, 4, 16, columns)."""
         if shape.rows == LANES:
             return columns
-        half = columns.reshape(len(columns), 4, 2, 16, columns.shape[2])[:, :, address >> 20 & 1]
-        return half.reshape(len(columns), shape.rows, columns.shape[2])
+        return columns.reshape(len(columns), 4, 2, 16, columns.shape[2])[:, :, address >> 20 & 1]
 
     def _operand(self, index: Indices, shape: _Shape, which: int) -> Values:
         """Return operand A (`which` 0) or B (1) from shared memory as (n, rows, depth)."""

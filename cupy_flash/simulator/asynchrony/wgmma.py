@@ -61,9 +61,14 @@ def offsets(layout: Layout) -> Indices:
 _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
+def byte_fields(descriptor: int) -> tuple[int, int, int]:
+    """Return (address, leading and stride dimension byte offsets) of a matrix descriptor of sm_90 or sm_100."""
+    return (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+
+
 def descriptor_layout(descriptor: int, rows: int, *, transposed: bool) -> tuple[int, Layout]:
     """Return (address, layout) of a matrix descriptor."""
-    address, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    address, leading, stride = byte_fields(descriptor)
     return address, Layout(rows, transposed, _SWIZZLES[descriptor >> 62], leading, stride)
 
 

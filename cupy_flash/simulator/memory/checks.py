@@ -33,7 +33,7 @@ Indices = npt.NDArray[np.int64]
 # Bit positions in a tag, the 64-bit record of the last access to a word: clock, instruction number, agent, lane.
 _CLOCK, _CODE, _AGENT = 32, 13, 5
 _LOG_LIMIT = 512
-# What an asynchronous agent does to shared memory, by the first word of its key.
+# The verb, in error messages, for the access of an asynchronous agent, by the first word of its key.
 _DOING = {"mbarrier": "fills", "wgmma": "multiplies", "tcgen05": "multiplies", "bulk": "copies"}
 _MORE_READERS = 8
 

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -15,13 +16,16 @@ import needs_triton
 import numpy as np
 import on_gpu
 import pytest
-import torch  # before any test, because its import changes the engine that computes NumPy arrays on the CPU
 
 from cupy_flash import dispatch
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.kernel_cache import compiled
 from cupy_flash.simulator.counters import Counters
 from cupy_flash.simulator.run import start
+
+# Import torch before any test, because its import changes the engine that computes NumPy arrays on the CPU. The
+# environment of tests/array_libraries that has TensorFlow lacks it.
+torch = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 # CuPy creates its cache as soon as it is imported, and cannot be imported if the home is read-only.
 if not os.access(os.path.expanduser("~"), os.W_OK) and "CUPY_CACHE_DIR" not in os.environ:
@@ -65,7 +69,8 @@ def pytest_report_header():
     """Name torch's instruction set, for which the engine aten is or is not chosen, and the tests that are left out."""
     reason = needs_triton.reason_to_leave_out()
     left_out = [f"left out: tests/other_kernels ({reason})"] if reason else []
-    return [f"torch: {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}", *left_out]
+    name = "not installed" if torch is None else f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    return [f"torch: {name}", *left_out]
 
 
 def pytest_terminal_summary(terminalreporter):

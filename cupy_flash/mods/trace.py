@@ -84,7 +84,11 @@ class Mod:
             setattr(self, name, getattr(mod, name))
 
     def with_array_at(self, arrays: Mapping[int, CapturedArray]) -> Mod:
-        """Return a copy that captures these arrays at their places, and otherwise the arrays of this one."""
+        """Return a copy that captures these arrays at their places, and otherwise the arrays of this one.
+
+        Args:
+            arrays: the new arrays by their place among `arrays`, each with the dtype and rank of the one it replaces.
+        """
         return self.with_arrays(tuple(arrays.get(place, x) for place, x in enumerate(self.arrays)))
 
     def with_arrays(self, arrays: tuple[CapturedArray, ...]) -> Mod:

@@ -19,7 +19,7 @@ from .api import (
     merge,
 )
 from .kv_cache import append_to_kv_cache, attention_with_kv_cache, explain_with_kv_cache
-from .problem.records import Gradients, SecondGradients, UnsupportedError
+from .problem.records import Gradients, SecondGradients, Statistics, UnsupportedError
 
 if TYPE_CHECKING:
     from . import memory, reference
@@ -49,6 +49,7 @@ __all__ = [
     "Gradients",
     "Mod",
     "SecondGradients",
+    "Statistics",
     "UnsupportedError",
     "WeightsGradients",
     "and_masks",

@@ -9,7 +9,7 @@ from . import dispatch, keyed_plan
 from .arrays import AnyArray, Array, ArrayT, as_array, copied, is_torch
 from .problem.build import ARRAY_NAMES, pose
 from .problem.merge import pose_merge
-from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Tangents
+from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Statistics, Tangents, applied, selected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,17 +22,22 @@ if TYPE_CHECKING:
         DType,
         Layout,
         MaskMod,
+        Names,
+        PackedBackwardOptions,
         PackedOptions,
         PackedOptionsWithoutLse,
+        PaddedBackwardOptions,
         PaddedOptions,
         PaddedOptionsWithoutLse,
         Presence,
         ScoreMod,
+        Statistic,
         Window,
     )
     from .problem.records import CacheOptions, Problem
 
     Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT]  # q, k and v
+    Results: TypeAlias = ArrayT | tuple[ArrayT, ArrayT] | tuple[ArrayT, ArrayT, Statistics[ArrayT]]
 
 
 @overload
@@ -53,6 +58,13 @@ def attention(
 def attention(
     q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+
+
+@overload
+def attention(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True], statistics: Sequence[Statistic],
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
 
 
 def attention(
@@ -79,10 +91,11 @@ def attention(
     v_descale: AnyArray | None = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
+    statistics: Names = None,
     deterministic: bool = False,
     backend: str | None = None,
     engine: str | None = None,
-) -> ArrayT | tuple[ArrayT, ArrayT]:
+) -> Results[ArrayT]:
     """Compute exact softmax attention, softmax(scale Q K^T + ...) V, in memory linear in the sequence length.
 
     Arrays are of NumPy, torch (with gradients), jax, or any type with `__dlpack__` or `__cuda_array_interface__`, all
@@ -145,6 +158,11 @@ def attention(
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, with the sink and before dropout.
+        statistics: with return_lse=True, some of ("max", "argmax", "entropy") in any order: also return Statistics(max,
+            argmax, entropy), each (B, Hq, Sq), None where not asked. max is the largest score that the softmax sees of
+            any key, without the sink; argmax, int32, is its key, the lowest one of equal scores; entropy, in nats and
+            never negative, is that of the probabilities before dropout, with the sink's. -inf, -1 and 0 for a row that
+            sees no key. A visible NaN makes max and entropy NaN, and is the argmax.
         deterministic: make gradients bitwise equal from run to run. Those of a CPU engine always are, and do not
             depend on the number of threads, except for large torch tensors in the engine cpu.
         backend: "cpu", "cuda" or "simulator"; None selects the arrays' own. There is no fallback to another backend.
@@ -152,8 +170,8 @@ def attention(
         engine: an engine of the backend by name; None chooses the one with the smallest predicted time.
 
     Returns:
-        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse). A row that sees no key is 0;
-        its lse is -inf, or the sink if there is one.
+        out (B, Sq, Hq, Dv) in the dtype of q (bfloat16 for float8_e4m3fn), or (out, lse), or (out, lse, Statistics). A
+        row that sees no key is 0; its lse is -inf, or the sink if there is one.
 
     Raises:
         TypeError: at least one requirement about a type is not met. Like ValueError, it is one error that lists every
@@ -166,13 +184,16 @@ def attention(
         s = scale * q @ k.T                                     # (Sq, Sk)
         s = np.where(visible, softcap * np.tanh(s / softcap) + bias, -np.inf)
         lse = np.logaddexp(np.logaddexp.reduce(s, axis=1), sink)
-        out = dropped(np.exp(s - lse[:, None])) @ v
+        P = np.exp(s - lse[:, None])
+        out = dropped(P) @ v
+        max, argmax = s.max(axis=1), s.argmax(axis=1)
+        entropy = -(P * (s - lse[:, None])).sum(axis=1)         # + P_sink (lse - sink), hidden keys left out
 
     Algorithm: online softmax over tiles, Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
-        dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, deterministic, backend, engine,
+        dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, statistics, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 
@@ -201,6 +222,14 @@ def attention_varlen(
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
 
 
+@overload
+def attention_varlen(
+    q: ArrayT, k: ArrayT, v: ArrayT,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[True], statistics: Sequence[Statistic], **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
+
+
 def attention_varlen(
     q: ArrayT,
     k: ArrayT,
@@ -210,7 +239,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     **options: Unpack[PackedOptions[AnyArray]],
-) -> ArrayT | tuple[ArrayT, ArrayT]:
+) -> Results[ArrayT]:
     """Compute `attention` on sequences of different lengths, packed along the token axis without padding.
 
     Args:
@@ -228,7 +257,8 @@ def attention_varlen(
             sequence are never read, and their gradient is 0.
 
     Returns:
-        out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq).
+        out (Tq, Hq, Dv), or (out, lse) with lse (Hq, Tq), or (out, lse, Statistics) with statistics (Hq, Tq), whose
+        argmax counts the keys of the row's sequence.
     """
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _forward("attention_varlen", (q, k, v), Options.of("attention_varlen", options), packed)
@@ -243,7 +273,10 @@ def attention_backward(
     lse: AnyArray,
     *,
     dlse: AnyArray | None = None,
-    **options: Unpack[PaddedOptions[AnyArray]],
+    statistics: Statistics[AnyArray] | None = None,
+    dmax: AnyArray | None = None,
+    dentropy: AnyArray | None = None,
+    **options: Unpack[PaddedBackwardOptions[AnyArray]],
 ) -> Gradients[ArrayT]:
     """Compute the gradients of `attention`.
 
@@ -257,7 +290,10 @@ def attention_backward(
         out: the first result of the forward.
         lse: its second result, with `return_lse=True`.
         dlse: the gradient of lse, its shape and dtype; None is 0.
-        **options: those of the forward; with dropout its seed, too.
+        statistics: those of the forward. dmax needs its argmax, dentropy its entropy.
+        dmax: the gradient of the statistic max, its shape and dtype, which reaches the score of its argmax; None is 0.
+        dentropy: the gradient of the entropy, likewise: dS = -dentropy P (S - mean of S under P).
+        **options: those of the forward except statistics; with dropout its seed, too.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsink, dcaptured), each in the shape and dtype of its input; dbias and dsink None
@@ -265,7 +301,7 @@ def attention_backward(
         the place of an array that is not floating. Sums over heads of a group, over broadcast dimensions and over
         reads of one element are in float32 (float64 for float64), rounded once.
     """
-    saved = Saved(dout, out, lse, dlse)
+    saved = Saved(dout, out, lse, dlse, statistics=statistics, dmax=dmax, dentropy=dentropy)
     return _backward("attention_backward", (q, k, v), Options.of("attention_backward", options), saved)
 
 
@@ -282,7 +318,10 @@ def attention_varlen_backward(
     max_seqlen_k: int,
     *,
     dlse: AnyArray | None = None,
-    **options: Unpack[PackedOptions[AnyArray]],
+    statistics: Statistics[AnyArray] | None = None,
+    dmax: AnyArray | None = None,
+    dentropy: AnyArray | None = None,
+    **options: Unpack[PackedBackwardOptions[AnyArray]],
 ) -> Gradients[ArrayT]:
     """Compute the gradients of `attention_varlen`.
 
@@ -298,7 +337,10 @@ def attention_varlen_backward(
         max_seqlen_q: as in the forward.
         max_seqlen_k: as in the forward.
         dlse: the gradient of lse, its shape and dtype; None is 0.
-        **options: those of the forward; with dropout its seed, too.
+        statistics: those of the forward. dmax needs its argmax, dentropy its entropy.
+        dmax: the gradient of the statistic max, its shape and dtype, which reaches the score of its argmax; None is 0.
+        dentropy: the gradient of the entropy, likewise: dS = -dentropy P (S - mean of S under P).
+        **options: those of the forward except statistics; with dropout its seed, too.
 
     Returns:
         Gradients, as `attention_backward`; gradients of rows past cu_seqlens[-1], and of the elements of bias past the
@@ -306,7 +348,8 @@ def attention_varlen_backward(
     """
     name = "attention_varlen_backward"
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _backward(name, (q, k, v), Options.of(name, options), Saved(dout, out, lse, dlse), packed)
+    saved = Saved(dout, out, lse, dlse, statistics=statistics, dmax=dmax, dentropy=dentropy)
+    return _backward(name, (q, k, v), Options.of(name, options), saved, packed)
 
 
 @overload
@@ -330,9 +373,16 @@ def attention_vjp(
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
+@overload
+def attention_vjp(
+    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: Literal[True], statistics: Sequence[Statistic],
+    **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
+) -> tuple[tuple[ArrayT, ArrayT, Statistics[ArrayT]], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
+
+
 def attention_vjp(
     q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, **options: Unpack[PaddedOptions[AnyArray]]
-) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]:
+) -> tuple[Results[ArrayT], Callable[..., Gradients[ArrayT]]]:
     """Return the result of `attention`, and a function that computes its gradients.
 
     The gradients are computed from q, k, v, the arrays among the options and in mods, out and lse, all of which the
@@ -347,7 +397,8 @@ def attention_vjp(
         **options: those of `attention`. A seed that is drawn for the forward is the backward's too.
 
     Returns:
-        (out, vjp), or ((out, lse), vjp) with return_lse. vjp(dout, dlse=None) returns the Gradients of `attention`.
+        (out, vjp), ((out, lse), vjp) with return_lse, or ((out, lse, Statistics), vjp) with statistics.
+        vjp(dout, dlse=None, dmax=None, dentropy=None) returns the Gradients of `attention`.
 
     >>> import numpy as np, cupy_flash
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
@@ -357,20 +408,29 @@ def attention_vjp(
     """
     settings = Options.of("attention_vjp", options)
     problem, operands = pose("attention_vjp", (q, k, v), settings)
+    names = problem.statistics
+    if "max" in names:  # its gradient needs argmax
+        problem = problem._replace(statistics=tuple(x for x in Statistics._fields if x in (*names, "argmax")))
     since = dispatch.device_of(problem)  # an import of torch between the two does not change the backward's engine
-    out, lse = (array.result() for array in dispatch.forward(problem, operands))
+    out, lse, *others = (array.result() for array in dispatch.forward(problem, operands))
+    statistics: Statistics[Any] = Statistics(**dict(zip(problem.statistics, others, strict=True)))
+    results: Any = selected((out, lse, *(getattr(statistics, name) for name in names)), settings)
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
+    settings.statistics = None  # an option of the forward
     kept: Any = (q, k, v, out, lse)
     if copy:
-        kept = tuple(map(_copied, kept))
+        kept, statistics = tuple(map(_copied, kept)), Statistics(*applied(_copied, statistics))
         _copy_options(settings)
 
-    def vjp(dout: ArrayT, dlse: AnyArray | None = None) -> Gradients[ArrayT]:
+    def vjp(
+        dout: ArrayT, dlse: AnyArray | None = None, dmax: AnyArray | None = None, dentropy: AnyArray | None = None
+    ) -> Gradients[ArrayT]:
         q, k, v, out, lse = kept
-        return _backward("vjp", (q, k, v), settings, Saved(dout, out, lse, dlse), since=since)
+        saved = Saved(dout, out, lse, dlse, statistics=statistics, dmax=dmax, dentropy=dentropy)
+        return _backward("vjp", (q, k, v), settings, saved, since=since)
 
-    return ((out, lse) if settings.return_lse else out), vjp
+    return results, vjp
 
 
 @overload
@@ -587,9 +647,30 @@ def attention_varlen_double_backward(
     return _double_backward(name, (q, k, v), tangents, Options.of(name, options), saved, packed)
 
 
+@overload
 def merge(
     out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd"
-) -> tuple[ArrayT, ArrayT]:
+) -> tuple[ArrayT, ArrayT]: ...
+
+
+@overload
+def merge(
+    out_a: ArrayT, lse_a: ArrayT, out_b: ArrayT, lse_b: ArrayT, *, layout: Layout = "bshd",
+    statistics_a: Statistics[ArrayT], statistics_b: Statistics[ArrayT], key_offset_b: int = 0,
+) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
+
+
+def merge(
+    out_a: ArrayT,
+    lse_a: ArrayT,
+    out_b: ArrayT,
+    lse_b: ArrayT,
+    *,
+    layout: Layout = "bshd",
+    statistics_a: Statistics[ArrayT] | None = None,
+    statistics_b: Statistics[ArrayT] | None = None,
+    key_offset_b: int = 0,
+) -> tuple[ArrayT, ArrayT] | tuple[ArrayT, ArrayT, Statistics[ArrayT]]:
     """Merge the results of attention over two disjoint sets of keys.
 
     The result is that of one call over both sets:
@@ -606,13 +687,21 @@ def merge(
         out_b: the shape of out_a.
         lse_b: the shape and dtype of lse_a.
         layout: "bshd", or "bhsd" for out (B, Hq, Sq, Dv).
+        statistics_a: those of part a, on a CPU; argmax needs max beside it.
+        statistics_b: those of part b, with the same fields.
+        key_offset_b: the number that is added to the argmax of part b, such as the keys of part a.
 
     Returns:
-        (out, lse), out in the dtype of out_a.
+        (out, lse), out in the dtype of out_a, or with statistics (out, lse, Statistics).
     """
-    chosen, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    given = (statistics_a, statistics_b)
+    chosen, parts, statistics = pose_merge((out_a, lse_a, out_b, lse_b), layout, given, key_offset_b)
+    if statistics_a is None:
+        out, lse = dispatch.merge(parts, chosen)
+        return out.result(), lse.result()
+    merged = dispatch.merge_statistics((parts[1], parts[3]), statistics, key_offset_b)
     out, lse = dispatch.merge(parts, chosen)
-    return out.result(), lse.result()
+    return out.result(), lse.result(), Statistics(*applied(Array.result, merged))
 
 
 def compile(
@@ -725,17 +814,14 @@ def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptio
     return Explanation(text, lambda: dispatch.tiles(problem, operands))
 
 
-def _forward(
-    function: str, arrays: Inputs[ArrayT], options: Options, packed: Packed | None = None
-) -> ArrayT | tuple[ArrayT, ArrayT]:
-    results: ArrayT | tuple[ArrayT, ArrayT]
+def _forward(function: str, arrays: Inputs[ArrayT], options: Options, packed: Packed | None = None) -> Results[ArrayT]:
+    results: Results[ArrayT]
     if is_torch(arrays[0]):
         from .adapters import torch as adapter
 
         results = adapter.forward(function, arrays, options, packed)
         return results
-    out, lse = keyed_plan.forward(function, arrays, options, packed)
-    results = (out, lse) if options.return_lse else out
+    results = selected(keyed_plan.forward(function, arrays, options, packed), options)
     return results
 
 

@@ -19,7 +19,7 @@ from .device import Device
 from .engines import MODULES
 from .engines.launch import Launch
 from .plan.plan import Plan, last_of_bucket, plan
-from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, UnsupportedError
+from .problem.records import JVP, Gradients, Operands, Problem, SecondGradients, Statistics, UnsupportedError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -67,8 +67,8 @@ def plan_for(problem: Problem, since: Device | None = None) -> Plan:
     return plan(problem, on)
 
 
-def forward(problem: Problem, operands: Operands) -> tuple[Array, Array]:
-    """Plan and run a forward problem; returns (out, lse)."""
+def forward(problem: Problem, operands: Operands) -> tuple[Array, ...]:
+    """Plan and run a forward problem; returns (out, lse), followed by the statistics of the problem."""
     if _RECORD is not None:
         _record(problem, operands, _RECORD)
     return run_forward(_fitted(plan_for(problem), operands), operands)
@@ -189,10 +189,10 @@ def tiles(problem: Problem, operands: Operands) -> Tiles:
     return classes, problem.q_len, problem.kv_len, chosen.block_q, chosen.block_kv
 
 
-def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Run a forward with a given plan; returns (out, lse)."""
-    out_and_lse: tuple[Array, Array] = _module(chosen).forward(chosen, operands)
-    return out_and_lse
+def run_forward(chosen: Plan, operands: Operands) -> tuple[Array, ...]:
+    """Run a forward with a given plan; returns (out, lse), followed by the statistics of the problem."""
+    results: tuple[Array, ...] = _module(chosen).forward(chosen, operands)
+    return results
 
 
 def run_backward(chosen: Plan, operands: Operands) -> Gradients[Array]:
@@ -209,6 +209,17 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
     from .gpu import cuda
 
     return cuda.merge(parts, layout, card.arch)
+
+
+def merge_statistics(
+    lses: tuple[Array, Array], parts: tuple[Statistics[Array], Statistics[Array]], key_offset_b: int
+) -> Statistics[Array]:
+    """Merge the statistics of two parts, with the same fields; UnsupportedError on a GPU."""
+    if parts[0] == Statistics():
+        return Statistics()
+    if lses[0].device != "cpu":
+        raise UnsupportedError(f"merge: statistics on {lses[0].device}; this version merges those of a CPU")
+    return partials.merge_statistics(lses, parts, key_offset_b)
 
 
 def block_classes(problem: Problem, operands: Operands, block: int) -> Array:

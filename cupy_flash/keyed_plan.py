@@ -11,10 +11,10 @@ The key has everything that this path reads, unless the call has no key because 
 - of every option its type and its value, because True, 1 and 1.0 are equal and not all legal; max_seqlen likewise.
 - the environment's default backend, and the generation of the evidence and of the plans made from it.
 
-A call has no key with mods, dropout, a seed, or options of other types, which may be mutable; on torch tensors also
-without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
-backend, those that copy an operand, those that read lengths, tables or factors in host memory to check them, and those
-of a process that records its calls are posed every time; the entry of their key is None.
+A call has no key with mods, statistics, dropout, a seed, or options of other types, which may be mutable; on torch
+tensors also without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on
+a CPU backend, those that copy an operand, those that read lengths, tables or factors in host memory to check them, and
+those of a process that records its calls are posed every time; the entry of their key is None.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
@@ -36,7 +36,7 @@ from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
 from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache
-from .problem.records import Options
+from .problem.records import Options, selected
 
 if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
@@ -107,7 +107,7 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
     None if one is not exactly of the library's type or has no memory of its own.
     """
-    if options.score_mod is not None or options.mask_mod is not None:
+    if options.score_mod is not None or options.mask_mod is not None or options.statistics is not None:
         return None
     length: int | None = None
     longest: tuple[int | None, ...] = ()
@@ -226,8 +226,8 @@ def _distances(operands: Operands, names: tuple[str, ...]) -> Distances:
 
 def forward(
     function: str, arrays: tuple[ArrayT, ArrayT, ArrayT], options: Options, packed: Packed | None
-) -> tuple[ArrayT, ArrayT]:
-    """Return (out, lse) of a call on arrays other than torch's."""
+) -> tuple[ArrayT, ...]:
+    """Return (out, lse) of a call on arrays other than torch's, followed by the statistics that it asks for."""
     call = call_on_cupy(arrays, options, packed)
     outputs: Any = run(call)
     if outputs is not None:
@@ -236,7 +236,7 @@ def forward(
     results = dispatch.forward(problem, operands)
     if call is not None:
         keep(call, problem, operands, _cupy_allocator)
-    return results[0].result(), results[1].result()
+    return tuple([array.result() for array in results])
 
 
 def attend(arrays: Inputs, options: CacheOptions) -> Any:
@@ -246,10 +246,10 @@ def attend(arrays: Inputs, options: CacheOptions) -> Any:
     if outputs is not None:
         return result_on_cache(outputs, options)
     problem, operands = pose_with_cache(*arrays, options)
-    out, lse = dispatch.forward(problem, operands)
+    results = dispatch.forward(problem, operands)
     if call is not None:
         keep(call, problem, operands, _cupy_allocator, unwanted(options))
-    return (out.result(), lse.result()) if options.return_lse else out.result()
+    return selected([array.result() for array in results], options)
 
 
 def unwanted(options: CacheOptions) -> tuple[str, ...]:

@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Literal, overload
 from . import dispatch, keyed_plan
 from .arrays import AnyArray, ArrayT, is_torch
 from .problem.build import pose_append, pose_with_cache
-from .problem.records import CacheOptions
+from .problem.records import CacheOptions, Statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Unpack
 
     from .explanation import Explanation
-    from .problem.argument_types import CacheArguments, CacheArgumentsWithoutLse, Layout, MaskMod, ScoreMod, Window
+    from .problem.argument_types import (
+        CacheArguments,
+        CacheArgumentsWithoutLse,
+        Layout,
+        MaskMod,
+        Names,
+        ScoreMod,
+        Statistic,
+        Window,
+    )
 
 
 @overload
@@ -35,6 +46,13 @@ def attention_with_kv_cache(
     q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: bool,
     **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
+
+
+@overload
+def attention_with_kv_cache(
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: Literal[True], statistics: Sequence[Statistic],
+    **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
+) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
 
 
 def attention_with_kv_cache(
@@ -70,9 +88,10 @@ def attention_with_kv_cache(
     layout: Layout = "bshd",
     out: AnyArray | None = None,
     return_lse: bool = False,
+    statistics: Names = None,
     backend: str | None = None,
     engine: str | None = None,
-) -> ArrayT | tuple[ArrayT, ArrayT]:
+) -> ArrayT | tuple[ArrayT, ArrayT] | tuple[ArrayT, ArrayT, Statistics[ArrayT]]:
     """Append new keys and values to a contiguous or paged cache, and compute the attention of new queries on it.
 
     Sequence b has n_b keys in the cache, the call appends s_b rows of k and v in place, and its Sq queries then see
@@ -122,12 +141,14 @@ def attention_with_kv_cache(
         layout: "bshd" as above, or "bhsd": q (B, Hq, Sq, D), caches (Bc, Hk, Sc, D) or (pages, Hk, P, D).
         out: an array for the result, of its shape and the dtype of q, in memory of its own. None allocates one.
         return_lse: also return lse, float32 (float64 for float64), (B, Hq, Sq) or (Hq, T).
+        statistics: as in `cupy_flash.attention`, in the shape of lse; argmax is the number of the key in its sequence,
+            whatever the page.
         backend: as in `cupy_flash.attention`.
         engine: as in `cupy_flash.attention`.
 
     Returns:
-        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse). The row of a query that sees no key is 0, and its lse is -inf
-        or the sink. Rows from cu_seqlens_q[-1] on are 0, with lse -inf.
+        out (B, Sq, Hq, Dv) or (T, Hq, Dv), or (out, lse), or (out, lse, Statistics). The row of a query that sees no
+        key is 0, and its lse is -inf or the sink. Rows from cu_seqlens_q[-1] on are 0, with lse -inf.
 
     Raises:
         TypeError: as `cupy_flash.attention`, one error with every reason.
@@ -149,13 +170,15 @@ def attention_with_kv_cache(
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
-        mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, backend, engine,
+        mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, statistics, backend, engine,
     )  # fmt: skip
     if is_torch(q):
         from .adapters.torch import kv_cache
 
         return kv_cache.attend(q, k_cache, v_cache, options)
-    result: ArrayT | tuple[ArrayT, ArrayT] = keyed_plan.attend((q, k_cache, v_cache), options)
+    result: ArrayT | tuple[ArrayT, ArrayT] | tuple[ArrayT, ArrayT, Statistics[ArrayT]] = keyed_plan.attend(
+        (q, k_cache, v_cache), options
+    )
     return result
 
 

@@ -51,7 +51,7 @@ class Part(NamedTuple):
     keys: slice
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     """Compute attention: out, of q's shape, and lse (B, Hq, Sq), or (Hq, Tq) if packed, the natural logarithm."""
     problem = plan.problem
     call = Call(problem, operands)

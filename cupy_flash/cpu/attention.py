@@ -37,6 +37,7 @@ from ..problem.mask import Band, Mask
 from ..problem.records import Gradients, Operands, Problem
 from .blas import Products, Scratch, products_of, shaped, square_sum
 from .score import MaskMod, Positions, ScoreTile, four_dimensional, steps
+from .statistics import RowStatistics, StatisticsGradients, empty_statistics
 from .thread_pool import OrderedSum, Stop, run_tasks
 from .visited_tiles import Visit, VisitEstimate, Visits, classes_of, count_tiles, in_band
 
@@ -50,20 +51,23 @@ MOST_COUNTED = 2**18  # maximum tiles that tile_counts classifies, which takes a
 Place = tuple[int, int, Band, Positions]  # batch index, head, band and positions of a sequence's head in the whole call
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     """Compute attention: out, of q's shape with last dimension Dv, and lse (B, Hq, Sq), or (Hq, Tq) if packed.
 
-    lse is the natural logarithm, in the accumulation dtype.
+    lse is the natural logarithm, in the accumulation dtype. The statistics that the problem asks for follow, shaped as
+    lse.
     """
     problem, q = plan.problem, operands.q
     out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
+    statistics = empty_statistics(problem, q)
     call = Call(plan, operands)
     plan, products = call.plan, call.products
     if problem.has_lengths:  # no task writes the rows outside the sequences
         out.numpy()[...] = 0
         lse.numpy()[...] = -np.inf
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
+    statistics_rows = dict(zip(problem.statistics, map(call.rows_of, statistics), strict=True))
 
     def attend(sequence: Sequence, heads: slice, q_tiles: range) -> None:
         kv_heads = call.kv_heads_of(heads)
@@ -74,8 +78,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             *(len(K) * plan.block_q * n for n in (plan.block_kv, problem.head_dim, problem.head_dim_v)),
         )
         buffer, Q_buffer, O_buffer = scratch.arrays
-        # The bound costs a pass over K and one over V, which is not worth it for a single query.
-        worthwhile = sequence.q_len > 1 and not call.additive
+        # The bound costs a pass over K and one over V, which is not worth it for a single query. Statistics need m.
+        worthwhile = sequence.q_len > 1 and not call.additive and not problem.statistics
         V_finite, boundable = _magnitudes(V, products, O_buffer) if worthwhile else (False, False)
         K_norm = _largest_norm(K) if boundable else np.inf
         q_rows = call.q[sequence.row, heads, sequence.queries]
@@ -89,6 +93,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             O[...] = 0
             bounded = boundable and _largest_norm(Q) * K_norm * abs(call.product_scale) <= BOUND
             softmax = Softmax(Q.shape[:-1], problem.accumulation, call.sinks_of(heads), bounded, products)
+            if problem.statistics:
+                softmax.statistics = RowStatistics(Q.shape[:-1], problem.accumulation)
             for kv_start, kv_stop, cut in call.kv_tiles(sequence, heads.start, queries.start, queries.stop):
                 call.stop.poll()
                 tile = ScoreTile(
@@ -98,14 +104,16 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
                 call.scale(S)
                 for step in call.score_steps:
                     step.apply(S[0], tile, save=False)
-                softmax.update(S, O, partial(call.hide, S, sequence.band, tile))
+                softmax.update(S, O, partial(call.hide, S, sequence.band, tile), kv_start)
                 if problem.dropout:
                     S *= call.keep(tile)
                 products.add_product(O, S, V[:, kv_start:kv_stop], V_finite)
             softmax.finish(O, O_rows[:, queries], L_rows[:, queries])
+            for name, rows in statistics_rows.items():
+                rows[sequence.row, heads, sequence.queries][:, queries] = getattr(softmax.statistics, name)
 
     run_query_tiles(plan, call, attend)
-    return out, lse
+    return out, lse, *statistics
 
 
 def run_query_tiles(plan: Plan, call: Call, attend: Callable[[Sequence, slice, range], None]) -> None:
@@ -314,8 +322,10 @@ class Softmax:
     """Online softmax over one query tile: row max m and row sum l (rows,), both including the sink.
 
     Every m gives that result; the running maximum keeps the exponents in range. With `bounded`, the scores are known
-    to lie within BOUND: m stays 0, and nothing is rescaled.
+    to lie within BOUND: m stays 0, and nothing is rescaled. It may have `statistics`, which are not bounded.
     """
+
+    statistics: RowStatistics | None = None
 
     def __init__(
         self,
@@ -335,22 +345,30 @@ class Softmax:
             self.m = np.full(shape, 0 if self.bounded else sink, dtype)
             self.l = np.full(shape, np.exp(sink) if self.bounded else 1, dtype)
 
-    def update(self, S: np.ndarray, O: np.ndarray, hide: Callable[[float], None]) -> None:
+    def update(self, S: np.ndarray, O: np.ndarray, hide: Callable[[float], None], kv_start: int = 0) -> None:
         """Turn S into unnormalised probabilities in place, add them to l, and rescale O and l to the new m.
 
-        `hide(value)` sets the hidden scores of S to `value`.
+        `hide(value)` sets the hidden scores of S to `value`. Its first key is `kv_start`.
         """
+        exponents = S
         if not self.bounded:
             hide(-np.inf)
             m = np.maximum(self.m, self.products.row_max(S))
             # A row that has seen no key has m = -inf; subtracting any finite number makes its exponentials 0.
             reference = np.where(m == -np.inf, 0, m)
             rescale = np.exp(self.m - reference)
+            if self.statistics is not None:
+                self.statistics.see(S, kv_start)
+                self.statistics.rescale(reference - self.m, rescale, self.l)
             self.products.subtract(S, reference)
             O *= rescale[..., None]
             self.l *= rescale
             self.m = m
+        if self.statistics is not None:
+            exponents = S.copy()
         self.products.exp(S, self.bounded)
+        if self.statistics is not None:
+            self.statistics.add(exponents, S)
         if self.bounded:
             hide(0)
         self.l += self.products.row_sum(S)
@@ -360,6 +378,8 @@ class Softmax:
         self.products.divide(O, np.where(self.l == 0, 1, self.l))
         out[...] = O
         lse[...] = self.m + np.log(self.l)
+        if self.statistics is not None:
+            self.statistics.finish(self.l)
 
 
 class Sequence(NamedTuple):
@@ -395,6 +415,10 @@ class Call:
         self.lse, self.dlse = (
             None if array is None else self.rows_of(array) for array in (operands.lse, operands.dlse)
         )
+        self.statistics = [
+            None if array is None else self.rows_of(array)
+            for array in (operands.dmax, operands.argmax, operands.dentropy, operands.entropy)
+        ]
         self.mask = None if operands.mask is None else four_dimensional(operands.mask.numpy())
         self.bias = None if operands.bias is None else four_dimensional(operands.bias.numpy())
         self.sink = None if operands.sink is None else operands.sink.numpy().astype(problem.accumulation)
@@ -541,6 +565,8 @@ class _QueryRows:
         self.delta = np.vecdot(self.dO[..., :-1], load_rows(call.out[rows], problem.accumulation))
         if call.dlse is not None:
             self.delta -= np.where(empty, 0, call.dlse[rows])
+        given = [None if x is None else x[rows] for x in call.statistics]
+        self.statistics = StatisticsGradients(empty, *given) if problem.statistics else None
         self.finite = all(call.products.is_finite(x[..., :-1]) for x in (self.Q, self.dO))
         unmodified = not call.score_steps and call.product_scale == 1
         self.folded = unmodified and _largest_norm(self.Q) * K_norm <= BOUND
@@ -562,6 +588,8 @@ class _QueryRows:
             hidden = np.isneginf(S) if self.undefined else False  # by a bias or score_mod; -inf - NaN is NaN
             products.subtract(S, self.lse[:, rows])
             np.copyto(S, -np.inf, where=hidden)
+        of_entropy = "entropy" in problem.statistics
+        log_P = S.copy() if of_entropy else S
         products.exp(S, self.folded)
         P = S
         self.call.hide(P, self.band, tile, 0)
@@ -570,11 +598,15 @@ class _QueryRows:
             keep = self.call.keep(tile)
             dP *= keep
             dP -= self.delta[:, rows, None]
+        if self.statistics is not None and of_entropy:
+            dP += self.statistics.of_entropy(log_P, P, rows)
         products.multiply(dP, P)
         dS = dP
         may_hide = self.call.may_hide(self.band, tile)
         if may_hide:
             hide_gradient(dS, P)
+        if self.statistics is not None:
+            self.statistics.add_of_max(dS, rows, tile.kv_start)
         for step, value in zip(self.call.score_steps[::-1], saved[::-1], strict=True):
             step.gradient(dS[0], tile, value)
         if may_hide and saved:
@@ -585,7 +617,10 @@ class _QueryRows:
 
     def dsink(self, sinks: np.ndarray) -> np.ndarray:
         """Return the gradients of the sinks, -sum(exp(sink - lse) * delta) over their rows; delta includes -dlse."""
-        gradients: np.ndarray = -np.vecdot(np.exp(sinks[:, None] - self.lse), self.delta)
+        log_P = sinks[:, None] - self.lse
+        gradients: np.ndarray = -np.vecdot(np.exp(log_P), self.delta)
+        if self.statistics is not None and self.statistics.dH is not None:
+            gradients += self.statistics.of_sinks(log_P)
         return gradients
 
 

@@ -10,6 +10,8 @@ from functools import reduce
 import numpy as np
 
 from ..arrays import Array, empty
+from ..problem.records import Statistics
+from .statistics import RowStatistics, merged
 
 
 def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
@@ -32,6 +34,29 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
     out.numpy()[...] = merged
     lse.numpy()[...] = total
     return out, lse
+
+
+def merge_statistics(
+    lses: tuple[Array, Array], parts: tuple[Statistics[Array], Statistics[Array]], key_offset_b: int
+) -> Statistics[Array]:
+    """Merge the statistics of two parts, which have the same fields, by the lse of each; keys of b are shifted."""
+    rows = []
+    for lse, part, offset in zip(lses, parts, (0, key_offset_b), strict=True):
+        rows.append(RowStatistics(lse.shape, lse.dtype))
+        for name in Statistics._fields:
+            given: Array | None = getattr(part, name)
+            if given is not None:
+                getattr(rows[-1], name)[...] = given.numpy()
+        np.add(rows[-1].argmax, offset, out=rows[-1].argmax, where=rows[-1].argmax >= 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        total = merged(rows, merge_weights([lse.numpy() for lse in lses])[1])
+    results: dict[str, Array] = {}
+    for name in Statistics._fields:
+        like: Array | None = getattr(parts[0], name)
+        if like is not None:
+            results[name] = empty(like.shape, like.dtype, like)
+            results[name].numpy()[...] = getattr(total, name)
+    return Statistics(**results)
 
 
 def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:

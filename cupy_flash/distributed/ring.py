@@ -22,7 +22,20 @@ from ..arrays import Array
 from ..mods.trace import Mod, decoded, mod_of
 from ..problem.build import pose
 from ..problem.features import SEED
-from ..problem.records import ARRAYS, FEATURES, MODS, Gradients, Operands, Options, Packed, Problem, Saved, Shard
+from ..problem.records import (
+    ARRAYS,
+    FEATURES,
+    MODS,
+    Gradients,
+    Operands,
+    Options,
+    Packed,
+    Problem,
+    Saved,
+    Shard,
+    Statistics,
+    selected,
+)
 from .channel import Arrival, Channel, Request
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 
@@ -201,13 +214,15 @@ def ring_attention_varlen(
     return _attend((q, k, v), settings, call)
 
 
-def read_options(function: str, arrays: Tensors, options: Mapping[str, object]) -> Options:
+def read_options(
+    function: str, arrays: Tensors, options: Mapping[str, object], unserved: tuple[str, ...] = UNSERVED
+) -> Options:
     """Return the options of a call over several ranks; TypeError or ValueError lists unsupported ones."""
     settings = Options.of(function, options)
     for x in arrays:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{function}: q, k and v must be torch tensors, not {type(x)}")
-    unmet = [f"{name} is not served over several ranks" for name in UNSERVED if getattr(settings, name) is not None]
+    unmet = [f"{name} is not served over several ranks" for name in unserved if getattr(settings, name) is not None]
     if arrays[0].dtype == torch.float8_e4m3fn:
         unmet.append("fp8 is not served over several ranks")
     if settings.dropout and settings.seed is None:
@@ -342,8 +357,10 @@ def refuse_second_derivative() -> None:
 
 
 def _attend(arrays: Tensors, settings: Options, call: _Call) -> torch.Tensor | Results:
-    out, lse = _Ring.apply(*arrays, *tensors_of(settings), *captured_of(settings), call)
-    return (out, lse) if settings.return_lse else out
+    out, lse, *found = _Ring.apply(*arrays, *tensors_of(settings), *captured_of(settings), call)
+    asked = [x for name, x in zip(call.statistics, found, strict=True) if name in (settings.statistics or ())]
+    results: torch.Tensor | Results = selected((out, lse, *asked), settings)
+    return results
 
 
 class _Call(NamedTuple):
@@ -361,6 +378,13 @@ class _Call(NamedTuple):
     def axis(self) -> int:
         """The sharded dimension of q, k, v and out; lse is sharded along its last dimension."""
         return {"bshd": 1, "bhsd": 2, "thd": 0}[self.layout]
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics that the ranks compute, in the order of the fields; max and argmax are merged together."""
+        asked = set(self.settings.options.statistics or ())
+        asked |= {"max", "argmax"} if asked & {"max", "argmax"} else set()
+        return tuple(name for name in Statistics._fields if name in asked)
 
     def request(self, arrays: Tensors, settings: Options, lengths: tuple[object, ...], sharding: str) -> Request:
         """Return the arguments that must be equal on all ranks; ValueError if this rank's shards have wrong lengths."""
@@ -395,19 +419,48 @@ class _Call(NamedTuple):
             for feature, x in zip(SERVED, features, strict=True)
         }
         options = self.settings.with_mods(captured)
-        options = replace(options, seed=options.seed if seed is None else seed, **given)
+        asked = None if saved is not None or not self.statistics else self.statistics
+        options = replace(options, seed=options.seed if seed is None else seed, statistics=asked, **given)
+        options.return_lse = True
         packed = _packed(pair.queries, pair.keys, q.device) if self.layout == "thd" else None
         starts = _on_device(pair.starts * self.batch, q.device)
         shard = Shard(starts, self.schedule.stride, lengths=self.lengths)
         arrays = (self.rows(q, pair.queries), self.rows(k, pair.keys), self.rows(v, pair.keys))
         return pose(self.function, arrays, options, packed, saved, shard)
 
-    def saved(
-        self, queries: Chunk, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
-    ) -> Saved:
-        """Return the rows of dout, out, lse and dlse that the backward of a query chunk needs."""
-        lse, dlse = (None if x is None else x.narrow(-1, queries.first_row, queries.rows) for x in (lse, dlse))
-        return Saved(self.rows(dout, queries), self.rows(out, queries), lse, dlse)
+    def saved(self, pair: Pair, dout: torch.Tensor, out: torch.Tensor, *of_rows: torch.Tensor | None) -> Saved:
+        """Return the rows of dout and out that the backward of a pair needs, and of arrays with the axes of lse.
+
+        These are lse, argmax, entropy, dlse, dmax and dentropy.
+        """
+        queries = pair.queries
+        lse, argmax, entropy, dlse, dmax, dentropy = (
+            None if x is None else x.narrow(-1, queries.first_row, queries.rows) for x in of_rows
+        )
+        assert lse is not None
+        argmax = None if argmax is None else self.keys_of_chunk(pair, argmax)
+        statistics = Statistics(argmax=argmax, entropy=entropy)
+        rows = (self.rows(dout, queries), self.rows(out, queries), lse, dlse)
+        return Saved(*rows, statistics=statistics, dmax=dmax, dentropy=dentropy)
+
+    def _first_keys(self, pair: Pair, device: torch.device) -> torch.Tensor:
+        """Return the positions of the first keys of a pair's chunk, for all its rows, or for each of a packed batch."""
+        first = _on_device(tuple(start[1] for start in pair.starts), device)
+        if self.layout != "thd":
+            return first
+        return first.repeat_interleave(_on_device(pair.queries.lengths, device))
+
+    def keys_of_whole(self, pair: Pair, keys: torch.Tensor) -> torch.Tensor:
+        """Return the numbers in the whole sequence of keys that are given by their numbers in a chunk; -1 stays."""
+        whole = keys * self.schedule.stride + self._first_keys(pair, keys.device)
+        return torch.where(keys < 0, keys, whole)
+
+    def keys_of_chunk(self, pair: Pair, keys: torch.Tensor) -> torch.Tensor:
+        """Return the inverse of `keys_of_whole`, -1 for keys that are not in the chunk."""
+        distance, stride = keys - self._first_keys(pair, keys.device), self.schedule.stride
+        own = (keys >= 0) & (distance >= 0) & (distance % stride == 0)
+        own &= distance // stride < max(pair.keys.lengths, default=0)
+        return torch.where(own, distance // stride, -1).to(keys.dtype)
 
     def next_keys(self, step: int, kv: list[torch.Tensor]) -> Arrival | None:
         """Start sending [K, V] on and receiving those of the next step; None at the last step, which does neither."""
@@ -426,44 +479,64 @@ class _Call(NamedTuple):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
+    def forward(
+        ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, ...]:
         *tensors, call = rest
-        parts: dict[Chunk, Results] = {}
+        parts: dict[Chunk, tuple[torch.Tensor, torch.Tensor, Statistics[torch.Tensor]]] = {}
         kv = [k.contiguous(), v.contiguous()]
         for step, pairs in enumerate(call.schedule.pairs):
             arrival = call.next_keys(step, kv)
             for pair in pairs:
-                out, lse = (x.result() for x in dispatch.forward(*call.pose(pair, (q, *kv), tuple(tensors))))
+                posed = call.pose(pair, (q, *kv), tuple(tensors))
+                out, lse, *found = (x.result() for x in dispatch.forward(*posed))
+                statistics: Statistics[torch.Tensor] = Statistics(**dict(zip(call.statistics, found, strict=True)))
+                if statistics.argmax is not None:
+                    statistics = statistics._replace(argmax=call.keys_of_whole(pair, statistics.argmax))
                 if pair.queries in parts:
                     layout: Layout = "bhsd" if call.layout == "bhsd" else "bshd"
-                    parts[pair.queries] = merge(*parts[pair.queries], out, lse, layout=layout)
-                else:
-                    parts[pair.queries] = out.to(lse.dtype), lse  # merge in lse's dtype, round once at the end
+                    out_a, lse_a, of_part = parts[pair.queries]
+                    parts[pair.queries] = merge(
+                        out_a, lse_a, out, lse, layout=layout, statistics_a=of_part, statistics_b=statistics
+                    )
+                else:  # merge in lse's dtype, round once at the end
+                    parts[pair.queries] = out.to(lse.dtype), lse, statistics
             if arrival is not None:
                 kv = arrival.wait()
-        outs, lses = zip(*(parts[chunk] for chunk in call.schedule.queries), strict=True)
+        outs, lses, of_chunks = zip(*(parts[chunk] for chunk in call.schedule.queries), strict=True)
         out, lse = torch.cat(outs, call.axis).to(q.dtype), torch.cat(lses, -1)
+        whole = {name: torch.cat([getattr(x, name) for x in of_chunks], -1) for name in call.statistics}
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        argmax, entropy = whole.get("argmax"), whole.get("entropy")
+        if argmax is not None:
+            ctx.mark_non_differentiable(argmax)
+        ctx.save_for_backward(q, k, v, out, lse, argmax, entropy, *tensors)
         ctx.call = call
-        return out, lse
+        return out, lse, *whole.values()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> InputGradients:
+    def backward(
+        ctx: FunctionCtx, dout: torch.Tensor | None, dlse: torch.Tensor | None, *of_statistics: torch.Tensor | None
+    ) -> InputGradients:
         refuse_second_derivative()
         wanted = ctx.needs_input_grad[3 + len(TENSORS) : -1]
-        return *_gradients(ctx.call, wanted, dout, dlse, *ctx.saved_tensors), None
+        given = dict(zip(ctx.call.statistics, of_statistics, strict=True))
+        of_rows = (dlse, given.get("max"), given.get("entropy"))
+        return *_gradients(ctx.call, wanted, dout, of_rows, *ctx.saved_tensors), None
 
 
 def _gradients(
     call: _Call,
     wanted: tuple[bool, ...],
     dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
+    of_rows: tuple[torch.Tensor | None, ...],
     *saved: torch.Tensor,
 ) -> InputGradients:
-    """Return (dq, dk, dv) of this rank's shards, and the gradients of TENSORS and of captured tensors."""
-    q, k, v, out, lse, *rest = saved
+    """Return (dq, dk, dv) of this rank's shards, and the gradients of TENSORS and of captured tensors.
+
+    `of_rows` are dlse, dmax and dentropy.
+    """
+    q, k, v, out, lse, argmax, entropy, *rest = saved
     tensors, captured = rest[: len(TENSORS)], tuple(rest[len(TENSORS) :])
     of_captured = CapturedGradients(captured, wanted, lse.dtype)
     dout = torch.zeros_like(out) if dout is None else dout  # None: only lse was used
@@ -479,7 +552,7 @@ def _gradients(
         arrival = call.next_keys(step, kv)
         dkv = [torch.zeros_like(x, dtype=lse.dtype) for x in kv]
         for pair in pairs:
-            rows = call.saved(pair.queries, dout, out, lse, dlse)._replace(captured_gradient=wanted)
+            rows = call.saved(pair, dout, out, lse, argmax, entropy, *of_rows)._replace(captured_gradient=wanted)
             gradients = dispatch.backward(*call.pose(pair, (q, *kv), (*tensors, *captured), rows))
             of_captured.add(gradients)
             dk, dv = (call.rows(x, pair.keys) for x in dkv)

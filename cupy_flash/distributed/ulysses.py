@@ -19,6 +19,7 @@ from .channel import Channel
 from .ring import (
     SERVED,
     TENSORS,
+    UNSERVED,
     CapturedGradients,
     WithoutTensors,
     captured_of,
@@ -180,7 +181,7 @@ def _attend(
 ) -> torch.Tensor | Results:
     channel = Channel.of(function, group)
     with channel.agreement(function, check_ranks) as request:
-        settings = read_options(function, arrays, options)
+        settings = read_options(function, arrays, options, (*UNSERVED, "statistics"))
         # Check the call on the local shards. A packed batch's boundaries count the rows of all ranks, so its check uses
         # empty sequences instead.
         pose(function, arrays, settings, None if packed is None else _empty_sequences(packed))

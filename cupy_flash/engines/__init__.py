@@ -44,6 +44,7 @@ class Engine(Protocol[TileT]):
     CACHE_OPTIONS: frozenset[str] | None  # those of attention_with_kv_cache(); None: it reads no KV cache
     CACHE_DTYPES: tuple[str, ...]  # dtypes of caches besides that of q
     DERIVATIVES: tuple[str, ...]  # which of JVP and DOUBLE_BACKWARD it has
+    STATISTICS: tuple[str, ...]  # which of FORWARD, with statistics, and BACKWARD, with their gradients, it computes
     WEIGHTS: str | None  # the module of its attention_weights, top_weights and key_importance; None: it has none
 
     # How it is chosen and checked

@@ -28,6 +28,7 @@ OPTIONS: frozenset[str] | None = frozenset({
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = ()
 WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..problem.features import FLOATING
-from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
+from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .launch import Launch, Workspace
 from .shared import ATTENTION_OPTIONS, dtype_refusals
 from .shared import advantage as advantage
@@ -18,6 +18,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
 WEIGHTS: str | None = "cpu.weights"
 ON_REQUEST = False
 MEASURED: str | None = "bench/results/cpu.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..device import Device
 from ..problem.features import FLOATING
-from ..problem.records import FP8, Problem
+from ..problem.records import FORWARD, FP8, Problem
 from .cpu import FLOP, LOAD, SCORE, TILE, Tile, worth
 from .cpu import alike as alike
 from .cpu import launches as launches
@@ -20,6 +20,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias",
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
 CACHE_DTYPES: tuple[str, ...] = (FP8,)
 DERIVATIVES: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = "cpu.decode.weights"
 ON_REQUEST = False
 MEASURED: str | None = "bench/results/decode.json"

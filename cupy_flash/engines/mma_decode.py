@@ -42,6 +42,7 @@ OPTIONS: frozenset[str] | None = None
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
 CACHE_DTYPES: tuple[str, ...] = (FP8,)
 DERIVATIVES: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = ()
 WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None

@@ -36,6 +36,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
+STATISTICS: tuple[str, ...] = ()
 WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None

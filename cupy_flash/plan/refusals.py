@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ..device import Device
 from ..engines import MODULES, Engine, Tile
 from ..problem.features import Feature
-from ..problem.records import CACHE_FEATURES, FEATURES, FP8, Cache, Problem, is_given
+from ..problem.records import BACKWARD, CACHE_FEATURES, FEATURES, FORWARD, FP8, Cache, Problem, is_given
 from . import measurements
 from .measurements import Tune
 
@@ -61,6 +61,9 @@ def _missing(module: Engine[Tile], problem: Problem) -> Iterator[str]:
             yield f"it reads no caches of {cache.dtype.name}{_others(module, cache.dtype.name)}"
     if problem.derivative and problem.derivative not in module.DERIVATIVES:
         yield f"it computes no {problem.derivative} in this version"
+    if problem.statistics and (BACKWARD if problem.backward else FORWARD) not in module.STATISTICS:
+        what = "takes no gradients of" if problem.backward else "returns no"
+        yield f"it {what} {' and '.join(problem.statistics)} of rows in this version"
     if problem.weights and module.WEIGHTS is None:
         yield f"it computes no {problem.weights} in this version"
 

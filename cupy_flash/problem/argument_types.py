@@ -27,6 +27,8 @@ Window: TypeAlias = tuple[int | None, int | None] | None
 ScoreMod: TypeAlias = "Callable[[Any, Any, Any, Any, Any], Any] | Mod | None"  # (score, b, h, q_idx, kv_idx)
 MaskMod: TypeAlias = "Callable[[Any, Any, Any, Any], Any] | Mod | None"  # (b, h, q_idx, kv_idx)
 Layout: TypeAlias = Literal["bshd", "bhsd"]
+Statistic: TypeAlias = Literal["max", "argmax", "entropy"]
+Names: TypeAlias = Sequence[str] | None  # of statistics
 Sharding: TypeAlias = Literal["zigzag", "contiguous", "striped"]
 Lengths: TypeAlias = int | tuple[int, int] | None  # lengths of a whole sharded sequence: S, or (Sq, Sk)
 Boundaries: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"  # in host memory
@@ -79,10 +81,16 @@ class Ordering(TypedDict, total=False):
     layout: Layout
 
 
-class Result(TypedDict, total=False):
-    """The option that selects the results."""
+class Lse(TypedDict, total=False):
+    """The option that adds lse to the results."""
 
     return_lse: bool
+
+
+class Result(Lse, total=False):
+    """The options that select the results."""
+
+    statistics: Names
 
 
 class Execution(TypedDict, total=False):
@@ -100,7 +108,11 @@ class OneDevice(TypedDict, Generic[T], total=False):
 
 
 class PackedOptionsWithoutLse(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
-    """Options of `attention_varlen` except return_lse."""
+    """Options of `attention_varlen` except return_lse and statistics."""
+
+
+class PackedBackwardOptions(PackedOptionsWithoutLse[T], Lse, total=False):
+    """Options of `attention_varlen_backward`."""
 
 
 class PackedOptions(PackedOptionsWithoutLse[T], Result, total=False):
@@ -108,7 +120,11 @@ class PackedOptions(PackedOptionsWithoutLse[T], Result, total=False):
 
 
 class PaddedOptionsWithoutLse(PackedOptionsWithoutLse[T], Padding[T], Ordering, total=False):
-    """Options of `attention` except return_lse."""
+    """Options of `attention` except return_lse and statistics."""
+
+
+class PaddedBackwardOptions(PaddedOptionsWithoutLse[T], Lse, total=False):
+    """Options of `attention_backward`."""
 
 
 class PaddedOptions(PaddedOptionsWithoutLse[T], Result, total=False):
@@ -116,7 +132,7 @@ class PaddedOptions(PaddedOptionsWithoutLse[T], Result, total=False):
 
 
 class PackedRanksOptionsWithoutLse(Definition[T], Mods, Execution, total=False):
-    """Options of `ring_attention_varlen` and `ulysses_attention_varlen` except return_lse."""
+    """Options of `ring_attention_varlen` and `ulysses_attention_varlen` except return_lse and statistics."""
 
 
 class PackedRanksOptions(PackedRanksOptionsWithoutLse[T], Result, total=False):
@@ -124,7 +140,7 @@ class PackedRanksOptions(PackedRanksOptionsWithoutLse[T], Result, total=False):
 
 
 class RanksOptionsWithoutLse(PackedRanksOptionsWithoutLse[T], Ordering, total=False):
-    """Options of `ring_attention` and `ulysses_attention` except return_lse."""
+    """Options of `ring_attention` and `ulysses_attention` except return_lse and statistics."""
 
 
 class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
@@ -132,7 +148,7 @@ class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
 
 
 class CacheReading(Ordering, Mods, Generic[T], total=False):
-    """Options of `attention_with_kv_cache` that do not write to arrays, except return_lse."""
+    """Options of `attention_with_kv_cache` that do not write to arrays, except return_lse and statistics."""
 
     cache_seqlens: T | int | None
     cache_batch_idx: T | None
@@ -158,12 +174,12 @@ class CacheReading(Ordering, Mods, Generic[T], total=False):
     engine: str | None
 
 
-class CacheReadArguments(CacheReading[T], Result, total=False):
+class CacheReadArguments(CacheReading[T], Lse, total=False):
     """Options of functions that only read a KV cache, such as `attention_weights_with_kv_cache`."""
 
 
 class CacheArgumentsWithoutLse(CacheReading[T], total=False):
-    """Options of `attention_with_kv_cache` except return_lse."""
+    """Options of `attention_with_kv_cache` except return_lse and statistics."""
 
     k: T | None
     v: T | None

@@ -28,12 +28,13 @@ from .checks import (
     check_saved,
     check_seed,
     check_shapes,
+    check_statistics,
     check_tangents,
     check_values,
     is_one_of,
     read,
 )
-from .features import ARRAY, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, WINDOW, Feature
+from .features import ARRAY, LENGTHS, MOD, PACKED_SIZES, SEED, SIZES, STATISTICS, WINDOW, Feature
 from .mask import Mask
 from .records import (
     ARRAYS,
@@ -56,6 +57,7 @@ from .records import (
     Saved,
     SavedWeights,
     Shard,
+    Statistics,
     Tangents,
     out_dtype,
 )
@@ -67,7 +69,7 @@ if TYPE_CHECKING:
 
     from ..arrays import AnyArray
     from ..mods.trace import Mod
-    from .argument_types import Window
+    from .argument_types import Names, Window
     from .checks import Length
 
     class Beside(Protocol):
@@ -107,6 +109,11 @@ def pose(
     """
     requirements = Requirements(function)
     requirements.unmet += reasons
+    if options.statistics is not None:
+        of_forward = beside is None and saved is None
+        requirements.require(of_forward, f"{function} returns no statistics: statistics are results of attention")
+        if tangents is not None:
+            requirements.unsupported.append("statistics have no tangents: ask attention for them")
     mod = traced_mod(requirements, options)
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:
@@ -118,6 +125,7 @@ def pose(
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
         if saved.dlse is not None:
             given["dlse"] = saved.dlse
+        given |= _gradients_of_statistics(requirements, saved)
     if shard.starts is not None:
         given["starts"] = shard.starts
     if mod is not None:
@@ -295,9 +303,27 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None"
     return direction
 
 
+def _gradients_of_statistics(requirements: Requirements, saved: Saved) -> dict[str, object]:
+    """Return the gradients of statistics by name, and what they need of the forward's statistics."""
+    forward = Statistics() if saved.statistics is None else saved.statistics
+    if not requirements.require_type(
+        isinstance(forward, Statistics), f"statistics must be the Statistics of the forward, not {forward!r}"
+    ):
+        return {}
+    given: dict[str, object] = {}
+    needed = {"dmax": (saved.dmax, "argmax", forward.argmax), "dentropy": (saved.dentropy, "entropy", forward.entropy)}
+    for name, (gradient, statistic, value) in needed.items():
+        if gradient is None:
+            continue
+        given[name] = gradient
+        if requirements.require(value is not None, f"{name} needs {statistic} of the forward's statistics"):
+            given[statistic] = value
+    return given
+
+
 # Kinds of options that do not enter the cache key as they are: an array enters it by its facts, a window by its sides,
-# a mod by its text; a seed and lengths do not enter it, because no fact depends on them.
-NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD)
+# a mod by its text, statistics as a tuple; a seed and lengths do not enter it, because no fact depends on them.
+NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD, STATISTICS)
 
 
 class _Table:
@@ -360,6 +386,7 @@ class Facts(NamedTuple):
 
     options: tuple[bool | float | str | None, ...]  # those whose kind is not in NOT_PLAIN
     window: tuple[int | None, int | None] | None
+    statistics: "Names"
     backend: str | None  # the option `backend`, by default the environment variable
     mods: str  # the text of the mods, or ""
     arrays: tuple[NamedFacts, ...]
@@ -392,9 +419,11 @@ def _facts(
     bias_gradient = saved is not None and saved.bias_gradient
     captured_gradient = None if saved is None else saved.captured_gradient
     sides = window if type(window) is tuple else (window,)
-    types = tuple(map(type, (*plain, backend, bias_gradient, *longest, *shard[1:], *sides)))
+    statistics = options.statistics
+    names = statistics if type(statistics) is tuple else (statistics,)
+    types = tuple(map(type, (*plain, backend, bias_gradient, *longest, *shard[1:], *sides, *names)))
     return Facts(
-        plain, window, backend, "" if mod is None else mod.text, arrays, aligned, longest,
+        plain, window, statistics, backend, "" if mod is None else mod.text, arrays, aligned, longest,
         saved is not None, bias_gradient, captured_gradient, shard[1:], directed, types, on_cache,
     )  # fmt: skip
 
@@ -477,12 +506,21 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         check_saved(requirements, arrays, sizes)
         check_tangents(requirements, arrays)
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
+    statistics = check_statistics(requirements, facts.statistics, options.get("return_lse"))
+    if facts.backward:
+        statistics = tuple(name for name in Statistics._fields if f"d{name}" in arrays)
     numbers = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)
     problem = None
     if sizes.known and None not in longest:
-        others = {**mods, **numbers, "engine": options["engine"], "deterministic": bool(options.get("deterministic"))}
+        others = {
+            **mods,
+            **numbers,
+            "statistics": statistics,
+            "engine": options["engine"],
+            "deterministic": bool(options.get("deterministic")),
+        }
         layout = "thd" if packed else layout
         problem = _problem(facts, arrays, sizes, layout, longest, settings.mask, cache, others)
     return CheckedFacts(
@@ -506,7 +544,7 @@ def _problem(
     cache: Cache | None,
     others: dict[str, Any],
 ) -> Problem:
-    """Return the Problem; `others` has its fields for mods, numbers, `engine` and `deterministic`."""
+    """Return the Problem; `others` has its fields for mods, numbers, statistics, `engine` and `deterministic`."""
     like, (q_len, kv_len) = arrays["q" if "q" in arrays else "k"], longest
     assert q_len is not None and kv_len is not None  # check_packed reports wrong ones
     step, first_head, heads, first_batch, _ = facts.shard

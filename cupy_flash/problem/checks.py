@@ -27,6 +27,7 @@ from .records import (
     LAYOUTS,
     LONGEST,
     NUMBERS,
+    Statistics,
     UnsupportedError,
     out_dtype,
 )
@@ -324,6 +325,21 @@ def _whole(
     return number
 
 
+def check_statistics(requirements: Requirements, given: object, return_lse: object) -> tuple[str, ...]:
+    """Return the statistics that a call asks for, in the order of the fields of Statistics; () if they are wrong."""
+    if given is None:
+        return ()
+    names = Statistics._fields
+    if not isinstance(given, (tuple, list)) or not all(isinstance(name, str) for name in given):
+        requirements.require_type(False, f"statistics must be a tuple of {', '.join(names)}, not {given!r}")
+        return ()
+    legal = set(given) <= set(names) and len(set(given)) == len(given)
+    requirements.require(legal, f"statistics must be some of {', '.join(names)}, each once, not {given!r}")
+    with_lse = isinstance(return_lse, (bool, np.bool_)) and bool(return_lse)
+    requirements.require(with_lse, "statistics need return_lse=True: they are returned beside lse")
+    return tuple(name for name in names if name in given)
+
+
 def is_one_of(value: object, names: tuple[str, ...]) -> bool:
     """Return whether a value is one of these strings; `in` alone fails for arrays, whose == is no bool."""
     return isinstance(value, str) and value in names
@@ -527,7 +543,11 @@ def check_saved(requirements: Requirements, arrays: dict[str, ArrayFacts], sizes
             )
             source = "the dtype of q" if dtype == q else "the output's dtype"
             require_type(array.dtype == dtype, f"{name} must have {source}, {dtype.name}, not {array.dtype.name}")
-    for name in ("lse", "dlse"):
+    if "argmax" in arrays:
+        argmax = arrays["argmax"]
+        require(argmax.shape == sizes.lse, f"argmax must be {sizes.lse}, not {argmax.shape}")
+        require_type(argmax.dtype == np.int32, f"argmax must be int32, not {argmax.dtype.name}")
+    for name in ("lse", "dlse", "dmax", "entropy", "dentropy"):
         if name in arrays:
             array, dtype = arrays[name], np.dtype(np.float64 if q == np.float64 else np.float32)
             require(array.shape == sizes.lse, f"{name} must be {sizes.lse}, not {array.shape}")

@@ -23,6 +23,7 @@ SEED = "seed"  # None, an int, or an int64 array of one element
 MOD = "mod"  # None, a Python function of a score and its indices, or a Mod
 LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
 INTEGER = "integer"  # None, or a whole number
+STATISTICS = "statistics"  # None, or names of the fields of records.Statistics
 
 # Legal ranges of numbers, which checks.py checks.
 FINITE = "finite"
@@ -52,7 +53,7 @@ class Feature(NamedTuple):
     kind: str
     default: object = None
     definition: bool = True  # changes what is computed; False: only how, or which results are returned
-    result: bool = False  # only selects results, so that a Problem does not have it
+    result: bool = False  # only selects results; engines need not know of it, except of statistics
     common: bool = False  # all engines implement it; if only some do, each names it in OPTIONS or CACHE_OPTIONS
 
     # Columns of arrays

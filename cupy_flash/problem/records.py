@@ -34,6 +34,7 @@ from .features import (
     NUMBER,
     PROBABILITY,
     SEED,
+    STATISTICS,
     WINDOW,
     Conflict,
     Feature,
@@ -45,13 +46,14 @@ from .features import (
 from .mask import Mask
 
 if TYPE_CHECKING:
-    from .argument_types import Causal, Layout, MaskMod, ScoreMod, Window
+    from .argument_types import Causal, Layout, MaskMod, Names, ScoreMod, Window
 
 DTYPES = FLOATING
 FP8 = "float8_e4m3fn"  # a dtype of q, k and v in a forward, which then returns bfloat16
 LAYOUTS = ("bshd", "bhsd")
 BACKENDS = ("cpu", "cuda", "simulator")
 ENGINES = ("cpu", "cpu_decode", "aten", "simt", "mma", "mma_decode", "wgmma")  # the names in engines.MODULES
+FORWARD, BACKWARD = "forward", "backward"
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 CACHES = ("k_cache", "v_cache")
 LONGEST = 2**31 - 1  # positions are int32
@@ -137,6 +139,7 @@ class Options:
     v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     layout: "Layout" = common(CHOICE, "bshd")
     return_lse: bool = option(FLAG, False, definition=False, result=True)
+    statistics: "Names" = option(STATISTICS, definition=False, result=True)
     deterministic: bool = option(FLAG, False, definition=False)
     backend: str | None = option(CHOICE, definition=False)
     engine: str | None = option(CHOICE, definition=False)
@@ -250,6 +253,7 @@ class CacheOptions:
     layout: "Layout" = _shared("layout", appends=True)
     out: AnyArray | None = common(ARRAY, axes=("bihe",), rows=True, dtypes=FLOATING, shape_text=OF_SEQUENCES)
     return_lse: bool = _shared("return_lse")
+    statistics: "Names" = _shared("statistics")
     backend: str | None = _shared("backend")
     engine: str | None = _shared("engine")
 
@@ -260,9 +264,9 @@ class CacheOptions:
 
     @classmethod
     def of_reading(cls, function: str, options: Mapping[str, object]) -> "CacheOptions":
-        """Make the options of a function that only reads a cache, and takes no array that a call writes or appends."""
-        written = ("k", "v", "slots", "out")
-        return cls(**known(function, options, tuple(x for x in CACHE_FEATURES if x.name not in written)))
+        """Make the options of a function of weights, which takes no array that a call writes or appends."""
+        others = ("k", "v", "slots", "out", "statistics")
+        return cls(**known(function, options, tuple(x for x in CACHE_FEATURES if x.name not in others)))
 
 
 CACHE_FEATURES = table_of(CacheOptions)
@@ -278,6 +282,33 @@ class Packed(NamedTuple):
     max_seqlen_k: int | None
 
 
+AnyGradient = AnyArray | Array  # a caller's array, or inside the package its Array
+GradientT = TypeVar("GradientT", bound=AnyGradient)
+ReplacedT = TypeVar("ReplacedT", bound=AnyGradient)
+
+
+class _Statistics(NamedTuple):
+    """The fields of Statistics, in a base class as those of Gradients."""
+
+    max: AnyGradient | None = None
+    argmax: AnyGradient | None = None
+    entropy: AnyGradient | None = None
+
+
+class Statistics(_Statistics, Generic[GradientT]):
+    """What `statistics=` of a call asks for of each row, in the shape of lse; None for what it does not ask for.
+
+    `max` is the largest score that the softmax sees, `argmax` its key, int32, and `entropy` that of the probabilities,
+    with the sink's. max and entropy have the dtype of lse.
+    """
+
+    __slots__ = ()
+
+    max: GradientT | None
+    argmax: GradientT | None
+    entropy: GradientT | None
+
+
 class Saved(NamedTuple):
     """The inputs of a backward besides q, k and v: the results of the forward and their gradients."""
 
@@ -287,6 +318,9 @@ class Saved(NamedTuple):
     dlse: AnyArray | None = None
     bias_gradient: bool = True
     captured_gradient: tuple[bool, ...] | None = None  # which captured arrays get one; None: all floating ones
+    statistics: Statistics[AnyArray] | None = None  # of the forward; dmax needs its argmax, dentropy its entropy
+    dmax: AnyArray | None = None
+    dentropy: AnyArray | None = None
 
 
 class SavedWeights(NamedTuple):
@@ -335,11 +369,6 @@ def applied(function: Callable[..., object], gradients: object) -> Any:
     if isinstance(gradients, tuple):
         return tuple(applied(function, gradient) for gradient in gradients)
     return None if gradients is None else function(gradients)
-
-
-AnyGradient = AnyArray | Array  # a caller's array, or inside the package its Array
-GradientT = TypeVar("GradientT", bound=AnyGradient)
-ReplacedT = TypeVar("ReplacedT", bound=AnyGradient)
 
 
 class _Gradients(NamedTuple):
@@ -471,6 +500,7 @@ class Problem(NamedTuple):
     mods: str  # text of the traced score_mod and mask_mod (mods/ir.py), or ""
     captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
     dlse: bool
+    statistics: tuple[str, ...]  # those that a forward returns, or whose gradients a backward has; in field order
     aligned: bool  # TMA can load q, k and v (arrays.has_boxes)
     empty: bool  # q, k or v has no elements, which max_seqlen of a packed batch does not show
     equal_lengths: bool  # as many keys as queries, as far as shapes show; buckets of lengths do not
@@ -551,8 +581,9 @@ class Problem(NamedTuple):
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
         features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
         features += [name for name in ("deterministic", "shard") if getattr(self, name)]
+        features += [f"{'gradients of ' * self.backward}{' and '.join(self.statistics)}"] if self.statistics else []
         features += [] if self.cache is None else [str(self.cache)]
-        step = self.derivative or ("backward" if self.backward else "forward")
+        step = self.derivative or (BACKWARD if self.backward else FORWARD)
         step += f" of {self.weights}" if self.weights else ""
         if self.derivative:
             step += f" of {', '.join(self.tangents) or 'nothing'}"
@@ -626,6 +657,10 @@ class Operands(NamedTuple):
     out: Array | None = None
     lse: Array | None = None
     dlse: Array | None = None
+    argmax: Array | None = None  # statistics of the forward, and gradients of statistics
+    entropy: Array | None = None
+    dmax: Array | None = None
+    dentropy: Array | None = None
     tq: Array | None = None
     tk: Array | None = None
     tv: Array | None = None
@@ -660,3 +695,14 @@ def is_given(facts: Problem | Cache, feature: Feature) -> bool:
     """Return whether a Problem, or its cache, has a feature."""
     fact = getattr(facts, feature.field)
     return fact is not None and fact is not False and fact != 0.0
+
+
+def selected(results: Sequence[Any], options: Options | CacheOptions) -> Any:
+    """Return what a call returns: out, (out, lse) or (out, lse, Statistics), from out, lse and the statistics."""
+    out, lse, *others = results
+    if not options.return_lse:
+        return out
+    if options.statistics is None:
+        return out, lse
+    asked = (name for name in Statistics._fields if name in options.statistics)
+    return out, lse, Statistics(**dict(zip(asked, others, strict=True)))

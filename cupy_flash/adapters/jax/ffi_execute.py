@@ -21,7 +21,7 @@ from ...arrays import Array, as_array
 from ...problem.records import JVP
 from . import sharding, vmap
 from .primitive import local_p
-from .static_call import FORWARD, NUMBERS, WEIGHTS, Call, Static, parse
+from .static_call import FORWARD, NUMBERS, STATISTICS, WEIGHTS, Call, Static, parse
 
 step_p = Primitive("cupy_flash_step")
 
@@ -115,7 +115,7 @@ def _require_numbers(function: str, results: dict[str, Any]) -> None:
 def _abstract(*operands: Any, call: str, **_: Any) -> Any:
     """Return the types of the results; raises the errors of the call about shapes, dtypes and options."""
     parsed = parse(call)
-    if parsed.step in (FORWARD, JVP, WEIGHTS):
+    if parsed.step in (FORWARD, JVP, WEIGHTS, STATISTICS):
         _check(parsed, operands)
     return types(parsed, operands)
 

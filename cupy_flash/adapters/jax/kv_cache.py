@@ -19,7 +19,7 @@ from ...arrays import Array, as_array
 from ...problem import features
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import in_layout
-from ...problem.records import CACHE_FEATURES, CACHES, CacheOptions, UnsupportedError
+from ...problem.records import CACHE_FEATURES, CACHES, CacheOptions, Statistics, UnsupportedError
 from . import primitive, static_call
 from .ffi_execute import bind
 from .op import JaxArray
@@ -28,7 +28,7 @@ from .static_call import APPEND, CACHED
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ...problem.argument_types import CacheArgumentsWithoutLse
+    from ...problem.argument_types import CacheArgumentsWithoutLse, Names
 
 ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind == features.ARRAY)
 WRITTEN = ("k", "v", "slots", "out")  # the options of attention_with_kv_cache that write to arrays
@@ -58,7 +58,7 @@ class CacheCall(NamedTuple):
     @property
     def result_names(self) -> tuple[str, ...]:
         """The names of the results, in order."""
-        return CACHES if self.step == APPEND else ("out", "lse")
+        return CACHES if self.step == APPEND else ("out", "lse", *(self.static.statistics or ()))
 
     @property
     def aliases(self) -> dict[int, int]:
@@ -88,7 +88,7 @@ class CacheCall(NamedTuple):
         layout = "thd" if rank == 3 else self.static.layout
         if name == "q" or name in CACHES:
             axes = in_layout("bihd" if name == "q" else "bjgd", layout)
-        elif name == "lse":
+        elif name == "lse" or name in Statistics._fields:
             axes = "bhi" if rank == 3 else "ht"
         elif name not in BY_NAME:
             axes = "." * rank
@@ -119,9 +119,10 @@ class CacheCall(NamedTuple):
         q, v_cache = operands["q"], operands["v_cache"]
         axes = (1, 0) if q.ndim == 3 else (0, 1, 2) if self.static.layout == "bhsd" else (0, 2, 1)
         accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-        return {
-            "out": ((*q.shape[:-1], v_cache.shape[-1]), q.dtype),
-            "lse": (tuple(q.shape[axis] for axis in axes), accumulation),
+        shape = tuple(q.shape[axis] for axis in axes)
+        dtypes = {name: np.dtype(np.int32) if name == "argmax" else accumulation for name in self.result_names[1:]}
+        return {"out": ((*q.shape[:-1], v_cache.shape[-1]), q.dtype)} | {
+            name: (shape, dtype) for name, dtype in dtypes.items()
         }
 
     def pose(self, operands: dict[str, Any]) -> Any:
@@ -137,7 +138,7 @@ class CacheCall(NamedTuple):
 
     def named(self, results: Any) -> dict[str, Array]:
         """Return the results of a backend by name."""
-        return dict(zip(("out", "lse"), results, strict=True))
+        return dict(zip(self.result_names, results, strict=True))
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
         """Compute the results; an append writes to `results`, whose buffers alias the given caches."""
@@ -211,8 +212,9 @@ def attention_with_kv_cache(
     v_cache: JaxArray,
     *,
     return_lse: bool = False,
+    statistics: Names = None,
     **options: Unpack[CacheArgumentsWithoutLse[JaxArray]],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """`cupy_flash.attention_with_kv_cache` on jax arrays, under jit too, without appending.
 
     Args:
@@ -220,11 +222,12 @@ def attention_with_kv_cache(
         k_cache: as in `cupy_flash.attention_with_kv_cache`.
         v_cache: likewise.
         return_lse: also return lse.
+        statistics: as in `cupy_flash.attention_with_kv_cache`.
         **options: those of `cupy_flash.attention_with_kv_cache` except k, v, slots and out: append with
             `append_to_kv_cache` before. cache_seqlens may be one traced number.
 
     Returns:
-        out, or (out, lse).
+        out, or (out, lse), or (out, lse, Statistics).
 
     Raises:
         TypeError: as `cupy_flash.attention_with_kv_cache`; for an option that appends.
@@ -236,7 +239,12 @@ def attention_with_kv_cache(
             f"attention_with_kv_cache: {', '.join(refused)} would be written in place, and jax arrays are immutable: "
             "use append_to_kv_cache before the call"
         )
-    results = _call(CACHED, "attention_with_kv_cache", {"q": q, "k_cache": k_cache, "v_cache": v_cache}, options, q)
+    given: Any = options
+    if statistics is not None:
+        given = options | {"return_lse": return_lse, "statistics": statistics}
+    results = _call(CACHED, "attention_with_kv_cache", {"q": q, "k_cache": k_cache, "v_cache": v_cache}, given, q)
+    if statistics is not None:
+        return results["out"], results["lse"], Statistics(**{name: results[name] for name in statistics})
     return (results["out"], results["lse"]) if return_lse else results["out"]
 
 
@@ -260,6 +268,9 @@ def _call(step: str, function: str, given: dict[str, Any], options: Any, rows: A
     call = CacheCall(step, static, tuple(operands))
     recorder = primitive.Recorder("traced")  # the handler checks the contents of arrays
     call.pose({name: recorder.array(x.shape, x.dtype) for name, x in operands.items()})
+    if static.statistics is not None:  # in the order of the results
+        static = static._replace(statistics=tuple(sorted(static.statistics, key=Statistics._fields.index)))
+        call = CacheCall(step, static, tuple(operands))
     if static.cache_seqlens is not None:  # an operand, so that a new length does not recompile
         operands["cache_seqlens"] = jnp.full(_batch(rows, bounds), static.cache_seqlens, jnp.int32)
         call = CacheCall(step, static._replace(cache_seqlens=None), tuple(operands))

@@ -16,7 +16,10 @@ import numpy as np
 
 from ...mods.trace import Mod, decoded, mod_of
 from ...problem.records import JVP, Options
-from . import derivatives  # noqa: F401  # the rules of differentiation
+from . import (
+    derivatives,  # noqa: F401  # the rules of differentiation
+    statistics,
+)
 from .ffi_execute import run
 from .static_call import ARRAYS, FORWARD, NUMBERS, Static
 
@@ -188,8 +191,12 @@ def attention_jvp(
 
 
 def attend(function: str, operands: dict[str, Any], options: Any, **sizes: Any) -> Any:
-    """Compute attention on the operands and the arrays among the options: out, or (out, lse) with return_lse."""
+    """Compute attention on the operands and the arrays among the options: out, (out, lse) or (out, lse, Statistics)."""
     static, operands, _ = read(function, operands, options, **sizes)
+    if static.statistics is not None:
+        with_statistics = statistics.attend(static, operands)
+        if with_statistics is not None:
+            return with_statistics
     results = run(FORWARD, static, operands)
     return (results["out"], results["lse"]) if static.return_lse else results["out"]
 

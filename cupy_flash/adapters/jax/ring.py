@@ -32,7 +32,7 @@ SERVED = tuple(feature.name for feature in records.ARRAYS if feature.ranks)
 ONCE = tuple(
     feature.name for feature in records.ARRAYS if feature.once
 )  # operands that must count once per query (a sink), so only the call with the query's own keys gets them
-UNSERVED = tuple(feature.name for feature in (*records.ARRAYS, *records.MODS) if not feature.ranks)
+UNSERVED = (*(feature.name for feature in (*records.ARRAYS, *records.MODS) if not feature.ranks), "statistics")
 
 
 def ring_positions(length: int, devices: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:
@@ -72,9 +72,9 @@ def ring_attention(
         v: (B, Sk / devices, Hk, Dv), likewise.
         axis_name: the axis of the mesh over which the sequence is sharded.
         sharding: "zigzag", which balances the work under a causal mask, "contiguous" or "striped".
-        **options: those of `attention` except bias, mask, q_lengths, kv_lengths, score_mod, mask_mod and the descales,
-            and without traced numbers. Positions and dropout refer to the whole sequence, batch and heads to those of
-            the device.
+        **options: those of `attention` except bias, mask, q_lengths, kv_lengths, score_mod, mask_mod, statistics and
+            the descales, and without traced numbers. Positions and dropout refer to the whole sequence, batch and heads
+            to those of the device.
 
     Returns:
         out (B, Sq / devices, Hq, Dv), or (out, lse) with lse (B, Hq, Sq / devices).

@@ -34,6 +34,7 @@ NUMBERS = {feature.name: feature.example for feature in records.NUMBERS}  # plac
 FORWARD, BACKWARD = "forward", "backward"
 APPEND, CACHED = "append", "cached"  # the steps of kv_cache.py
 WEIGHTS, WEIGHTS_BACKWARD = "weights", "weights backward"  # those of weights.py
+STATISTICS, STATISTICS_BACKWARD = "statistics", "statistics backward"  # those of statistics.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -240,6 +241,8 @@ def parse(text: str) -> Any:
     static = dict.fromkeys(options._fields) | fields["static"]
     if static["window"] is not None:
         static["window"] = tuple(static["window"])
+    if isinstance(static.get("statistics"), list):
+        static["statistics"] = tuple(static["statistics"])
     return kind(fields["step"], options(**static), tuple(fields["names"]))
 
 

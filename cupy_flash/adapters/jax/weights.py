@@ -10,7 +10,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ... import dispatch
@@ -30,9 +29,10 @@ from ...problem.weights import (
 )
 from ...problem.weights import WEIGHTS as OF_ROWS
 from . import static_call
-from .ffi_execute import bind, typed_like
+from .ffi_execute import bind
 from .op import JaxArray, read
 from .static_call import WEIGHTS, WEIGHTS_BACKWARD, Call, Static
+from .statistics import of_operand
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -150,16 +150,7 @@ def _differentiate(text: str, saved: Any, cotangents: dict[str, Any]) -> tuple[d
     gradient = cotangents["values" if call.static.kind == TOP else "result"]
     given = operands | keys | {GRADIENT[call.static.kind]: gradient}
     gradients = bind(WeightsCall(WEIGHTS_BACKWARD, call.static, tuple(given)), given)
-    return ({name: _of_operand(gradients.get(f"d{name}"), x) for name, x in operands.items()},)
-
-
-def _of_operand(gradient: Any, operand: Any) -> Any:
-    """Return the gradient of an operand, zeros without one; jax wants those of integers to have the dtype float0."""
-    if gradient is not None:
-        return typed_like(gradient, operand)
-    if jnp.issubdtype(operand.dtype, jnp.floating):
-        return jnp.zeros_like(operand)
-    return np.zeros(operand.shape, jax.dtypes.float0)
+    return ({name: of_operand(gradients.get(f"d{name}"), x) for name, x in operands.items()},)
 
 
 _weights.defvjp(_save, _differentiate)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ... import dispatch, keyed_plan
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import ARRAY, CHOICE, FLAG, INTEGER, LENGTHS, NUMBER
-from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError
+from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError, selected
 from .autograd_kernel import are_plain
 from .keyed_plan import allocator, call_on_tensors
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides
@@ -66,9 +66,12 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     if is_compiling:
         if options.score_mod is not None or options.mask_mod is not None:
             raise UnsupportedError("attention_with_kv_cache: score_mod and mask_mod under torch.compile")
+        if options.statistics is not None:
+            raise UnsupportedError("attention_with_kv_cache: statistics under torch.compile")
     elif (
         options.score_mod is not None
         or options.mask_mod is not None
+        or options.statistics is not None
         or are_plain([x for x in given.values() if x is not None])
     ):
         return _attend_directly(q, k_cache, v_cache, options, given, call)
@@ -104,16 +107,16 @@ def _operate(operator: Any, given: dict[str, Any], options: CacheOptions, *other
 def _attend_directly(
     q: Any, k_cache: Any, v_cache: Any, options: CacheOptions, given: dict[str, Any], call: keyed_plan.Call | None
 ) -> Any:
-    """Compute `attend` without its operator: for mods, which no schema can express, or if torch need not see it."""
+    """Compute `attend` without its operator: for mods and statistics, or if torch need not see it."""
     reasons = _recorded(given | _captured(options))
     with on_device_of(q):
         problem, operands = pose_with_cache(q, k_cache, v_cache, options, reasons)
-        result, lse = dispatch.forward(problem, operands)
+        result, *others = dispatch.forward(problem, operands)
     if call is not None:
         keyed_plan.keep(call, problem, operands, allocator, keyed_plan.unwanted(options))
     _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
     out = result.result() if options.out is None else options.out
-    return (out, lse.result()) if options.return_lse else out
+    return selected((out, *(x.result() for x in others)), options)
 
 
 def recorded(given: dict[str, Any], options: CacheOptions) -> tuple[str, ...]:

@@ -336,7 +336,7 @@ def split_modified(arguments: tuple[Any, ...]) -> tuple[Call, list[Any], str, Sa
     """Split the arguments of modified_attention_backward into (call, captured, mods, saved)."""
     count = len(Call._fields)
     captured, mods, *saved, captured_gradient = arguments[count:]
-    return Call(*arguments[:count]), captured, mods, Saved._make((*saved, tuple(captured_gradient)))
+    return Call(*arguments[:count]), captured, mods, Saved(*saved)._replace(captured_gradient=tuple(captured_gradient))
 
 
 def absent(call: Call) -> Any:
@@ -367,6 +367,7 @@ def require_one_device(function: str, arguments: dict[str, Any]) -> None:
 def require_tensors_on_one_device(call: Call, saved: Saved | None = None, captured: Sequence[Any] = ()) -> None:
     """Raise ValueError if the tensors of a call are on several devices."""
     arguments = call._asdict() | ({} if saved is None else saved._asdict())
+    arguments |= {} if saved is None or saved.statistics is None else saved.statistics._asdict()
     arguments |= {f"array{slot}": x for slot, x in enumerate(captured)}
     require_one_device("attention_varlen" if call.is_packed else "attention", arguments)
 

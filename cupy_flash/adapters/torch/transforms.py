@@ -19,6 +19,7 @@ from ... import dispatch, keyed_plan
 from ...mods.trace import Mod
 from ...problem.build import pose
 from ...problem.records import DIFFERENTIATED, Options, Packed
+from . import statistics
 from .autograd_kernel import are_plain, is_transformed
 from .derivatives import attention_double_backward, attention_jvp, refuse_third_derivative
 from .keyed_autograd import keep_recorded, run_recorded
@@ -46,6 +47,8 @@ def forward(
 
     `pose` checks the call, in the operator if there is one; `_recorded` only checks what a schema cannot express.
     """
+    if options.statistics is not None:
+        return statistics.attend(function, arrays, options, packed, fp8)
     if torch.compiler.is_compiling():
         record = _recorded
         if forward_ad._current_level >= 0:

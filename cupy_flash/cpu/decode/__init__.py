@@ -28,6 +28,7 @@ from ...problem.records import Operands, Problem
 from ..blas import product, square_sum
 from ..partials import merge_weights
 from ..score import MaskMod, steps
+from ..statistics import RowStatistics, empty_statistics, merged
 from ..thread_pool import Stop, run_tasks
 from . import append as appending
 from .sequences import RowScores, RowTile, row_tiles, sequences_of_batch, sequences_of_cache
@@ -42,6 +43,7 @@ class Part(NamedTuple):
 
     O: np.ndarray
     lse: np.ndarray
+    statistics: RowStatistics | None = None  # (Hk, rows), if the call asks for statistics
 
 
 def append(plan: Plan, operands: Operands) -> None:
@@ -50,8 +52,8 @@ def append(plan: Plan, operands: Operands) -> None:
         appending.append(plan.problem, operands, read_spans(plan.problem, operands))
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Append to the cache if the call has new rows, compute attention, and return (out, lse) as `cpu.forward`."""
+def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
+    """Append to the cache if the call has new rows, compute attention, and return results as `cpu.forward`."""
     problem, q = plan.problem, operands.q
     given = operands.cache
     if given is None or given.out is None:
@@ -59,7 +61,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     else:
         out = given.out
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
-    rows = (out.numpy(), lse.numpy())
+    statistics = empty_statistics(problem, q)
+    rows = (out.numpy(), lse.numpy(), tuple([array.numpy() for array in statistics]))
     if problem.has_lengths:  # no tile writes the rows outside the sequences
         rows[0][...] = 0
         rows[1][...] = -np.inf
@@ -95,8 +98,11 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             ]
         run_tasks(plan.threads, tasks, call.stop)
         for tile, of_tile in zip(tiles, parts, strict=True):
-            tile.store(*call.finish(tile, of_tile), problem)
-    return out, lse
+            done = call.finish(tile, of_tile)
+            tile.store(done.O, done.lse, problem)
+            for name, of_rows in zip(problem.statistics, tile.sequence.statistics, strict=True):
+                tile.store_numbers(of_rows, getattr(done.statistics, name), problem)
+    return out, lse, *statistics
 
 
 def _piece(problem: Problem, keys: int, chunk: int) -> int:
@@ -156,6 +162,7 @@ class Call:
     ) -> Part:
         shape, dtype, width, m = Q.shape[:2], Q.dtype, 0, None
         scores = RowScores(self.problem, tile)
+        statistics = RowStatistics(shape, dtype) if self.problem.statistics else None
         O, l = np.zeros((*shape, self.problem.head_dim_v), dtype), np.zeros((*shape, 1), dtype)
         for start, stop in chunks:
             self.stop.poll()
@@ -167,6 +174,8 @@ class Call:
             is_hidden = tile.is_partly_hidden(self.problem.mask, start, stop)
             if self.modifies or is_hidden:
                 self.modify(S, scores.at(start, stop), is_hidden)
+            if statistics is not None:
+                statistics.see(S, start)
             # m is at least the lowest finite number, not -inf, so that a hidden score minus m is -inf, not NaN.
             top = np.maximum.reduce(S, axis=2, keepdims=True, initial=self.lowest)
             if m is None:
@@ -174,16 +183,23 @@ class Call:
             elif (top > m).any():  # otherwise the factor is 1
                 reference = np.maximum(m, top)
                 rescale = np.exp(m - reference)
+                if statistics is not None:
+                    statistics.rescale((reference - m)[..., 0], rescale[..., 0], l[..., 0])
                 l *= rescale
                 O *= rescale
                 m = reference
             S -= m
+            exponents = S if statistics is None else S.copy()
             np.exp(S, out=S)
+            if statistics is not None:
+                statistics.add(exponents, S)
             l += np.add.reduce(S, axis=2, keepdims=True)
             O += multiply(S, V)
         O /= np.maximum(l, 1)  # l >= exp(m - m) = 1 in a row that sees a key, else l = 0
+        if statistics is not None:
+            statistics.finish(l[..., 0])
         assert m is not None  # a piece has at least one chunk
-        return Part(O, (m + np.log(l))[..., 0])
+        return Part(O, (m + np.log(l))[..., 0], statistics)
 
     def modify(self, S: np.ndarray, scores: RowScores, is_hidden: bool) -> None:
         """Turn the products q.k into scores, in place; hidden scores become -inf."""
@@ -213,11 +229,12 @@ class Call:
         shape = (self.problem.kv_heads, tile.rows)
         dtype = self.problem.accumulation
         complete = [part for part in parts if part is not None]
+        none = RowStatistics(shape, dtype) if self.problem.statistics else None
         if self.sink is not None:
             group = np.arange(tile.rows) % self.problem.group
-            complete.append(Part(np.zeros((*shape, self.problem.head_dim_v), dtype), self.sink[:, group]))
+            complete.append(Part(np.zeros((*shape, self.problem.head_dim_v), dtype), self.sink[:, group], none))
         if not complete:
-            return Part(np.zeros((*shape, self.problem.head_dim_v), dtype), np.full(shape, -np.inf, dtype))
+            return Part(np.zeros((*shape, self.problem.head_dim_v), dtype), np.full(shape, -np.inf, dtype), none)
         result = complete[0] if len(complete) == 1 else _merged(complete)
         if self.v_descale is not None:
             result.O[...] *= self.v_descale[tile.sequence.batch, :, None, None]
@@ -230,4 +247,5 @@ def _merged(parts: list[Part]) -> Part:
     O = np.zeros_like(parts[0].O)
     for weight, part in zip(weights, parts, strict=True):
         O += weight[..., None] * part.O
-    return Part(O, lse)
+    statistics = [part.statistics for part in parts if part.statistics is not None]
+    return Part(O, lse, merged(statistics, weights) if statistics else None)

@@ -31,6 +31,7 @@ class Sequence(NamedTuple):
     mask: np.ndarray | None  # bool (Hq, Sq, s)
     mask_start: int  # the key of the mask's first column
     q_idx: np.ndarray | None = None  # int64 (Sq,): the positions that mods see; None without mods
+    statistics: tuple[np.ndarray, ...] = ()  # (Hq, Sq): those that the call asks for
 
 
 class RowTile(NamedTuple):
@@ -58,8 +59,12 @@ class RowTile(NamedTuple):
         """Write O (Hk, rows, Dv) and lse (Hk, rows) to the rows of the sequence."""
         of_queries = self.of_queries(O, problem)  # (Sq, Hk, G, Dv)
         self.sequence.out[self.queries] = of_queries.reshape(len(of_queries), problem.heads, O.shape[-1])
-        of_queries = self.of_queries(lse[..., None], problem)[..., 0]
-        self.sequence.lse[:, self.queries] = of_queries.reshape(len(of_queries), problem.heads).T
+        self.store_numbers(self.sequence.lse, lse, problem)
+
+    def store_numbers(self, to: np.ndarray, numbers: np.ndarray, problem: Problem) -> None:
+        """Write a number of each row (Hk, rows) to an array (Hq, Sq) of the sequence."""
+        of_queries = self.of_queries(numbers[..., None], problem)[..., 0]
+        to[:, self.queries] = of_queries.reshape(len(of_queries), problem.heads).T
 
     def of_queries(self, X: np.ndarray, problem: Problem) -> np.ndarray:
         """View the rows (Hk, rows, ...) that are queries as (Sq, Hk, G, ...)."""
@@ -165,7 +170,12 @@ def row_tiles(plan: Plan, sequence: Sequence) -> Iterator[RowTile]:
 
 
 def sequences_of_cache(
-    problem: Problem, operands: Operands, spans: Spans, out: np.ndarray, lse: np.ndarray
+    problem: Problem,
+    operands: Operands,
+    spans: Spans,
+    out: np.ndarray,
+    lse: np.ndarray,
+    statistics: tuple[np.ndarray, ...] = (),
 ) -> list[Sequence]:
     """Return the sequences of a call on a KV cache, after the append."""
     cache, given = problem.cache, operands.cache
@@ -199,12 +209,15 @@ def sequences_of_cache(
             Sequence(
                 b, q[here], out[here], lse[:, here[0]] if packed else lse[b], keys, length - rows, seen, first,
                 None if q_idx is None else q_idx[start : start + rows],
+                tuple(x[:, here[0]] if packed else x[b] for x in statistics),
             )
         )  # fmt: skip
     return sequences
 
 
-def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, lse: np.ndarray) -> list[Sequence]:
+def sequences_of_batch(
+    problem: Problem, operands: Operands, out: np.ndarray, lse: np.ndarray, statistics: tuple[np.ndarray, ...]
+) -> list[Sequence]:
     """Return the sequences of a padded or packed batch without a cache."""
     q, k, v = operands.q.numpy(), operands.k.numpy(), operands.v.numpy()
     if operands.cu_seqlens_q is not None and operands.cu_seqlens_k is not None:
@@ -214,6 +227,7 @@ def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, ls
                 b, q[q_start:q_end], out[q_start:q_end], lse[:, q_start:q_end],
                 Keys(k[None], v[None], (0, k_start), 0, k_end - k_start, problem.accumulation),
                 problem.mask.offset(q_end - q_start, k_end - k_start), None, 0,
+                statistics=tuple(x[:, q_start:q_end] for x in statistics),
             )
             for b, (q_start, q_end, k_start, k_end) in enumerate(
                 zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True)
@@ -231,6 +245,7 @@ def sequences_of_batch(problem: Problem, operands: Operands, out: np.ndarray, ls
         Sequence(
             b, q[b, :q_len], out[b, :q_len], lse[b, :, :q_len], Keys(k, v, (b, 0), 0, kv_len, problem.accumulation),
             problem.mask.offset(q_len, kv_len), None if mask is None else mask[b], 0,
+            statistics=tuple(x[b, :, :q_len] for x in statistics),
         )
         for b, (q_len, kv_len) in enumerate(zip(q_lengths, kv_lengths, strict=True))
     ]  # fmt: skip

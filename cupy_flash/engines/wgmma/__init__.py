@@ -26,6 +26,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"q_descale", "k_descale", 
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = ()
 WEIGHTS: str | None = None
 ON_REQUEST = True
 MEASURED: str | None = None

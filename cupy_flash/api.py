@@ -9,7 +9,8 @@ from . import dispatch, keyed_plan
 from .arrays import AnyArray, Array, ArrayT, as_array, copied, is_torch
 from .problem.build import ARRAY_NAMES, pose
 from .problem.merge import pose_merge
-from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Statistics, Tangents, applied, selected
+from .problem.records import Gradients, Options, Packed, Saved, SecondGradients, Statistics, Tangents, applied
+from .problem.statistics import selected
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -413,8 +414,8 @@ def attention_vjp(
         problem = problem._replace(statistics=tuple(x for x in Statistics._fields if x in (*names, "argmax")))
     since = dispatch.device_of(problem)  # an import of torch between the two does not change the backward's engine
     out, lse, *others = (array.result() for array in dispatch.forward(problem, operands))
-    statistics: Statistics[Any] = Statistics(**dict(zip(problem.statistics, others, strict=True)))
-    results: Any = selected((out, lse, *(getattr(statistics, name) for name in names)), settings)
+    statistics: Statistics[ArrayT] = Statistics(**dict(zip(problem.statistics, others, strict=True)))
+    results = selected((out, lse, *(getattr(statistics, name) for name in names)), settings)
     # The backward must use the seed that was drawn for the forward.
     settings.seed = operands.seed.owner if isinstance(operands.seed, Array) else operands.seed
     settings.statistics = None  # an option of the forward

@@ -36,7 +36,8 @@ from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
 from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache
-from .problem.records import Options, selected
+from .problem.records import Options
+from .problem.statistics import selected
 
 if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs

@@ -28,9 +28,10 @@ import numpy as np
 from ..arrays import Array, empty
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands
-from .attention import Call, Sequence, Softmax, hide_gradient, load_rows, rounded, run_query_tiles
+from .attention import Call, Sequence, hide_gradient, load_rows, rounded, run_query_tiles
 from .blas import product
 from .score import ScoreTile
+from .softmax import Softmax
 from .thread_pool import run_tasks
 
 

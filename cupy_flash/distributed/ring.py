@@ -34,8 +34,8 @@ from ..problem.records import (
     Saved,
     Shard,
     Statistics,
-    selected,
 )
+from ..problem.statistics import selected
 from .channel import Arrival, Channel, Request
 from .shards import Chunk, Pair, Schedule, chunks, ring_schedule
 

@@ -28,7 +28,6 @@ from .checks import (
     check_saved,
     check_seed,
     check_shapes,
-    check_statistics,
     check_tangents,
     check_values,
     is_one_of,
@@ -57,10 +56,10 @@ from .records import (
     Saved,
     SavedWeights,
     Shard,
-    Statistics,
     Tangents,
     out_dtype,
 )
+from .statistics import check_asked, check_statistics, differentiated_statistics, gradients_of_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,10 +109,7 @@ def pose(
     requirements = Requirements(function)
     requirements.unmet += reasons
     if options.statistics is not None:
-        of_forward = beside is None and saved is None
-        requirements.require(of_forward, f"{function} returns no statistics: statistics are results of attention")
-        if tangents is not None:
-            requirements.unsupported.append("statistics have no tangents: ask attention for them")
+        check_asked(requirements, beside is None and saved is None, tangents is not None)
     mod = traced_mod(requirements, options)
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:
@@ -125,7 +121,7 @@ def pose(
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
         if saved.dlse is not None:
             given["dlse"] = saved.dlse
-        given |= _gradients_of_statistics(requirements, saved)
+        given |= gradients_of_statistics(requirements, saved)
     if shard.starts is not None:
         given["starts"] = shard.starts
     if mod is not None:
@@ -301,24 +297,6 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None"
         captured = zip(captured_names(mod), tangents.tcaptured, strict=True)
         direction |= {f"t{name}": x for name, x in captured if x is not None}
     return direction
-
-
-def _gradients_of_statistics(requirements: Requirements, saved: Saved) -> dict[str, object]:
-    """Return the gradients of statistics by name, and what they need of the forward's statistics."""
-    forward = Statistics() if saved.statistics is None else saved.statistics
-    if not requirements.require_type(
-        isinstance(forward, Statistics), f"statistics must be the Statistics of the forward, not {forward!r}"
-    ):
-        return {}
-    given: dict[str, object] = {}
-    needed = {"dmax": (saved.dmax, "argmax", forward.argmax), "dentropy": (saved.dentropy, "entropy", forward.entropy)}
-    for name, (gradient, statistic, value) in needed.items():
-        if gradient is None:
-            continue
-        given[name] = gradient
-        if requirements.require(value is not None, f"{name} needs {statistic} of the forward's statistics"):
-            given[statistic] = value
-    return given
 
 
 # Kinds of options that do not enter the cache key as they are: an array enters it by its facts, a window by its sides,
@@ -508,7 +486,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
     statistics = check_statistics(requirements, facts.statistics, options.get("return_lse"))
     if facts.backward:
-        statistics = tuple(name for name in Statistics._fields if f"d{name}" in arrays)
+        statistics = differentiated_statistics(arrays)
     numbers = dict(settings.numbers)
     if numbers["scale"] is None:
         numbers["scale"] = 1 / math.sqrt(sizes.head_dim)

@@ -27,7 +27,6 @@ from .records import (
     LAYOUTS,
     LONGEST,
     NUMBERS,
-    Statistics,
     UnsupportedError,
     out_dtype,
 )
@@ -323,21 +322,6 @@ def _whole(
     requirements.require(legal, f"{name} must be a positive multiple of {unit}, not {given!r}")
     requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
     return number
-
-
-def check_statistics(requirements: Requirements, given: object, return_lse: object) -> tuple[str, ...]:
-    """Return the statistics that a call asks for, in the order of the fields of Statistics; () if they are wrong."""
-    if given is None:
-        return ()
-    names = Statistics._fields
-    if not isinstance(given, (tuple, list)) or not all(isinstance(name, str) for name in given):
-        requirements.require_type(False, f"statistics must be a tuple of {', '.join(names)}, not {given!r}")
-        return ()
-    legal = set(given) <= set(names) and len(set(given)) == len(given)
-    requirements.require(legal, f"statistics must be some of {', '.join(names)}, each once, not {given!r}")
-    with_lse = isinstance(return_lse, (bool, np.bool_)) and bool(return_lse)
-    requirements.require(with_lse, "statistics need return_lse=True: they are returned beside lse")
-    return tuple(name for name in names if name in given)
 
 
 def is_one_of(value: object, names: tuple[str, ...]) -> bool:

@@ -318,7 +318,7 @@ class Saved(NamedTuple):
     dlse: AnyArray | None = None
     bias_gradient: bool = True
     captured_gradient: tuple[bool, ...] | None = None  # which captured arrays get one; None: all floating ones
-    statistics: Statistics[AnyArray] | None = None  # of the forward; dmax needs its argmax, dentropy its entropy
+    statistics: _Statistics | None = None  # of the forward; dmax needs its argmax, dentropy its entropy
     dmax: AnyArray | None = None
     dentropy: AnyArray | None = None
 
@@ -695,14 +695,3 @@ def is_given(facts: Problem | Cache, feature: Feature) -> bool:
     """Return whether a Problem, or its cache, has a feature."""
     fact = getattr(facts, feature.field)
     return fact is not None and fact is not False and fact != 0.0
-
-
-def selected(results: Sequence[Any], options: Options | CacheOptions) -> Any:
-    """Return what a call returns: out, (out, lse) or (out, lse, Statistics), from out, lse and the statistics."""
-    out, lse, *others = results
-    if not options.return_lse:
-        return out
-    if options.statistics is None:
-        return out, lse
-    asked = (name for name in Statistics._fields if name in options.statistics)
-    return out, lse, Statistics(**dict(zip(asked, others, strict=True)))

@@ -208,7 +208,6 @@ def test_options_of_the_kernels_of_torch_are_ignored():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(return_aux=AuxRequest(max_scores=True)), "max_scores: statistics of the scores are not implemented yet"),
         (dict(kernel_options={"BACKEND": "FLASH"}), "kernel_options ask for torch's BACKEND 'FLASH'"),
     ],
 )

@@ -178,7 +178,7 @@ def test_nothing_to_merge(shape):
 
 def merge_kernel(out_a, lse_a, out_b, lse_b, *, layout="bshd"):
     """Run partials.cu on the simulator with the launch that a GPU would get."""
-    layout, parts = pose_merge((out_a, lse_a, out_b, lse_b), layout)
+    layout, parts, _ = pose_merge((out_a, lse_a, out_b, lse_b), layout)
     return tuple(array.numpy() for array in run_plan.merge(parts, layout, "sm_80", simulator.start))
 
 
@@ -224,7 +224,7 @@ def test_kernel_is_the_twin_of_partials(twin, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(70000, 1, 2, 1), (1, 1, 70000, 1), (1, 70000, 1)], ids=str)
 def test_a_grid_has_no_more_blocks_than_cuda_starts(shape):
-    layout, parts = pose_merge(results(*shape, seed=0) * 2, "bshd")
+    layout, parts, _ = pose_merge(results(*shape, seed=0) * 2, "bshd")
     works = []
     run_plan.merge(parts, layout, "sm_80", works.append)
     (launch,) = works[0].launches

@@ -10,7 +10,7 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import Statistics, UnsupportedError, reference
-from cupy_flash.cpu.attention import Softmax
+from cupy_flash.cpu.softmax import Softmax
 from cupy_flash.cpu.statistics import RowStatistics
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

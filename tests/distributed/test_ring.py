@@ -168,6 +168,47 @@ def compare(case, world, group=None, scheme="ring"):
             np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-12, err_msg="gradient of a captured array")
 
 
+def statistics_over_ranks(case, world):
+    """Statistics of a ring have the key numbers of the whole sequence, and gradients as on one process."""
+    arrays = case.whole()
+    q, k, v, dout, dlse, options = arrays
+    packed = [torch.from_numpy(boundaries(n)) for n in case.lengths] if case.packed else []
+    longest = [*map(max, case.lengths)] if case.packed else []
+    whole = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    asked = dict(return_lse=True, statistics=("entropy", "argmax", "max"))
+    attend = cupy_flash.attention_varlen if case.packed else cupy_flash.attention
+    expected = attend(*whole, *packed, *longest, **asked, **options)
+    if case.packed:
+        rows = [packed_rows(boundaries(n), world.rank, world.size, case.sharding) for n in case.lengths]
+    else:
+        rows = [positions(n, world.rank, world.size, case.sharding) for n in case.lengths]
+        options["seqlen"] = case.lengths
+    rows = [torch.from_numpy(x) for x in rows]
+    leaves = [
+        x.detach().index_select(case.row_axis, at).requires_grad_()
+        for x, at in zip(whole, (rows[0], rows[1], rows[1]), strict=True)
+    ]
+    attend = ring_attention_varlen if case.packed else ring_attention
+    found = attend(*leaves, *packed, sharding=case.sharding, **asked, **options)
+    weights = [torch.from_numpy(x) for x in (dout, dlse, np.sin(dlse), np.cos(dlse))]
+
+    def summed(results, weights):
+        terms = zip((*results[:2], results[2].max, results[2].entropy), weights, strict=True)
+        return sum((x.masked_fill(x.isinf(), 0) * weight).sum() for x, weight in terms)
+
+    of_whole = torch.autograd.grad(summed(expected, weights), whole)
+    own = [weights[0].index_select(case.row_axis, rows[0]), *(x.index_select(-1, rows[0]) for x in weights[1:])]
+    of_shards = torch.autograd.grad(summed(found, own), leaves)
+    for name, one, other in zip(found[2]._fields, found[2], expected[2], strict=True):
+        np.testing.assert_allclose(
+            one.detach().numpy(), other.detach().index_select(-1, rows[0]).numpy(), rtol=0, atol=1e-12, err_msg=name
+        )
+    for one, other, at in zip(of_shards, of_whole, (rows[0], rows[1], rows[1]), strict=True):
+        expected = other.index_select(case.row_axis, at)
+        np.testing.assert_allclose(one.numpy(), expected.numpy(), rtol=0, atol=1e-12)
+
+
 CASES = {
     "full": Case(),
     "causal": Case(options=dict(causal=True)),
@@ -201,6 +242,11 @@ CHECKS = {
     for name, case in CASES.items()
 }
 # There are enough heads for 4 ranks. Each rank holds one slice of the rows, which may cross sequences.
+CHECKS |= {
+    f"{sharding}-statistics-{name}": partial(statistics_over_ranks, replace(CASES[name], sharding=sharding))
+    for sharding in ("contiguous", "zigzag", "striped")
+    for name in ("bottom-right-more-queries", "packed", "multi-query-bhsd")
+}
 CHECKS |= {
     f"ulysses-{name}": partial(compare, replace(case, sharding="contiguous", heads=8, kv_heads=4), scheme="ulysses")
     for name, case in CASES.items()

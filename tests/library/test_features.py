@@ -62,7 +62,7 @@ def test_the_types_of_calls_on_a_cache_are_those_of_the_signature():
     signature = inspect.signature(attention_with_kv_cache).parameters.values()
     types = {x.name: x.annotation for x in signature if x.kind is inspect.Parameter.KEYWORD_ONLY}
     assert types_of(argument_types.CacheArguments) == types
-    assert types_of(argument_types.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse"}
+    assert types_of(argument_types.CacheArgumentsWithoutLse).keys() == types.keys() - {"return_lse", "statistics"}
 
 
 def test_every_kind_of_option_has_its_type():
@@ -74,6 +74,7 @@ def test_every_kind_of_option_has_its_type():
         features.CAUSAL: "Causal",
         features.WINDOW: "Window",
         features.SEED: "int | AnyArray | None",
+        features.STATISTICS: "Names",
     }
     mods = {"score_mod": "ScoreMod", "mask_mod": "MaskMod"}
     optional = {features.NUMBER, features.CHOICE}

@@ -222,7 +222,7 @@ def test_every_option_and_feature_is_a_fact_or_read_at_every_call():
     text.
     """
     arrays = {"seed", *(feature.name for feature in (*ARRAYS, *MODS))}
-    others = set(module.TABLE.plain) | {"window"}
+    others = set(module.TABLE.plain) | {"window", "statistics"}
     assert others | arrays == set(NAMES) and not others & arrays
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from ... import dispatch
 from ...arrays import Array
 from ...problem.build import pose
-from ...problem.checks import Requirements, check_statistics
+from ...problem.checks import Requirements
 from ...problem.records import DIFFERENTIATED, Saved, Statistics
+from ...problem.statistics import check_statistics
 from . import static_call
 from .ffi_execute import bind, typed_like
 from .static_call import STATISTICS, STATISTICS_BACKWARD, Call, Static

@@ -12,7 +12,7 @@ import torch
 
 from ... import dispatch
 from ...mods.trace import Mod, decoded
-from ...problem.records import DIFFERENTIATED, Saved, Tangents
+from ...problem.records import DIFFERENTIATED, Tangents
 from .autograd_kernel import register_autograd
 from .op import (
     GRADIENTS,
@@ -98,7 +98,7 @@ def _fake_double_backward(*arguments: Any) -> tuple[Any, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     count = len(Call._fields)
-    if len(inputs) == count + len(Saved._fields) - 1:  # a call without mods
+    if len(inputs) == count + len(SAVED.split(", ")):  # a call without mods
         inputs = (*inputs[:count], [], "", *inputs[count:], [])
     call, captured, ctx.mods, saved = split_modified(inputs)
     ctx.save_for_backward(*call[: len(TENSORS)], *captured, *saved[:4])

@@ -48,7 +48,8 @@ def flex_attention(
         return_lse: return (out, lse).
         kernel_options: those of FlexKernelOptions tune torch's kernels and are ignored; a BACKEND other than "AUTO",
             which cupy_flash is not, is refused.
-        return_aux: return (out, AuxOutput); lse is served, max_scores is not.
+        return_aux: return (out, AuxOutput); max_scores is the statistic max of
+            `cupy_flash.attention`, with a gradient.
 
     Returns:
         out (B, Hq, L, Ev) with query's order of dimensions in memory. lse (B, Hq, L) is `lse` of
@@ -57,7 +58,7 @@ def flex_attention(
     Raises:
         TypeError: as `cupy_flash.attention`.
         ValueError: likewise.
-        UnsupportedError: likewise; for max_scores, and for a BACKEND of torch.
+        UnsupportedError: likewise; for a BACKEND of torch.
     """
     options = Options(scale=scale, score_mod=score_mod, mask_mod=block_mask, return_lse=return_lse)
     tensors = (query, key, value)
@@ -65,9 +66,8 @@ def flex_attention(
     if reasons or any(not isinstance(x, torch.Tensor) or x.dim() != 4 for x in tensors):
         _refuse(tensors, options, reasons)
     if return_aux is not None:
-        if return_aux.max_scores:
-            raise UnsupportedError("flex_attention: max_scores: statistics of the scores are not implemented yet")
-        options.return_lse = return_aux.lse
+        options.return_lse = return_aux.lse or return_aux.max_scores
+        options.statistics = ("max",) if return_aux.max_scores else None
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
     if backend != "AUTO":
         raise UnsupportedError(f"flex_attention: kernel_options ask for torch's BACKEND {backend!r}")
@@ -76,9 +76,10 @@ def flex_attention(
             options.mask_mod = block_mask.mask_mod  # its only block holds calls of any lengths
         if key.shape[0] == value.shape[0] == 1:
             key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    out, lse = attend_in_order(query, key, value, options, order_in_memory(query))
+    out, lse, found = attend_in_order(query, key, value, options, order_in_memory(query))
     if return_aux is not None:
-        return out, AuxOutput(lse=lse)
+        max_scores = None if found is None else found.max
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
 
 

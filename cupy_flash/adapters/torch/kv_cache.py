@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 from ... import dispatch, keyed_plan
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import ARRAY, CHOICE, FLAG, INTEGER, LENGTHS, NUMBER
-from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError, selected
+from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError
+from ...problem.statistics import selected
 from .autograd_kernel import are_plain
 from .keyed_plan import allocator, call_on_tensors
 from .op import as_index, as_number, on_device_of, require_one_device, window_sides

@@ -119,7 +119,7 @@ def scaled_dot_product_attention(
     if q.shape[-1] == k.shape[-1] == 0:
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # zeros as one dimension: scores are 0, as with E = 0
     # torch's result is contiguous if query had to be broadcast.
-    out, _ = attend_in_order(q, k, v, options, order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
+    out, *_ = attend_in_order(q, k, v, options, order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
     if drops_all:
         out = _zeroed(out)
     return out.reshape(*query.shape[:-1], value.shape[-1])
@@ -135,8 +135,10 @@ def _zeroed(out: Any) -> Any:
     return out.masked_fill(out.new_ones((), dtype=torch.bool), 0)
 
 
-def attend_in_order(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return attention (B, H, S, Dv) of q, k, v (B, H, S, D), in memory in `order` with Dv innermost, and lse or None.
+def attend_in_order(q: Any, k: Any, v: Any, options: Options, order: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """Return attention (B, H, S, Dv) of q, k, v (B, H, S, D), in memory in `order` with Dv innermost.
+
+    lse and the Statistics follow, or None for what the options do not ask for.
 
     Callers rely on q's order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
     kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
@@ -145,11 +147,11 @@ def attend_in_order(q: Any, k: Any, v: Any, options: Options, order: tuple[int, 
     options.layout = "bhsd" if heads_first else "bshd"
     arrays = (q, k, v) if heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     result = forward("attention", arrays, options)
-    out, lse = result if options.return_lse else (result, None)
+    out, lse, *found = result if options.return_lse else (result, None)
     out = out if heads_first else out.transpose(1, 2)
     if order[0] != 0:
         out = out.permute(*order, 3).contiguous().permute(*map(order.index, range(3)), 3)
-    return out, lse
+    return out, lse, found[0] if found else None
 
 
 @torch.compiler.allow_in_graph  # torch.compile cannot trace into the parts of a nested tensor

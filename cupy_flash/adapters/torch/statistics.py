@@ -13,7 +13,8 @@ import torch
 from ... import dispatch
 from ...mods.trace import Mod, decoded
 from ...problem.build import pose
-from ...problem.records import DIFFERENTIATED, Options, Packed, Saved, Statistics, selected
+from ...problem.records import DIFFERENTIATED, Options, Packed, Saved, Statistics
+from ...problem.statistics import selected
 from .op import (
     GRADIENTS,
     MODS,

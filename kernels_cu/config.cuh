@@ -74,6 +74,11 @@ constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read fr
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
+// Statistics of the rows (statistics.cuh).
+#define STATISTICS 0
+constexpr bool FIND_MAX = false;  // the largest score and its key
+constexpr bool ENTROPY = false;
+
 // A JVP or a double backward. TQ, TK .. say which inputs have a tangent; MOVES in a name means that an operand has one.
 #define DIRECTION 0
 constexpr bool TQ = false;

@@ -112,6 +112,11 @@ struct Params {
   int rotary_rows;  // rows of the rotary tables
   int mask_keys;    // the dense mask covers this many keys, the last ones of a sequence
 #endif
+#if STATISTICS
+  Operand max;  // those that the call does not ask for are null
+  Operand argmax;
+  Operand entropy;
+#endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod
 #endif

@@ -44,6 +44,9 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "KV_CACHE": problem.cache is not None,
         "CAPTURED_GRADIENT": False,
         "DIRECTION": problem.derivative != "",
+        "STATISTICS": bool(problem.statistics),
+        "FIND_MAX": bool({"max", "argmax"} & {*problem.statistics}),
+        "ENTROPY": "entropy" in problem.statistics,
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
@@ -55,7 +58,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
-CACHE_CONSTANTS = ("KV_CACHE", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
+CACHE_CONSTANTS = ("KV_CACHE", "STATISTICS", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
@@ -141,6 +144,7 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
     real, direction, cached = ELEMENTS[problem.accumulation.name], problem.derivative != "", problem.cache is not None
     constants = (("real", real), ("THREADS", 128), ("MODS", True), ("DIRECTION", direction), ("KV_CACHE", cached))
+    constants += (("STATISTICS", bool(problem.statistics)),)
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
         for name in ("start", "end")

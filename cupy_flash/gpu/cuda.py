@@ -38,8 +38,8 @@ if TYPE_CHECKING:
             """Launch it."""
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Launch the forward on the current stream; returns (out, lse)."""
+def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
+    """Launch the forward on the current stream; returns (out, lse), followed by the statistics of the problem."""
     with _explained():
         return run_plan.forward(plan, operands, _start)
 

@@ -19,7 +19,7 @@ from .. import dropout
 from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Workspace
 from ..jit.source import chosen_lines, kernel_folder
-from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem
+from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem, Statistics
 from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:
@@ -53,16 +53,19 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype]:
+def dtypes(
+    captured: str = "", cache: bool = False, direction: bool = False, statistics: bool = False
+) -> dict[str, np.dtype]:
     """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     Args:
         captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
         cache: whether Params has the members of a KV cache.
         direction: whether Params has the members of a JVP and of a double backward.
+        statistics: whether Params has the statistics of rows.
     """
     text = (kernel_folder() / "params.cuh").read_text()
-    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
+    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction, "STATISTICS": statistics}
     lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype] = {}
@@ -204,7 +207,9 @@ def _constant(
     }
     if problem.cache is not None:
         members |= _members_of_cache(problem, problem.cache, by_name)
-    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "")
+    struct = _struct(
+        "Params", captured, problem.cache is not None, problem.derivative != "", bool(problem.statistics)
+    )
     places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
     return struct, struct.numbers(members), places
 
@@ -238,7 +243,7 @@ def _forms() -> dict[str, Form]:
     """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("tq", "tk", "tv", "tout", "k_new", "v_new", "q_unrotated"), _tensor)
-    forms |= dict.fromkeys(("lse", "dlse", "tlse"), _rows)
+    forms |= dict.fromkeys(("lse", "dlse", "tlse", *Statistics._fields), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
     for feature in CACHE_FEATURES:
         forms.setdefault(feature.name, _pointer)
@@ -344,8 +349,10 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(name: str, captured: str = "", cache: bool = False, direction: bool = False) -> _Struct:
-    dtype = dtypes(captured, cache, direction)[name]
+def _struct(
+    name: str, captured: str = "", cache: bool = False, direction: bool = False, statistics: bool = False
+) -> _Struct:
+    dtype = dtypes(captured, cache, direction, statistics)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far

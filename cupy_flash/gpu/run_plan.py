@@ -47,7 +47,8 @@ class Work(NamedTuple):
         if self.captured is not None and not launch.headers:
             # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
             constants = dict(launch.constants)
-            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
+            switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "statistics": "STATISTICS"}
+            members = {name: bool(constants.get(switch)) for name, switch in switches.items()}
             size = dtypes(**members)["Params"].itemsize
             params = np.ndarray((), f"V{size}", params)
         if not launch.boxes:
@@ -66,15 +67,20 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     return compiled(text, launch.kernel, target)
 
 
-def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> tuple[Array, Array]:
-    """Run the forward and return (out, lse)."""
+def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> tuple[Array, ...]:
+    """Run the forward and return (out, lse), followed by the statistics of the problem."""
     problem, q, allocate = plan.problem, operands.q, allocate or empty
     out = None if operands.cache is None else operands.cache.out
     if out is None:
         out = allocate((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = allocate(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse}, allocate))
-    return out, lse
+    results: Results = {"out": out, "lse": lse}
+    statistics = {
+        name: allocate(problem.lse_shape(q), np.dtype(np.int32) if name == "argmax" else problem.accumulation, q)
+        for name in problem.statistics
+    }
+    start(_work(plan, operands, results | statistics, allocate))
+    return out, lse, *statistics.values()
 
 
 def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Array, Array]:

@@ -20,8 +20,8 @@ from .asynchrony.copies import Order
 from .counters import Counters
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Simulate the forward; returns (out, lse)."""
+def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
+    """Simulate the forward; returns (out, lse), followed by the statistics of the problem."""
     return run_plan.forward(plan, operands, start)
 
 

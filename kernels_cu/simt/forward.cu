@@ -1,5 +1,8 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 #include "../softmax.cuh"
+#if STATISTICS
+#include "../statistics.cuh"
+#endif
 #include "steps.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
@@ -18,15 +21,44 @@ __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& ba
     }
 }
 
+#if STATISTICS
+// Takes the scores of a row of a tile, whose keys precede those of earlier tiles, when m is new and l is not yet.
+__device__ void observe(RowStatistics& row, const real (&S)[COLS], const Softmax& softmax, real previous_m,
+                        real rescale, int kv_start) {
+  if constexpr (FIND_MAX) {
+#pragma unroll
+    for (int c = COLS - 1; c >= 0; --c) row.take_descending(S[c], kv_start + lane_x() + c * LANES);
+  }
+  if constexpr (ENTROPY) {
+    real terms = 0;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) terms += RowStatistics::term(softmax.probability(S[c]), S[c] - softmax.m);
+    row.rescale(previous_m, softmax.m, rescale, softmax.l);
+    row.w += row_sum(terms);
+  }
+}
+#endif
+
 // Online-softmax step: rescales O and l to the new row max, and stores the probabilities to shared memory.
 __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O)[ROWS][columns_of(HEAD_DIM_V)],
-                       real* P_smem, const Dropout& dropout, int q_start, int kv_start) {
+                       real* P_smem, const Dropout& dropout, int q_start, int kv_start
+#if STATISTICS
+                       ,
+                       RowStatistics (&statistics)[ROWS]
+#endif
+) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     real largest = -infinity(), sum = 0;
 #pragma unroll
     for (int c = 0; c < COLS; ++c) largest = max(largest, S[r][c]);
+#if STATISTICS
+    real previous_m = softmax[r].m;
+#endif
     real rescale = softmax[r].rescale(row_max(largest));
+#if STATISTICS
+    observe(statistics[r], S[r], softmax[r], previous_m, rescale, kv_start);
+#endif
 #pragma unroll
     for (int c = 0; c < COLS; ++c) sum += S[r][c] = softmax[r].probability(S[r][c]);
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
@@ -74,6 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) softmax[r].init(sink);  // @init-softmax
+#if STATISTICS
+    RowStatistics statistics[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) statistics[r].init();
+#endif
 
     // Mainloop.
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
@@ -92,7 +129,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         modify<true>(S_rmem, score, band, q_start, kv_start);
       else
         modify<false>(S_rmem, score, band, q_start, kv_start);
+#if STATISTICS
+      update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start, statistics);
+#else
       update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start);
+#endif
       __syncthreads();  // @barrier-before-PV
       accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
     }
@@ -100,12 +141,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // Epilogue.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+#if STATISTICS
+      statistics[r].reduce(LANES);
+#endif
       int i = q_start + row_y() + r * ROW_THREADS;
       if (i >= sequence.q_rows) continue;  // @rows-to-write
       element* out = sequence.queries<element>(p.out, head) + i * p.out.row;
       store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());  // @store-O-row
       if (lane_x() == 0)
         sequence.queries<real>(p.lse, head)[i * p.lse.row] = i < sequence.q_len ? softmax[r].lse() : -infinity();
+#if STATISTICS
+      if (lane_x() == 0) statistics[r].store(p, sequence, head, i, softmax[r].l);
+#endif
     }
   }
 }

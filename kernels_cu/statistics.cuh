@@ -1,0 +1,72 @@
+// Statistics of a row of scores beside its online softmax: the largest score, its key, and the entropy.
+//
+// The entropy is log l - w / l with w = sum of e^(s - m) (s - m), whose terms have one sign: it is no difference of
+// large numbers, as lse - sum of P s is for scores far from 0.
+#pragma once
+#include "number.cuh"
+#include "params.cuh"
+#include "sequence.cuh"
+
+// What a thread knows of a row: of its own scores, or after reductions of all.
+struct RowStatistics {
+  real top;  // the largest score; NaN if one is NaN
+  int key;   // the lowest key that has it; NO_KEY: none seen yet
+  real w;    // the sum of e^(s - m) (s - m); 0 for hidden scores
+
+  static constexpr int NO_KEY = 0x7FFFFFFF;
+
+  __device__ void init() {
+    top = -infinity();
+    key = NO_KEY;
+    w = 0;
+  }
+
+  // Takes a score that is not above all keys taken before; a hidden one is -inf.
+  __device__ void take_descending(real s, int j) {
+    bool replaces = s >= top || s != s;  // @ties-descending
+    top = replaces ? s : top;
+    key = replaces ? j : key;
+  }
+
+  // Takes the largest score of other keys, in any order.
+  __device__ void take(real s, int j) {
+    bool lower = j < key;
+    bool replaces = s > top || (s == top && lower) || (s != s && (top == top || lower));  // @ties
+    top = replaces ? s : top;
+    key = replaces ? j : key;
+  }
+
+  // Takes the largest score of `lanes` lanes side by side, into all of them.
+  __device__ void reduce(int lanes) {
+    for (int lane = 1; lane < lanes; lane *= 2) {
+      real other = __shfl_xor_sync(0xFFFFFFFF, top, lane);
+      take(other, __shfl_xor_sync(0xFFFFFFFF, key, lane));
+    }
+  }
+
+  // Refers w to an m that has grown, before l is multiplied by `factor` = e^(old m - new m).
+  __device__ void rescale(real previous_m, real m, real factor, real l) {
+    if (l != 0) w = factor * (w - (m - previous_m) * l);  // @rescale-w
+  }
+
+  // The term of a score; `exponent` is s - m.
+  __device__ static real term(real probability, real exponent) {
+    return probability == 0 ? 0 : probability * exponent;  // @hidden-term
+  }
+
+  // Never negative, NaN if l is.
+  __device__ real entropy(real l) const {
+    if (l == 0) return 0;
+    real entropy = log(l) - w / l;
+    return entropy < 0 ? 0 : entropy;
+  }
+
+  // Stores what the call asks for of query i; a query past the length of its sequence sees no key.
+  __device__ void store(const Params& p, const Sequence& sequence, int head, int i, real l) const {
+    bool dead = i >= sequence.q_len || top == -infinity();
+    if (p.max.data) sequence.queries<real>(p.max, head)[i * p.max.row] = dead ? -infinity() : top;
+    if (p.argmax.data) sequence.queries<int>(p.argmax, head)[i * p.argmax.row] = dead ? -1 : key;
+    if (p.entropy.data)
+      sequence.queries<real>(p.entropy, head)[i * p.entropy.row] = i < sequence.q_len ? entropy(l) : 0;
+  }
+};

@@ -6,6 +6,7 @@
 //   exponentiate    scores -> probabilities, and their partial row sums
 //   drop            dropout of probabilities
 //   finish          row sums -> normalisation of O, and lse
+//   observe, add_terms, store_statistics     statistics of the rows, beside update_max, exponentiate and finish
 //   store_chunk     eight rounded numbers -> a row of a tensor
 //
 // A warp has 16 M rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, laid out as those of
@@ -15,6 +16,9 @@
 #include "mask.cuh"
 #include "score.cuh"
 #include "softmax2.cuh"
+#if STATISTICS
+#include "statistics.cuh"
+#endif
 
 __device__ constexpr int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -95,8 +99,15 @@ __device__ Score::Moved moved(const Score& score, const Band& band, float produc
 // updates its reference, and factors = 2^(old - new) rescale O.
 template <int M, int N>
 __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
-                           float scale_log2) {
+                           float scale_log2
+#if STATISTICS
+                           ,
+                           float (&largest)[M][2]
+#endif
+) {
+#if !STATISTICS
   float largest[M][2];
+#endif
   bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -105,7 +116,11 @@ __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], co
       largest[m][half] = -infinity();
 #pragma unroll
       for (int n = 0; n < N; ++n)
+#if STATISTICS
+        largest[m][half] = max_nan(largest[m][half], max_nan(S[m][n][2 * half], S[m][n][2 * half + 1]));
+#else
         largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
+#endif
       exceeds |= softmax[m][half].exceeds_reference(largest[m][half], scale_log2);
     }
   if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
@@ -116,6 +131,46 @@ __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], co
       factors[m][half] = softmax[m][half].update(row_max(largest[m][half]), scale_log2);  // @update-softmax
   return true;
 }
+
+#if STATISTICS
+template <int M>
+__device__ void init(RowStatistics (&statistics)[M][2]) {
+#pragma unroll
+  for (int n = 0; n < 2 * M; ++n) statistics[n / 2][n % 2].init();
+}
+
+// update_max, with statistics. A lane scans its scores for the key only if one of them may be the largest of the row.
+template <int M, int N>
+__device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
+                        const float (&S)[M][N][4], float scale_log2, int kv_start) {
+  float largest[M][2], references[M][2], sums[M][2];
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      references[m][half] = softmax[m][half].reference;
+      sums[m][half] = softmax[m][half].l;
+    }
+  bool rescales = update_max(factors, softmax, S, scale_log2, largest);
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      RowStatistics& row = statistics[m][half];
+      // The exponents have base 2.
+      if (ENTROPY && rescales)
+        row.rescale(references[m][half], softmax[m][half].reference, factors[m][half], sums[m][half]);
+      if constexpr (FIND_MAX) {
+        if (largest[m][half] < row.top || largest[m][half] < softmax[m][half].m) continue;  // @skip-scan
+#pragma unroll
+        for (int n = N - 1; n >= 0; --n)
+#pragma unroll
+          for (int e = 2 * half + 1; e >= 2 * half; --e) row.take_descending(S[m][n][e], kv_start + column_of(n, e));
+      }
+    }
+  return rescales;
+}
+#endif
 
 template <int M, int N>
 __device__ void rescale(float (&O)[M][N][4], const float (&factors)[M][2]) {
@@ -139,6 +194,27 @@ __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], flo
         softmax[m][e / 2].l += S[m][n][e];
       }
 }
+
+#if STATISTICS
+// Adds the terms of the entropy, before exponentiate replaces the scores. HIDES: some scores may be -inf.
+template <bool HIDES, int M, int N>
+__device__ void add_terms(RowStatistics (&statistics)[M][2], const float (&S)[M][N][4], const Softmax2 (&softmax)[M][2],
+                          float scale_log2) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float exponent = S[m][n][e] * scale_log2 - softmax[m][e / 2].reference;
+        float probability = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
+        if constexpr (HIDES)
+          statistics[m][e / 2].w += RowStatistics::term(probability, exponent);
+        else
+          statistics[m][e / 2].w += probability * exponent;
+      }
+}
+#endif
 
 // The random bits of two fragments side by side, from one Philox call per lane: the eight elements of a lane in a 16 x
 // 16 block share one counter.
@@ -201,6 +277,31 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
                        const Dropout& dropout, int head, int q_start, bool writes_lse) {
   finish(factors, softmax, p, sequence, dropout, head, q_start, writes_lse, (float)p.scale);
 }
+
+#if STATISTICS
+// Stores the statistics of the rows from q_start, after `finish`.
+template <int M>
+__device__ void store_statistics(RowStatistics (&statistics)[M][2], const Softmax2 (&softmax)[M][2], const Params& p,
+                                 const Sequence& sequence, int head, int q_start, bool writes) {
+  float scale = SCALE_IN_EXPONENT ? (float)p.scale : 1.0f;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      RowStatistics& row = statistics[m][half];
+      row.reduce(4);
+      row.top *= scale;
+      float w = row_sum(row.w), l = softmax[m][half].l;
+      float entropy = l == 0 ? 0 : LN_2 * (log2f(l) - w / l);
+      if constexpr (SINK)
+        entropy = softmax[m][half]
+                      .end(log2_scale_of(p), scale)
+                      .entropy_with_sink(entropy, to_real(((const sink_element*)p.sink)[head]));
+      int i = q_start + row_of(m, 2 * half);
+      if (writes && lane_id() % 4 == 0 && i < sequence.q_rows) row.store(p, sequence, head, i, entropy);
+    }
+}
+#endif
 
 // Stores eight numbers to columns [8 * chunk, 8 * chunk + 8) of a row of DIM columns: as one vector if rows are
 // aligned.

@@ -10,6 +10,15 @@ __device__ inline unsigned int smem_address(const void* x) {
 }
 
 // 2^x to 2 units in the last place; denormal results flush to 0, and -inf gives 0.
+#if STATISTICS
+// The larger number; NaN if one is NaN.
+__device__ inline float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+#endif
+
 __device__ inline float ex2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -51,6 +51,17 @@ struct Softmax2 {
       factor *= share / sum;
       lse = top + logf(sum);
     }
+
+#if STATISTICS
+    // The entropy of the keys and the sink from that of the keys, whose lse is without the sink: that of the choice
+    // between keys and sink, and that among the keys. The shares are e^-of_keys and e^-of_sink.
+    __device__ float entropy_with_sink(float entropy, float sink) const {
+      if (lse == -infinity() || sink == -infinity()) return entropy;
+      float distance = sink - lse, rest = log1pf(expf(-fabsf(distance)));
+      float of_keys = max(distance, 0.0f) + rest, of_sink = max(-distance, 0.0f) + rest;
+      return expf(-of_keys) * (entropy + of_keys) + expf(-of_sink) * of_sink;  // @sink-entropy
+    }
+#endif
   };
   __device__ Ending end(float scale_log2, float scale) const {
     if (l == 0) return {-infinity(), 0};

@@ -54,19 +54,16 @@ struct RowStatistics {
     return probability == 0 ? 0 : probability * exponent;  // @hidden-term
   }
 
-  // Never negative, NaN if l is.
-  __device__ real entropy(real l) const {
-    if (l == 0) return 0;
-    real entropy = log(l) - w / l;
-    return entropy < 0 ? 0 : entropy;
-  }
+  // 0 for a row that has seen no key, NaN if l is.
+  __device__ real entropy(real l) const { return l == 0 ? 0 : log(l) - w / l; }
 
-  // Stores what the call asks for of query i; a query past the length of its sequence sees no key.
-  __device__ void store(const Params& p, const Sequence& sequence, int head, int i, real l) const {
+  // Stores what the call asks for of query i; a query past the length of its sequence sees no key. `entropy` may be
+  // negative by its rounding.
+  __device__ void store(const Params& p, const Sequence& sequence, int head, int i, real entropy) const {
     bool dead = i >= sequence.q_len || top == -infinity();
     if (p.max.data) sequence.queries<real>(p.max, head)[i * p.max.row] = dead ? -infinity() : top;
     if (p.argmax.data) sequence.queries<int>(p.argmax, head)[i * p.argmax.row] = dead ? -1 : key;
     if (p.entropy.data)
-      sequence.queries<real>(p.entropy, head)[i * p.entropy.row] = i < sequence.q_len ? entropy(l) : 0;
+      sequence.queries<real>(p.entropy, head)[i * p.entropy.row] = i >= sequence.q_len || entropy < 0 ? 0 : entropy;
   }
 };

@@ -16,6 +16,9 @@ struct SharedMemory {
 
 // Turns S into the probabilities of a tile, and rescales O if the reference of the exponents changes.
 __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
+#if STATISTICS
+                       RowStatistics (&statistics)[M][2],
+#endif
                        bool masked, const Score& score, const Band& band, const Dropout& dropout, float scale_log2,
                        int q_start, int kv_start) {
   if (masked)
@@ -23,7 +26,17 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
   else if constexpr (MODIFIED || DENSE_MASK)
     modify<false>(S, score, band, q_start, kv_start);
   float O_scale[M][2];
+#if STATISTICS
+  if (observe(O_scale, softmax, statistics, S, scale_log2, kv_start)) rescale(O, O_scale);
+  if constexpr (ENTROPY) {
+    if (masked || MODIFIED || DENSE_MASK)
+      add_terms<true>(statistics, S, softmax, scale_log2);
+    else
+      add_terms<false>(statistics, S, softmax, scale_log2);
+  }
+#else
   if (update_max(O_scale, softmax, S, scale_log2)) rescale(O, O_scale);
+#endif
   exponentiate(S, softmax, scale_log2);
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
 }
@@ -102,6 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+#if STATISTICS
+    RowStatistics statistics[M][2];
+    init(statistics);
+#endif
 
     // Mainloop.
     for (; kv_tiles.valid(); kv_tiles.next()) {
@@ -117,8 +134,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
       if constexpr (STAGES > 1) load();  // here, so that addresses are computed while the tensor cores run
+#if STATISTICS
+      attend(S_rmem, O_rmem, softmax, statistics, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
+             kv_tiles.start);
+#else
       attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
              kv_tiles.start);  // @forward.mask
+#endif
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
@@ -128,6 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // Epilogue.
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
+#if STATISTICS
+    store_statistics(statistics, softmax, p, sequence, head, q_start + row, column_warp() == 0);
+#endif
     store_O(O_rmem, factors, O_smem, p, sequence, head, q_start, row);
   }
 }

@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       if (lane_x() == 0)
         sequence.queries<real>(p.lse, head)[i * p.lse.row] = i < sequence.q_len ? softmax[r].lse() : -infinity();
 #if STATISTICS
-      if (lane_x() == 0) statistics[r].store(p, sequence, head, i, softmax[r].l);
+      if (lane_x() == 0) statistics[r].store(p, sequence, head, i, statistics[r].entropy(softmax[r].l));
 #endif
     }
   }

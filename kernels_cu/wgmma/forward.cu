@@ -157,6 +157,10 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     softmax[0][0].init(), softmax[0][1].init();
     float O_rmem[1][N_V][4] = {}, S_rmem[1][N][4], O_scale[1][2];
     unsigned int P_rmem[1][N / 2][4];
+#if STATISTICS
+    RowStatistics statistics[1][2];
+    init(statistics);
+#endif
 
     // Modifies S and updates the row maxima; returns whether O must be rescaled by O_scale.
     auto update = [&] {
@@ -165,10 +169,17 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
         modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);  // @mask-S
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
+#if STATISTICS
+      return observe(O_scale, softmax, statistics, S_rmem, scale_log2, kv_tiles.start);
+#else
       return update_max(O_scale, softmax, S_rmem, scale_log2);
+#endif
     };
     // Turns S into P.
     auto attend = [&] {
+#if STATISTICS
+      if constexpr (ENTROPY) add_terms<true>(statistics, S_rmem, softmax, scale_log2);
+#endif
       exponentiate(S_rmem, softmax, scale_log2);
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
     };
@@ -210,6 +221,9 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     // Epilogue.
     float factors[1][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, true);
+#if STATISTICS
+    store_statistics(statistics, softmax, p, sequence, head, q_start + row, true);
+#endif
     store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);  // @store-O
     if constexpr (!O_BUFFER) rings.Q.release();
   } while (PERSISTENT);

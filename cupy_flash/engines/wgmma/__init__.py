@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ...arrays import dtype_name
 from ...device import Device
-from ...problem.records import FP8, Problem
+from ...problem.records import FORWARD, FP8, Problem
 from ..fragments import fragment_refusals
 from ..launch import Launch, Workspace
 from ..shared import ATTENTION_OPTIONS, ELEMENTS, grid_refusals
@@ -26,7 +26,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"q_descale", "k_descale", 
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
-STATISTICS: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = None
 ON_REQUEST = True
 MEASURED: str | None = None
@@ -68,6 +68,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     fp8 = problem.dtype.name == FP8
     if fp8:
         reasons += forward_fp8.refusals(problem)
+        reasons += [f"it returns no {' and '.join(problem.statistics)} of fp8 rows"] if problem.statistics else []
     elif problem.dtype.name not in DTYPES:
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):

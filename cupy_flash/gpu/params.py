@@ -207,9 +207,7 @@ def _constant(
     }
     if problem.cache is not None:
         members |= _members_of_cache(problem, problem.cache, by_name)
-    struct = _struct(
-        "Params", captured, problem.cache is not None, problem.derivative != "", bool(problem.statistics)
-    )
+    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "", bool(problem.statistics))
     places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
     return struct, struct.numbers(members), places
 

@@ -108,8 +108,7 @@ def pose(
     """
     requirements = Requirements(function)
     requirements.unmet += reasons
-    if options.statistics is not None:
-        check_asked(requirements, beside is None and saved is None, tangents is not None)
+    check_asked(requirements, options, beside is None and saved is None, tangents is not None)
     mod = traced_mod(requirements, options)
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:

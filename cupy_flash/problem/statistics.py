@@ -26,8 +26,10 @@ def check_statistics(requirements: Requirements, given: object, return_lse: obje
     return tuple(name for name in names if name in given)
 
 
-def check_asked(requirements: Requirements, of_forward: bool, directed: bool) -> None:
+def check_asked(requirements: Requirements, options: Options, of_forward: bool, directed: bool) -> None:
     """Require that a call which asks for statistics is a forward of attention; a JVP is not supported."""
+    if options.statistics is None:
+        return
     function = requirements.function
     requirements.require(of_forward, f"{function} returns no statistics: statistics are results of attention")
     if directed:

@@ -76,7 +76,8 @@ constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
 // Statistics of the rows (statistics.cuh).
 #define STATISTICS 0
-constexpr bool FIND_MAX = false;  // the largest score and its key
+constexpr bool FIND_MAX = false;
+constexpr bool FIND_ARGMAX = false;  // also sets FIND_MAX
 constexpr bool ENTROPY = false;
 
 // A JVP or a double backward. TQ, TK .. say which inputs have a tangent; MOVES in a name means that an operand has one.

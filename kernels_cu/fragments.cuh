@@ -6,7 +6,7 @@
 //   exponentiate    scores -> probabilities, and their partial row sums
 //   drop            dropout of probabilities
 //   finish          row sums -> normalisation of O, and lse
-//   observe, add_terms, store_statistics     statistics of the rows, beside update_max, exponentiate and finish
+//   observe, store_statistics     statistics of the rows, beside update_max and finish
 //   store_chunk     eight rounded numbers -> a row of a tensor
 //
 // A warp has 16 M rows: fragment (m, n) of C is 16 x 8, and a lane has four elements of each, laid out as those of
@@ -139,7 +139,45 @@ __device__ void init(RowStatistics (&statistics)[M][2]) {
   for (int n = 0; n < 2 * M; ++n) statistics[n / 2][n % 2].init();
 }
 
-// update_max, with statistics. A lane scans its scores for the key only if one of them may be the largest of the row.
+// Finds the lowest key of a tile that has the row's largest score so far. `largest` is that of the lane in this tile.
+// In the four lanes of a row `top` is the same, and `key` that of the lane's own scores, or NO_KEY if they are lower.
+template <int M, int N>
+__device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M][N][4], const float (&largest)[M][2],
+                          int kv_start) {
+  bool any = false;
+#pragma unroll
+  for (int n = 0; n < 2 * M; ++n) any |= !(largest[n / 2][n % 2] < statistics[n / 2][n % 2].top);
+  if (!__any_sync(0xFFFFFFFF, any)) return;  // @skip-scan
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      RowStatistics& row = statistics[m][half];
+      float found = max_nan(largest[m][half], __shfl_xor_sync(0xFFFFFFFF, largest[m][half], 1));
+      found = max_nan(found, __shfl_xor_sync(0xFFFFFFFF, found, 2));
+      if (found > row.top || (found != found && row.top == row.top)) row.top = found, row.key = RowStatistics::NO_KEY;
+      // A comparison with NaN is false, so NaNs are found by the other loop.
+      bool has_nan = largest[m][half] != largest[m][half];
+      if (has_nan || largest[m][half] == row.top) {  // @only-largest
+        int column = 0;
+#pragma unroll
+        for (int n = N - 1; n >= 0; --n)
+#pragma unroll
+          for (int e = 2 * half + 1; e >= 2 * half; --e)
+            column = S[m][n][e] == found ? column_offset(n, e) : column;  // @lowest-column
+        if (has_nan) {
+#pragma unroll
+          for (int n = N - 1; n >= 0; --n)
+#pragma unroll
+            for (int e = 2 * half + 1; e >= 2 * half; --e)
+              column = S[m][n][e] != S[m][n][e] ? column_offset(n, e) : column;
+        }
+        row.key = kv_start + column_of(0, 0) + column;
+      }
+    }
+}
+
+// update_max, with statistics of the scores.
 template <int M, int N>
 __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
                         const float (&S)[M][N][4], float scale_log2, int kv_start) {
@@ -152,22 +190,20 @@ __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowSt
       sums[m][half] = softmax[m][half].l;
     }
   bool rescales = update_max(factors, softmax, S, scale_log2, largest);
+  if (ENTROPY && rescales) {
 #pragma unroll
-  for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      RowStatistics& row = statistics[m][half];
-      // The exponents have base 2.
-      if (ENTROPY && rescales)
-        row.rescale(references[m][half], softmax[m][half].reference, factors[m][half], sums[m][half]);
-      if constexpr (FIND_MAX) {
-        if (largest[m][half] < row.top || largest[m][half] < softmax[m][half].m) continue;  // @skip-scan
+      for (int half = 0; half < 2; ++half)  // the exponents have base 2
+        statistics[m][half].rescale(references[m][half], softmax[m][half].reference, factors[m][half], sums[m][half]);
+  }
+  if constexpr (FIND_ARGMAX)
+    find_keys(statistics, S, largest, kv_start);
+  else if constexpr (FIND_MAX) {
 #pragma unroll
-        for (int n = N - 1; n >= 0; --n)
-#pragma unroll
-          for (int e = 2 * half + 1; e >= 2 * half; --e) row.take_descending(S[m][n][e], kv_start + column_of(n, e));
-      }
-    }
+    for (int n = 0; n < 2 * M; ++n)
+      statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest[n / 2][n % 2]);
+  }
   return rescales;
 }
 #endif
@@ -196,10 +232,10 @@ __device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], flo
 }
 
 #if STATISTICS
-// Adds the terms of the entropy, before exponentiate replaces the scores. HIDES: some scores may be -inf.
+// exponentiate, with the terms of the entropy. HIDES: some scores may be -inf.
 template <bool HIDES, int M, int N>
-__device__ void add_terms(RowStatistics (&statistics)[M][2], const float (&S)[M][N][4], const Softmax2 (&softmax)[M][2],
-                          float scale_log2) {
+__device__ void exponentiate(float (&S)[M][N][4], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
+                             float scale_log2) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -207,11 +243,12 @@ __device__ void add_terms(RowStatistics (&statistics)[M][2], const float (&S)[M]
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float exponent = S[m][n][e] * scale_log2 - softmax[m][e / 2].reference;
-        float probability = softmax[m][e / 2].probability(S[m][n][e], scale_log2);
+        S[m][n][e] = ex2_approx(exponent);
+        softmax[m][e / 2].l += S[m][n][e];
         if constexpr (HIDES)
-          statistics[m][e / 2].w += RowStatistics::term(probability, exponent);
+          statistics[m][e / 2].add_term(S[m][n][e], exponent);
         else
-          statistics[m][e / 2].w += probability * exponent;
+          statistics[m][e / 2].w = fmaf(S[m][n][e], exponent, statistics[m][e / 2].w);
       }
 }
 #endif

@@ -49,9 +49,9 @@ struct RowStatistics {
     if (l != 0) w = factor * (w - (m - previous_m) * l);  // @rescale-w
   }
 
-  // The term of a score; `exponent` is s - m.
-  __device__ static real term(real probability, real exponent) {
-    return probability == 0 ? 0 : probability * exponent;  // @hidden-term
+  // Adds the term of a score; `exponent` is s - m, -inf for a hidden score, whose probability is 0.
+  __device__ void add_term(real probability, real exponent) {
+    w = fma(probability, max(exponent, (real)-1e30f), w);  // @hidden-term
   }
 
   // 0 for a row that has seen no key, NaN if l is.

@@ -46,6 +46,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DIRECTION": problem.derivative != "",
         "STATISTICS": bool(problem.statistics),
         "FIND_MAX": bool({"max", "argmax"} & {*problem.statistics}),
+        "FIND_ARGMAX": "argmax" in problem.statistics,
         "ENTROPY": "entropy" in problem.statistics,
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }

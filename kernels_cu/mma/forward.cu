@@ -28,16 +28,16 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
   float O_scale[M][2];
 #if STATISTICS
   if (observe(O_scale, softmax, statistics, S, scale_log2, kv_start)) rescale(O, O_scale);
-  if constexpr (ENTROPY) {
-    if (masked || MODIFIED || DENSE_MASK)
-      add_terms<true>(statistics, S, softmax, scale_log2);
-    else
-      add_terms<false>(statistics, S, softmax, scale_log2);
-  }
+  if constexpr (!ENTROPY)
+    exponentiate(S, softmax, scale_log2);
+  else if (masked || MODIFIED || DENSE_MASK)
+    exponentiate<true>(S, softmax, statistics, scale_log2);
+  else
+    exponentiate<false>(S, softmax, statistics, scale_log2);
 #else
   if (update_max(O_scale, softmax, S, scale_log2)) rescale(O, O_scale);
-#endif
   exponentiate(S, softmax, scale_log2);
+#endif
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
 }
 

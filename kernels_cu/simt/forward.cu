@@ -21,24 +21,6 @@ __device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& ba
     }
 }
 
-#if STATISTICS
-// Takes the scores of a row of a tile, whose keys precede those of earlier tiles, when m is new and l is not yet.
-__device__ void observe(RowStatistics& row, const real (&S)[COLS], const Softmax& softmax, real previous_m,
-                        real rescale, int kv_start) {
-  if constexpr (FIND_MAX) {
-#pragma unroll
-    for (int c = COLS - 1; c >= 0; --c) row.take_descending(S[c], kv_start + lane_x() + c * LANES);
-  }
-  if constexpr (ENTROPY) {
-    real terms = 0;
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) terms += RowStatistics::term(softmax.probability(S[c]), S[c] - softmax.m);
-    row.rescale(previous_m, softmax.m, rescale, softmax.l);
-    row.w += row_sum(terms);
-  }
-}
-#endif
-
 // Online-softmax step: rescales O and l to the new row max, and stores the probabilities to shared memory.
 __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O)[ROWS][columns_of(HEAD_DIM_V)],
                        real* P_smem, const Dropout& dropout, int q_start, int kv_start
@@ -57,10 +39,25 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
 #endif
     real rescale = softmax[r].rescale(row_max(largest));
 #if STATISTICS
-    observe(statistics[r], S[r], softmax[r], previous_m, rescale, kv_start);
-#endif
+    if constexpr (FIND_MAX) {
+#pragma unroll
+      for (int c = COLS - 1; c >= 0; --c) statistics[r].take_descending(S[r][c], kv_start + lane_x() + c * LANES);
+    }
+    RowStatistics of_tile = {};
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      real exponent = S[r][c] - softmax[r].m;
+      sum += S[r][c] = softmax[r].probability(S[r][c]);
+      if constexpr (ENTROPY) of_tile.add_term(S[r][c], exponent);
+    }
+    if constexpr (ENTROPY) {
+      statistics[r].rescale(previous_m, softmax[r].m, rescale, softmax[r].l);
+      statistics[r].w += row_sum(of_tile.w);
+    }
+#else
 #pragma unroll
     for (int c = 0; c < COLS; ++c) sum += S[r][c] = softmax[r].probability(S[r][c]);
+#endif
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
 #pragma unroll
     for (int n = 0; n < columns_of(HEAD_DIM_V); ++n) O[r][n] *= rescale;

@@ -178,9 +178,15 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     // Turns S into P.
     auto attend = [&] {
 #if STATISTICS
-      if constexpr (ENTROPY) add_terms<true>(statistics, S_rmem, softmax, scale_log2);
-#endif
+      if constexpr (!ENTROPY)
+        exponentiate(S_rmem, softmax, scale_log2);
+      else if (ALWAYS_MASKED || SCORE_MODIFIED || kv_tiles.masked())
+        exponentiate<true>(S_rmem, softmax, statistics, scale_log2);
+      else
+        exponentiate<false>(S_rmem, softmax, statistics, scale_log2);
+#else
       exponentiate(S_rmem, softmax, scale_log2);
+#endif
       if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
     };
 

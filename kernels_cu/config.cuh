@@ -74,7 +74,7 @@ constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read fr
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
-// Statistics of the rows (statistics.cuh).
+// Statistics of the rows that a forward returns (statistics.cuh).
 #define STATISTICS 0
 constexpr bool FIND_MAX = false;
 constexpr bool FIND_ARGMAX = false;  // also sets FIND_MAX

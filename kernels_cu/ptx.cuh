@@ -13,9 +13,13 @@ __device__ inline unsigned int smem_address(const void* x) {
 #if STATISTICS
 // The larger number; NaN if one is NaN.
 __device__ inline float max_nan(float x, float y) {
+#if __CUDA_ARCH__ >= 800
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
+#else
+  return x > y || x != x ? x : y;
+#endif
 }
 #endif
 

@@ -59,7 +59,7 @@ struct Softmax2 {
       if (lse == -infinity() || sink == -infinity()) return entropy;
       float distance = sink - lse, rest = log1pf(expf(-fabsf(distance)));
       float of_keys = max(distance, 0.0f) + rest, of_sink = max(-distance, 0.0f) + rest;
-      return expf(-of_keys) * (entropy + of_keys) + expf(-of_sink) * of_sink;  // @sink-entropy
+      return expf(-of_keys) * (entropy + of_keys) + expf(-of_sink) * of_sink;
     }
 #endif
   };

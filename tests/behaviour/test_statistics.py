@@ -5,18 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cache_cases import CacheCase
-from cases import DTYPES, FEATURES, OPTIONS, Case, furthest
-from tolerance import assert_matches_reference
+from cases import FEATURES, OPTIONS, Case
+from row_statistics import ALL, assert_are_of_the_scores, dense, statistics_of
 
 import cupy_flash
-from cupy_flash import Statistics, UnsupportedError, reference
+from cupy_flash import Statistics, UnsupportedError
 from cupy_flash.cpu.softmax import Softmax
 from cupy_flash.cpu.statistics import RowStatistics
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ALL = Statistics._fields
-ORDERS = 3  # low-precision runs, which differ in the order of their sums
 SMALL = dict(q_len=13, kv_len=17, heads=4, kv_heads=2, head_dim=4)
 CASES = {
     **{name: Case(**SMALL | feature) for name, feature in FEATURES.items() if not feature.keys() & {"q_len", "dtype"}},
@@ -33,51 +31,11 @@ CASES = {
 }
 
 
-def statistics_of(call, names=ALL, **options):
-    """Return the Statistics of a call; its out and lse are those of a call without statistics."""
-    options = call.options | options
-    if call.packed is None:
-        return cupy_flash.attention(call.q, call.k, call.v, return_lse=True, statistics=names, **options)[2]
-    arrays = (call.q, call.k, call.v, *call.packed)
-    return cupy_flash.attention_varlen(*arrays, return_lse=True, statistics=names, **options)[2]
-
-
-def dense(case, call):
-    """Return the scores (B, Hq, Sq, Sk) of the formula, and its max and entropy, in float64 and a low precision."""
-
-    def run(dtype, order):
-        options = reference.Options(**call.options | dict(dtype=dtype, order=order, dropout=0.0))
-        q, k = (x if case.layout == "bhsd" else x.swapaxes(1, 2) for x in (call.q, call.k))
-        forward = reference._forward(options, 0, q, k, k)
-        P = np.concatenate([forward.probabilities, forward.sink_probability], axis=-1)
-        entropy = -(P * np.log(np.where(P == 0, 1, P))).sum(axis=-1)
-        return forward.scored.scores, forward.scored.scores.max(axis=-1), entropy
-
-    with np.errstate(invalid="ignore", over="ignore"):
-        scores, *exact = run(None, 0)
-        low, *others = (run(DTYPES[case.dtype], order)[1:] for order in range(ORDERS))
-    for other in others:
-        low = [furthest(*three) for three in zip(exact, low, other, strict=True)]
-    return scores, exact, low
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_statistics_are_those_of_the_scores(name):
-    """Scores near the largest one may be rounded above it, so argmax is compared by the exact score of its key."""
     case = CASES[name]
     call = case.call()
-    scores, (top, entropy), (low_top, low_entropy) = dense(case, call)
-    found = statistics_of(call)
-    dtypes = (found.max.dtype, found.argmax.dtype, found.entropy.dtype)
-    assert dtypes == (case.accumulation, np.int32, case.accumulation)
-    assert_matches_reference(found.max, top, low_top, case.accumulation, f"max of {case}")
-    assert_matches_reference(found.entropy, entropy, low_entropy, case.accumulation, f"entropy of {case}")
-    assert not np.signbit(found.entropy).any()
-    dead = np.isneginf(top)
-    assert ((found.argmax == -1) == dead).all()
-    of_key = np.take_along_axis(scores, np.maximum(found.argmax, 0)[..., None], axis=-1)[..., 0]
-    at = np.where(dead, -np.inf, of_key)
-    assert_matches_reference(at.astype(case.accumulation), top, low_top, case.accumulation, f"argmax of {case}")
+    assert_are_of_the_scores(case, call, statistics_of(call))
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,13 @@ def layout_assertions(structs):
             yield f"static_assert(sizeof((({name}*)nullptr)->{member}) == {kind.itemsize});"
 
 
-@pytest.mark.parametrize("members", [{}, {"cache": True}, {"direction": True}], ids=["plain", "cache", "direction"])
-def test_params_have_the_compilers_layout(members):
+@pytest.mark.parametrize("member", ["plain", "cache", "direction", "statistics"])
+def test_params_have_the_compilers_layout(member):
     assert {"Operand", "Dense", "Params"} <= set(dtypes())
     text = (kernel_folder() / "params.cuh").read_text()
-    defines = [
-        f"#define {name} 1" for member, name in (("cache", "KV_CACHE"), ("direction", "DIRECTION")) if member in members
-    ]
+    switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "statistics": "STATISTICS"}
+    members = {member: True} if member in switches else {}
+    defines = [f"#define {switches[name]} 1" for name in members]
     nvrtc.compile("\n".join([*defines, text, *layout_assertions(dtypes(**members))]), "params", "compute_80")
 
 

@@ -1,0 +1,121 @@
+"""Statistics of rows from the forwards of simt, mma and wgmma in the simulator."""
+
+import numpy as np
+import pytest
+from cases import Case, planned
+from planting import change, planted, skip
+from row_statistics import ALL, assert_are_of_the_scores, statistics_of
+from tiers import exhaustive, in_tiers
+from tiles import small_tile
+
+from cupy_flash import Statistics
+from cupy_flash.gpu import run_plan
+from cupy_flash.simulator.run import start
+
+ENGINES = {
+    "simt": ("sm_80", dict(dtype="float32")),
+    "mma": ("sm_80", dict(dtype="bfloat16")),
+    "wgmma": ("sm_90a", dict(dtype="bfloat16", head_dim=64, head_dim_v=64)),
+}
+SMALL = dict(q_len=19, kv_len=70, batch=1, heads=2, kv_heads=1)
+FEATURES = {
+    "sink-causal": dict(sink=True, causal=True),
+    "more-queries": dict(q_len=70, kv_len=19, causal=True),
+    "softcap-bias": dict(softcap=2.0, bias="hqk", sink=True),
+    "hidden": dict(bias="qk", bias_hides=True, mask="qk"),
+    "lengths": dict(batch=2, q_lengths=(19, 3), kv_lengths=(50, 70)),
+    "falling": dict(scores="falling"),
+    "scale": dict(scale=-0.7, sink=True),
+}
+CASES = {f"{engine}-{name}": (engine, feature) for engine in ENGINES for name, feature in FEATURES.items()}
+
+
+def case_of(engine, **feature):
+    """Return a case for an engine, whose head dimensions it may fix."""
+    return Case(**SMALL | feature | ENGINES[engine][1])
+
+
+def run(engine, case, call, names=ALL):
+    """Return the Statistics of a call in the simulator, in small tiles."""
+    arch = ENGINES[engine][0]
+    tile = None if engine == "wgmma" else small_tile
+    chosen, operands = planned(case, None, arch, tile, call, statistics=names, engine=engine)
+    _, _, *found = (x.numpy() for x in run_plan.forward(chosen, operands, start))
+    assert chosen.engine == engine
+    return dict(zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("row", in_tiers(CASES, ["simt-sink-causal", "mma-hidden", "wgmma-lengths"]))
+def test_statistics_are_those_of_the_scores(row):
+    engine, feature = row
+    case = case_of(engine, **feature)
+    call = case.call()
+    assert_are_of_the_scores(case, call, Statistics(**run(engine, case, call)))
+
+
+@pytest.mark.parametrize("engine", [exhaustive("simt"), "mma", exhaustive("wgmma")])
+def test_of_equal_scores_the_lowest_key_is_the_argmax_and_of_nans_the_first(engine):
+    case = case_of(engine, scores="signs", batch=2, sink=True)
+    call = case.call()
+    call.k[1, [61, 33]] = np.nan
+    found, expected = run(engine, case, call), statistics_of(call)
+    np.testing.assert_array_equal(found["argmax"], expected.argmax)
+    np.testing.assert_array_equal(found["max"], expected.max)
+    assert np.isnan(found["entropy"][1]).all() and (found["argmax"][1] == 33).all()
+    np.testing.assert_allclose(found["entropy"][0], expected.entropy[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("names", [("max",), exhaustive(("argmax",)), exhaustive(("entropy",))])
+def test_a_kernel_computes_only_what_is_asked_for(names):
+    case = case_of("mma", causal=True)
+    call = case.call()
+    found, every = run("mma", case, call, names), statistics_of(call)
+    assert tuple(found) == names
+    np.testing.assert_allclose(found[names[0]], getattr(every, names[0]), rtol=1e-5, atol=1e-6)
+
+
+def instructions(engine, dtype, head_dim, keys, names):
+    """Return the warp instructions of a forward of 128 queries in the tile of its plan."""
+    counters = []
+    case = Case(128, keys, 1, 1, 1, head_dim, head_dim, dtype=dtype)
+    call = case.call()
+    chosen, operands = planned(case, None, ENGINES[engine][0], None, call, statistics=names, engine=engine)
+    run_plan.forward(chosen, operands, lambda work: counters.extend(start(work)))
+    return counters[-1].warp_instructions.sum()
+
+
+@pytest.mark.parametrize(
+    ("engine", "shape", "names", "most"),
+    [
+        exhaustive("simt", ("float32", 64, 256), ALL, 1.12),
+        exhaustive("mma", ("bfloat16", 128, 1024), ("max",), 1.06),
+        exhaustive("mma", ("bfloat16", 128, 4096), ALL, 1.2),
+        exhaustive("wgmma", ("bfloat16", 128, 1024), ("max",), 1.06),
+        exhaustive("wgmma", ("bfloat16", 128, 4096), ALL, 1.36),
+    ],
+)
+def test_statistics_add_few_instructions_to_a_forward(engine, shape, names, most):
+    assert instructions(engine, *shape, names) <= most * instructions(engine, *shape, ())
+
+
+FIRST_COLUMN = ("S[m][n][e] == found", "S[m][n][e] == found && column == 0")
+BUGS = {
+    "w-not-rescaled": ("mma", skip("rescale-w"), "entropy"),
+    "w-not-shifted": ("mma", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),
+    "tie-order-of-columns": ("mma", change("lowest-column", *FIRST_COLUMN), "argmax"),
+    "tie-order-of-lanes": ("mma", change("ties", "s == top && lower", "s == top && !lower"), "argmax"),
+    "tie-order-of-tiles": ("simt", change("ties-descending", "s >= top", "s > top"), "argmax"),
+    "sink-left-out": ("mma", skip("join-sink"), "entropy"),
+}
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in BUGS}, ["w-not-shifted", "tie-order-of-lanes"]))
+def test_planted_bugs_are_found(name, monkeypatch):
+    engine, bug, statistic = BUGS[name]
+    case = case_of(engine, scores="falling" if name.startswith("w-") else "signs", sink=True)
+    call = case.call()
+    expected = getattr(statistics_of(call), statistic)
+    np.testing.assert_allclose(run(engine, case, call)[statistic], expected, rtol=1e-4, atol=1e-5)
+    with planted(monkeypatch, bug):
+        wrong = run(engine, case, call)[statistic]
+    assert not np.allclose(wrong, expected, rtol=1e-3, atol=1e-4)

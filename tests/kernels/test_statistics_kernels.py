@@ -101,7 +101,7 @@ def test_statistics_add_few_instructions_to_a_forward(engine, shape, names, most
 FIRST_COLUMN = ("S[m][n][e] == found", "S[m][n][e] == found && column == 0")
 BUGS = {
     "w-not-rescaled": ("mma", skip("rescale-w"), "entropy"),
-    "w-not-shifted": ("mma", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),
+    "w-not-shifted": ("simt", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),
     "tie-order-of-columns": ("mma", change("lowest-column", *FIRST_COLUMN), "argmax"),
     "tie-order-of-lanes": ("mma", change("ties", "s == top && lower", "s == top && !lower"), "argmax"),
     "tie-order-of-tiles": ("simt", change("ties-descending", "s >= top", "s > top"), "argmax"),

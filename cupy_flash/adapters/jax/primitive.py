@@ -20,7 +20,7 @@ from ...arrays import Array, as_array, contiguous_strides
 from ...gpu import run_plan
 from ...problem.records import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
 from . import ffi_handler, ffi_structs
-from .static_call import BACKWARD, NUMBERS, Call, parse
+from .static_call import BACKWARD, NUMBERS, STATISTICS_BACKWARD, Call, parse
 
 local_p = Primitive("cupy_flash_attention")
 
@@ -126,7 +126,7 @@ def _traced(step: str, problem: Problem, operands: Operands) -> Any:
     if step != DOUBLE_BACKWARD:
         if step == JVP:
             return run_plan.jvp(plan, operands, lambda work: None)
-        run = run_plan.backward if step == BACKWARD else run_plan.forward
+        run = run_plan.backward if step in (BACKWARD, STATISTICS_BACKWARD) else run_plan.forward
         return run(plan, operands, lambda work: None)
     along = dispatch.plan_for(dispatch.along_cotangents(problem))
     _, _, tout, tlse = run_plan.jvp(along, operands, lambda work: None)

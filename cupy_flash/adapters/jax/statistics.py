@@ -70,12 +70,15 @@ class StatisticsCall(Call):
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
         """Compute the results on the operands' device, in buffers that the owner of the operands allocates."""
-        posed = self.pose(operands)
+        compute = dispatch.forward if self.step == STATISTICS else dispatch.backward
+        return self.named(compute(*self.pose(operands)))
+
+    def named(self, results: Any) -> dict[str, Array]:
+        """Return the results of a backend by name, in the order of `result_names`."""
         if self.step == STATISTICS:
-            return dict(zip(self.result_names, dispatch.forward(*posed), strict=True))
-        gradients = dispatch.backward(*posed)
-        named: dict[str, Any] = dict(zip((f"d{name}" for name in DIFFERENTIATED), gradients, strict=False))
-        named |= {f"darray{slot}": x for slot, x in enumerate(gradients.dcaptured or ())}
+            return dict(zip(self.result_names, results, strict=True))
+        named: dict[str, Any] = dict(zip((f"d{name}" for name in DIFFERENTIATED), results, strict=False))
+        named |= {f"darray{slot}": x for slot, x in enumerate(results.dcaptured or ())}
         return {name: named[name] for name in self.result_names}
 
 

@@ -63,7 +63,8 @@ def forward(chosen: Plan, operands: Operands) -> tuple[Array, Array]:
     """Replace the backends' forward: compute outputs and the arguments of all launches, without launching."""
     on_gpu = chosen.device.backend == "cuda"
     encode = tensor_map.encode_for_gpu if on_gpu else tensor_map.encode_for_simulator
-    return run_plan.forward(chosen, operands, partial(_pack, encode))
+    out, lse = run_plan.forward(chosen, operands, partial(_pack, encode))
+    return out, lse
 
 
 def repeat(kept: KeptLaunches, inputs: Sequence[Any], addresses: list[int]) -> list[Any] | None:

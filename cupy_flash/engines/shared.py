@@ -144,8 +144,10 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
     wanted, headers = problem.captured_gradient, _mod_headers(problem)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
     real, direction, cached = ELEMENTS[problem.accumulation.name], problem.derivative != "", problem.cache is not None
-    constants = (("real", real), ("THREADS", 128), ("MODS", True), ("DIRECTION", direction), ("KV_CACHE", cached))
-    constants += (("STATISTICS", bool(problem.statistics)),)
+    constants = (
+        ("real", real), ("THREADS", 128), ("MODS", True), ("DIRECTION", direction), ("KV_CACHE", cached),
+        ("STATISTICS", bool(problem.statistics)),
+    )  # fmt: skip
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
         for name in ("start", "end")

@@ -81,12 +81,11 @@ def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | N
     if out is None:
         out = allocate((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = allocate(problem.lse_shape(q), problem.accumulation, q)
-    results: Results = {"out": out, "lse": lse}
-    statistics = {
+    statistics: dict[str, Array] = {
         name: allocate(problem.lse_shape(q), np.dtype(np.int32) if name == "argmax" else problem.accumulation, q)
         for name in problem.statistics
     }
-    start(_work(plan, operands, results | statistics, allocate))
+    start(_work(plan, operands, {"out": out, "lse": lse, **statistics}, allocate))
     return out, lse, *statistics.values()
 
 

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+from cache_cases import CacheCase
 from cases import Case, planned
 from planting import change, planted, skip
 from row_statistics import ALL, assert_are_of_the_scores, statistics_of
 from tiers import exhaustive, in_tiers
 from tiles import small_tile
 
+import cupy_flash
 from cupy_flash import Statistics
 from cupy_flash.gpu import run_plan
 from cupy_flash.simulator.run import start
@@ -63,6 +65,26 @@ def test_of_equal_scores_the_lowest_key_is_the_argmax_and_of_nans_the_first(engi
     np.testing.assert_array_equal(found["max"], expected.max)
     assert np.isnan(found["entropy"][1]).all() and (found["argmax"][1] == 33).all()
     np.testing.assert_allclose(found["entropy"][0], expected.entropy[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CacheCase(q_len=2, page=8, appended=2, sink=True, rotary=(8, True), dtype="float16"),
+        exhaustive(CacheCase(packed=(3, 1), page=8, dtype="float16")),
+        exhaustive(CacheCase(q_len=2, leftpad=(2, 9))),
+    ],
+    ids=["paged-append", "packed", "leftpad"],
+)
+def test_argmax_on_a_cache_is_the_number_of_the_key_whatever_its_page(case):
+    asked = dict(return_lse=True, statistics=ALL)
+    expected, found = (
+        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, **asked, backend=backend)
+        for backend, call in (("cpu", case.call()), ("simulator", case.call()))
+    )
+    np.testing.assert_array_equal(found[2].argmax, expected[2].argmax)
+    for one, other in zip((found[2].max, found[2].entropy), (expected[2].max, expected[2].entropy), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2**-10)  # rotated rows are rounded to float16
 
 
 @pytest.mark.parametrize("names", [("max",), exhaustive(("argmax",)), exhaustive(("entropy",))])

@@ -8,6 +8,8 @@ import pytest
 from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
+# Functions of kernels that are longer because of the branches of `#if STATISTICS`. A number may only fall.
+LONGER_KERNELS = {("mma/forward.cu", "forward"): 90, ("wgmma/forward.cu", "compute"): 100}
 LONGEST_IN_PYTHON = 60  # lines of code of a Python function, with those of functions inside it
 # Python functions that are longer. A number may only fall; a function that no longer exceeds the limit is removed.
 LONGER = {
@@ -49,7 +51,9 @@ def lengths(folder):
 
 
 def test_no_function_is_long():
-    assert {place: lines for place, lines in lengths(kernel_folder()).items() if lines > LONGEST} == {}
+    measured = lengths(kernel_folder())
+    assert {place: n for place, n in measured.items() if n > LONGER_KERNELS.get(place, LONGEST)} == {}
+    assert [place for place in LONGER_KERNELS if measured.get(place, 0) <= LONGEST] == []
 
 
 def test_every_kernel_is_measured():

@@ -385,8 +385,8 @@ def _attend_with_weights(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any,
     """Return SDPA of (B, H, S, E), and keep its weights in `_beside`."""
     options = Options(causal="top_left" if is_causal else False, bias=attn_mask)
     options.dropout = 0.0 if _drops_all(dropout_p) else dropout_p
-    rows = (x.transpose(1, 2) for x in (q, k, v))
-    out, _beside.weights = attention_and_weights(*rows, options, _beside.heads, None)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, _beside.weights = attention_and_weights(q, k, v, options, _beside.heads, None)
     return (_zeroed(out) if _drops_all(dropout_p) else out).transpose(1, 2)
 
 

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 Results = dict[str, Array | None]
 
 
+class Beside(NamedTuple):
+    """What the kernels of a call read and write that neither its plan nor its operands have."""
+
+    inputs: dict[str, Array]
+    members: tuple[Workspace, ...]  # of Params, for inputs and results
+    numbers: tuple[tuple[str, int], ...]  # members of Params
+
+
 class Work(NamedTuple):
     """The launches of a call, which a backend starts in order, and the arrays that they access."""
 
@@ -47,7 +55,8 @@ class Work(NamedTuple):
         if self.captured is not None and not launch.headers:
             # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
             constants = dict(launch.constants)
-            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
+            switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "weights": "WEIGHTS"}
+            members = {name: bool(constants.get(switch)) for name, switch in switches.items()}
             size = dtypes(**members)["Params"].itemsize
             params = np.ndarray((), f"V{size}", params)
         if not launch.boxes:
@@ -73,7 +82,7 @@ def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | N
     if out is None:
         out = allocate((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = allocate(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse}, allocate))
+    start(work_of(plan, operands, {"out": out, "lse": lse}, allocate))
     return out, lse
 
 
@@ -82,14 +91,14 @@ def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Arr
     problem, q = plan.problem, operands.q
     out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
     lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
-    start(_work(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
+    start(work_of(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
     return out, lse, tout, tlse
 
 
 def append(plan: Plan, operands: Operands, start: Start) -> None:
     """Append rows of k and v to a KV cache."""
     launches = tuple(launch for launch in plan.launches if launch.kernel == "rotary_append")
-    start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
+    start(work_of(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 
 def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> Gradients:
@@ -97,7 +106,7 @@ def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | 
     allocate = allocate or empty
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients = {f"d{name}": allocate(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
-    work = _work(plan, operands, {**gradients}, allocate)
+    work = work_of(plan, operands, {**gradients}, allocate)
     start(work)
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
@@ -175,17 +184,18 @@ def copied(plan: Plan, operands: Operands) -> dict[str, Array]:
     }
 
 
-def _work(
+def work_of(
     plan: Plan,
     operands: Operands,
     results: Results,
     allocate: Allocate | None = None,
     *,
     without_workspaces: bool = False,
+    beside: Beside = Beside({}, (), ()),
 ) -> Work:
     """Return the launches of a plan with these outputs, and with workspaces and copies by the caller's framework."""
     allocate = allocate or empty
-    inputs = operands.arrays()
+    inputs = operands.arrays() | beside.inputs
     rows = {name: contiguous(array) for name, array in copied(plan, operands).items()}
     if rows:
         operands, inputs = operands.with_arrays(rows), inputs | rows
@@ -200,7 +210,10 @@ def _work(
 
         captured = Captured(problem, operands, fixed_slots(problem))
         inputs, results = inputs | captured.arrays, results | captured.workspaces
-    params = partial(pack, problem, operands, results, workspaces, captured=captured)
+    params = partial(
+        pack, problem, operands, results | beside.inputs, (*workspaces, *beside.members), captured=captured,
+        numbers_beside=beside.numbers,
+    )  # fmt: skip
     written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")
     if operands.cache is not None and operands.cache.out is not None:
         written = (*written, "out")

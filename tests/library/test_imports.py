@@ -97,6 +97,7 @@ FLOW = (
     "gpu.tensor_map",
     "gpu.params",
     "gpu.run_plan",
+    "gpu.weights",
     "gpu.kept_launches",
     "gpu.cuda",
     "explanation",

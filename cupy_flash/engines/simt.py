@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import DOUBLE_BACKWARD, JVP, Problem
-from ..problem.weights import IMPORTANCE, TOP
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
@@ -108,9 +107,10 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
     A block's time is that of its FMAs and of its operand loads, amortised over the scores of a tile.
     """
-    dims = problem.head_dim + problem.head_dim_v
+    dims = problem.head_dim + (0 if problem.weights else problem.head_dim_v)
+    products: float
     if problem.weights:
-        dims = products = problem.head_dim
+        products = dims
     elif problem.derivative:
         products = dims * (15 / 2 if problem.backward else 3)
     else:
@@ -180,7 +180,10 @@ def _weights(problem: Problem, tile: Tile, launch: Callable[[str, Grid], Launch]
 
     gpu/weights.py replaces its grid by that of the rows and heads that a call asks for.
     """
-    q_tiles, kv_tiles = (max(-(-x // y), 1) for x, y in ((problem.q_len, tile.block_q), (problem.kv_len, tile.block_kv)))
+    from ..problem.weights import IMPORTANCE, TOP  # imported by the first call that returns probabilities
+
+    q_tiles = max(-(-problem.q_len // tile.block_q), 1)
+    kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
     grids = {TOP: (q_tiles, sequences(problem)), IMPORTANCE: (kv_tiles, problem.batch)}
     tiles, batch = grids.get(problem.weights, (q_tiles * kv_tiles, sequences(problem)))
     return launch(f"simt/{problem.weights}", (tiles, problem.heads, batch))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import Array, contiguous, empty, has_boxes
-from ..engines.launch import GRID_LIMITS, Launch
+from ..engines.launch import GRID_LIMITS, Launch, Workspace
 from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
@@ -33,6 +33,9 @@ class Beside(NamedTuple):
     inputs: dict[str, Array]
     members: tuple[Workspace, ...]  # of Params, for inputs and results
     numbers: tuple[tuple[str, int], ...]  # members of Params
+
+
+NOTHING_BESIDE = Beside({}, (), ())
 
 
 class Work(NamedTuple):
@@ -191,7 +194,7 @@ def work_of(
     allocate: Allocate | None = None,
     *,
     without_workspaces: bool = False,
-    beside: Beside = Beside({}, (), ()),
+    beside: Beside = NOTHING_BESIDE,
 ) -> Work:
     """Return the launches of a plan with these outputs, and with workspaces and copies by the caller's framework."""
     allocate = allocate or empty
@@ -211,7 +214,7 @@ def work_of(
         captured = Captured(problem, operands, fixed_slots(problem))
         inputs, results = inputs | captured.arrays, results | captured.workspaces
     params = partial(
-        pack, problem, operands, results | beside.inputs, (*workspaces, *beside.members), captured=captured,
+        pack, problem, operands, {**results, **beside.inputs}, (*workspaces, *beside.members), captured=captured,
         numbers_beside=beside.numbers,
     )  # fmt: skip
     written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")

@@ -12,6 +12,7 @@ WORDS = ["the", "cat", "saw", "the", "dog", "and", "the", "dog", "saw", "the", "
 SLOPES = (0.0, 0.7)  # the second head sees the words before alone: its q is 0, and ALiBi makes it prefer near ones
 LEVELS = {"heat1": 0.02, "heat2": 0.08, "heat3": 0.2, "heat4": 0.4, "heat5": 0.7}  # {colour: the smallest weight}
 PIXELS = 16.0  # of a weight
+TALLEST = 40.0  # pixels of the bar of the most important key
 
 
 def sentence() -> tuple[np.ndarray, np.ndarray, dict[str, object]]:
@@ -34,9 +35,9 @@ def draw() -> dict[str, Picture]:
     _, lse = cupy_flash.attention(q, k, k, return_lse=True, **options)
     each = cupy_flash.attention_weights(q, k, lse, **options)[0]
     mean = cupy_flash.attention_weights(q, k, lse, heads="mean", **options)[0]
-    importance = cupy_flash.key_importance(q, k, lse, **options)[0].mean(axis=0) / len(WORDS)
+    importance = cupy_flash.key_importance(q, k, lse, **options)[0].sum(axis=0)
     side = PIXELS * len(WORDS)
-    drawn = Picture(720, 350, "Attention weights of two heads, their mean, and the importance of each key")
+    drawn = Picture(720, 352, "Attention weights of two heads, their mean, and the importance of each key")
     drawn.legend(60, 24, {f"from {100 * least:.0f} %": color for color, least in LEVELS.items()})
     panels = {"head 0: the same word": each[0], "head 1: the words before": each[1], 'heads="mean"': mean}
     for n, (name, weights) in enumerate(panels.items()):
@@ -46,10 +47,9 @@ def draw() -> dict[str, Picture]:
         heat(drawn, x, y, weights)
     for row, word in enumerate(WORDS):
         drawn.text(52, 66 + PIXELS * (row + 0.75), word, "muted", 11.5, "end")
-    x, y = 60 + 2 * (side + 26), 66 + side + 8
-    drawn.rect(x, y, side, PIXELS, "skipped", "line", rx=0)
-    heat(drawn, x, y, importance[None])
-    drawn.text(x - 8, y + 12, "key_importance / rows", "ink", 12.5, "end", bold=True)
-    for column, word in enumerate(WORDS):
-        drawn.text(x + PIXELS * (column + 0.72), y + PIXELS + 26, word, "muted", 11.5, turned=True)
+    x, y = 60 + 2 * (side + 26), 66 + side + 12 + TALLEST
+    for column, (word, height) in enumerate(zip(WORDS, TALLEST * importance / importance.max(), strict=True)):
+        drawn.rect(x + PIXELS * column + 2, y - height, PIXELS - 4, height, "k", rx=1)
+        drawn.text(x + PIXELS * (column + 0.72), y + 18, word, "muted", 11.5, turned=True)
+    drawn.text(x - 8, y - 4, "key_importance", "ink", 12.5, "end", bold=True)
     return {"weights": drawn}

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import in_tiers
 from torch._dynamo.backends.debugging import aot_eager
 
 from cupy_flash.adapters import torch as adapter
@@ -42,10 +43,19 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("settings", LAYERS)
-def test_output_weights_and_gradients_of_torch(settings, masks, average):
+EVERY = {
+    f"{layer}-{mask}-{average}": (layer, mask, average)
+    for layer in LAYERS for mask in MASKS for average in (True, False)
+}  # fmt: skip
+DEFAULT = [
+    *(f"packed-{mask}-{n % 2 == 0}" for n, mask in enumerate(MASKS)), "separate-both-False", "bias_kv-hint-True",
+    "zero-padding-False",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", in_tiers(EVERY, DEFAULT))
+def test_output_weights_and_gradients_of_torch(case):
+    settings, masks, average = case
     settings = LAYERS[settings]
     layer = layer_of(**settings)
     arrays = inputs(settings.get("kdim", E), settings.get("vdim", E))
@@ -107,6 +117,7 @@ def test_a_row_that_sees_no_key_is_0():
     torch.testing.assert_close(out[2], layer.out_proj.bias.expand(N, E))
 
 
+@pytest.mark.exhaustive
 def test_compiled_in_one_graph():
     layer = layer_of()
 

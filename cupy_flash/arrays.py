@@ -181,6 +181,20 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
     return _for_library_of(like, output)
 
 
+def from_host(numbers: np.ndarray, like: Array) -> Array:
+    """Return an array of the library of `like`, on its device, with numbers in host memory."""
+    if like.device == "cpu":
+        return as_array(numbers, "numbers")
+    if like.framework == "torch":
+        import torch
+
+        return as_array(torch.from_numpy(numbers).to(like.owner.device), "numbers")
+    import cupy
+
+    with cupy.cuda.Device(_device_index(like.device)):
+        return as_array(cupy.asarray(numbers), "numbers")
+
+
 def contiguous(array: Array) -> Array:
     """Return a C-contiguous copy in the same framework, on the same device.
 

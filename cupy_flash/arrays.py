@@ -87,7 +87,7 @@ class Array:
     @property
     def immutable(self) -> str:
         """The caller's library if all its arrays are immutable, else ""."""
-        library = "" if self.framework in ("numpy", "torch", "cupy") else _library(type(self.owner))
+        library = "" if self.framework in ("numpy", "torch", "cupy") else library_of(type(self.owner))
         return library if library in IMMUTABLE else ""
 
     def numpy(self) -> np.ndarray:
@@ -139,7 +139,7 @@ def as_array(x: object, name: str) -> Array:
             return _from_numpy(x)
         if _is_instance(x, "jax", "Array"):
             return _from_jax(x)
-        library = _library(type(x))
+        library = library_of(type(x))
         if library == "paddle" or (library == "tensorflow" and not hasattr(x, "__cuda_array_interface__")):
             from .array_libraries import exporter  # imported by the first call on such an array
 
@@ -308,7 +308,7 @@ def _call_producer(function: Callable[..., T], *arguments: object) -> T:
     try:
         return function(*arguments)
     except Exception as error:
-        raise TypeError(f"its producer does not export it: {error!r}") from error
+        raise TypeError(f"its producer does not export it: {type(error).__name__}: {error}") from error
 
 
 def _is_instance(x: object, module: str, name: str) -> bool:
@@ -316,7 +316,7 @@ def _is_instance(x: object, module: str, name: str) -> bool:
     return cls is not None and isinstance(x, cls)
 
 
-def _library(cls: type) -> str:
+def library_of(cls: type) -> str:
     """Return the library in LIBRARIES to which an array type belongs; "" for other types."""
     for base in cls.__mro__:
         module = base.__module__.partition(".")[0]
@@ -464,7 +464,7 @@ def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():
         index = cupy.cuda.runtime.pointerGetAttributes(pointer).device
-    readonly = bool(readonly or _library(type(x)) in IMMUTABLE)
+    readonly = bool(readonly or library_of(type(x)) in IMMUTABLE)
     return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
 
 
@@ -543,7 +543,7 @@ def _from_dlpack(x: Any, framework: str, owner: Any) -> Array:
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
-    readonly = readonly or _library(type(x)) in IMMUTABLE
+    readonly = readonly or library_of(type(x)) in IMMUTABLE
     return Array(pointer, shape, strides, dtype, device, framework, owner, readonly, capsule)
 
 

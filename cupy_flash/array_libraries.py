@@ -25,12 +25,13 @@ def exporter(library: str, x: Any) -> Any:
     """Return what exports the memory of `x` by DLPack; TypeError if nothing does."""
     if library == "paddle":
         return x.detach()  # a tensor with gradient is not exported
+    if hasattr(x, "__dlpack__"):
+        name = getattr(getattr(x, "dtype", None), "name", "")
+        if name in ("string", "resource", "variant"):
+            raise TypeError(f"dtype {name} is not supported")  # its export would end the process
+        return x
     import tensorflow
 
-    if isinstance(x, tensorflow.Tensor) and x.dtype in (tensorflow.string, tensorflow.resource, tensorflow.variant):
-        raise TypeError(f"dtype {x.dtype.name} is not supported")  # its export would end the process
-    if hasattr(x, "__dlpack__"):
-        return x
     if not tensorflow.executing_eagerly():
         raise TypeError(
             "a symbolic tensor has no memory: inside a tf.function call cupy_flash.adapters.tensorflow.attention"
@@ -51,7 +52,8 @@ def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
 def _array_api(x: Any, output: Exported) -> Any:
     """Import by the array API, which has devices that DLPack does not know."""
     result = x.__array_namespace__().from_dlpack(output)
-    return result if result.device == x.device else result.to_device(x.device)
+    device = getattr(x, "device", None)
+    return result if device is None or result.device == device else result.to_device(device)
 
 
 def _mlx(output: Exported) -> Any:

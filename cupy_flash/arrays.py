@@ -224,8 +224,14 @@ def _for_library_of(like: Array, buffer: Array) -> Array:
 
 
 def _imported(way_in: Callable[[Exported], AnyArray], output: Array) -> AnyArray:
-    """Return an output as an array of another library; TypeError if that changes its dtype."""
-    result = way_in(Exported(output))
+    """Return an output as an array of another library; TypeError if that fails, or changes its dtype."""
+    try:
+        result = way_in(Exported(output))
+    except Exception as error:
+        name = dtype_name(output.dtype)
+        raise TypeError(
+            f"a result is {name}, which its library does not import: {type(error).__name__}: {error}"
+        ) from error
     actual = as_array(result, "result").dtype
     if actual != output.dtype:
         kind = f"{type(result).__module__}.{type(result).__qualname__}"

@@ -44,6 +44,8 @@ MOST_TRACES = 256
 # NumPy and torch have a protocol by which their functions accept stand-ins; other functions are wrapped.
 PROTOCOL = ("numpy", "torch")
 WRAPPED = ("jax", "jaxlib", "cupy", "cupyx", "mlx", "tensorflow", "math")
+# Objects of these, such as layers and lists of layers, hold the user's arrays.
+STATEFUL = ("mlx", "tensorflow")
 # Every function of singledispatch has this code.
 DISPATCHER = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
 HERE = str(Path(__file__).parent)
@@ -441,7 +443,8 @@ class _Rebuilder:
         if isinstance(x, (type, types.BuiltinFunctionType, np.ufunc)):
             return not isinstance(x, type) or _library(x.__module__) in (*PROTOCOL, *WRAPPED, *sys.stdlib_module_names)
         owner = _library(type(x).__module__)
-        return owner in (*PROTOCOL, *WRAPPED) and not hasattr(x, "forward")  # torch modules hold parameters
+        is_stateful = owner in STATEFUL or hasattr(x, "forward")  # torch modules hold parameters
+        return owner in (*PROTOCOL, *WRAPPED) and not is_stateful
 
     def _require_type(self, x: object, local: str) -> None:
         self.sources.require(f"type({local}) is {self.sources.constant(type(x))}")

@@ -16,6 +16,7 @@ def values(seed, shape=SHAPE):
 
 Q, K, V, DOUT = map(values, range(4))
 TABLE, DOCUMENT, BIAS = values(5, (4,)), np.array([0, 0, 1, 1, 1], np.int32), values(6, (4, 5, 5))
+NEAR = values(8, (9, 4))
 SINK, LENGTHS = values(7, (4,)), np.array([5, 3], np.int32)
 
 
@@ -97,6 +98,30 @@ if "mlx" in array_libraries.INSTALLED:
 
         assert str(cupy_flash.Mod(score_mod)) == str(cupy_flash.Mod(of_numpy))
 
+    def test_mods_may_read_layers_of_mlx(mx):
+        import mlx.nn as nn
+
+        from cupy_flash.adapters.mlx import attention
+
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.near, self.factor = nn.Embedding(9, 4), mx.array(TABLE)
+                self.near.weight = mx.array(NEAR)
+
+            def score_mod(self, s, b, h, i, j):
+                return s * self.factor[h] + self.near.weight[i - j + 4, h]
+
+            def __call__(self, q):
+                return (attention(q, q, q, score_mod=self.score_mod) * mx.array(DOUT)).sum()
+
+        layer = Layer()
+        _, gradients = nn.value_and_grad(layer, layer)(mx.array(Q))
+        _, vjp = cupy_flash.attention_vjp(
+            Q, Q, Q, score_mod=lambda s, b, h, i, j: s * TABLE[h] + NEAR[i - j + 4, h], engine="cpu"
+        )
+        assert_same((gradients["factor"], gradients["near"]["weight"]), vjp(DOUT).dcaptured)
+
     def test_mlx_refuses_other_arrays(mx):
         from cupy_flash.adapters.mlx import attention
 
@@ -147,20 +172,21 @@ if "tensorflow" in array_libraries.INSTALLED:
 
     @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
     def test_tensorflow_differentiates_a_variable_that_a_mod_captures(tf, in_graph):
-        """A tf.function rewrites the mods that are defined inside it."""
+        """A tf.function rewrites the mods that are defined inside it, and a tf.Module wraps its lists."""
         import keras
 
         from cupy_flash.adapters.tensorflow import attention
 
-        variable, weight, numbers = tf.Variable(TABLE), keras.Variable(TABLE), tf.constant([2**24 + 1], tf.uint32)
+        module, weight, numbers = tf.Module(), keras.Variable(TABLE), tf.constant([2**24 + 1], tf.uint32)
+        module.tables = [tf.Variable(TABLE)]
 
         def gradients(q, k, v):
             def score_mod(s, b, h, q_idx, kv_idx):
-                return tf.where(numbers[b * 0] - 2**24 == 1, s * variable[h] + weight[h], 0.0)
+                return tf.where(numbers[b * 0] - 2**24 == 1, s * module.tables[0][h] + weight[h], 0.0)
 
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(attention(q, k, v, score_mod=score_mod) * DOUT)
-            return tape.gradient(loss, [variable, weight.value])
+            return tape.gradient(loss, [module.tables[0], weight.value])
 
         _, vjp = cupy_flash.attention_vjp(Q, K, V, score_mod=lambda s, b, h, i, j: s * TABLE[h] + SINK[h], engine="cpu")
         expected = vjp(DOUT).dcaptured

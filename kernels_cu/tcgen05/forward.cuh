@@ -1,0 +1,193 @@
+// Parts of forward.cu:
+//
+//   SharedMemory    the layout of shared memory; TensorMemory: that of tensor memory
+//   Signal          an mbarrier between two roles; Ring: slots of tiles that TMA fills and tcgen05.mma read
+//   Barriers        the mbarriers and rings of a block, as one role sees them
+//   load_S, store_P, rescale_O: tiles in tensor memory
+//   store_O         epilogue: O -> global memory
+#pragma once
+#include "../rows.cuh"
+#include "../walk.cuh"
+#include "../wgmma/tile_scheduler.cuh"
+
+constexpr int ROWS = TENSOR_MEMORY_ROWS;  // queries of a tile in tensor memory, one in each lane
+constexpr int TILES = BLOCK_Q / ROWS;     // a block computes two of them in turn, or one
+constexpr int DIM_V = round_up(HEAD_DIM_V, 16);
+
+// Threads of the roles, in this order: softmax of each tile, correction, and the warps that issue and clear.
+constexpr int SOFTMAX_WARPS = 4, CORRECTION_WARP = 8, MMA_WARP = 12, LOAD_WARP = 13, CLEAR_WARP = 14;
+constexpr int SOFTMAX_REGISTERS = 192, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 48;
+
+// SCORE_MODIFIED: scores need a pass before the softmax in every tile; ALWAYS_MASKED: this pass has only the version
+// with masks (wgmma/forward.cuh).
+constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
+// The rows of V past the end of a sequence may hold another sequence's data.
+constexpr bool CLEARS_V = PACKED || KV_LENGTHS;
+
+using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
+
+// First columns. P, two numbers a column, lies over the first half of its S: the softmax has read S before it stores P,
+// and S of the next keys is issued behind the PV that reads P.
+struct TensorMemory {
+  __device__ static constexpr int S(int t) { return t * BLOCK_KV; }
+  __device__ static constexpr int O(int t) { return TILES * BLOCK_KV + t * DIM_V; }
+};
+static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit tensor memory");
+
+// Offsets in bytes.
+struct SharedMemory {
+  static constexpr int Q_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM);
+  static constexpr int Q = 0;                                            // TILES x [ROWS][HEAD_DIM]
+  static constexpr int K = Q_BYTES;                                      // STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM);  // STAGES x [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int FACTORS = V + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM_V);  // [BLOCK_Q]
+  static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + BLOCK_Q / 128 * mbarrier_bytes(1);
+  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 5 * (BLOCK_Q / 128));
+  static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
+};
+
+// An mbarrier by which one role signals another. A role that waits before the other has signalled for the first time
+// passes `passes`.
+struct Signal {
+  unsigned int mbarrier;
+  unsigned int parity;
+
+  __device__ Signal(unsigned int mbarrier, bool passes = false) : mbarrier(mbarrier), parity(passes) {}
+  __device__ void wait() {
+    mbarrier_wait(mbarrier, parity);
+    parity ^= 1;  // @signal-parity
+    tcgen05_fence_after();
+  }
+  // Arrives once for a warp, after the accesses of all its lanes.
+  __device__ void arrive() const {
+    tcgen05_fence_before();
+    __syncwarp();  // @accesses-of-all-lanes
+    if (lane_id() == 0) mbarrier_arrive(mbarrier);
+  }
+};
+
+// Ring of tiles. A slot is empty once the mma that read it are complete.
+template <int SLOTS, int ROWS_OF_TILE, int DIM>
+struct Ring : TileRing<SLOTS, ROWS_OF_TILE, DIM> {
+  using TileRing<SLOTS, ROWS_OF_TILE, DIM>::TileRing;
+
+  __device__ void init() const {
+#pragma unroll
+    for (int n = 0; n < 2 * SLOTS; ++n) mbarrier_init(this->mbarriers + 8 * n, 1);
+  }
+  __device__ void wait() const {
+    TileRing<SLOTS, ROWS_OF_TILE, DIM>::wait();
+    tcgen05_fence_after();
+  }
+  __device__ void release() {
+    tcgen05_commit(this->empty());
+    ++this->index;
+  }
+  // Waits until all slots are empty, so that no mma signals an mbarrier of a block that has ended.
+  __device__ void drain() {
+#pragma unroll
+    for (int n = 0; n < SLOTS; ++n, ++this->index) this->acquire();
+  }
+};
+
+using Q_Ring = Ring<1, ROWS, HEAD_DIM>;
+using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM>;
+using V_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM_V>;
+
+struct Barriers {
+  unsigned int smem;
+  K_Ring K;
+  V_Ring V;
+  Signal V_cleared;  // the rows of V past the end of the sequence are zeros
+
+  __device__ Barriers(unsigned int smem)
+      : smem(smem),
+        K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS),
+        V_cleared(smem + SharedMemory::SIGNALS) {}
+  __device__ Q_Ring Q(int t) const {
+    return {smem + SharedMemory::Q + t * Q_Ring::TILE_BYTES, smem + SharedMemory::Q_MBARRIERS + t * mbarrier_bytes(1)};
+  }
+  __device__ unsigned int signal(int n, int t) const { return smem + SharedMemory::SIGNALS + 8 * (1 + n * TILES + t); }
+  __device__ Signal S_ready(int t) const { return signal(0, t); }       // q.k are in S; O has been added to
+  __device__ Signal P_ready(int t) const { return signal(1, t); }       // P is stored, and O rescaled
+  __device__ Signal O_ready(int t) const { return signal(2, t); }       // the last PV of a tile is complete
+  __device__ Signal factor_ready(int t) const { return signal(3, t); }  // the factors of O are in shared memory
+  __device__ Signal factor_read(int t) const { return {signal(4, t), true}; }
+
+  __device__ void init() const {
+    K.init(), V.init();
+    mbarrier_init(V_cleared.mbarrier, 1);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      Q(t).init();
+      mbarrier_init(S_ready(t).mbarrier, 1);
+      mbarrier_init(P_ready(t).mbarrier, 2 * SOFTMAX_WARPS);  // @arrivals-of-P
+      mbarrier_init(O_ready(t).mbarrier, 1);
+      mbarrier_init(factor_ready(t).mbarrier, SOFTMAX_WARPS);
+      mbarrier_init(factor_read(t).mbarrier, SOFTMAX_WARPS);
+    }
+  }
+};
+
+// This warp's lanes of a column.
+__device__ inline unsigned int of_warp(unsigned int tmem) {
+  return tmem + (threadIdx.x / WARP % SOFTMAX_WARPS * WARP << 16);  // @lanes-of-warp
+}
+
+// Calls f(n) for the chunks of a row of `columns`, which begin at column n. A chunk has CHUNK columns.
+constexpr int CHUNK = DIM_V % 32 ? 16 : 32;
+
+__device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
+#pragma unroll
+  for (int n = 0; n < BLOCK_KV; n += 32) tmem_ld(*(float(*)[32])(S + n), tmem + n);
+  tmem_wait_ld();  // @wait-loaded-S
+  fence_loaded(S);
+}
+
+__device__ inline void store_P(unsigned int tmem, const unsigned int (&P)[BLOCK_KV / 2]) {
+#pragma unroll
+  for (int n = 0; n < BLOCK_KV / 2; n += 32) tmem_st(tmem + n, *(const unsigned int(*)[32])(P + n));
+  tmem_wait_st();  // @wait-stored-P
+}
+
+__device__ inline void rescale_O(unsigned int tmem, float factor) {
+#pragma unroll 1
+  for (int n = 0; n < DIM_V; n += CHUNK) {
+    float O[CHUNK];
+    unsigned int rescaled[CHUNK];
+    tmem_ld(O, tmem + n);
+    tmem_wait_ld();  // @wait-loaded-O
+    fence_loaded(O);
+#pragma unroll
+    for (int e = 0; e < CHUNK; ++e) rescaled[e] = __float_as_uint(O[e] * factor);
+    tmem_st(tmem + n, rescaled);
+  }
+  tmem_wait_st();  // @wait-rescaled-O
+}
+
+// Stores this thread's row of O, normalised by `factor` and rounded; zeros if the block has visited no keys.
+__device__ inline void store_O(const Params& p, const Sequence& sequence, int head, int i, unsigned int tmem,
+                               float factor, bool visited) {
+  element* row = sequence.queries<element>(p.out, head) + (long long)i * p.out.row;
+#pragma unroll 1
+  for (int n = 0; n < DIM_V; n += CHUNK) {
+    float O[CHUNK] = {};
+    unsigned int rounded[CHUNK / 2];
+    if (visited) {
+      tmem_ld(O, tmem + n);
+      tmem_wait_ld();
+      fence_loaded(O);
+    }
+#pragma unroll
+    for (int e = 0; e < CHUNK; ++e) O[e] *= factor;
+    round_row(rounded, O);
+    if (i < sequence.q_rows)  // @rows-of-O
+#pragma unroll
+      for (int e = 0; e < CHUNK; e += 8)
+        if (n + e < HEAD_DIM_V) store_chunk<HEAD_DIM_V>(row, p.out, (n + e) / 8, *(uint4*)(rounded + e / 2));
+  }
+}

@@ -54,20 +54,29 @@ __device__ float update_max(Softmax2& softmax, const float (&S)[N], float scale_
   return softmax.exceeds_reference(row_max, scale_log2) ? softmax.update(row_max, scale_log2) : 1;  // @update-row-max
 }
 
+// Sum of a row, in four parts.
+struct RowSum {
+  Pair even;
+  Pair odd;
+
+  __device__ RowSum(float first) : even(first, 0), odd(0, 0) {}
+  __device__ float total() {
+    float low, high;
+    even += odd;
+    even.get(low, high);
+    return low + high;
+  }
+};
+
 template <int N>
-__device__ void exponentiate(float (&S)[N], Softmax2& softmax, float scale_log2) {
-  Pair sums[2] = {{softmax.l, 0}, {0, 0}}, scale = {scale_log2, scale_log2};
-  Pair reference = {-softmax.reference, -softmax.reference};
+__device__ void exponentiate(float (&S)[N], RowSum& sum, const Softmax2& softmax, float scale_log2) {
+  Pair scale = {scale_log2, scale_log2}, reference = {-softmax.reference, -softmax.reference};
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     fma_rn({S[n], S[n + 1]}, scale, reference).get(S[n], S[n + 1]);
     S[n] = ex2_approx(S[n]), S[n + 1] = ex2_approx(S[n + 1]);
-    sums[n / 2 % 2] += {S[n], S[n + 1]};
+    (n % 4 ? sum.odd : sum.even) += {S[n], S[n + 1]};
   }
-  float low, high;
-  sums[0] += sums[1];
-  sums[0].get(low, high);
-  softmax.l = low + high;
 }
 
 // A Philox call serves the rows i and i + 8, which are those of lanes l and l ^ 8: each lane makes every other call, and

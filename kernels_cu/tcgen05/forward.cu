@@ -26,6 +26,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
       if (!issues_loads()) continue;
       Box keys = sequence.key_box(kv_tiles.start);
       barriers.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+#pragma unroll
       for (int t = 0; first && t < TILES; ++t)
         Q[t].load(maps.q, sequence.q_start + q_start + t * ROWS, scheduler.head, batch, EVICT_FIRST);
       barriers.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
@@ -33,6 +34,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
   }
   if (!issues_loads()) return;
   barriers.K.drain(), barriers.V.drain();  // @drain
+#pragma unroll
   for (int t = 0; t < TILES; ++t) Q[t].drain();
 }
 
@@ -47,6 +49,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
                          PV = instruction_descriptor<element>(DIM_V, MN_MAJOR);
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
+  Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
 
   auto issue_S = [&](int t) {
     unsigned long long q = tcgen05_descriptor(k_major_descriptor(Q[t].tile())),
@@ -61,9 +64,11 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
   auto issue_PV = [&](int t, bool adds) {
     unsigned long long v = tcgen05_descriptor(mn_major_descriptor(barriers.V.tile(), BLOCK_KV * PANEL_ROW));
 #pragma unroll
-    for (int n = 0; n < BLOCK_KV / 16; ++n)
+    for (int n = 0; n < BLOCK_KV / 16; ++n) {
+      if (n == EARLY_KEYS / 16) P_complete[t].wait();  // @wait-complete-P-stored
       tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::S(t) + 8 * n, v + n * NEXT_16_ROWS, PV,
                   adds || n > 0);  // @mma-PV
+    }
   };
 
   for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
@@ -72,6 +77,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
     BlockKvTiles kv_tiles(band, scheduler.head, scheduler.tile * BLOCK_Q);
     if (!kv_tiles.valid()) continue;
     barriers.K.wait();
+#pragma unroll
     for (int t = 0; t < TILES; ++t) {
       Q[t].wait();
       issue_S(t);
@@ -84,6 +90,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
       barriers.V.wait();                        // @wait-V
       if (clears) barriers.V_cleared.wait();    // @wait-cleared-V
       if (!is_last) barriers.K.wait();          // @wait-K
+#pragma unroll
       for (int t = 0; t < TILES; ++t) {
         P_ready[t].wait();  // @wait-P
         issue_PV(t, adds);
@@ -105,7 +112,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
   float scale_log2 = log2_scale_of(p);
   int row = t * ROWS + threadIdx.x % ROWS;
   unsigned int S_tmem = of_warp(tmem + TensorMemory::S(t));
-  Signal S_ready = barriers.S_ready(t), P_ready = barriers.P_ready(t);
+  Signal S_ready = barriers.S_ready(t), P_ready = barriers.P_ready(t), P_complete = barriers.P_complete(t);
   Signal factor_ready = barriers.factor_ready(t), factor_read = barriers.factor_read(t);
 
   auto send = [&](float factor) {
@@ -125,7 +132,6 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     Range queries = {q_start + t * ROWS, q_start + (t + 1) * ROWS};
     for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
       float S[BLOCK_KV];
-      unsigned int P[BLOCK_KV / 2];
       S_ready.wait();  // @wait-S
       load_S(S, S_tmem);
       if (ALWAYS_MASKED || kv_tiles.masked())
@@ -133,11 +139,23 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
       else if constexpr (SCORE_MODIFIED)
         modify<false>(S, score, band, i, kv_tiles.start);
       send(update_max(softmax, S, scale_log2));
-      exponentiate(S, softmax, scale_log2);
-      if constexpr (DROPOUT) drop(S, dropout, i, kv_tiles.start);
-      round_row(P, S);
-      store_P(S_tmem, P);
-      P_ready.arrive();
+      RowSum sum(softmax.l);
+#pragma unroll
+      for (int n = 0; n < BLOCK_KV; n += PART) {
+        float(&part)[PART] = *(float(*)[PART])(S + n);
+        unsigned int P[PART / 2];
+        exponentiate(part, sum, softmax, scale_log2);
+        if constexpr (DROPOUT) drop(part, dropout, i, kv_tiles.start + n);
+        round_row(P, part);
+        tmem_st(S_tmem + n / 2, P);
+        if (n + PART == EARLY_KEYS) {
+          tmem_wait_st();  // @wait-stored-P
+          P_ready.arrive();
+        }
+      }
+      softmax.l = sum.total();
+      tmem_wait_st();  // @wait-complete-P
+      P_complete.arrive();
     }
     send(finish(softmax, p, sequence, dropout, head, i));
   }

@@ -18,6 +18,9 @@ constexpr int DIM_V = round_up(HEAD_DIM_V, 16);
 constexpr int SOFTMAX_WARPS = 4, CORRECTION_WARP = 8, MMA_WARP = 12, LOAD_WARP = 13, CLEAR_WARP = 14;
 constexpr int SOFTMAX_REGISTERS = 192, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 48;
 
+// The softmax stores P in parts of PART keys. PV of the first EARLY_KEYS is issued before the last part is stored.
+constexpr int PART = 32, EARLY_KEYS = BLOCK_KV - PART;
+
 // SCORE_MODIFIED: scores need a pass before the softmax in every tile; ALWAYS_MASKED: this pass has only the version
 // with masks (wgmma/forward.cuh).
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
@@ -45,7 +48,7 @@ struct SharedMemory {
   static constexpr int K_MBARRIERS = Q_MBARRIERS + BLOCK_Q / 128 * mbarrier_bytes(1);
   static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
   static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(STAGES);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 5 * (BLOCK_Q / 128));
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 6 * (BLOCK_Q / 128));
   static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
 };
 
@@ -113,7 +116,8 @@ struct Barriers {
   }
   __device__ unsigned int signal(int n, int t) const { return smem + SharedMemory::SIGNALS + 8 * (1 + n * TILES + t); }
   __device__ Signal S_ready(int t) const { return signal(0, t); }       // q.k are in S; O has been added to
-  __device__ Signal P_ready(int t) const { return signal(1, t); }       // P is stored, and O rescaled
+  __device__ Signal P_ready(int t) const { return signal(1, t); }       // P of the early keys is stored, O is rescaled
+  __device__ Signal P_complete(int t) const { return signal(5, t); }    // all of P is stored
   __device__ Signal O_ready(int t) const { return signal(2, t); }       // the last PV of a tile is complete
   __device__ Signal factor_ready(int t) const { return signal(3, t); }  // the factors of O are in shared memory
   __device__ Signal factor_read(int t) const { return {signal(4, t), true}; }
@@ -126,6 +130,7 @@ struct Barriers {
       Q(t).init();
       mbarrier_init(S_ready(t).mbarrier, 1);
       mbarrier_init(P_ready(t).mbarrier, 2 * SOFTMAX_WARPS);  // @arrivals-of-P
+      mbarrier_init(P_complete(t).mbarrier, SOFTMAX_WARPS);
       mbarrier_init(O_ready(t).mbarrier, 1);
       mbarrier_init(factor_ready(t).mbarrier, SOFTMAX_WARPS);
       mbarrier_init(factor_read(t).mbarrier, SOFTMAX_WARPS);
@@ -146,12 +151,6 @@ __device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
   for (int n = 0; n < BLOCK_KV; n += 32) tmem_ld(*(float(*)[32])(S + n), tmem + n);
   tmem_wait_ld();  // @wait-loaded-S
   fence_loaded(S);
-}
-
-__device__ inline void store_P(unsigned int tmem, const unsigned int (&P)[BLOCK_KV / 2]) {
-#pragma unroll
-  for (int n = 0; n < BLOCK_KV / 2; n += 32) tmem_st(tmem + n, *(const unsigned int(*)[32])(P + n));
-  tmem_wait_st();  // @wait-stored-P
 }
 
 __device__ inline void rescale_O(unsigned int tmem, float factor) {

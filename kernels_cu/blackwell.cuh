@@ -11,8 +11,7 @@ constexpr int TENSOR_MEMORY_ROWS = 128, TENSOR_MEMORY_COLUMNS = 512;
 // Allocates all columns, the first of which is 0, for a block that has the SM for itself; called by one warp. `to` is a
 // word of shared memory that receives the address.
 __device__ inline void tmem_alloc(unsigned int to) {
-  asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to),
-               "n"(TENSOR_MEMORY_COLUMNS)
+  asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(to), "n"(TENSOR_MEMORY_COLUMNS)
                : "memory");
   asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
 }
@@ -24,10 +23,10 @@ __device__ inline void tmem_dealloc(unsigned int tmem) {
 
 // Fences around every synchronisation that orders accesses of different threads to tensor memory.
 __device__ inline void tcgen05_fence_before() {
-  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");  // @fence-before-sync
 }
 __device__ inline void tcgen05_fence_after() {
-  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");  // @fence-after-sync
 }
 
 // Waits until the loads, or the stores, of this warp have accessed tensor memory.
@@ -45,18 +44,18 @@ __device__ inline void tmem_wait_st() {
 #define STORED_4(n) "r"(x[n]), "r"(x[n + 1]), "r"(x[n + 2]), "r"(x[n + 3])
 #define STORED_16(n) STORED_4(n), STORED_4(n + 4), STORED_4(n + 8), STORED_4(n + 12)
 #define STORED_32(n) STORED_16(n), STORED_16(n + 16)
-#define DEFINE_TENSOR_MEMORY_ACCESSES(COLUMNS, NAMES, ADDRESS)                                                    \
-  __device__ inline void tmem_ld(float (&x)[COLUMNS], unsigned int tmem) {                                        \
-    asm volatile("tcgen05.ld.sync.aligned.32x32b.x" #COLUMNS ".b32 {" NAMES "}, [%" #ADDRESS "];"                 \
-                 : LOADED_##COLUMNS(0)                                                                            \
-                 : "r"(tmem)                                                                                      \
-                 : "memory");                                                                                     \
-  }                                                                                                               \
-  __device__ inline void tmem_st(unsigned int tmem, const unsigned int (&x)[COLUMNS]) {                           \
-    asm volatile("tcgen05.st.sync.aligned.32x32b.x" #COLUMNS ".b32 [%" #ADDRESS "], {" NAMES                      \
-                 "};" ::STORED_##COLUMNS(0),                                                                      \
-                 "r"(tmem)                                                                                        \
-                 : "memory");                                                                                     \
+#define DEFINE_TENSOR_MEMORY_ACCESSES(COLUMNS, NAMES, ADDRESS)                                    \
+  __device__ inline void tmem_ld(float (&x)[COLUMNS], unsigned int tmem) {                        \
+    asm volatile("tcgen05.ld.sync.aligned.32x32b.x" #COLUMNS ".b32 {" NAMES "}, [%" #ADDRESS "];" \
+                 : LOADED_##COLUMNS(0)                                                            \
+                 : "r"(tmem)                                                                      \
+                 : "memory");                                                                     \
+  }                                                                                               \
+  __device__ inline void tmem_st(unsigned int tmem, const unsigned int (&x)[COLUMNS]) {           \
+    asm volatile("tcgen05.st.sync.aligned.32x32b.x" #COLUMNS ".b32 [%" #ADDRESS "], {" NAMES      \
+                 "};" ::STORED_##COLUMNS(0),                                                      \
+                 "r"(tmem)                                                                        \
+                 : "memory");                                                                     \
   }
 DEFINE_TENSOR_MEMORY_ACCESSES(16, NAMES_4, 16)
 DEFINE_TENSOR_MEMORY_ACCESSES(32, NAMES_8, 32)

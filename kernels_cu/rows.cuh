@@ -79,8 +79,8 @@ __device__ void exponentiate(float (&S)[N], RowSum& sum, const Softmax2& softmax
   }
 }
 
-// A Philox call serves the rows i and i + 8, which are those of lanes l and l ^ 8: each lane makes every other call, and
-// gives the other lane two of its four words.
+// A Philox call serves the rows i and i + 8, which are those of lanes l and l ^ 8: each lane makes every other call,
+// and gives the other lane two of its four words.
 template <int N>
 __device__ void drop(float (&P)[N], const Dropout& dropout, int i, int kv_start) {
   bool is_upper = i & 8;

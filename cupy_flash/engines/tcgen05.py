@@ -1,7 +1,6 @@
 """The Blackwell engine (sm_100a, sm_103a): the forward for fp16 and bf16 on tcgen05 and tensor memory."""
 
 # No `from __future__ import annotations`, as in records.py.
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

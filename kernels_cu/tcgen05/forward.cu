@@ -3,8 +3,8 @@
 //
 // Warp-specialised, after FlashAttention-4. Warps 0-3 and 4-7 compute the softmax of one tile of 128 queries each, with
 // a row a thread; warps 8-11 rescale O, and store it at the end; a thread of warp 12 issues all mma, and one of warp 13
-// the TMA loads. Warp 14 zeroes the rows of V past the end of a sequence. While the softmax of one tile runs, the tensor
-// cores work for the other.
+// the TMA loads. Warp 14 zeroes the rows of V past the end of a sequence. While the softmax of one tile runs, the
+// tensor cores work for the other.
 #include "forward.cuh"
 
 // Tensor maps; the box of each is one panel of a tile.
@@ -46,7 +46,7 @@ __device__ bool clears_V(const Sequence& sequence, int kv_start) {
 // The role of the mma. S and PV of two tiles of queries alternate: behind PV of a tile follows its next S.
 __device__ void issue_products(const Params& p, Barriers barriers, unsigned int tmem) {
   constexpr unsigned int QK = instruction_descriptor<element>(BLOCK_KV, K_MAJOR),
-                         PV = instruction_descriptor<element>(DIM_V, MN_MAJOR);
+                         PV = instruction_descriptor<element>(DIM_V, MN_MAJOR);  // @major-of-V
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
   Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
@@ -59,7 +59,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
     for (int n = 0; n < round_up(HEAD_DIM, 16) / 16; ++n)
       tcgen05_mma(tmem + TensorMemory::S(t), q + n / 4 * NEXT_OF_Q + n % 4 * NEXT_16_COLUMNS,
                   k + n / 4 * NEXT_OF_K + n % 4 * NEXT_16_COLUMNS, QK, n > 0);  // @mma-S
-    tcgen05_commit(barriers.S_ready(t).mbarrier);                              // @commit-S
+    tcgen05_commit(barriers.S_ready(t).mbarrier);                               // @commit-S
   };
   auto issue_PV = [&](int t, bool adds) {
     unsigned long long v = tcgen05_descriptor(mn_major_descriptor(barriers.V.tile(), BLOCK_KV * PANEL_ROW));
@@ -76,10 +76,10 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
     Band band(p, sequence);
     BlockKvTiles kv_tiles(band, scheduler.head, scheduler.tile * BLOCK_Q);
     if (!kv_tiles.valid()) continue;
-    barriers.K.wait();
+    barriers.K.wait();  // @wait-first-K
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      Q[t].wait();
+      Q[t].wait();  // @wait-Q
       issue_S(t);
     }
     barriers.K.release();
@@ -87,9 +87,9 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
       bool clears = clears_V(sequence, kv_tiles.start);
       kv_tiles.next();
       bool is_last = !kv_tiles.valid();
-      barriers.V.wait();                        // @wait-V
-      if (clears) barriers.V_cleared.wait();    // @wait-cleared-V
-      if (!is_last) barriers.K.wait();          // @wait-K
+      barriers.V.wait();                      // @wait-V
+      if (clears) barriers.V_cleared.wait();  // @wait-cleared-V
+      if (!is_last) barriers.K.wait();        // @wait-K
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         P_ready[t].wait();  // @wait-P
@@ -97,7 +97,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
         if (t == TILES - 1) barriers.V.release();
         if (is_last) {
           tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
-          Q[t].release();
+          Q[t].release();                                // @release-Q
         } else {
           issue_S(t);
         }
@@ -116,8 +116,8 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
   Signal factor_ready = barriers.factor_ready(t), factor_read = barriers.factor_read(t);
 
   auto send = [&](float factor) {
-    factor_read.wait();  // @wait-factor-read
-    factors[row] = factor;
+    factor_read.wait();     // @wait-factor-read
+    factors[row] = factor;  // @send-factor
     factor_ready.arrive();
   };
 
@@ -142,7 +142,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
       RowSum sum(softmax.l);
 #pragma unroll
       for (int n = 0; n < BLOCK_KV; n += PART) {
-        float(&part)[PART] = *(float(*)[PART])(S + n);
+        float (&part)[PART] = *(float (*)[PART])(S + n);
         unsigned int P[PART / 2];
         exponentiate(part, sum, softmax, scale_log2);
         if constexpr (DROPOUT) drop(part, dropout, i, kv_tiles.start + n);
@@ -186,6 +186,7 @@ __device__ void correct(const Params& p, Barriers barriers, const float* factors
       for (int t = 0; t < TILES; ++t) {
         // The mma of S, for which the softmax has waited, ran behind PV of the previous keys: O is at rest.
         float factor = receive(t);
+        // @rescales-O
         if (visited && __any_sync(0xFFFFFFFF, factor != 1)) rescale_O(of_warp(tmem + TensorMemory::O(t)), factor);
         P_ready[t].arrive();
       }
@@ -214,7 +215,7 @@ __device__ void clear_V(const Params& p, Barriers barriers) {
 #pragma unroll
         for (int panel = 0; panel < V_Ring::PANELS; ++panel)
           st_shared_v4(barriers.V.tile() + panel * V_Ring::PANEL_BYTES + 16 * n, zeros);  // @clear-V
-      fence_proxy_async();                                                               // @fence-cleared-V
+      fence_proxy_async();                                                                // @fence-cleared-V
       barriers.V_cleared.arrive();
     }
   }
@@ -255,6 +256,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
   }
   tcgen05_fence_before();
-  __syncthreads();
+  __syncthreads();                           // @end-of-roles
   if (warp == MMA_WARP) tmem_dealloc(tmem);  // @free-tensor-memory
 }

@@ -32,7 +32,7 @@ using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
 // First columns. P, two numbers a column, lies over the first half of its S: the softmax has read S before it stores P,
 // and S of the next keys is issued behind the PV that reads P.
 struct TensorMemory {
-  __device__ static constexpr int S(int t) { return t * BLOCK_KV; }
+  __device__ static constexpr int S(int t) { return t * BLOCK_KV; }  // @columns-of-S
   __device__ static constexpr int O(int t) { return TILES * BLOCK_KV + t * DIM_V; }
 };
 static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit tensor memory");
@@ -40,9 +40,9 @@ static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit 
 // Offsets in bytes.
 struct SharedMemory {
   static constexpr int Q_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM);
-  static constexpr int Q = 0;                                            // TILES x [ROWS][HEAD_DIM]
-  static constexpr int K = Q_BYTES;                                      // STAGES x [BLOCK_KV][HEAD_DIM]
-  static constexpr int V = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM);  // STAGES x [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int Q = 0;                                                    // TILES x [ROWS][HEAD_DIM]
+  static constexpr int K = Q_BYTES;                                              // STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM);          // STAGES x [BLOCK_KV][HEAD_DIM_V]
   static constexpr int FACTORS = V + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM_V);  // [BLOCK_Q]
   static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
   static constexpr int K_MBARRIERS = Q_MBARRIERS + BLOCK_Q / 128 * mbarrier_bytes(1);
@@ -86,7 +86,7 @@ struct Ring : TileRing<SLOTS, ROWS_OF_TILE, DIM> {
     tcgen05_fence_after();
   }
   __device__ void release() {
-    tcgen05_commit(this->empty());
+    tcgen05_commit(this->empty());  // @release-by-commit
     ++this->index;
   }
   // Waits until all slots are empty, so that no mma signals an mbarrier of a block that has ended.
@@ -148,7 +148,7 @@ constexpr int CHUNK = DIM_V % 32 ? 16 : 32;
 
 __device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
 #pragma unroll
-  for (int n = 0; n < BLOCK_KV; n += 32) tmem_ld(*(float(*)[32])(S + n), tmem + n);
+  for (int n = 0; n < BLOCK_KV; n += 32) tmem_ld(*(float (*)[32])(S + n), tmem + n);
   tmem_wait_ld();  // @wait-loaded-S
   fence_loaded(S);
 }

@@ -10,14 +10,14 @@ from ..jit.shared_memory import shared_bytes
 from ..problem.records import Problem
 from .fragments import fragment_constants, fragment_refusals
 from .launch import Box, Constant, Launch, Workspace
-from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences
+from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
 from .shared import advantage as advantage
 from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = ("sm_100a", "sm_103a")
 DTYPES: tuple[str, ...] = ("bfloat16", "float16")
-OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"score_mod", "mask_mod"}
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
@@ -127,20 +127,11 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     packed = problem.layout == "thd"
     q_tiles = problem.q_len // tile.block_q + sequences(problem) if packed else -(-problem.q_len // tile.block_q)
     blocks = q_tiles * problem.heads * (1 if packed else problem.batch)
-    if not (problem.mask.edges or problem.has_lengths):
+    if not (problem.mask.edges or problem.mask_mod or problem.has_lengths):
         blocks = min(blocks, device.units)
-    return nonempty(
-        [
-            Launch(
-                kernel,
-                known_constants(kernel, _tile_constants(problem, tile)),
-                (blocks, 1, 1),
-                THREADS,
-                _shared_bytes(problem, tile),
-                boxes,
-            )
-        ]
-    )
+    constants = known_constants(kernel, _tile_constants(problem, tile))
+    launch = Launch(kernel, constants, (blocks, 1, 1), THREADS, _shared_bytes(problem, tile), boxes)
+    return nonempty(with_mods(problem, [launch]))
 
 
 def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:

@@ -3,8 +3,8 @@
 //
 // Warp-specialised, after FlashAttention-4. Warps 0-3 and 4-7 compute the softmax of one tile of 128 queries each, with
 // a row a thread; warps 8-11 rescale O, and store it at the end; a thread of warp 12 issues all mma, and one of warp 13
-// the TMA loads. Warp 14 zeroes the rows of V past the end of a sequence. While the softmax of one tile runs, the
-// tensor cores work for the other.
+// the TMA loads; under a mask_mod each warp classifies the tiles for itself. Warp 14 zeroes the rows of V past the end
+// of a sequence. While the softmax of one tile runs, the tensor cores work for the other.
 #include "forward.cuh"
 
 // Tensor maps; the box of each is one panel of a tile.
@@ -52,6 +52,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
   Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
 
   auto issue_S = [&](int t) {
+    if (!issues_loads()) return;
     unsigned long long q = tcgen05_descriptor(k_major_descriptor(Q[t].tile())),
                        k = tcgen05_descriptor(k_major_descriptor(barriers.K.tile()));
     constexpr int NEXT_OF_Q = ROWS * PANEL_ROW >> 4, NEXT_OF_K = BLOCK_KV * PANEL_ROW >> 4;
@@ -61,14 +62,14 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
                   k + n / 4 * NEXT_OF_K + n % 4 * NEXT_16_COLUMNS, QK, n > 0);  // @mma-S
     tcgen05_commit(barriers.S_ready(t).mbarrier);                               // @commit-S
   };
-  auto issue_PV = [&](int t, bool adds) {
+  // PV of the keys in [begin, end).
+  auto issue_PV = [&](int t, int begin, int end, bool adds) {
+    if (!issues_loads()) return;
     unsigned long long v = tcgen05_descriptor(mn_major_descriptor(barriers.V.tile(), BLOCK_KV * PANEL_ROW));
 #pragma unroll
-    for (int n = 0; n < BLOCK_KV / 16; ++n) {
-      if (n == EARLY_KEYS / 16) P_complete[t].wait();  // @wait-complete-P-stored
+    for (int n = begin / 16; n < end / 16; ++n)
       tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::S(t) + 8 * n, v + n * NEXT_16_ROWS, PV,
                   adds || n > 0);  // @mma-PV
-    }
   };
 
   for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
@@ -93,11 +94,13 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         P_ready[t].wait();  // @wait-P
-        issue_PV(t, adds);
+        issue_PV(t, 0, EARLY_KEYS, adds);
+        P_complete[t].wait();  // @wait-complete-P-stored
+        issue_PV(t, EARLY_KEYS, BLOCK_KV, true);
         if (t == TILES - 1) barriers.V.release();
         if (is_last) {
-          tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
-          Q[t].release();                                // @release-Q
+          if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
+          Q[t].release();                                                    // @release-Q
         } else {
           issue_S(t);
         }
@@ -247,9 +250,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     setmaxnreg_dec<ISSUING_REGISTERS>();
     if (warp == MMA_WARP) {
-      if (elect_one()) issue_products(p, barriers, tmem);
+      if (MASK_MOD || elect_one()) issue_products(p, barriers, tmem);
     } else if (warp == LOAD_WARP) {
-      if (elect_one()) load_tiles(p, maps, barriers);
+      if (MASK_MOD || elect_one()) load_tiles(p, maps, barriers);
     } else if (CLEARS_V && warp == CLEAR_WARP) {
       clear_V(p, barriers);
     }

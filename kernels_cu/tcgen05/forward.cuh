@@ -86,7 +86,7 @@ struct Ring : TileRing<SLOTS, ROWS_OF_TILE, DIM> {
     tcgen05_fence_after();
   }
   __device__ void release() {
-    tcgen05_commit(this->empty());  // @release-by-commit
+    if (issues_loads()) tcgen05_commit(this->empty());  // @release-by-commit
     ++this->index;
   }
   // Waits until all slots are empty, so that no mma signals an mbarrier of a block that has ended.
@@ -143,8 +143,8 @@ __device__ inline unsigned int of_warp(unsigned int tmem) {
   return tmem + (threadIdx.x / WARP % SOFTMAX_WARPS * WARP << 16);  // @lanes-of-warp
 }
 
-// Calls f(n) for the chunks of a row of `columns`, which begin at column n. A chunk has CHUNK columns.
-constexpr int CHUNK = DIM_V % 32 ? 16 : 32;
+// O is loaded in parts of so many columns.
+constexpr int O_PART = DIM_V % 32 ? 16 : 32;
 
 __device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
 #pragma unroll
@@ -155,14 +155,14 @@ __device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
 
 __device__ inline void rescale_O(unsigned int tmem, float factor) {
 #pragma unroll 1
-  for (int n = 0; n < DIM_V; n += CHUNK) {
-    float O[CHUNK];
-    unsigned int rescaled[CHUNK];
+  for (int n = 0; n < DIM_V; n += O_PART) {
+    float O[O_PART];
+    unsigned int rescaled[O_PART];
     tmem_ld(O, tmem + n);
     tmem_wait_ld();  // @wait-loaded-O
     fence_loaded(O);
 #pragma unroll
-    for (int e = 0; e < CHUNK; ++e) rescaled[e] = __float_as_uint(O[e] * factor);
+    for (int e = 0; e < O_PART; ++e) rescaled[e] = __float_as_uint(O[e] * factor);
     tmem_st(tmem + n, rescaled);
   }
   tmem_wait_st();  // @wait-rescaled-O
@@ -173,20 +173,20 @@ __device__ inline void store_O(const Params& p, const Sequence& sequence, int he
                                float factor, bool visited) {
   element* row = sequence.queries<element>(p.out, head) + (long long)i * p.out.row;
 #pragma unroll 1
-  for (int n = 0; n < DIM_V; n += CHUNK) {
-    float O[CHUNK] = {};
-    unsigned int rounded[CHUNK / 2];
+  for (int n = 0; n < DIM_V; n += O_PART) {
+    float O[O_PART] = {};
+    unsigned int rounded[O_PART / 2];
     if (visited) {
       tmem_ld(O, tmem + n);
       tmem_wait_ld();
       fence_loaded(O);
     }
 #pragma unroll
-    for (int e = 0; e < CHUNK; ++e) O[e] *= factor;
+    for (int e = 0; e < O_PART; ++e) O[e] *= factor;
     round_row(rounded, O);
     if (i < sequence.q_rows)  // @rows-of-O
 #pragma unroll
-      for (int e = 0; e < CHUNK; e += 8)
+      for (int e = 0; e < O_PART; e += 8)
         if (n + e < HEAD_DIM_V) store_chunk<HEAD_DIM_V>(row, p.out, (n + e) / 8, *(uint4*)(rounded + e / 2));
   }
 }

@@ -1,7 +1,8 @@
 // Steps of the forward in which a thread has a row of scores; fragments.cuh has them for mma fragments:
 //
 //   modify          q.k -> scores, -inf where a query does not see a key
-//   update_max      row max and, lazily, the reference of the exponents
+//   max_of          row max
+//   update_max      lazily, the reference of the exponents
 //   exponentiate    scores -> probabilities, and their sum
 //   drop            dropout of probabilities
 //   round_row       probabilities -> pairs of 16 bits
@@ -43,14 +44,17 @@ __device__ void modify(float (&S)[N], const Score& score, const Band& band, int 
   }
 }
 
-// Lazy rescaling (FlashAttention-4): returns the factor by which O must be rescaled, 1 unless the row max grew by more
-// than RESCALE_ABOVE.
 template <int N>
-__device__ float update_max(Softmax2& softmax, const float (&S)[N], float scale_log2) {
+__device__ float max_of(const float (&S)[N]) {
   float largest[4] = {-infinity(), -infinity(), -infinity(), -infinity()};
 #pragma unroll
   for (int n = 0; n < N; n += 2) largest[n / 2 % 4] = max(largest[n / 2 % 4], max(S[n], S[n + 1]));
-  float row_max = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+  return max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+}
+
+// Lazy rescaling (FlashAttention-4): returns the factor by which O must be rescaled, 1 unless the row max grew by more
+// than RESCALE_ABOVE.
+__device__ inline float update_max(Softmax2& softmax, float row_max, float scale_log2) {
   return softmax.exceeds_reference(row_max, scale_log2) ? softmax.update(row_max, scale_log2) : 1;  // @update-row-max
 }
 

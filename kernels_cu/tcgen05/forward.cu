@@ -135,18 +135,37 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     Range queries = {q_start + t * ROWS, q_start + (t + 1) * ROWS};
     for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
       float S[BLOCK_KV];
+      bool masked = ALWAYS_MASKED || kv_tiles.masked();
       S_ready.wait();  // @wait-S
-      load_S(S, S_tmem);
-      if (ALWAYS_MASKED || kv_tiles.masked())
-        modify<true>(S, score, band, i, kv_tiles.start);  // @mask-S
-      else if constexpr (SCORE_MODIFIED)
-        modify<false>(S, score, band, i, kv_tiles.start);
-      send(update_max(softmax, S, scale_log2));
-      RowSum sum(softmax.l);
+      if constexpr (STORES_S) {
+        float row_max = -infinity();
+#pragma unroll 1
+        for (int n = 0; n < BLOCK_KV; n += PART) {
+          float part[PART];
+          load(part, S_tmem + n);
+          if (masked)
+            modify<true>(part, score, band, i, kv_tiles.start + n);
+          else if constexpr (SCORE_MODIFIED)
+            modify<false>(part, score, band, i, kv_tiles.start + n);
+          row_max = max(row_max, max_of(part));
+          tmem_st(S_tmem + n, *(const unsigned int (*)[PART])part);
+        }
+        tmem_wait_st();  // @wait-stored-S
+        send(update_max(softmax, row_max, scale_log2));
+      } else {
 #pragma unroll
+        for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
+        tmem_wait_ld();  // @wait-loaded-S
+        fence_loaded(S);
+        if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-S
+        send(update_max(softmax, max_of(S), scale_log2));
+      }
+      RowSum sum(softmax.l);
+#pragma unroll(STORES_S ? 1 : BLOCK_KV / PART)
       for (int n = 0; n < BLOCK_KV; n += PART) {
-        float (&part)[PART] = *(float (*)[PART])(S + n);
+        float (&part)[PART] = *(float (*)[PART])(S + (STORES_S ? 0 : n));
         unsigned int P[PART / 2];
+        if constexpr (STORES_S) load(part, S_tmem + n);
         exponentiate(part, sum, softmax, scale_log2);
         if constexpr (DROPOUT) drop(part, dropout, i, kv_tiles.start + n);
         round_row(P, part);

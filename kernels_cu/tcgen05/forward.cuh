@@ -3,7 +3,7 @@
 //   SharedMemory    the layout of shared memory; TensorMemory: that of tensor memory
 //   Signal          an mbarrier between two roles; Ring: slots of tiles that TMA fills and tcgen05.mma read
 //   Barriers        the mbarriers and rings of a block, as one role sees them
-//   load_S, store_P, rescale_O: tiles in tensor memory
+//   load            columns of tensor memory; rescale_O
 //   store_O         epilogue: O -> global memory
 #pragma once
 #include "../rows.cuh"
@@ -22,8 +22,10 @@ constexpr int SOFTMAX_REGISTERS = 192, CORRECTION_REGISTERS = 80, ISSUING_REGIST
 constexpr int PART = 32, EARLY_KEYS = BLOCK_KV - PART;
 
 // SCORE_MODIFIED: scores need a pass before the softmax in every tile; ALWAYS_MASKED: this pass has only the version
-// with masks (wgmma/forward.cuh).
+// with masks (wgmma/forward.cuh). STORES_S: the pass stores them to tensor memory again, part by part, so that its code
+// and its registers are those of one part.
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
+constexpr bool STORES_S = SCORE_MODIFIED || MASK_MOD;
 // The rows of V past the end of a sequence may hold another sequence's data.
 constexpr bool CLEARS_V = PACKED || KV_LENGTHS;
 
@@ -146,11 +148,11 @@ __device__ inline unsigned int of_warp(unsigned int tmem) {
 // O is loaded in parts of so many columns.
 constexpr int O_PART = DIM_V % 32 ? 16 : 32;
 
-__device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
-#pragma unroll
-  for (int n = 0; n < BLOCK_KV; n += 32) tmem_ld(*(float (*)[32])(S + n), tmem + n);
-  tmem_wait_ld();  // @wait-loaded-S
-  fence_loaded(S);
+template <int N>
+__device__ void load(float (&x)[N], unsigned int tmem) {
+  tmem_ld(x, tmem);
+  tmem_wait_ld();  // @wait-loaded
+  fence_loaded(x);
 }
 
 __device__ inline void rescale_O(unsigned int tmem, float factor) {
@@ -158,9 +160,7 @@ __device__ inline void rescale_O(unsigned int tmem, float factor) {
   for (int n = 0; n < DIM_V; n += O_PART) {
     float O[O_PART];
     unsigned int rescaled[O_PART];
-    tmem_ld(O, tmem + n);
-    tmem_wait_ld();  // @wait-loaded-O
-    fence_loaded(O);
+    load(O, tmem + n);
 #pragma unroll
     for (int e = 0; e < O_PART; ++e) rescaled[e] = __float_as_uint(O[e] * factor);
     tmem_st(tmem + n, rescaled);
@@ -176,11 +176,7 @@ __device__ inline void store_O(const Params& p, const Sequence& sequence, int he
   for (int n = 0; n < DIM_V; n += O_PART) {
     float O[O_PART] = {};
     unsigned int rounded[O_PART / 2];
-    if (visited) {
-      tmem_ld(O, tmem + n);
-      tmem_wait_ld();
-      fence_loaded(O);
-    }
+    if (visited) load(O, tmem + n);
 #pragma unroll
     for (int e = 0; e < O_PART; ++e) O[e] *= factor;
     round_row(rounded, O);

@@ -24,17 +24,18 @@ DERIVATIVES: tuple[str, ...] = ()
 WEIGHTS: str | None = None
 ON_REQUEST = True
 MEASURED: str | None = None
-HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128))
 GROUP_ROWS: tuple[int, ...] = ()
 MICRO_KERNELS: tuple[str, ...] = ()
 KERNELS = "tcgen05"
 
-LARGEST = 128  # maximum head dimension
+LARGEST, LARGEST_V = 192, 128  # maximum head dimensions: tensor memory holds O of two tiles of 128 columns
 ROWS = 128  # queries of a tile in tensor memory
 KEYS = 128  # keys of a mainloop step: mma of fewer columns take more clocks per column
 PANEL = 64  # columns of a TMA box: 128 bytes, one swizzle row
 THREADS = 512
-MOST_STAGES = 4
+MOST_STAGES = 8  # slots of K and V together
+WARP_ROWS = 32  # rows of a tile that a warp stores
 
 # Cost model, per SM and clock, from data sheets and published measurements: not measured here yet.
 MULTIPLY_ADDS = 4096
@@ -47,7 +48,7 @@ CLOCK = 1.85e9
 
 
 class Tile(NamedTuple):
-    """Queries of a block, keys of a mainloop step, and slots for K and for V."""
+    """Queries of a block, keys of a mainloop step, and slots of K and V together."""
 
     block_q: int
     block_kv: int
@@ -65,9 +66,10 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:
         reasons.append("not every row of q, k and v starts at a multiple of 16 bytes")
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > LARGEST:
-        reasons.append(f"head dimension {largest} is larger than {LARGEST}")
+    if problem.head_dim > LARGEST:
+        reasons.append(f"head dimension {problem.head_dim} is larger than {LARGEST}")
+    if problem.head_dim_v > LARGEST_V:
+        reasons.append(f"head dimension {problem.head_dim_v} of v is larger than {LARGEST_V}")
     return reasons
 
 
@@ -75,7 +77,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return tiles of two and of one tile of queries per block, with as many stages as fit shared memory."""
     legal = []
     for block_q in (2 * ROWS, ROWS):
-        shapes = (Tile(block_q, KEYS, stages) for stages in range(MOST_STAGES, 0, -1))
+        shapes = (Tile(block_q, KEYS, stages) for stages in range(MOST_STAGES, 1, -1))
         legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
     return legal
 
@@ -123,14 +125,16 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     for each SM.
     """
     kernel = "tcgen05/forward"
-    boxes = Box("q", ROWS, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)
+    boxes = [Box("q", ROWS, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)]
+    if _is_stored_in_boxes(problem):
+        boxes.append(Box("out", WARP_ROWS, PANEL))
     packed = problem.layout == "thd"
     q_tiles = problem.q_len // tile.block_q + sequences(problem) if packed else -(-problem.q_len // tile.block_q)
     blocks = q_tiles * problem.heads * (1 if packed else problem.batch)
     if not (problem.mask.edges or problem.mask_mod or problem.has_lengths):
         blocks = min(blocks, device.units)
     constants = known_constants(kernel, _tile_constants(problem, tile))
-    launch = Launch(kernel, constants, (blocks, 1, 1), THREADS, _shared_bytes(problem, tile), boxes)
+    launch = Launch(kernel, constants, (blocks, 1, 1), THREADS, _shared_bytes(problem, tile), tuple(boxes))
     return nonempty(with_mods(problem, [launch]))
 
 
@@ -142,7 +146,17 @@ def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
         "PERSISTENT": True,
+        "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
+
+
+def _is_stored_in_boxes(problem: Problem) -> bool:
+    """Return whether O is stored with TMA.
+
+    It is not in packed batches, where a box would overwrite the next sequence; if rows are not 16-byte aligned; or
+    beside Q of 192 columns, which leaves no shared memory for O.
+    """
+    return problem.layout != "thd" and problem.head_dim_v % 8 == 0 and problem.head_dim <= LARGEST_V
 
 
 @lru_cache(maxsize=1024)

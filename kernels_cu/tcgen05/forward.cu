@@ -12,6 +12,9 @@ struct Maps {
   TensorMap q;
   TensorMap k;
   TensorMap v;
+#if TMA_STORE_O
+  TensorMap out;
+#endif
 };
 
 // The role of the loads. L2 policy: Q is read once, K and V by every tile of queries.
@@ -184,7 +187,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
 }
 
 // The role of the correction: rescales O of both tiles before PV is added, and stores it after the last.
-__device__ void correct(const Params& p, Barriers barriers, const float* factors, unsigned int tmem) {
+__device__ void correct(const Params& p, const Maps& maps, Barriers barriers, const float* factors, unsigned int tmem) {
   int row = threadIdx.x % ROWS;
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
   Signal O_ready[2] = {barriers.O_ready(0), barriers.O_ready(TILES - 1)};
@@ -216,10 +219,11 @@ __device__ void correct(const Params& p, Barriers barriers, const float* factors
     for (int t = 0; t < TILES; ++t) {
       float factor = receive(t);
       if (visited) O_ready[t].wait();  // @wait-O
-      store_O(p, sequence, scheduler.head, q_start + t * ROWS + row, of_warp(tmem + TensorMemory::O(t)), factor,
-              visited);
+      store_O(p, maps, barriers.smem + SharedMemory::O, sequence, scheduler.head, q_start + t * ROWS,
+              of_warp(tmem + TensorMemory::O(t)), factor, visited);
     }
   }
+  if constexpr (TMA_STORE_O) wait_for_stored_O();  // @wait-last-O
 }
 
 // The role of warp 14: zeroes rows of V that may hold another sequence's data.
@@ -265,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (t < TILES) compute_softmax(p, barriers, factors, tmem, t);
   } else if (warp < MMA_WARP) {
     setmaxnreg_dec<CORRECTION_REGISTERS>();
-    correct(p, barriers, factors, tmem);
+    correct(p, maps, barriers, factors, tmem);
   } else {
     setmaxnreg_dec<ISSUING_REGISTERS>();
     if (warp == MMA_WARP) {

@@ -39,18 +39,22 @@ struct TensorMemory {
 };
 static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit tensor memory");
 
+// Slots of K and of V: STAGES counts both.
+constexpr int K_STAGES = (STAGES + 1) / 2, V_STAGES = STAGES / 2;
+
 // Offsets in bytes.
 struct SharedMemory {
-  static constexpr int Q_BYTES = tile_bytes(BLOCK_Q, HEAD_DIM);
-  static constexpr int Q = 0;                                                    // TILES x [ROWS][HEAD_DIM]
-  static constexpr int K = Q_BYTES;                                              // STAGES x [BLOCK_KV][HEAD_DIM]
-  static constexpr int V = K + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM);          // STAGES x [BLOCK_KV][HEAD_DIM_V]
-  static constexpr int FACTORS = V + STAGES * tile_bytes(BLOCK_KV, HEAD_DIM_V);  // [BLOCK_Q]
+  static constexpr int K_BYTES = tile_bytes(BLOCK_KV, HEAD_DIM), V_BYTES = tile_bytes(BLOCK_KV, HEAD_DIM_V);
+  static constexpr int Q = 0;                                  // TILES x [ROWS][HEAD_DIM]
+  static constexpr int K = Q + tile_bytes(BLOCK_Q, HEAD_DIM);  // K_STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + K_STAGES * K_BYTES;             // V_STAGES x [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int O = V + V_STAGES * V_BYTES;             // TMA_STORE_O: [ROWS][HEAD_DIM_V]
+  static constexpr int FACTORS = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // [BLOCK_Q]
   static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
-  static constexpr int K_MBARRIERS = Q_MBARRIERS + BLOCK_Q / 128 * mbarrier_bytes(1);
-  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(STAGES);
-  static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(STAGES);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 6 * (BLOCK_Q / 128));
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + TILES * mbarrier_bytes(1);
+  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(K_STAGES);
+  static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(V_STAGES);
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 6 * TILES);
   static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
 };
 
@@ -99,8 +103,8 @@ struct Ring : TileRing<SLOTS, ROWS_OF_TILE, DIM> {
 };
 
 using Q_Ring = Ring<1, ROWS, HEAD_DIM>;
-using K_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM>;
-using V_Ring = Ring<STAGES, BLOCK_KV, HEAD_DIM_V>;
+using K_Ring = Ring<K_STAGES, BLOCK_KV, HEAD_DIM>;
+using V_Ring = Ring<V_STAGES, BLOCK_KV, HEAD_DIM_V>;
 
 struct Barriers {
   unsigned int smem;
@@ -168,10 +172,21 @@ __device__ inline void rescale_O(unsigned int tmem, float factor) {
   tmem_wait_st();  // @wait-rescaled-O
 }
 
-// Stores this thread's row of O, normalised by `factor` and rounded; zeros if the block has visited no keys.
-__device__ inline void store_O(const Params& p, const Sequence& sequence, int head, int i, unsigned int tmem,
-                               float factor, bool visited) {
-  element* row = sequence.queries<element>(p.out, head) + (long long)i * p.out.row;
+// Waits until the TMA store of this warp has read shared memory.
+__device__ inline void wait_for_stored_O() {
+  if (lane_id() == 0) bulk_wait_group_read<0>();
+  __syncwarp();  // @waited-O-buffer
+}
+
+// Epilogue of a tile: this warp's 32 rows of O, normalised by each thread's `factor` and rounded; zeros if the block
+// has visited no keys. They go through shared memory, which all tiles use in turn; or, without TMA_STORE_O, each thread
+// stores its row.
+template <typename Maps>
+__device__ void store_O(const Params& p, const Maps& maps, unsigned int O_smem, const Sequence& sequence, int head,
+                        int q_start, unsigned int tmem, float factor, bool visited) {
+  int row = threadIdx.x % ROWS, i = q_start + row;
+  element* to = sequence.queries<element>(p.out, head) + (long long)i * p.out.row;
+  if constexpr (TMA_STORE_O) wait_for_stored_O();  // @wait-O-buffer
 #pragma unroll 1
   for (int n = 0; n < DIM_V; n += O_PART) {
     float O[O_PART] = {};
@@ -180,9 +195,23 @@ __device__ inline void store_O(const Params& p, const Sequence& sequence, int he
 #pragma unroll
     for (int e = 0; e < O_PART; ++e) O[e] *= factor;
     round_row(rounded, O);
-    if (i < sequence.q_rows)  // @rows-of-O
 #pragma unroll
-      for (int e = 0; e < O_PART; e += 8)
-        if (n + e < HEAD_DIM_V) store_chunk<HEAD_DIM_V>(row, p.out, (n + e) / 8, *(uint4*)(rounded + e / 2));
+    for (int e = 0; e < O_PART; e += 8) {
+      int chunk = (n + e) / 8;
+      if constexpr (TMA_STORE_O)
+        st_shared_v4(O_smem + swizzled_offset<ROWS>(row, chunk), *(unsigned int (*)[4])(rounded + e / 2));
+      else if (i < sequence.q_rows && n + e < HEAD_DIM_V)  // @rows-of-O
+        store_chunk<HEAD_DIM_V>(to, p.out, chunk, *(uint4*)(rounded + e / 2));
+    }
   }
+#if TMA_STORE_O
+  fence_proxy_async();  // @fence-O
+  __syncwarp();         // @written-O
+  if (lane_id() == 0) {
+#pragma unroll
+    for (int n = 0; n < panels_of(HEAD_DIM_V); ++n)
+      tma_store(maps.out, O_smem + (n * ROWS + row) * PANEL_ROW, n * PANEL, i, head, sequence.batch);
+    bulk_commit_group();  // @commit-O-store
+  }
+#endif
 }

@@ -26,8 +26,8 @@ from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ONE, TWO = (tcgen05.Tile(block_q, block_kv=128, stages=2) for block_q in (128, 256))
-SINGLE = TWO._replace(stages=1)
+ONE, TWO = (tcgen05.Tile(block_q, block_kv=128, stages=4) for block_q in (128, 256))
+SINGLE = TWO._replace(stages=2)
 PLAIN = Case(**LONG)
 LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
@@ -74,6 +74,7 @@ def test_option_in_both_tiles(options, tile):
     [
         ((128, 128), "bfloat16"),
         exhaustive((128, 128), "float16"),
+        exhaustive((192, 128), "bfloat16"),
         exhaustive((96, 96), "bfloat16"),
         exhaustive((72, 112), "float16"),
         exhaustive((128, 16), "bfloat16"),
@@ -151,6 +152,10 @@ PLANTED = {
     "tensor memory kept": (skip("free-tensor-memory"), errors.SimulationError),
     "tensor memory freed early": (skip("end-of-roles"), errors.SimulationError),
     "lanes of another warp": (change("lanes-of-warp", "% SOFTMAX_WARPS", "/ 2 % SOFTMAX_WARPS"), errors.OutOfBounds),
+    "no fence before O is stored": (skip("fence-O"), errors.MissingFence),
+    "O stored before every lane has written": (skip("written-O"), errors.Race),
+    "O over the last one": (skip("wait-O-buffer"), (errors.PendingCopy, errors.Race)),
+    "one lane waits for O alone": (skip("waited-O-buffer"), (errors.PendingCopy, errors.Race)),
     "both S in the same columns": (FIRST_TILE, ORDERING),
     "Hopper's descriptor": (change("tcgen05-version", "46", "45"), errors.BadDescriptor),
     "V not transposed": (change("major-of-V", "MN_MAJOR", "K_MAJOR"), (AssertionError, errors.SimulationError)),
@@ -244,7 +249,7 @@ def test_kernels_compile_without_spills(words, target):
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
         pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
-        pytest.param(dict(head_dim_v=136), "head dimension 136 is larger than 128", id="head-dimension"),
+        pytest.param(dict(head_dim_v=136), "head dimension 136 of v is larger than 128", id="head-dimension"),
         pytest.param(dict(backward=True), "no gradients", id="backward"),
     ],
 )

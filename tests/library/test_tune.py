@@ -204,7 +204,7 @@ def test_a_call_that_no_engine_serves_lists_their_reasons():
     results = run(Card(), [replace(CALL, cache=CacheTrial(), head_dim=320)])
     (result,) = results.results
     assert (
-        not results.complete and result.tune is None and set(result.left_out) == {"simt", "mma", "mma_decode", "wgmma"}
+        not results.complete and result.tune is None and set(result.left_out) == {"simt", "mma", "mma_decode", "wgmma", "tcgen05"}
     )
     assert (
         "left out simt: head dimension 320 is larger" in str(results)

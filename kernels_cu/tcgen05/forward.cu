@@ -80,20 +80,27 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
     Band band(p, sequence);
     BlockKvTiles kv_tiles(band, scheduler.head, scheduler.tile * BLOCK_Q);
     if (!kv_tiles.valid()) continue;
+    auto is_last = [&] {
+      BlockKvTiles ahead = kv_tiles;
+      ahead.next();
+      return !ahead.valid();
+    };
+    bool ends = is_last();
     barriers.K.wait();  // @wait-first-K
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       Q[t].wait();  // @wait-Q
       issue_S(t);
+      if (ends) Q[t].release();  // @release-Q
     }
     barriers.K.release();
     for (bool adds = false; kv_tiles.valid(); adds = true) {
-      bool clears = clears_V(sequence, kv_tiles.start);
+      bool clears = clears_V(sequence, kv_tiles.start), is_end = ends;
       kv_tiles.next();
-      bool is_last = !kv_tiles.valid();
+      if (!is_end) ends = is_last();
       barriers.V.wait();                      // @wait-V
       if (clears) barriers.V_cleared.wait();  // @wait-cleared-V
-      if (!is_last) barriers.K.wait();        // @wait-K
+      if (!is_end) barriers.K.wait();         // @wait-K
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         P_ready[t].wait();  // @wait-P
@@ -101,14 +108,14 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
         P_complete[t].wait();  // @wait-complete-P-stored
         issue_PV(t, EARLY_KEYS, BLOCK_KV, true);
         if (t == TILES - 1) barriers.V.release();
-        if (is_last) {
+        if (is_end) {
           if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
-          Q[t].release();                                                    // @release-Q
         } else {
           issue_S(t);
+          if (ends) Q[t].release();  // @release-Q
         }
       }
-      if (!is_last) barriers.K.release();
+      if (!is_end) barriers.K.release();
     }
   }
 }

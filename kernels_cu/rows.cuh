@@ -25,8 +25,8 @@ __device__ void modify(float (&S)[N], const Score& score, const Band& band, int 
   Range keys = band.keys(i);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    int j = kv_start + n, first = j - n % 32;
-    unsigned int visible = bits_of({WINDOW_LEFT ? keys.begin - first : 0, keys.end - first});  // @visible-bits
+    int j = kv_start + n;
+    unsigned int visible = bits_of({keys.begin - (j - n % 32), keys.end - (j - n % 32)});  // @visible-bits
     bool seen = !MASKED || visible >> n % 32 & 1;
     Position key_in_bounds(band.key(j), 0, n);  // @key-of-row-in-bounds
     if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);

@@ -44,16 +44,23 @@ class Work(NamedTuple):
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
         if launch.lengths is not None:
             params = with_lengths(params, launch.lengths)
-        if self.captured is not None and not launch.headers:
-            # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
-            constants = dict(launch.constants)
-            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
-            size = dtypes(**members)["Params"].itemsize
-            params = np.ndarray((), f"V{size}", params)
+        if self.is_shortened(launch):
+            params = np.ndarray((), shortened(launch), params)
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
         return params, pack_maps(launch.boxes, arrays, self.layout, address, encode)
+
+    def is_shortened(self, launch: Launch) -> bool:
+        """Return whether a launch has a shorter Params than those whose kernels have the headers of mods."""
+        return self.captured is not None and not launch.headers
+
+
+def shortened(launch: Launch) -> np.dtype:
+    """Return raw bytes, as many as Params has in a launch without mods: without `captured`, the last member."""
+    constants = dict(launch.constants)
+    members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
+    return np.dtype(f"V{dtypes(**members)['Params'].itemsize}")
 
 
 Start = Callable[[Work], object]
@@ -198,13 +205,13 @@ def _work(
     if any(launch.headers for launch in plan.launches):
         from .captured import Captured  # imported by the first call that has a mod
 
-        captured = Captured(problem, operands, fixed_slots(problem))
+        captured = Captured(problem, operands, fixed_slots(problem), allocate)
         inputs, results = inputs | captured.arrays, results | captured.workspaces
     params = partial(pack, problem, operands, results, workspaces, captured=captured)
     written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")
     if operands.cache is not None and operands.cache.out is not None:
         written = (*written, "out")
-    names = tuple([x.name for x in workspaces])
+    names = (*[x.name for x in workspaces], *(() if captured is None else captured.temporaries))
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written, names)
 
 

@@ -18,6 +18,7 @@ BUDGET = {
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
         (160, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
+        (49, "keyed plans of calls with mods: numbers in the key, captured arrays, their gradients in the node"),
         (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
         (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),
@@ -28,6 +29,7 @@ BUDGET = {
         (17, "tables mark the fastest, and split in two where a page is too narrow"),
         (9, "overhead: the function that a backend repeats launches with"),
         (12, "overhead: a decode step on a paged cache"),
+        (8, "overhead: a score_mod that captures a table"),
     ],
 }
 LARGEST = 500

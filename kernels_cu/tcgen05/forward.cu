@@ -56,8 +56,8 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
 
   auto issue_S = [&](int t) {
     if (!issues_loads()) return;
-    unsigned long long q = tcgen05_descriptor(k_major_descriptor(Q[t].tile())),
-                       k = tcgen05_descriptor(k_major_descriptor(barriers.K.tile()));
+    unsigned long long q = tcgen05_descriptor(k_major_descriptor(recomputed(Q[t].tile()))),
+                       k = tcgen05_descriptor(k_major_descriptor(recomputed(barriers.K.tile())));
     constexpr int NEXT_OF_Q = ROWS * PANEL_ROW >> 4, NEXT_OF_K = BLOCK_KV * PANEL_ROW >> 4;
 #pragma unroll
     for (int n = 0; n < round_up(HEAD_DIM, 16) / 16; ++n)
@@ -68,7 +68,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
   // PV of the keys in [begin, end).
   auto issue_PV = [&](int t, int begin, int end, bool adds) {
     if (!issues_loads()) return;
-    unsigned long long v = tcgen05_descriptor(mn_major_descriptor(barriers.V.tile(), BLOCK_KV * PANEL_ROW));
+    unsigned long long v = tcgen05_descriptor(mn_major_descriptor(recomputed(barriers.V.tile()), BLOCK_KV * PANEL_ROW));
 #pragma unroll
     for (int n = begin / 16; n < end / 16; ++n)
       tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::S(t) + 8 * n, v + n * NEXT_16_ROWS, PV,

@@ -16,7 +16,7 @@ constexpr int DIM_V = round_up(HEAD_DIM_V, 16);
 
 // Threads of the roles, in this order: softmax of each tile, correction, and the warps that issue and clear.
 constexpr int SOFTMAX_WARPS = 4, CORRECTION_WARP = 8, MMA_WARP = 12, LOAD_WARP = 13, CLEAR_WARP = 14;
-constexpr int SOFTMAX_REGISTERS = 192, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 48;
+constexpr int SOFTMAX_REGISTERS = 184, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 64;
 
 // The softmax stores P in parts of PART keys. PV of the first EARLY_KEYS is issued before the last part is stored.
 constexpr int PART = 32, EARLY_KEYS = BLOCK_KV - PART;
@@ -57,6 +57,12 @@ struct SharedMemory {
   static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 6 * TILES);
   static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
 };
+
+// An address that is computed at each use: the compiler would hold the descriptors of all steps in registers.
+__device__ inline unsigned int recomputed(unsigned int address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
 
 // An mbarrier by which one role signals another. A role that waits before the other has signalled for the first time
 // passes `passes`.

@@ -19,6 +19,7 @@ BUDGET = {
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
         (160, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
         (49, "keyed plans of calls with mods: numbers in the key, captured arrays, their gradients in the node"),
+        (4, "aten: a backward that is computed again has its own out and lse"),
         (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
         (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),

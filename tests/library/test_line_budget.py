@@ -24,7 +24,7 @@ BUDGET = {
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
         (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
-        (112, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
+        (113, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

@@ -23,8 +23,11 @@ BUDGET = {
         (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
         (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),
+        (61, "output_attentions of transformers 22, and multi_head_attention_forward with its weights 39"),
+        (130, "attention_weights, top_weights, key_importance on simt: launches 29, their arguments 62, Params 39"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
         (113, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
+        (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

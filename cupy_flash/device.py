@@ -44,6 +44,8 @@ GPUS = {
     "sm_90": (227, 132),
     "sm_90a": (227, 132),
     "sm_100": (227, 148),
+    "sm_100a": (227, 148),
+    "sm_103a": (227, 160),
     "sm_120": (99, 170),
     "sm_121": (99, 48),
 }
@@ -71,8 +73,9 @@ def gpu(index: int) -> Device:
     import cupy
 
     card = cupy.cuda.Device(index)
-    # Hopper needs the target sm_90a for wgmma and setmaxnreg.
-    arch = f"sm_{card.compute_capability}".replace("sm_90", "sm_90a")
+    # wgmma, tcgen05 and setmaxnreg need the targets with an "a".
+    arch = f"sm_{card.compute_capability}"
+    arch += "a" * (f"{arch}a" in GPUS)
     attributes = card.attributes
     model = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
     version = cupy.cuda.runtime.driverGetVersion()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..device import Device
 from ..problem.records import Problem
-from . import aten, cpu, cpu_decode, mma, mma_decode, simt, wgmma
+from . import aten, cpu, cpu_decode, mma, mma_decode, simt, tcgen05, wgmma
 from .launch import Launch, Workspace
 
 
@@ -95,5 +95,5 @@ class Engine(Protocol[TileT]):
 # {name: engine}, the names of `records.ENGINES`
 MODULES: dict[str, Engine[Any]] = {
     "cpu": cpu, "cpu_decode": cpu_decode, "aten": aten, "simt": simt, "mma": mma, "mma_decode": mma_decode,
-    "wgmma": wgmma,
+    "wgmma": wgmma, "tcgen05": tcgen05,
 }  # fmt: skip

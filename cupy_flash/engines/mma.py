@@ -56,10 +56,11 @@ LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
 LIVE_OF_MODS_WITH_CACHE = 20  # subtracted as well with mods and a KV cache, for the positions of queries
 FREE_READS = 32  # elements per thread that a score_mod reads at no cost; each further read subtracts 2 registers
-LIVE_OF_JVP = 12  # subtracted in a JVP without tv or on sm_100: the compiler takes more registers
+LIVE_OF_JVP = 12  # subtracted in a JVP without tv or on BLACKWELL: the compiler takes more registers
+BLACKWELL = "sm_100", "sm_100a", "sm_103a"
 LIVE_ON_TURING = 20  # subtracted on sm_75, whose mma has K = 8 instead of 16
 # Architectures with the 16-byte red.global.add.v4.f32. On others the dK/dV kernel adds single numbers to dQ.
-VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")
+VECTOR_ADDITION = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103a", "sm_120", "sm_121")
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
 MULTIPLY_ADDS = {"sm_75": 512, "sm_86": 512, "sm_87": 512, "sm_89": 512, "sm_120": 512, "sm_121": 512}  # of mma.sync
@@ -310,7 +311,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
     if reads_at_scores(problem):
         limit -= 2 * max(_scores(shape) - FREE_READS, 0)
-    if kernel == "jvp" and ("v" not in problem.tangents or device.arch == "sm_100"):
+    if kernel == "jvp" and ("v" not in problem.tangents or device.arch in BLACKWELL):
         limit -= LIVE_OF_JVP
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
     if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:

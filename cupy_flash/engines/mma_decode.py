@@ -63,13 +63,13 @@ OTHER_REGISTERS = 100  # registers per thread for everything but O, S and Q
 SHORTEST_RUN = 4  # minimum iterations of a run, as in split_kv.cuh
 WITH_TMA = ("sm_90a",)  # architectures for which a producer warp is a candidate
 STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the number of slots that a producer warp fills
-WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_120", "sm_121")  # architectures that have clusters
+WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103a", "sm_120", "sm_121")  # they have clusters
 CLUSTERS = 4, 8  # candidates for the number of blocks of a cluster; 8 is the portable maximum
 PANEL_BYTES = 128  # maximum bytes of a row of a TMA box
 LEAST_PAGE = 8  # minimum keys of a page: smaller boxes would load less than a swizzle atom
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
-MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30}  # bandwidth of global memory
+MEMORY_BYTES = {"sm_90": 24, "sm_90a": 24, "sm_100": 30, "sm_100a": 30, "sm_103a": 30}  # bandwidth of global memory
 MEMORY_BYTES_OF_OTHERS = 12
 PART_TILES = 2  # key tiles that take as long as the prologue and epilogue of a split
 PART_TILES_OF_PRODUCER = 1  # the same with a producer warp, which loads the next split during the epilogue

@@ -29,7 +29,7 @@ from cupy_flash.problem.records import FEATURES, FP8, UnsupportedError
 SMALL = Trial("float32", 16, q_len=8, kv_len=8, heads=1, backward=False)
 HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
-CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": []}
+CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": [], "tcgen05": []}
 WITHOUT_CACHE = [engine for engine in CASES if MODULES[engine].OPTIONS is not None]
 
 
@@ -147,7 +147,8 @@ def test_a_kernel_that_fails_disqualifies_its_engine_alone(work, verdict, words)
     assert {row.engine: row.verdict for row in result.rows} == {"simt": verdict, "mma": "passed"}
     assert not result.passed and result.engines["mma"] is None and words in result.engines["simt"]
     assert str(SMALL) in result.engines["simt"]  # the failed case is named
-    assert set(result.refused) == {"wgmma"} and "sm_80 lacks the instructions" in result.refused["wgmma"]
+    assert set(result.refused) == {"wgmma", "tcgen05"}
+    assert all("sm_80 lacks the instructions" in reason for reason in result.refused.values())
     assert f"simt              1      0  FAILED: {result.engines['simt']}" in str(result)
     assert report[0].startswith(f"1/2 simt: {SMALL}: {verdict}, ") and report[1].startswith("2/2 mma: ")
 
@@ -291,7 +292,7 @@ def test_without_a_gpu_the_error_names_the_simulator(monkeypatch):
 
 
 def test_an_unknown_engine():
-    with pytest.raises(ValueError, match="engine must be one of simt, mma, mma_decode, wgmma, not 'cpu'"):
+    with pytest.raises(ValueError, match="engine must be one of simt, mma, mma_decode, wgmma, tcgen05, not 'cpu'"):
         cupy_flash.check(backend="simulator", engine="cpu")
 
 

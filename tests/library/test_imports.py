@@ -72,6 +72,7 @@ FLOW = (
     "engines.wgmma.forward",
     "engines.wgmma.forward_fp8",
     "engines.wgmma",
+    "engines.tcgen05",
     "engines",
     "plan",
     "plan.measurements",

@@ -173,7 +173,7 @@ def _check_sizes(kernel: str, grid: tuple[int, ...], block: tuple[int, ...], dyn
 def _check_limits(module: Module, function: Function, threads: int, shared_bytes: int) -> None:
     """Raise LaunchRefused if a block exceeds the target's limits of threads, registers or shared memory."""
     # The targets sm_120a (architecture-specific) and sm_120f (family-specific) have the limits of sm_120.
-    gpu = module.target.rstrip("af")
+    gpu = module.target if module.target in GPUS else module.target.rstrip("af")
     if gpu not in GPUS:
         raise Unsupported(f"the limits of target {module.target!r} are not known, only those of {', '.join(GPUS)}")
     shared_kib, _ = GPUS[gpu]

@@ -1,0 +1,166 @@
+"""The Blackwell engine (sm_100a, sm_103a): the forward for fp16 and bf16 on tcgen05 and tensor memory."""
+
+# No `from __future__ import annotations`, as in records.py.
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..device import Device
+from ..jit.shared_memory import shared_bytes
+from ..problem.records import Problem
+from .fragments import fragment_constants, fragment_refusals
+from .launch import Box, Constant, Launch, Workspace
+from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
+from .shared import advantage as advantage
+from .shared import forms as forms
+
+BACKENDS: tuple[str, ...] = ("cuda", "simulator")
+ARCHES: tuple[str, ...] | None = ("sm_100a", "sm_103a")
+DTYPES: tuple[str, ...] = ("bfloat16", "float16")
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
+CACHE_OPTIONS: frozenset[str] | None = None
+CACHE_DTYPES: tuple[str, ...] = ()
+DERIVATIVES: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = ()
+WEIGHTS: str | None = None
+ON_REQUEST = True
+MEASURED: str | None = None
+HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128))
+GROUP_ROWS: tuple[int, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ()
+KERNELS = "tcgen05"
+
+LARGEST, LARGEST_V = 192, 128  # maximum head dimensions: tensor memory holds O of two tiles of 128 columns
+ROWS = 128  # queries of a tile in tensor memory
+KEYS = 128  # keys of a mainloop step: mma of fewer columns take more clocks per column
+PANEL = 64  # columns of a TMA box: 128 bytes, one swizzle row
+THREADS = 512
+MOST_STAGES = 8  # slots of K and V together
+WARP_ROWS = 32  # rows of a tile that a warp stores
+
+# Cost model, per SM and clock, from data sheets and published measurements: not measured here yet.
+MULTIPLY_ADDS = 4096
+EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
+PRODUCT_COST = 1.2  # clocks of the products over those at the peak, in a public study of mma with N 128
+STEP = 200  # clocks of waits and signals per step, which the other tile of queries does not hide
+TILE_STEPS = 2  # steps that take as long as a prologue and epilogue
+BLOCK = 2000  # clocks of the start of a block
+CLOCK = 1.85e9
+
+
+class Tile(NamedTuple):
+    """Queries of a block, keys of a mainloop step, and slots of K and V together."""
+
+    block_q: int
+    block_kv: int
+    stages: int
+
+
+def refusals(problem: Problem, device: Device) -> list[str]:
+    """Return reasons against the backward, unsupported dtypes and head dimensions, and rows that TMA cannot load."""
+    reasons = fragment_refusals(problem)
+    if problem.backward:
+        reasons.append("it computes no gradients in this version")
+    if problem.dtype.name not in DTYPES:
+        reasons.append(f"{problem.dtype.name} is not float16 or bfloat16")
+    if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
+        reasons.append("TMA cannot load from a tensor without elements")
+    if not problem.aligned:
+        reasons.append("not every row of q, k and v starts at a multiple of 16 bytes")
+    if problem.head_dim > LARGEST:
+        reasons.append(f"head dimension {problem.head_dim} is larger than {LARGEST}")
+    if problem.head_dim_v > LARGEST_V:
+        reasons.append(f"head dimension {problem.head_dim_v} of v is larger than {LARGEST_V}")
+    return reasons
+
+
+def tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Return tiles of two and of one tile of queries per block, with as many stages as fit shared memory."""
+    legal = []
+    for block_q in (2 * ROWS, ROWS):
+        shapes = (Tile(block_q, KEYS, stages) for stages in range(MOST_STAGES, 1, -1))
+        legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
+    return legal
+
+
+def choices(problem: Problem, device: Device) -> Sequence[Tile]:
+    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
+    return tiles(problem, device)
+
+
+def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
+    """Return predicted seconds: waves of blocks x the slower of products and exponentials.
+
+    With one tile of queries nothing hides the softmax, so the times are added.
+    """
+    dims = problem.head_dim + problem.head_dim_v
+    elements = tile.block_q * tile.block_kv
+    products = elements * dims * PRODUCT_COST / MULTIPLY_ADDS
+    exponentials = elements / EXPONENTIALS.get(device.arch, 16)
+    clocks = STEP + (max(products, exponentials) if tile.block_q > ROWS else products + exponentials)
+    blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
+    steps = -(-problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv) // tile.block_kv)
+    waves = max(blocks / device.units, 1.0) if problem.mask.edges else float(-(-blocks // device.units))
+    return (waves * (max(steps, 1) + TILE_STEPS) * clocks + BLOCK) / CLOCK
+
+
+def alike(tile: Tile) -> object:
+    """Return the tile: no two tiles rank alike at all lengths."""
+    return tile
+
+
+def threads(device: Device, tile: Tile, cost: float) -> int:
+    """Return the threads per block, those of all roles."""
+    return THREADS
+
+
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """Return (): the forward needs no workspace."""
+    return ()
+
+
+def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """Return the launch of the forward.
+
+    If tiles of queries differ in cost, each has a block of its own, and the longest start first; else there is a block
+    for each SM.
+    """
+    kernel = "tcgen05/forward"
+    boxes = [Box("q", ROWS, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)]
+    if _is_stored_in_boxes(problem):
+        boxes.append(Box("out", WARP_ROWS, PANEL))
+    packed = problem.layout == "thd"
+    q_tiles = problem.q_len // tile.block_q + sequences(problem) if packed else -(-problem.q_len // tile.block_q)
+    blocks = q_tiles * problem.heads * (1 if packed else problem.batch)
+    if not (problem.mask.edges or problem.mask_mod or problem.has_lengths):
+        blocks = min(blocks, device.units)
+    constants = known_constants(kernel, _tile_constants(problem, tile))
+    launch = Launch(kernel, constants, (blocks, 1, 1), THREADS, _shared_bytes(problem, tile), tuple(boxes))
+    return nonempty(with_mods(problem, [launch]))
+
+
+def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+    """Return the constants of the kernel."""
+    return fragment_constants(problem) | {
+        "THREADS": THREADS,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "STAGES": tile.stages,
+        "PERSISTENT": True,
+        "TMA_STORE_O": _is_stored_in_boxes(problem),
+    }
+
+
+def _is_stored_in_boxes(problem: Problem) -> bool:
+    """Return whether O is stored with TMA.
+
+    It is not in packed batches, where a box would overwrite the next sequence; if rows are not 16-byte aligned; or
+    beside Q of 192 columns, which leaves no shared memory for O.
+    """
+    return problem.layout != "thd" and problem.head_dim_v % 8 == 0 and problem.head_dim <= LARGEST_V
+
+
+@lru_cache(maxsize=1024)
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of dynamic shared memory."""
+    return shared_bytes("tcgen05/forward", _tile_constants(problem, tile))

@@ -1,0 +1,123 @@
+// Steps of the forward in which a thread has a row of scores; fragments.cuh has them for mma fragments:
+//
+//   modify          q.k -> scores, -inf where a query does not see a key
+//   max_of          row max
+//   update_max      lazily, the reference of the exponents
+//   exponentiate    scores -> probabilities, and their sum
+//   drop            dropout of probabilities
+//   round_row       probabilities -> pairs of 16 bits
+//   finish          row sum -> normalisation of O, and lse
+//
+// The 32 rows of a warp begin at a multiple of 16.
+#pragma once
+#include "blackwell.cuh"
+#include "fragments.cuh"
+
+// Bit n of the result: the range has n.
+__device__ inline unsigned int bits_of(Range range) {
+  unsigned int from_begin = __funnelshift_lc(0, 0xFFFFFFFF, max(range.begin, 0));
+  return from_begin & ~__funnelshift_lc(0, 0xFFFFFFFF, max(range.end, 0));
+}
+
+// Masks keys that query i does not see with -inf; MODIFIED: also turns q.k into scores.
+template <bool MASKED, int N>
+__device__ void modify(float (&S)[N], const Score& score, const Band& band, int i, int kv_start) {
+  Range keys = band.keys(i);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    int j = kv_start + n;
+    unsigned int visible = bits_of({keys.begin - (j - n % 32), keys.end - (j - n % 32)});  // @visible-bits
+    bool seen = !MASKED || visible >> n % 32 & 1;
+    Position key_in_bounds(band.key(j), 0, n);  // @key-of-row-in-bounds
+    if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
+    if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
+    float derivative;
+    if constexpr (SCORE_MOD) {
+      Position query(i), key(kv_start, n, n);
+      if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
+      float s = score.apply(S[n], query, key, derivative);
+      S[n] = seen ? s : -infinity();
+    } else if constexpr (MODIFIED)
+      S[n] = seen ? score.apply(S[n], i, j, derivative) : -infinity();
+    else
+      S[n] = seen ? S[n] : -infinity();
+  }
+}
+
+template <int N>
+__device__ float max_of(const float (&S)[N]) {
+  float largest[4] = {-infinity(), -infinity(), -infinity(), -infinity()};
+#pragma unroll
+  for (int n = 0; n < N; n += 2) largest[n / 2 % 4] = max(largest[n / 2 % 4], max(S[n], S[n + 1]));
+  return max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+}
+
+// Lazy rescaling (FlashAttention-4): returns the factor by which O must be rescaled, 1 unless the row max grew by more
+// than RESCALE_ABOVE.
+__device__ inline float update_max(Softmax2& softmax, float row_max, float scale_log2) {
+  return softmax.exceeds_reference(row_max, scale_log2) ? softmax.update(row_max, scale_log2) : 1;  // @update-row-max
+}
+
+// Sum of a row, in four parts.
+struct RowSum {
+  Pair even;
+  Pair odd;
+
+  __device__ RowSum(float first) : even(first, 0), odd(0, 0) {}
+  __device__ float total() {
+    float low, high;
+    even += odd;
+    even.get(low, high);
+    return low + high;
+  }
+};
+
+template <int N>
+__device__ void exponentiate(float (&S)[N], RowSum& sum, const Softmax2& softmax, float scale_log2) {
+  Pair scale = {scale_log2, scale_log2}, reference = {-softmax.reference, -softmax.reference};
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    fma_rn({S[n], S[n + 1]}, scale, reference).get(S[n], S[n + 1]);
+    S[n] = ex2_approx(S[n]), S[n + 1] = ex2_approx(S[n + 1]);
+    (n % 4 ? sum.odd : sum.even) += {S[n], S[n + 1]};
+  }
+}
+
+// A Philox call serves the rows i and i + 8, which are those of lanes l and l ^ 8: each lane makes every other call,
+// and gives the other lane two of its four words.
+template <int N>
+__device__ void drop(float (&P)[N], const Dropout& dropout, int i, int kv_start) {
+  bool is_upper = i & 8;
+#pragma unroll
+  for (int n = 0; n < N; n += 16)
+#pragma unroll
+    for (int pair = 0; pair < 8; pair += 4) {  // columns pair, pair + 1 and pair + 2, pair + 3, and 8 further right
+      Philox mine = dropout.bits(i, kv_start + n + pair + (is_upper ? 2 : 0));  // @call-of-lane
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        unsigned int kept = is_upper ? mine.word[2 + half] : mine.word[half];
+        unsigned int given = is_upper ? mine.word[half] : mine.word[2 + half];
+        unsigned int received = __shfl_xor_sync(0xFFFFFFFF, given, 8);  // @words-of-other-lane
+        unsigned int bits[2] = {is_upper ? received : kept, is_upper ? kept : received};
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if ((bits[e / 2] >> 16 * (e % 2) & 0xFFFF) < dropout.drop_below) P[n + 8 * half + pair + e] = 0;
+      }
+    }
+}
+
+template <int N>
+__device__ void round_row(unsigned int (&rounded)[N / 2], const float (&x)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2) rounded[n / 2] = cvt_rn_x2<element>(x[n], x[n + 1]);
+}
+
+// Returns the factor that normalises O in row i, and stores the row's lse.
+__device__ inline float finish(const Softmax2& softmax, const Params& p, const Sequence& sequence,
+                               const Dropout& dropout, int head, int i) {
+  Softmax2::Ending ending = softmax.end(log2_scale_of(p), SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
+  if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
+  float* lse = sequence.queries<float>(p.lse, head);
+  if (i < sequence.q_rows) lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
+  return i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
+}

@@ -1,0 +1,294 @@
+// Forward: a block computes tiles of BLOCK_Q queries of one head, assigned by the tile scheduler. grid (number of SMs,
+// or of tiles)
+//
+// Warp-specialised, after FlashAttention-4. Warps 0-3 and 4-7 compute the softmax of one tile of 128 queries each, with
+// a row a thread; warps 8-11 rescale O, and store it at the end; a thread of warp 12 issues all mma, and one of warp 13
+// the TMA loads; under a mask_mod each warp classifies the tiles for itself. Warp 14 zeroes the rows of V past the end
+// of a sequence. While the softmax of one tile runs, the tensor cores work for the other.
+#include "forward.cuh"
+
+// Tensor maps; the box of each is one panel of a tile.
+struct Maps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+#if TMA_STORE_O
+  TensorMap out;
+#endif
+};
+
+// The role of the loads. L2 policy: Q is read once, K and V by every tile of queries.
+__device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers) {
+  Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
+  for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
+    const Sequence sequence = scheduler.sequence;
+    int q_start = scheduler.tile * BLOCK_Q, batch = PACKED ? 0 : sequence.batch, kv_head = scheduler.head / p.group;
+    Band band(p, sequence);
+    bool first = true;
+    for (BlockKvTiles kv_tiles(band, scheduler.head, q_start); kv_tiles.valid(); kv_tiles.next(), first = false) {
+      if (!issues_loads()) continue;
+      Box keys = sequence.key_box(kv_tiles.start);
+      barriers.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+#pragma unroll
+      for (int t = 0; first && t < TILES; ++t)
+        Q[t].load(maps.q, sequence.q_start + q_start + t * ROWS, scheduler.head, batch, EVICT_FIRST);
+      barriers.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+    }
+  }
+  if (!issues_loads()) return;
+  barriers.K.drain(), barriers.V.drain();  // @drain
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) Q[t].drain();
+}
+
+// True if rows of this tile of V are past the end of the sequence.
+__device__ bool clears_V(const Sequence& sequence, int kv_start) {
+  return CLEARS_V && kv_start + BLOCK_KV > sequence.kv_len;  // @V-past-keys
+}
+
+// The role of the mma. S and PV of two tiles of queries alternate: behind PV of a tile follows its next S.
+__device__ void issue_products(const Params& p, Barriers barriers, unsigned int tmem) {
+  constexpr unsigned int QK = instruction_descriptor<element>(BLOCK_KV, K_MAJOR),
+                         PV = instruction_descriptor<element>(DIM_V, MN_MAJOR);  // @major-of-V
+  Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
+  Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
+  Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
+
+  auto issue_S = [&](int t) {
+    if (!issues_loads()) return;
+    unsigned long long q = tcgen05_descriptor(k_major_descriptor(recomputed(Q[t].tile()))),
+                       k = tcgen05_descriptor(k_major_descriptor(recomputed(barriers.K.tile())));
+    constexpr int NEXT_OF_Q = ROWS * PANEL_ROW >> 4, NEXT_OF_K = BLOCK_KV * PANEL_ROW >> 4;
+#pragma unroll
+    for (int n = 0; n < round_up(HEAD_DIM, 16) / 16; ++n)
+      tcgen05_mma(tmem + TensorMemory::S(t), q + n / 4 * NEXT_OF_Q + n % 4 * NEXT_16_COLUMNS,
+                  k + n / 4 * NEXT_OF_K + n % 4 * NEXT_16_COLUMNS, QK, n > 0);  // @mma-S
+    tcgen05_commit(barriers.S_ready(t).mbarrier);                               // @commit-S
+  };
+  // PV of the keys in [begin, end).
+  auto issue_PV = [&](int t, int begin, int end, bool adds) {
+    if (!issues_loads()) return;
+    unsigned long long v = tcgen05_descriptor(mn_major_descriptor(recomputed(barriers.V.tile()), BLOCK_KV * PANEL_ROW));
+#pragma unroll
+    for (int n = begin / 16; n < end / 16; ++n)
+      tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::S(t) + 8 * n, v + n * NEXT_16_ROWS, PV,
+                  adds || n > 0);  // @mma-PV
+  };
+
+  for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
+    const Sequence sequence = scheduler.sequence;
+    Band band(p, sequence);
+    BlockKvTiles kv_tiles(band, scheduler.head, scheduler.tile * BLOCK_Q);
+    if (!kv_tiles.valid()) continue;
+    auto is_last = [&] {
+      BlockKvTiles ahead = kv_tiles;
+      ahead.next();
+      return !ahead.valid();
+    };
+    bool ends = is_last();
+    barriers.K.wait();  // @wait-first-K
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      Q[t].wait();  // @wait-Q
+      issue_S(t);
+      if (ends) Q[t].release();  // @release-Q
+    }
+    barriers.K.release();
+    for (bool adds = false; kv_tiles.valid(); adds = true) {
+      bool clears = clears_V(sequence, kv_tiles.start), is_end = ends;
+      kv_tiles.next();
+      if (!is_end) ends = is_last();
+      barriers.V.wait();                      // @wait-V
+      if (clears) barriers.V_cleared.wait();  // @wait-cleared-V
+      if (!is_end) barriers.K.wait();         // @wait-K
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        P_ready[t].wait();  // @wait-P
+        issue_PV(t, 0, EARLY_KEYS, adds);
+        P_complete[t].wait();  // @wait-complete-P-stored
+        issue_PV(t, EARLY_KEYS, BLOCK_KV, true);
+        if (t == TILES - 1) barriers.V.release();
+        if (is_end) {
+          if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
+        } else {
+          issue_S(t);
+          if (ends) Q[t].release();  // @release-Q
+        }
+      }
+      if (!is_end) barriers.K.release();
+    }
+  }
+}
+
+// The role of the softmax of tile t: each thread has the scores of one query.
+__device__ void compute_softmax(const Params& p, Barriers barriers, float* factors, unsigned int tmem, int t) {
+  float scale_log2 = log2_scale_of(p);
+  int row = t * ROWS + threadIdx.x % ROWS;
+  unsigned int S_tmem = of_warp(tmem + TensorMemory::S(t));
+  Signal S_ready = barriers.S_ready(t), P_ready = barriers.P_ready(t), P_complete = barriers.P_complete(t);
+  Signal factor_ready = barriers.factor_ready(t), factor_read = barriers.factor_read(t);
+
+  auto send = [&](float factor) {
+    factor_read.wait();     // @wait-factor-read
+    factors[row] = factor;  // @send-factor
+    factor_ready.arrive();
+  };
+
+  for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
+    const Sequence sequence = scheduler.sequence;
+    int head = scheduler.head, q_start = scheduler.tile * BLOCK_Q, i = q_start + row;
+    Band band(p, sequence);
+    Score score(p, sequence, head);
+    Dropout dropout(p, sequence.batch, head);
+    Softmax2 softmax;
+    softmax.init();
+    Range queries = {q_start + t * ROWS, q_start + (t + 1) * ROWS};
+    for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
+      float S[BLOCK_KV];
+      bool masked = ALWAYS_MASKED || kv_tiles.masked();
+      S_ready.wait();  // @wait-S
+      if constexpr (STORES_S) {
+        float row_max = -infinity();
+#pragma unroll 1
+        for (int n = 0; n < BLOCK_KV; n += PART) {
+          float part[PART];
+          load(part, S_tmem + n);
+          if (masked)
+            modify<true>(part, score, band, i, kv_tiles.start + n);
+          else if constexpr (SCORE_MODIFIED)
+            modify<false>(part, score, band, i, kv_tiles.start + n);
+          row_max = max(row_max, max_of(part));
+          tmem_st(S_tmem + n, *(const unsigned int (*)[PART])part);
+        }
+        tmem_wait_st();  // @wait-stored-S
+        send(update_max(softmax, row_max, scale_log2));
+      } else {
+#pragma unroll
+        for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
+        tmem_wait_ld();  // @wait-loaded-S
+        fence_loaded(S);
+        if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-S
+        send(update_max(softmax, max_of(S), scale_log2));
+      }
+      RowSum sum(softmax.l);
+#pragma unroll(STORES_S ? 1 : BLOCK_KV / PART)
+      for (int n = 0; n < BLOCK_KV; n += PART) {
+        float (&part)[PART] = *(float (*)[PART])(S + (STORES_S ? 0 : n));
+        unsigned int P[PART / 2];
+        if constexpr (STORES_S) load(part, S_tmem + n);
+        exponentiate(part, sum, softmax, scale_log2);
+        if constexpr (DROPOUT) drop(part, dropout, i, kv_tiles.start + n);
+        round_row(P, part);
+        tmem_st(S_tmem + n / 2, P);
+        if (n + PART == EARLY_KEYS) {
+          tmem_wait_st();  // @wait-stored-P
+          P_ready.arrive();
+        }
+      }
+      softmax.l = sum.total();
+      tmem_wait_st();  // @wait-complete-P
+      P_complete.arrive();
+    }
+    send(finish(softmax, p, sequence, dropout, head, i));
+  }
+}
+
+// The role of the correction: rescales O of both tiles before PV is added, and stores it after the last.
+__device__ void correct(const Params& p, const Maps& maps, Barriers barriers, const float* factors, unsigned int tmem) {
+  int row = threadIdx.x % ROWS;
+  Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
+  Signal O_ready[2] = {barriers.O_ready(0), barriers.O_ready(TILES - 1)};
+  Signal factor_ready[2] = {barriers.factor_ready(0), barriers.factor_ready(TILES - 1)};
+  Signal factor_read[2] = {barriers.factor_read(0), barriers.factor_read(TILES - 1)};
+
+  auto receive = [&](int t) {
+    factor_ready[t].wait();  // @wait-factor
+    float factor = factors[t * ROWS + row];
+    factor_read[t].arrive();
+    return factor;
+  };
+
+  for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
+    const Sequence sequence = scheduler.sequence;
+    int q_start = scheduler.tile * BLOCK_Q;
+    Band band(p, sequence);
+    bool visited = false;
+    for (BlockKvTiles kv_tiles(band, scheduler.head, q_start); kv_tiles.valid(); kv_tiles.next(), visited = true)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        // The mma of S, for which the softmax has waited, ran behind PV of the previous keys: O is at rest.
+        float factor = receive(t);
+        // @rescales-O
+        if (visited && __any_sync(0xFFFFFFFF, factor != 1)) rescale_O(of_warp(tmem + TensorMemory::O(t)), factor);
+        P_ready[t].arrive();
+      }
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      float factor = receive(t);
+      if (visited) O_ready[t].wait();  // @wait-O
+      store_O(p, maps, barriers.smem + SharedMemory::O, sequence, scheduler.head, q_start + t * ROWS,
+              of_warp(tmem + TensorMemory::O(t)), factor, visited);
+    }
+  }
+  if constexpr (TMA_STORE_O) wait_for_stored_O();  // @wait-last-O
+}
+
+// The role of warp 14: zeroes rows of V that may hold another sequence's data.
+__device__ void clear_V(const Params& p, Barriers barriers) {
+  constexpr int CHUNKS = PANEL_ROW / 16;
+  const unsigned int zeros[4] = {};
+  for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
+    const Sequence sequence = scheduler.sequence;
+    Band band(p, sequence);
+    BlockKvTiles kv_tiles(band, scheduler.head, scheduler.tile * BLOCK_Q);
+    for (; kv_tiles.valid(); kv_tiles.next(), ++barriers.V.index) {
+      if (!clears_V(sequence, kv_tiles.start)) continue;
+      barriers.V.wait();
+      for (int n = (sequence.kv_len - kv_tiles.start) * CHUNKS + lane_id(); n < BLOCK_KV * CHUNKS; n += WARP)
+#pragma unroll
+        for (int panel = 0; panel < V_Ring::PANELS; ++panel)
+          st_shared_v4(barriers.V.tile() + panel * V_Ring::PANEL_BYTES + 16 * n, zeros);  // @clear-V
+      fence_proxy_async();                                                                // @fence-cleared-V
+      barriers.V_cleared.arrive();
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    forward(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Barriers barriers(smem_address(smem));
+  int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP, 0);
+  if (threadIdx.x == 0) {
+    barriers.init();
+    fence_mbarrier_init();  // @fence-mbarriers
+  }
+  if (warp == MMA_WARP) tmem_alloc(smem_address(smem) + SharedMemory::TENSOR_MEMORY_ADDRESS);
+  tcgen05_fence_before();
+  __syncthreads();  // @barrier-after-mbarriers
+  tcgen05_fence_after();
+  unsigned int tmem = *(volatile unsigned int*)(smem + SharedMemory::TENSOR_MEMORY_ADDRESS);
+  float* factors = (float*)(smem + SharedMemory::FACTORS);
+
+  if (warp < CORRECTION_WARP) {
+    setmaxnreg_inc<SOFTMAX_REGISTERS>();
+    int t = warp / SOFTMAX_WARPS;
+    if (t < TILES) compute_softmax(p, barriers, factors, tmem, t);
+  } else if (warp < MMA_WARP) {
+    setmaxnreg_dec<CORRECTION_REGISTERS>();
+    correct(p, maps, barriers, factors, tmem);
+  } else {
+    setmaxnreg_dec<ISSUING_REGISTERS>();
+    if (warp == MMA_WARP) {
+      if (MASK_MOD || elect_one()) issue_products(p, barriers, tmem);
+    } else if (warp == LOAD_WARP) {
+      if (MASK_MOD || elect_one()) load_tiles(p, maps, barriers);
+    } else if (CLEARS_V && warp == CLEAR_WARP) {
+      clear_V(p, barriers);
+    }
+    __syncwarp();
+  }
+  tcgen05_fence_before();
+  __syncthreads();                           // @end-of-roles
+  if (warp == MMA_WARP) tmem_dealloc(tmem);  // @free-tensor-memory
+}

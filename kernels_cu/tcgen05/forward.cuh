@@ -1,0 +1,223 @@
+// Parts of forward.cu:
+//
+//   SharedMemory    the layout of shared memory; TensorMemory: that of tensor memory
+//   Signal          an mbarrier between two roles; Ring: slots of tiles that TMA fills and tcgen05.mma read
+//   Barriers        the mbarriers and rings of a block, as one role sees them
+//   load            columns of tensor memory; rescale_O
+//   store_O         epilogue: O -> global memory
+#pragma once
+#include "../rows.cuh"
+#include "../walk.cuh"
+#include "../wgmma/tile_scheduler.cuh"
+
+constexpr int ROWS = TENSOR_MEMORY_ROWS;  // queries of a tile in tensor memory, one in each lane
+constexpr int TILES = BLOCK_Q / ROWS;     // a block computes two of them in turn, or one
+constexpr int DIM_V = round_up(HEAD_DIM_V, 16);
+
+// Threads of the roles, in this order: softmax of each tile, correction, and the warps that issue and clear.
+constexpr int SOFTMAX_WARPS = 4, CORRECTION_WARP = 8, MMA_WARP = 12, LOAD_WARP = 13, CLEAR_WARP = 14;
+constexpr int SOFTMAX_REGISTERS = 184, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 64;
+
+// The softmax stores P in parts of PART keys. PV of the first EARLY_KEYS is issued before the last part is stored.
+constexpr int PART = 32, EARLY_KEYS = BLOCK_KV - PART;
+
+// SCORE_MODIFIED: scores need a pass before the softmax in every tile; ALWAYS_MASKED: this pass has only the version
+// with masks (wgmma/forward.cuh). STORES_S: the pass stores them to tensor memory again, part by part, so that its code
+// and its registers are those of one part.
+constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
+constexpr bool STORES_S = SCORE_MODIFIED || MASK_MOD;
+// The rows of V past the end of a sequence may hold another sequence's data.
+constexpr bool CLEARS_V = PACKED || KV_LENGTHS;
+
+using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
+
+// First columns. P, two numbers a column, lies over the first half of its S: the softmax has read S before it stores P,
+// and S of the next keys is issued behind the PV that reads P.
+struct TensorMemory {
+  __device__ static constexpr int S(int t) { return t * BLOCK_KV; }  // @columns-of-S
+  __device__ static constexpr int O(int t) { return TILES * BLOCK_KV + t * DIM_V; }
+};
+static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit tensor memory");
+
+// Slots of K and of V: STAGES counts both.
+constexpr int K_STAGES = (STAGES + 1) / 2, V_STAGES = STAGES / 2;
+
+// Offsets in bytes.
+struct SharedMemory {
+  static constexpr int K_BYTES = tile_bytes(BLOCK_KV, HEAD_DIM), V_BYTES = tile_bytes(BLOCK_KV, HEAD_DIM_V);
+  static constexpr int Q = 0;                                  // TILES x [ROWS][HEAD_DIM]
+  static constexpr int K = Q + tile_bytes(BLOCK_Q, HEAD_DIM);  // K_STAGES x [BLOCK_KV][HEAD_DIM]
+  static constexpr int V = K + K_STAGES * K_BYTES;             // V_STAGES x [BLOCK_KV][HEAD_DIM_V]
+  static constexpr int O = V + V_STAGES * V_BYTES;             // TMA_STORE_O: [ROWS][HEAD_DIM_V]
+  static constexpr int FACTORS = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // [BLOCK_Q]
+  static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
+  static constexpr int K_MBARRIERS = Q_MBARRIERS + TILES * mbarrier_bytes(1);
+  static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(K_STAGES);
+  static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(V_STAGES);
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 6 * TILES);
+  static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
+};
+
+// An address that is computed at each use: the compiler would hold the descriptors of all steps in registers.
+__device__ inline unsigned int recomputed(unsigned int address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+// An mbarrier by which one role signals another. A role that waits before the other has signalled for the first time
+// passes `passes`.
+struct Signal {
+  unsigned int mbarrier;
+  unsigned int parity;
+
+  __device__ Signal(unsigned int mbarrier, bool passes = false) : mbarrier(mbarrier), parity(passes) {}
+  __device__ void wait() {
+    mbarrier_wait(mbarrier, parity);
+    parity ^= 1;  // @signal-parity
+    tcgen05_fence_after();
+  }
+  // Arrives once for a warp, after the accesses of all its lanes.
+  __device__ void arrive() const {
+    tcgen05_fence_before();
+    __syncwarp();  // @accesses-of-all-lanes
+    if (lane_id() == 0) mbarrier_arrive(mbarrier);
+  }
+};
+
+// Ring of tiles. A slot is empty once the mma that read it are complete.
+template <int SLOTS, int ROWS_OF_TILE, int DIM>
+struct Ring : TileRing<SLOTS, ROWS_OF_TILE, DIM> {
+  using TileRing<SLOTS, ROWS_OF_TILE, DIM>::TileRing;
+
+  __device__ void init() const {
+#pragma unroll
+    for (int n = 0; n < 2 * SLOTS; ++n) mbarrier_init(this->mbarriers + 8 * n, 1);
+  }
+  __device__ void wait() const {
+    TileRing<SLOTS, ROWS_OF_TILE, DIM>::wait();
+    tcgen05_fence_after();
+  }
+  __device__ void release() {
+    if (issues_loads()) tcgen05_commit(this->empty());  // @release-by-commit
+    ++this->index;
+  }
+  // Waits until all slots are empty, so that no mma signals an mbarrier of a block that has ended.
+  __device__ void drain() {
+#pragma unroll
+    for (int n = 0; n < SLOTS; ++n, ++this->index) this->acquire();
+  }
+};
+
+using Q_Ring = Ring<1, ROWS, HEAD_DIM>;
+using K_Ring = Ring<K_STAGES, BLOCK_KV, HEAD_DIM>;
+using V_Ring = Ring<V_STAGES, BLOCK_KV, HEAD_DIM_V>;
+
+struct Barriers {
+  unsigned int smem;
+  K_Ring K;
+  V_Ring V;
+  Signal V_cleared;  // the rows of V past the end of the sequence are zeros
+
+  __device__ Barriers(unsigned int smem)
+      : smem(smem),
+        K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
+        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS),
+        V_cleared(smem + SharedMemory::SIGNALS) {}
+  __device__ Q_Ring Q(int t) const {
+    return {smem + SharedMemory::Q + t * Q_Ring::TILE_BYTES, smem + SharedMemory::Q_MBARRIERS + t * mbarrier_bytes(1)};
+  }
+  __device__ unsigned int signal(int n, int t) const { return smem + SharedMemory::SIGNALS + 8 * (1 + n * TILES + t); }
+  __device__ Signal S_ready(int t) const { return signal(0, t); }       // q.k are in S; O has been added to
+  __device__ Signal P_ready(int t) const { return signal(1, t); }       // P of the early keys is stored, O is rescaled
+  __device__ Signal P_complete(int t) const { return signal(5, t); }    // all of P is stored
+  __device__ Signal O_ready(int t) const { return signal(2, t); }       // the last PV of a tile is complete
+  __device__ Signal factor_ready(int t) const { return signal(3, t); }  // the factors of O are in shared memory
+  __device__ Signal factor_read(int t) const { return {signal(4, t), true}; }
+
+  __device__ void init() const {
+    K.init(), V.init();
+    mbarrier_init(V_cleared.mbarrier, 1);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      Q(t).init();
+      mbarrier_init(S_ready(t).mbarrier, 1);
+      mbarrier_init(P_ready(t).mbarrier, 2 * SOFTMAX_WARPS);  // @arrivals-of-P
+      mbarrier_init(P_complete(t).mbarrier, SOFTMAX_WARPS);
+      mbarrier_init(O_ready(t).mbarrier, 1);
+      mbarrier_init(factor_ready(t).mbarrier, SOFTMAX_WARPS);
+      mbarrier_init(factor_read(t).mbarrier, SOFTMAX_WARPS);
+    }
+  }
+};
+
+// This warp's lanes of a column.
+__device__ inline unsigned int of_warp(unsigned int tmem) {
+  return tmem + (threadIdx.x / WARP % SOFTMAX_WARPS * WARP << 16);  // @lanes-of-warp
+}
+
+// O is loaded in parts of so many columns.
+constexpr int O_PART = DIM_V % 32 ? 16 : 32;
+
+template <int N>
+__device__ void load(float (&x)[N], unsigned int tmem) {
+  tmem_ld(x, tmem);
+  tmem_wait_ld();  // @wait-loaded
+  fence_loaded(x);
+}
+
+__device__ inline void rescale_O(unsigned int tmem, float factor) {
+#pragma unroll 1
+  for (int n = 0; n < DIM_V; n += O_PART) {
+    float O[O_PART];
+    unsigned int rescaled[O_PART];
+    load(O, tmem + n);
+#pragma unroll
+    for (int e = 0; e < O_PART; ++e) rescaled[e] = __float_as_uint(O[e] * factor);
+    tmem_st(tmem + n, rescaled);
+  }
+  tmem_wait_st();  // @wait-rescaled-O
+}
+
+// Waits until the TMA store of this warp has read shared memory.
+__device__ inline void wait_for_stored_O() {
+  if (lane_id() == 0) bulk_wait_group_read<0>();
+  __syncwarp();  // @waited-O-buffer
+}
+
+// Epilogue of a tile: this warp's 32 rows of O, normalised by each thread's `factor` and rounded; zeros if the block
+// has visited no keys. They go through shared memory, which all tiles use in turn; or, without TMA_STORE_O, each thread
+// stores its row.
+template <typename Maps>
+__device__ void store_O(const Params& p, const Maps& maps, unsigned int O_smem, const Sequence& sequence, int head,
+                        int q_start, unsigned int tmem, float factor, bool visited) {
+  int row = threadIdx.x % ROWS, i = q_start + row;
+  element* to = sequence.queries<element>(p.out, head) + (long long)i * p.out.row;
+  if constexpr (TMA_STORE_O) wait_for_stored_O();  // @wait-O-buffer
+#pragma unroll 1
+  for (int n = 0; n < DIM_V; n += O_PART) {
+    float O[O_PART] = {};
+    unsigned int rounded[O_PART / 2];
+    if (visited) load(O, tmem + n);
+#pragma unroll
+    for (int e = 0; e < O_PART; ++e) O[e] *= factor;
+    round_row(rounded, O);
+#pragma unroll
+    for (int e = 0; e < O_PART; e += 8) {
+      int chunk = (n + e) / 8;
+      if constexpr (TMA_STORE_O)
+        st_shared_v4(O_smem + swizzled_offset<ROWS>(row, chunk), *(unsigned int (*)[4])(rounded + e / 2));
+      else if (i < sequence.q_rows && n + e < HEAD_DIM_V)  // @rows-of-O
+        store_chunk<HEAD_DIM_V>(to, p.out, chunk, *(uint4*)(rounded + e / 2));
+    }
+  }
+#if TMA_STORE_O
+  fence_proxy_async();  // @fence-O
+  __syncwarp();         // @written-O
+  if (lane_id() == 0) {
+#pragma unroll
+    for (int n = 0; n < panels_of(HEAD_DIM_V); ++n)
+      tma_store(maps.out, O_smem + (n * ROWS + row) * PANEL_ROW, n * PANEL, i, head, sequence.batch);
+    bulk_commit_group();  // @commit-O-store
+  }
+#endif
+}

@@ -1,0 +1,278 @@
+"""The tcgen05 forward on the simulator: every option, head dimensions, tiles, orders of asynchronous work, planted bugs
+and refusals.
+"""
+
+import functools
+from itertools import cycle
+
+import numpy as np
+import pytest
+from cases import Case, Result, check, planned
+from mods import MASK_MODS, SCORE_MODS
+from planting import after, before, change, never, planted, skip
+from tiers import exhaustive, in_tiers
+from wgmma_cases import LONG, OPTIONS
+
+import cupy_flash
+from cupy_flash import device
+from cupy_flash.engines import tcgen05
+from cupy_flash.gpu import ahead, run_plan
+from cupy_flash.jit import nvrtc
+from cupy_flash.jit.source import assemble
+from cupy_flash.plan.refusals import engine_refusals
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import Options, UnsupportedError
+from cupy_flash.simulator import errors
+from cupy_flash.simulator.run import start
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+ONE, TWO = (tcgen05.Tile(block_q, block_kv=128, stages=4) for block_q in (128, 256))
+SINGLE = TWO._replace(stages=2)
+PLAIN = Case(**LONG)
+LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
+
+
+def forward(case, tile=TWO, blocks=None, start=start, arch="sm_100a"):
+    """Return (out, lse) of a case in a tile (None: the planned one), computed by so many blocks (None: as planned)."""
+    chosen, operands = planned(case, None, arch, tile, engine="tcgen05")
+    if blocks is not None:
+        (step,) = chosen.launches
+        chosen = chosen._replace(launches=(step._replace(grid=(blocks, 1, 1)),))
+    out, lse = (array.numpy() for array in run_plan.forward(chosen, operands, start))
+    return Result(out, lse, *[None] * 5)
+
+
+def check_forward(case, result=None):
+    check(case, forward(case) if result is None else result, only=("out", "lse"))
+
+
+BY_DEFAULT = (
+    "plain", "causal", "window", "softcap", "bias-hides", "dropout", "all", "lengths-zero", "packed-causal",
+    "bfloat16",
+)  # fmt: skip
+ROWS = dict(zip(OPTIONS, zip(OPTIONS.values(), cycle([ONE, TWO])), strict=True))
+
+
+@pytest.mark.parametrize("row", in_tiers(ROWS, BY_DEFAULT))
+def test_option(row):
+    options, tile = row
+    case = Case(**LONG | options)
+    check_forward(case, forward(case, tile))
+
+
+@pytest.mark.parametrize("tile", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.exhaustive
+def test_option_in_both_tiles(options, tile):
+    """A single block computes all tiles, so that every slot and every column of tensor memory is used again."""
+    case = Case(**LONG | options)
+    check_forward(case, forward(case, tile, blocks=1))
+
+
+MODS = {name: dict(score_mod=name) for name in SCORE_MODS} | {f"mask-{name}": dict(mask_mod=name) for name in MASK_MODS}
+MODS |= {
+    "both": dict(score_mod="relative", mask_mod="gaps"),
+    "both-packed": dict(mask_mod="document", score_mod="key-bias", causal=True)
+    | dict(batch=3, q_lengths=(31, 150, 0), kv_lengths=(100, 210, 7), packed=True),
+}
+
+
+@pytest.mark.parametrize("options", in_tiers(MODS, ["both"]))
+def test_mods(options):
+    """Every warp classifies the tiles for itself, and all of them must visit the same ones."""
+    case = Case(**LONG | options)
+    check_forward(case, forward(case, blocks=1))
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        ((128, 128), "bfloat16"),
+        exhaustive((128, 128), "float16"),
+        exhaustive((192, 128), "bfloat16"),
+        exhaustive((96, 96), "bfloat16"),
+        exhaustive((72, 112), "float16"),
+        exhaustive((128, 16), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_planned_tile(dims, dtype):
+    """The planned tile of a head dimension; the last tile of queries and of keys is partial."""
+    case = Case(**LONG | dict(heads=1, kv_len=290, head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, causal=True))
+    check_forward(case, forward(case, tile=None))
+
+
+@pytest.mark.parametrize("case", [PLAIN, exhaustive(LENGTHS)], ids=["plain", "lengths"])
+def test_every_order_gives_the_same_bits(case):
+    """Copies and mma complete early, late or at random; the grid has one block, two, or a block per tile."""
+    results = [
+        forward(case, tile, blocks, functools.partial(start, order=order, seed=seed))
+        for order, seed, tile, blocks in (
+            ("early", 0, TWO, None), ("late", 0, SINGLE, 1), ("random", 1, ONE, 2), ("random", 2, TWO, 1),
+        )
+    ]  # fmt: skip
+    check_forward(case, results[0])
+    for result in results[1:]:
+        assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
+
+
+def test_a_call_by_name():
+    """Only a call that names the engine gets it, and its backward is refused."""
+    call = Case(**LONG | dict(q_len=20, kv_len=30)).call()
+    arrays, how = (call.q, call.k, call.v), dict(backend="simulator:sm_100a", engine="tcgen05")
+    out, lse = cupy_flash.attention(*arrays, return_lse=True, **how)
+    expected = cupy_flash.attention(*arrays, backend="cpu")
+    assert np.abs(out.astype(np.float32) - expected.astype(np.float32)).max() < 2e-3
+    told = " ".join(cupy_flash.explain(*arrays, backend="simulator:sm_100a").split())
+    assert "engine mma" in told and 'runs only on request: engine="tcgen05"' in told
+    with pytest.raises(UnsupportedError, match="tcgen05: it computes no gradients"):
+        cupy_flash.attention_backward(out, *arrays, out, lse, **how)
+
+
+def test_bytes_conflicts_and_clocks(watch):
+    """A block loads its keys once for both tiles of queries; there are no bank conflicts."""
+    case = Case(**LONG | dict(q_len=256, kv_len=256, heads=1))
+    forward(case, start=watch.start)
+    count, row = watch.counters["forward"], 2 * case.head_dim
+    assert count.global_bytes_read == case.q_len * row + 2 * case.kv_len * row
+    assert count.global_bytes_written == case.q_len * (row + 4)
+    assert count.bank_conflicts == 0
+    # Per tile of 128 x 128 scores four mma of 128 columns and eight of 64, two columns a clock.
+    assert count.mma_clocks == 4 * (4 * 64 + 8 * 32)
+
+
+FIRST_TILE = change("columns-of-S", "t * BLOCK_KV", "0 * t")
+RELEASED_BY_HAND = change("release-by-commit", "tcgen05_commit(", "mbarrier_arrive(")
+ORDERING = (errors.Race, errors.PendingCopy, errors.PendingRegister, errors.MissingFence, errors.Deadlock)
+# name -> (bug, errors)
+PLANTED = {
+    "no wait for the first K": (skip("wait-first-K"), errors.PendingCopy),
+    "no wait for K": (skip("wait-K"), errors.PendingCopy),
+    "no wait for Q": (skip("wait-Q"), (errors.PendingCopy, errors.Uninitialised)),
+    "no wait for V": (skip("wait-V"), (errors.PendingCopy, errors.Uninitialised)),
+    "no wait for S": (skip("wait-S"), (*ORDERING, errors.Uninitialised)),
+    "no wait for P": (skip("wait-P"), ORDERING),
+    "no wait for the last part of P": (skip("wait-complete-P-stored"), ORDERING),
+    "no wait for O": (skip("wait-O"), (*ORDERING, errors.Uninitialised)),
+    "no wait for a factor": (skip("wait-factor"), (*ORDERING, errors.Uninitialised)),
+    "a factor overwritten": (skip("wait-factor-read"), ORDERING),
+    "P in flight": (skip("wait-stored-P"), ORDERING),
+    "the last part of P in flight": (skip("wait-complete-P"), errors.PendingRegister),
+    "S in flight": (skip("wait-loaded-S"), errors.PendingRegister),
+    "no fences before": (skip("fence-before-sync"), errors.MissingFence),
+    "no fences after": (skip("fence-after-sync"), errors.MissingFence),
+    "an arrival before all lanes": (skip("accesses-of-all-lanes"), ORDERING),
+    "no fence of the mbarriers": (skip("fence-mbarriers"), errors.MissingFence),
+    "no barrier after the mbarriers": (skip("barrier-after-mbarriers"), (errors.Race, errors.Uninitialised)),
+    "tensor memory kept": (skip("free-tensor-memory"), errors.SimulationError),
+    "tensor memory freed early": (skip("end-of-roles"), errors.SimulationError),
+    "lanes of another warp": (change("lanes-of-warp", "% SOFTMAX_WARPS", "/ 2 % SOFTMAX_WARPS"), errors.OutOfBounds),
+    "no fence before O is stored": (skip("fence-O"), errors.MissingFence),
+    "O stored before every lane has written": (skip("written-O"), errors.Race),
+    "O over the last one": (skip("wait-O-buffer"), (errors.PendingCopy, errors.Race)),
+    "one lane waits for O alone": (skip("waited-O-buffer"), (errors.PendingCopy, errors.Race)),
+    "both S in the same columns": (FIRST_TILE, ORDERING),
+    "Hopper's descriptor": (change("tcgen05-version", "46", "45"), errors.BadDescriptor),
+    "V not transposed": (change("major-of-V", "MN_MAJOR", "K_MAJOR"), (AssertionError, errors.SimulationError)),
+    "half of the rows": (change("instruction-descriptor", "128u", "64u"), (AssertionError, errors.SimulationError)),
+    "columns of Q and K": (change("mma-S", "NEXT_OF_K + n % 4", "NEXT_OF_K + (n + 1) % 4"), AssertionError),
+    "columns of P": (change("mma-PV", "8 * n", "8 * (n ^ 1)"), AssertionError),
+    "O not begun": (change("mma-PV", "adds || n > 0", "true"), errors.Uninitialised),
+    "slots released by hand": (RELEASED_BY_HAND, ORDERING),
+    "correction not waited for": (change("arrivals-of-P", "2 *", ""), (*ORDERING, errors.BarrierMisuse)),
+    "phases": (skip("signal-parity"), (*ORDERING, errors.Deadlock, errors.BarrierMisuse)),
+    "Q released early": (after("wait-Q", "Q[t].release();"), (*ORDERING, errors.BarrierMisuse, errors.Deadlock)),
+    "Q kept": (skip("release-Q"), errors.Deadlock),
+    "no S": (skip("commit-S"), errors.Deadlock),
+    "past the keys": (never("mask-S"), AssertionError),
+    "visible keys": (change("visible-bits", "keys.end -", "keys.end - 1 -"), AssertionError),
+}  # fmt: skip
+# name -> (bug, errors), with row maxima that grow from step to step
+PLANTED_IN_RESCALING = {
+    "O in flight": (skip("wait-loaded"), errors.PendingRegister),
+    "rescaled O in flight": (skip("wait-rescaled-O"), errors.PendingRegister),
+    "no rescaling": (never("rescales-O"), AssertionError),
+    "the row max kept": (before("update-row-max", "if (softmax.m > -infinity()) return 1;"), AssertionError),
+}
+# name -> (bug, errors), with lengths
+PLANTED_IN_LENGTHS = {
+    "rows of V not cleared": (change("V-past-keys", "CLEARS_V", "false"), AssertionError),
+    "the wrong rows cleared": (skip("clear-V"), AssertionError),
+    "no fence after rows are cleared": (skip("fence-cleared-V"), errors.MissingFence),
+    "cleared rows not waited for": (skip("wait-cleared-V"), (*ORDERING, AssertionError)),
+}
+DROPPED = Case(**LONG | dict(heads=1, dropout=0.3))
+PLANTED_IN_DROPOUT = {
+    "words of another lane": (change("words-of-other-lane", "8", "4"), AssertionError),
+    "the call of a lane": (change("call-of-lane", "2 : 0", "0 : 2"), AssertionError),
+}
+BUGS = {
+    name: (case, *bug)
+    for case, bugs in (
+        (PLAIN, PLANTED),
+        (Case(**LONG | dict(scores="falling")), PLANTED_IN_RESCALING),
+        (LENGTHS, PLANTED_IN_LENGTHS),
+        (DROPPED, PLANTED_IN_DROPOUT),
+        (
+            Case(**LONG | dict(batch=2, q_lengths=(60, 61), kv_lengths=(100, 30), packed=True)),
+            {"rows of the next sequence": (never("rows-of-O"), AssertionError)},
+        ),
+    )
+    for name, bug in bugs.items()
+}
+FOUND_BY_DEFAULT = (
+    "no wait for S", "no wait for P", "P in flight", "no fences after", "correction not waited for", "phases",
+    "cleared rows not waited for", "words of another lane",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", in_tiers(BUGS, FOUND_BY_DEFAULT))
+def test_planted_bug_is_found(row, monkeypatch):
+    """A single block with one slot for K and one for V computes all tiles, so that every slot is used again."""
+    case, bug, error = row
+    with planted(monkeypatch, bug), pytest.raises(error):
+        check_forward(case, forward(case, SINGLE, blocks=1))
+
+
+BLACKWELL = device.named("sm_100a", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        (dict(head_dim=128), "sm_100a"),
+        exhaustive(dict(head_dim=128), "sm_103a"),
+        exhaustive(dict(head_dim=64, causal=True, packed=True), "sm_100a"),
+        exhaustive(dict(head_dim=64, causal=True, dropout=0.1, softcap=30.0), "sm_100a"),
+    ],
+    ids=str,
+)
+def test_kernels_compile_without_spills(words, target):
+    (problem,) = ahead.problems(**dict(dtype="bfloat16", engine="tcgen05", backward=False) | words)
+    for tile in tcgen05.tiles(problem, BLACKWELL):
+        (step,) = tcgen05.launches(problem, BLACKWELL, tile)
+        result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, target)
+        took = result.resources[step.function]
+        assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), tile
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        pytest.param(dict(arch="sm_90a"), "sm_90a lacks the instructions of sm_100a, sm_103a", id="arch"),
+        pytest.param(dict(arch="sm_120"), "sm_120 lacks", id="consumer"),
+        pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
+        pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
+        pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
+        pytest.param(dict(head_dim_v=136), "head dimension 136 of v is larger than 128", id="head-dimension"),
+        pytest.param(dict(backward=True), "no gradients", id="backward"),
+    ],
+)
+def test_refusal(how, words):
+    call = Case(**LONG).call()
+    problem, _ = pose("case", (call.q, call.k, call.v), Options(**call.options), call.packed)
+    how, arch = {name: x for name, x in how.items() if name != "arch"}, how.get("arch", "sm_100a")
+    assert engine_refusals("tcgen05", problem, device.named("sm_100a")) == []
+    (reason,) = engine_refusals("tcgen05", problem._replace(**how), device.named(arch))
+    assert words in reason

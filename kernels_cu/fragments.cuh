@@ -147,7 +147,7 @@ __device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M]
   bool any = false;
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) any |= !(largest[n / 2][n % 2] < statistics[n / 2][n % 2].top);
-  if (!__any_sync(0xFFFFFFFF, any)) return;  // @skip-scan
+  if (!__any_sync(0xFFFFFFFF, any)) return;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -158,7 +158,7 @@ __device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M]
       if (found > row.top || (found != found && row.top == row.top)) row.top = found, row.key = RowStatistics::NO_KEY;
       // A comparison with NaN is false, so NaNs are found by the other loop.
       bool has_nan = largest[m][half] != largest[m][half];
-      if (has_nan || largest[m][half] == row.top) {  // @only-largest
+      if (has_nan || largest[m][half] == row.top) {
         int column = 0;
 #pragma unroll
         for (int n = N - 1; n >= 0; --n)

@@ -28,7 +28,7 @@ __device__ void modify(float (&S)[N], const Score& score, const Band& band, int 
     int j = kv_start + n;
     unsigned int visible = bits_of({keys.begin - (j - n % 32), keys.end - (j - n % 32)});  // @visible-bits
     bool seen = !MASKED || visible >> n % 32 & 1;
-    Position key_in_bounds(band.key(j), 0, n);  // @key-of-row-in-bounds
+    Position key_in_bounds(band.key(j), 0, n);
     if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
     if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
     float derivative;

@@ -36,7 +36,7 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
     }
   }
   if (!issues_loads()) return;
-  barriers.K.drain(), barriers.V.drain();  // @drain
+  barriers.K.drain(), barriers.V.drain();
 #pragma unroll
   for (int t = 0; t < TILES; ++t) Q[t].drain();
 }
@@ -146,7 +146,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
       float S[BLOCK_KV];
       bool masked = ALWAYS_MASKED || kv_tiles.masked();
-      S_ready.wait();  // @wait-S
+      S_ready.wait();  // @wait-S-ready
       if constexpr (STORES_S) {
         float row_max = -infinity();
 #pragma unroll 1
@@ -167,7 +167,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
         for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
         tmem_wait_ld();  // @wait-loaded-S
         fence_loaded(S);
-        if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-S
+        if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-row
         send(update_max(softmax, max_of(S), scale_log2));
       }
       RowSum sum(softmax.l);
@@ -225,7 +225,7 @@ __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, co
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       float factor = receive(t);
-      if (visited) O_ready[t].wait();  // @wait-O
+      if (visited) O_ready[t].wait();  // @wait-O-ready
       store_O(p, maps, barriers.smem + SharedMemory::O, sequence, scheduler.head, q_start + t * ROWS,
               of_warp(tmem + TensorMemory::O(t)), factor, visited);
     }

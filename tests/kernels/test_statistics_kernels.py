@@ -128,13 +128,15 @@ BUGS = {
     "tie-order-of-lanes": ("mma", change("ties", "s == top && lower", "s == top && !lower"), "argmax"),
     "tie-order-of-tiles": ("simt", change("ties-descending", "s >= top", "s > top"), "argmax"),
     "sink-left-out": ("mma", skip("join-sink"), "entropy"),
+    "hidden-terms": ("mma", change("hidden-term", "max(exponent, (real)-1e30f)", "exponent"), "entropy"),
 }
 
 
 @pytest.mark.parametrize("name", in_tiers({x: x for x in BUGS}, ["w-not-shifted"]))
 def test_planted_bugs_are_found(name, monkeypatch):
     engine, bug, statistic = BUGS[name]
-    case = case_of(engine, scores="falling" if name.startswith("w-") else "signs", sink=True)
+    scores = "falling" if name.startswith("w-") else "signs"
+    case = case_of(engine, scores=scores, sink=True, causal=name == "hidden-terms")
     call = case.call()
     expected = getattr(statistics_of(call), statistic)
     np.testing.assert_allclose(run(engine, case, call)[statistic], expected, rtol=1e-4, atol=1e-5)

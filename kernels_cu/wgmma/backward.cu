@@ -37,12 +37,18 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       unsigned int dS_smem = rings.dS + dS_index % 2 * (SharedMemory::dS_BYTES + SharedMemory::P_BYTES);  // @dS-buffer
       unsigned int P_smem = dS_smem + SharedMemory::dS_BYTES;
       ++dS_index;
-      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-rows-Q-dO
       const float* lse2 = rings.row_numbers(smem);
-      clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
+      rings.Q.wait();  // @wait-Q
+      if (has_unwanted_rows(q_tiles)) {
+        rings.rows.wait(), rings.dO.wait();  // @wait-rows-dO-to-clear
+        clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
+      }
 
       float S_rmem[1][N][4], dP_rmem[1][N][4], dQ_rmem[1][N_Q][4];
-      issue_S_dP(S_rmem, dP_rmem, K_smem, V_smem, Q_smem, dO_smem, consumer);
+      issue_S(S_rmem, dP_rmem, K_smem, Q_smem, consumer);
+      rings.dO.wait();  // @wait-dO
+      issue_dP(dP_rmem, V_smem, dO_smem, consumer);
+      rings.rows.wait();  // @wait-rows
       wait_S(S_rmem);
       Rows rows = {lse2 + consumer.queries, lse2 + BLOCK_Q + consumer.queries};
       bool masked = q_tiles.masked(consumer.queries, QUERIES);  // @backward.mask-S

@@ -350,6 +350,16 @@ __device__ void clear_keys(const Sequence& sequence, int kv_start, unsigned int 
     }
 }
 
+// Whether rows of Q and dO of the current tile may belong to another sequence or see no key. Rows that no key of the
+// block sees by position lie outside of the walk's visible queries; other options may hide all keys of any row.
+template <typename Tiles>
+__device__ bool has_unwanted_rows(const Tiles& tiles) {
+  if constexpr (DENSE_MASK || BIAS || MODS)
+    return true;
+  else
+    return tiles.start < tiles.visible.begin || tiles.start + BLOCK_Q > tiles.visible.end;
+}
+
 // Zeroes the rows of Q and dO for which wanted(row) is false. Their probabilities are 0, which does not cancel a NaN or
 // an infinity.
 template <typename Wanted>
@@ -365,15 +375,17 @@ __device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int d
 }
 
 // The asynchronous steps of the mainloop: each issues wgmma groups, or waits for the oldest ones in flight.
-__device__ void issue_S_dP(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned int K_smem, unsigned int V_smem,
-                           unsigned int Q_smem, unsigned int dO_smem, const Consumer& consumer) {
-  int keys = consumer.keys * PANEL_ROW, queries = consumer.queries * PANEL_ROW;
+__device__ void issue_S(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned int K_smem, unsigned int Q_smem,
+                        const Consumer& consumer) {
   fence_operand(S), fence_operand(dP);
   wgmma_fence();  // @fence-S
-  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S, opaque(k_major_descriptor(K_smem + keys)),
-                                      opaque(k_major_descriptor(Q_smem + queries)));  // @K-rows-of-consumer
-  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + keys)),
-                                        opaque(k_major_descriptor(dO_smem + queries)));
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(
+      S, opaque(k_major_descriptor(K_smem + consumer.keys * PANEL_ROW)),
+      opaque(k_major_descriptor(Q_smem + consumer.queries * PANEL_ROW)));  // @K-rows-of-consumer
+}
+__device__ void issue_dP(float (&dP)[1][N][4], unsigned int V_smem, unsigned int dO_smem, const Consumer& consumer) {
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + consumer.keys * PANEL_ROW)),
+                                        opaque(k_major_descriptor(dO_smem + consumer.queries * PANEL_ROW)));
 }
 __device__ void wait_S(float (&S)[1][N][4]) {
   wgmma_wait_group<1>();  // @backward.wait-S

@@ -45,7 +45,7 @@ __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, cons
       }
 
       float S_rmem[1][N][4], dP_rmem[1][N][4], dQ_rmem[1][N_Q][4];
-      issue_S(S_rmem, dP_rmem, K_smem, Q_smem, consumer);
+      issue_S(S_rmem, K_smem, Q_smem, consumer);
       rings.dO.wait();  // @wait-dO
       issue_dP(dP_rmem, V_smem, dO_smem, consumer);
       rings.rows.wait();  // @wait-rows

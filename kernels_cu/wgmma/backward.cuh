@@ -375,15 +375,16 @@ __device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int d
 }
 
 // The asynchronous steps of the mainloop: each issues wgmma groups, or waits for the oldest ones in flight.
-__device__ void issue_S(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned int K_smem, unsigned int Q_smem,
-                        const Consumer& consumer) {
-  fence_operand(S), fence_operand(dP);
+__device__ void issue_S(float (&S)[1][N][4], unsigned int K_smem, unsigned int Q_smem, const Consumer& consumer) {
+  fence_operand(S);
   wgmma_fence();  // @fence-S
   scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(
       S, opaque(k_major_descriptor(K_smem + consumer.keys * PANEL_ROW)),
       opaque(k_major_descriptor(Q_smem + consumer.queries * PANEL_ROW)));  // @K-rows-of-consumer
 }
 __device__ void issue_dP(float (&dP)[1][N][4], unsigned int V_smem, unsigned int dO_smem, const Consumer& consumer) {
+  fence_operand(dP);
+  wgmma_fence();  // @fence-dP
   scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + consumer.keys * PANEL_ROW)),
                                         opaque(k_major_descriptor(dO_smem + consumer.queries * PANEL_ROW)));
 }

@@ -273,7 +273,8 @@ struct UnfinishedTile {
 
   __device__ UnfinishedTile(const decltype(Rings::Q)& ring) : ring(ring) {}
   __device__ bool exists() const { return dS_smem > 0; }
-  // Issues dK += dS^T Q. Without a tile the group is empty, so that waits count the same groups in all steps.
+  // Issues dK += dS^T Q. Without a tile the group is empty, so that waits count the same groups in all steps. Both
+  // branches have all statements of a group, because otherwise ptxas adds the missing ones behind the branch.
   template <typename Share, int N_K>
   __device__ void issue_dK(float (&dK)[1][N_K][4], const Share& share, const Consumer& consumer) const {
     if (exists()) {
@@ -282,7 +283,8 @@ struct UnfinishedTile {
       accumulate_stored(dK, dS_smem, share.template panel<BLOCK_Q>(Q_smem, share.K), consumer);
       wgmma_commit_group();
     } else {
-      wgmma_commit_group();  // the same statement, because after the branch ptxas adds a wgmma to the group
+      wgmma_fence();
+      wgmma_commit_group();
     }
   }
   __device__ void release_Q() {

@@ -209,9 +209,10 @@ constexpr int RECORD = 2 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16
 using RowRing = SlotRing<2, ROW_SLOT_BYTES, WARP>;
 
 // A step leaves its tile unfinished: the next one computes its dK, from dS in shared memory, under the softmax. S of
-// the next tile is computed under the addition to dQ, whose registers are then beside those of S: too many if consumers
-// share keys, because these have large head dimensions.
-constexpr bool DEFERRED = SHARES == 1;
+// the next tile is computed under the addition to dQ, whose registers are then beside those of S. That needs registers,
+// which consumers that share keys do not have, because their head dimensions are large, and shared memory for 128
+// queries takes longer than is gained.
+constexpr bool DEFERRED = SHARES == 1 && BLOCK_Q == 64;
 constexpr int Q_SLOTS = STAGES + DEFERRED;  // an unfinished tile keeps its slot of Q for longer
 
 // Offsets in bytes. dK and dV are staged in the memory of K and V.

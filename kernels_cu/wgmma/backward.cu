@@ -52,7 +52,7 @@ __device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1
                                q_start + consumer.queries, kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
     __syncwarp();  // @read-rows: all lanes have read lse2 and delta, not only the lane that arrives
     rings.rows.release();
-    if constexpr (DEFERRED) wait_dK(dK_rmem), before.release_Q();
+    if constexpr (DEFERRED) wait_dK(dK_rmem), before.release_Q();  // @deferred.release-Q
 
     LeftOperand P(S_rmem, P_smem, consumer), dS(dP_rmem, dS_smem, consumer);
     dS.store();  // dQ needs dS of all consumers
@@ -74,12 +74,12 @@ __device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1
       if (q_tiles.valid()) wait_Q(q_tiles, rings, smem), Q_smem = rings.Q.tile();
       issue_S(S_rmem, K_smem, Q_smem, consumer);
     }
-    wait_dQ(dQ_rmem);  // @wait-dQ
+    wait_dQ(dQ_rmem);
     add_dQ_in_turn(p, rings, sequence, dQ_rmem, head, q_start, consumer, 8 * share.Q, dQ_smem);
     if constexpr (DEFERRED) {
       wait_S<0>(S_rmem);  // @deferred.wait-S
     } else {
-      wait_dK(dK_rmem), dS.fence();  // @wait-dK
+      wait_dK(dK_rmem), dS.fence();  // @wait-dK-of-tile
       rings.Q.release();             // @release-Q
       q_tiles.next();
       if (q_tiles.valid()) wait_Q(q_tiles, rings, smem);

@@ -9,7 +9,8 @@
 //   take_turns        deterministic: waits for this block's turn at every tile of dQ, and passes it on
 //   clear_keys        zeroes rows of K and V that belong to another sequence; clear_queries: rows of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
-//   issue_S_dP ..     the asynchronous steps of the mainloop
+//   UnfinishedTile    DEFERRED: the tile whose dK the next step computes
+//   issue_S ..        the asynchronous steps of the mainloop
 //   add_dQ            the block's part of dQ -> workspace
 //   store_dK_dV       epilogue: dK and dV -> the shared memory of K and V -> global memory
 #pragma once
@@ -273,7 +274,7 @@ struct UnfinishedTile {
   unsigned int dS_smem = 0;
 
   __device__ UnfinishedTile(const decltype(Rings::Q)& ring) : ring(ring) {}
-  __device__ bool exists() const { return dS_smem > 0; }
+  __device__ bool exists() const { return dS_smem > 0; }  // @no-tile-before
   // Issues dK += dS^T Q. Without a tile the group is empty, so that waits count the same groups in all steps. Both
   // branches have all statements of a group, because otherwise ptxas adds the missing ones behind the branch.
   template <typename Share, int N_K>
@@ -289,7 +290,7 @@ struct UnfinishedTile {
     }
   }
   __device__ void release_Q() {
-    if (exists()) ring.release();  // @deferred.release-Q
+    if (exists()) ring.release();
   }
 };
 
@@ -475,12 +476,12 @@ __device__ void wait_dV(float (&dV)[1][N_V][4], LeftOperand& P) {
 }
 template <int N_Q>
 __device__ void wait_dQ(float (&dQ)[1][N_Q][4]) {
-  wgmma_wait_group<1>();
+  wgmma_wait_group<1>();  // @wait-dQ
   fence_operand(dQ);
 }
 template <int N_K>
 __device__ void wait_dK(float (&dK)[1][N_K][4]) {
-  wgmma_wait_group<0>();
+  wgmma_wait_group<0>();  // @wait-dK
   fence_operand(dK);
 }
 

@@ -281,7 +281,7 @@ struct UnfinishedTile {
   __device__ void issue_dK(float (&dK)[1][N_K][4], const Share& share, const Consumer& consumer) const {
     if (exists()) {
       fence_operand(dK);
-      wgmma_fence();  // @fence-dK
+      wgmma_fence();
       accumulate_stored(dK, dS_smem, share.template panel<BLOCK_Q>(Q_smem, share.K), consumer);
       wgmma_commit_group();
     } else {

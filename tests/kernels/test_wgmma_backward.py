@@ -318,7 +318,6 @@ PLANTED = {
         change("no-tile-before", "dS_smem > 0", "true"),
         (errors.SimulationError, AssertionError),
     ),
-    "dK of the tile before not fenced": ("full", skip("fence-dK"), errors.MissingFence),
     "one place for dS": ("keys", change("dS-buffer", "dS_index % 2", "0"), errors.PendingCopy),
     "one place for P": ("shared keys", change("dS-buffer", "dS_index % 2", "0"), errors.PendingCopy),
     "P not shared": (

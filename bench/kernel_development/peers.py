@@ -43,7 +43,7 @@ def theirs(folder: Path) -> dict[str, bytes]:
 def table(cubins: dict[str, bytes]) -> Table:
     """Return the table of the steady mainloops; kernels without matrix instructions or exponentials are left out."""
     rows = [[name, *counters(code)] for name, code in cubins.items() if sass.has_mainloop(code)]
-    return Table("SASS of a steady mainloop step, per thread; clocks of two consumer warpgroups", COLUMNS, rows)
+    return Table("SASS of a steady mainloop step, per thread; clocks of two consumer warpgroups", list(COLUMNS), rows)
 
 
 def counters(cubin: bytes) -> list[str]:

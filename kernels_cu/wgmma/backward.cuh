@@ -419,7 +419,7 @@ __device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int d
 // Waits for Q of the current tile, and clears its rows if need be.
 template <typename Tiles>
 __device__ void wait_Q(const Tiles& tiles, const Rings& rings, unsigned char* smem) {
-  rings.Q.wait();  // @wait-Q
+  rings.Q.wait();  // @backward.wait-Q
   if (has_unwanted_rows(tiles)) {
     rings.rows.wait(), rings.dO.wait();  // @wait-rows-dO-to-clear
     const float* lse2 = rings.row_numbers(smem);

@@ -278,7 +278,7 @@ FULL = Case(**LONG | dict(q_len=128, kv_len=128, heads=1))
 PLANTED = {
     "no wait for K": ("keys", change("wait-K-V", "rings.K.wait(),", ""), errors.PendingCopy),
     "no wait for V": ("keys", change("wait-K-V", ", rings.V.wait()", ""), errors.PendingCopy),
-    "no wait for Q": ("keys", skip("wait-Q"), errors.PendingCopy),
+    "no wait for Q": ("keys", skip("backward.wait-Q"), errors.PendingCopy),
     "no wait for dO": ("full", skip("wait-dO"), errors.PendingCopy),
     "no wait for dO before its rows are cleared": (
         "shared keys",

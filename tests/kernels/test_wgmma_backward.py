@@ -307,11 +307,6 @@ PLANTED = {
         change("wait-dV", "1 : 2", "2 : 2"),
         (errors.PendingCopy, errors.PendingRegister),
     ),
-    "dO released before dV": (
-        "shared keys",
-        change("wait-dV", "1 : 2", "1 : 3"),
-        (errors.PendingCopy, errors.PendingRegister),
-    ),
     "dK not waited for": ("full", change("wait-dK", "<0>", "<1>"), errors.PendingRegister),
     "dK of no tile": (
         "full",

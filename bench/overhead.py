@@ -45,6 +45,7 @@ def measure(frameworks: tuple[str, ...]) -> dict[str, Section]:
             calls[framework] = _calls(framework, grad=False)
             if framework.startswith("torch"):
                 calls[f"{framework}, autograd"] = _calls(framework, grad=True)
+            calls[f"{framework}, score_mod"] = _calls(framework, grad=False, score_mod=_distance_bias(framework))
             if framework != "numpy":
                 calls[f"{framework}, decode step"] = _decode_steps(framework)
     return {"calls": calls, "steps": steps}
@@ -106,9 +107,15 @@ def _options(framework: str) -> dict[str, Any]:
     return dict(causal=True, engine="wgmma", backend=None if on_gpu else "simulator:sm_90a")
 
 
-def _calls(framework: str, grad: bool) -> dict[str, float]:
+def _distance_bias(framework: str) -> Callable[..., Any]:
+    """Return a score_mod that adds an element of a table that it captures."""
+    table = _zeros(framework, (HEADS, 2 * LENGTH), "float32")
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx]
+
+
+def _calls(framework: str, grad: bool, **more: Any) -> dict[str, float]:
     """Return the seconds of a call with the same arrays as before, with other arrays, and with more keys."""
-    options = _options(framework)
+    options = _options(framework) | more
 
     def call(inputs: Inputs) -> None:
         cupy_flash.attention(*inputs, **options)

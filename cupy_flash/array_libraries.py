@@ -26,6 +26,9 @@ def exporter(library: str, x: Any) -> Any:
     if library == "paddle":
         return x.detach()  # a tensor with gradient is not exported
     if hasattr(x, "__dlpack__"):
+        name = getattr(getattr(x, "dtype", None), "name", "")
+        if name in ("string", "resource", "variant"):
+            raise TypeError(f"dtype {name} is not supported")  # its export would end the process
         return x
     import tensorflow
 
@@ -49,7 +52,8 @@ def importer(library: str, x: Any) -> Callable[[Exported], Any] | None:
 def _array_api(x: Any, output: Exported) -> Any:
     """Import by the array API, which has devices that DLPack does not know."""
     result = x.__array_namespace__().from_dlpack(output)
-    return result if result.device == x.device else result.to_device(x.device)
+    device = getattr(x, "device", None)
+    return result if device is None or result.device == device else result.to_device(device)
 
 
 def _mlx(output: Exported) -> Any:
@@ -100,9 +104,10 @@ def _is_differentiated(x: Any) -> bool:
 
 
 def _is_watched(x: Any) -> bool:
-    from tensorflow.python.eager import record
+    from tensorflow.python.eager import forwardprop_util, record
 
-    return bool(record.should_record_backprop([getattr(x, "handle", x)]))  # a variable is watched by its handle
+    watched = [getattr(x, "handle", x)]  # a variable is watched by its handle
+    return bool(record.should_record_backprop(watched) or forwardprop_util.pack_tangents(watched).tangents)
 
 
 def _is_on_tape(x: Any) -> bool:
@@ -111,21 +116,23 @@ def _is_on_tape(x: Any) -> bool:
     return x.requires_grad and warp._src.context.runtime.tape is not None
 
 
+HOW = "attention_vjp, attention_varlen_backward, attention_weights_vjp or key_importance_vjp"
 # {library: (whether its tape records operations on an array, the reason for an error)}
 TAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "paddle": (
         _is_differentiated,
-        "paddle would record a gradient of {names}, but not of this call: call attention_vjp in a "
-        "paddle.autograd.PyLayer, or this function under paddle.no_grad()",
+        "paddle would record a gradient of {names}, but not of this call: take it from "
+        f"{HOW} in a paddle.autograd.PyLayer, or call this function under paddle.no_grad()",
     ),
     "tensorflow": (
         _is_watched,
-        "a tf.GradientTape watches {names}, but records no gradient of this call: call "
-        "cupy_flash.adapters.tensorflow.attention, or this function under tape.stop_recording()",
+        "a tf.GradientTape or ForwardAccumulator watches {names}, but records no gradient of this call: call "
+        f"cupy_flash.adapters.tensorflow.attention, or take it from {HOW} in a tf.custom_gradient, or call this "
+        "function under tape.stop_recording()",
     ),
     "warp": (
         _is_on_tape,
-        "an active wp.Tape records no gradient of this call for {names}: call attention_vjp, and add its gradients by "
+        f"an active wp.Tape records no gradient of this call for {{names}}: take it from {HOW}, and add it by "
         "tape.record_func",
     ),
 }

@@ -87,7 +87,7 @@ class Array:
     @property
     def immutable(self) -> str:
         """The caller's library if all its arrays are immutable, else ""."""
-        library = "" if self.framework in ("numpy", "torch", "cupy") else _library(type(self.owner))
+        library = "" if self.framework in ("numpy", "torch", "cupy") else library_of(type(self.owner))
         return library if library in IMMUTABLE else ""
 
     def numpy(self) -> np.ndarray:
@@ -139,7 +139,7 @@ def as_array(x: object, name: str) -> Array:
             return _from_numpy(x)
         if _is_instance(x, "jax", "Array"):
             return _from_jax(x)
-        library = _library(type(x))
+        library = library_of(type(x))
         if library == "paddle" or (library == "tensorflow" and not hasattr(x, "__cuda_array_interface__")):
             from .array_libraries import exporter  # imported by the first call on such an array
 
@@ -179,6 +179,20 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
         is_handed_over = like.framework in BY_DLPACK
         output = as_array(_aligned_empty(shape, dtype) if is_handed_over else np.empty(shape, dtype), "output")
     return _for_library_of(like, output)
+
+
+def from_host(numbers: np.ndarray, like: Array) -> Array:
+    """Return an array of the library of `like`, on its device, with numbers in host memory."""
+    if like.device == "cpu":
+        return as_array(numbers, "numbers")
+    if like.framework == "torch":
+        import torch
+
+        return as_array(torch.from_numpy(numbers).to(like.owner.device), "numbers")
+    import cupy
+
+    with cupy.cuda.Device(_device_index(like.device)):
+        return as_array(cupy.asarray(numbers), "numbers")
 
 
 def contiguous(array: Array) -> Array:
@@ -224,8 +238,14 @@ def _for_library_of(like: Array, buffer: Array) -> Array:
 
 
 def _imported(way_in: Callable[[Exported], AnyArray], output: Array) -> AnyArray:
-    """Return an output as an array of another library; TypeError if that changes its dtype."""
-    result = way_in(Exported(output))
+    """Return an output as an array of another library; TypeError if that fails, or changes its dtype."""
+    try:
+        result = way_in(Exported(output))
+    except Exception as error:
+        name = dtype_name(output.dtype)
+        raise TypeError(
+            f"a result is {name}, which its library does not import: {type(error).__name__}: {error}"
+        ) from error
     actual = as_array(result, "result").dtype
     if actual != output.dtype:
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
@@ -308,7 +328,7 @@ def _call_producer(function: Callable[..., T], *arguments: object) -> T:
     try:
         return function(*arguments)
     except Exception as error:
-        raise TypeError(f"its producer does not export it: {error!r}") from error
+        raise TypeError(f"its producer does not export it: {type(error).__name__}: {error}") from error
 
 
 def _is_instance(x: object, module: str, name: str) -> bool:
@@ -316,7 +336,7 @@ def _is_instance(x: object, module: str, name: str) -> bool:
     return cls is not None and isinstance(x, cls)
 
 
-def _library(cls: type) -> str:
+def library_of(cls: type) -> str:
     """Return the library in LIBRARIES to which an array type belongs; "" for other types."""
     for base in cls.__mro__:
         module = base.__module__.partition(".")[0]
@@ -464,7 +484,7 @@ def _from_cuda_array_interface(x: object, interface: dict[str, Any]) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and pointer != 0 and cupy.cuda.is_available():
         index = cupy.cuda.runtime.pointerGetAttributes(pointer).device
-    readonly = bool(readonly or _library(type(x)) in IMMUTABLE)
+    readonly = bool(readonly or library_of(type(x)) in IMMUTABLE)
     return Array(pointer, shape, strides, dtype, f"cuda:{index}", "cuda_array_interface", x, readonly)
 
 
@@ -543,7 +563,7 @@ def _from_dlpack(x: Any, framework: str, owner: Any) -> Array:
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     pointer = (tensor.data or 0) + tensor.byte_offset
     dtype = named_dtype(_DLPACK_DTYPES[code, bits])
-    readonly = readonly or _library(type(x)) in IMMUTABLE
+    readonly = readonly or library_of(type(x)) in IMMUTABLE
     return Array(pointer, shape, strides, dtype, device, framework, owner, readonly, capsule)
 
 

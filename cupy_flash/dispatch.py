@@ -141,6 +141,9 @@ def double_backward(problem: Problem, operands: Operands) -> SecondGradients[Arr
 def weights(problem: Problem, operands: Operands, asked: Asked) -> tuple[Array, ...]:
     """Plan and run a call that returns probabilities; returns its results."""
     chosen = _fitted(plan_for(problem), operands)
+    if chosen.device.backend in LAUNCHERS:
+        launched: tuple[Array, ...] = launcher(chosen.device.backend).weights(chosen, operands, asked)
+        return launched
     results: tuple[Array, ...] = _weights(chosen).forward(chosen, operands, asked)
     return results
 

@@ -9,12 +9,14 @@ The key has everything that this path reads, unless the call has no key because 
 - of every array its presence, shape, strides, dtype, device and address modulo ALIGNMENT: 16 bytes decide about TMA,
   and 64 about vectors of float64. All arrays are of exactly their library's own type.
 - of every option its type and its value, because True, 1 and 1.0 are equal and not all legal; max_seqlen likewise.
+- of mods their text and the values of the numbers that they captured. Functions are traced, or an earlier trace's
+  conditions tested, before there is a key, so a changed closure is another key.
 - the environment's default backend, and the generation of the evidence and of the plans made from it.
 
-A call has no key with mods, dropout, a seed, or options of other types, which may be mutable; on torch tensors also
-without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
-backend, those that copy an operand, those that read lengths, tables or factors in host memory to check them, and those
-of a process that records its calls are posed every time; the entry of their key is None.
+A call has no key with dropout, a seed, or options of other types, which may be mutable; on torch tensors also without
+`backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU backend, those
+that copy an operand, those that read lengths, tables or factors in host memory to check them, and those of a process
+that records its calls are posed every time; the entry of their key is None.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
@@ -41,6 +43,7 @@ from .problem.records import Options
 if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
     from .gpu.run_plan import Work
+    from .mods.trace import Mod
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
@@ -58,19 +61,25 @@ Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 class Entry:
     """The launches that all calls with one key share. `served` counts the calls; with several threads it may miss some.
 
-    `others`, `places` and `backwards` are those of torch's autograd: the operator's arguments that are not tensors, the
-    indices among its tensors of the arrays of a call, for a backward of its outputs, and the entries of backwards by
-    their keys.
+    `others`, `mods`, `places` and `backwards` are those of torch's autograd: the operator's arguments that are not
+    tensors, the text of its mods, the indices among its tensors of the arrays of a call, for a backward of its outputs,
+    and the entries of backwards by their keys.
     """
 
-    __slots__ = ("_backend", "_distances", "_kept", "_longest", "backwards", "others", "places", "served")
+    __slots__ = ("_backend", "_distances", "_kept", "_longest", "backwards", "mods", "others", "places", "served")
 
     def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None) -> None:
         self._backend, self._kept, self._distances, self._longest = backend, kept, distances, longest
         self.served = 0
         self.others: tuple[object, ...] | None = None
+        self.mods = ""
         self.places: tuple[int, ...] = ()
         self.backwards: dict[Hashable, Entry | None] = {}
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of what `run` returns."""
+        return self._kept.outputs
 
     def run(self, call: Call) -> list[AnyArray] | None:
         """Launch, and return the outputs that the caller has not given, followed by the workspaces.
@@ -102,13 +111,16 @@ if hasattr(os, "register_at_fork"):
 
 
 def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | None, read: Read) -> Call | None:
-    """Return the call if it has a key, else None.
+    """Return the call if it has a key, else None. Functions among the options become the Mod that is traced of them.
 
     `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
     None if one is not exactly of the library's type or has no memory of its own.
     """
+    mod = None
     if options.score_mod is not None or options.mask_mod is not None:
-        return None
+        mod = _traced(options)
+        if mod is None:
+            return None
     length: int | None = None
     longest: tuple[int | None, ...] = ()
     if isinstance(options, Options):
@@ -124,6 +136,8 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
         if type(options.cache_seqlens) is int:
             length, given[len(arrays) + table.length] = options.cache_seqlens, None
             longest = (0,)
+    if mod is not None:
+        given += mod.arrays
     window = options.window
     sides = window if type(window) is tuple else (window,)
     types = tuple(map(type, (*plain, *sides, *longest)))
@@ -135,7 +149,21 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     facts, inputs, addresses = described
     if length is not None:
         addresses.append(length)
-    return (types, plain, window, longest, *facts_of_process(options.backend), *facts), inputs, addresses
+    encoded = "" if mod is None else mod.encoded
+    return (types, plain, window, longest, encoded, *facts_of_process(options.backend), *facts), inputs, addresses
+
+
+def _traced(options: Options | CacheOptions) -> Mod | None:
+    """Return the Mod of a call, which replaces its functions; None if they cannot be traced, which `pose` refuses."""
+    from .mods.ir import Untraceable  # imported by the first call that has a mod
+    from .mods.trace import mod_of
+
+    try:
+        mod = mod_of(options.score_mod, options.mask_mod)
+    except Untraceable:
+        return None
+    options.score_mod, options.mask_mod = mod, None
+    return mod
 
 
 def facts_of_process(backend: str | None) -> tuple[str | None, int]:

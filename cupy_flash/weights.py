@@ -65,7 +65,7 @@ def attention_weights(
     Raises:
         TypeError: as `attention`, one error with every reason.
         ValueError: likewise; also for a result above `limit`.
-        UnsupportedError: no engine serves the call; in this version those of the CPU do.
+        UnsupportedError: no engine serves the call; on a GPU `simt` does, without gradients.
 
     The definition, for one head:
 

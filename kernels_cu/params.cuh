@@ -112,6 +112,20 @@ struct Params {
   int rotary_rows;  // rows of the rotary tables
   int mask_keys;    // the dense mask covers this many keys, the last ones of a sequence
 #endif
+#if WEIGHTS
+  Operand result;     // of attention_weights, of top_weights (its values) or of key_importance, whose columns are keys
+  int* result_keys;   // top_weights: laid out like `result`
+  void* best_scores;  // top_weights: workspace, laid out like `result`
+  Dense row_weights;  // key_importance; null: 1
+  int* asked_rows;    // attention_weights: the rows of q, counted as in `q`; null: row_first, row_first + row_step, ...
+  int* asked_heads;   // null: head_first, head_first + head_step, ...
+  int row_first;
+  int row_step;
+  int head_first;
+  int head_step;
+  int result_rows;
+  int result_columns;
+#endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod
 #endif

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import tensorflow as tf
 
-from ..api import attention_vjp
-from ..mods.trace import mod_of
+from ..problem.records import Saved
+from .tape_call import TapeCall
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention"]
 
+FUNCTION = "adapters.tensorflow.attention"
 NAME = "cupy_flash_adapters_tensorflow_attention"
 
 
@@ -41,7 +42,7 @@ def attention(
         v: as in `cupy_flash.attention`.
         return_lse: also return lse, which is differentiated, too.
         **options: those of `cupy_flash.attention`. The bias, the sink and floating tensors that score_mod captures are
-            differentiated; captured tensors are eager, also inside a tf.function.
+            differentiated.
 
     Returns:
         out, or (out, lse).
@@ -52,30 +53,23 @@ def attention(
         ValueError: as `cupy_flash.attention`.
         UnsupportedError: as `cupy_flash.attention`.
     """
-    call: dict[str, Any] = dict(options)
-    names = [name for name, x in call.items() if isinstance(x, (tf.Tensor, tf.Variable))]
-    mods = call.pop("score_mod", None), call.pop("mask_mod", None)
-    mod = None if mods == (None, None) else mod_of(*mods)
-    captured = () if mod is None else mod.arrays
-    places = [place for place, x in enumerate(captured) if isinstance(x, tf.Tensor)]
-    inputs = [tf.convert_to_tensor(x) for x in (q, k, v, *[call[name] for name in names])]
-    inputs += [captured[place] for place in places]
-
-    def options_of(rest: tuple[tf.Tensor, ...]) -> dict[str, Any]:
-        """Return the options with these tensors: those of `names`, then captured ones."""
-        replaced = call | dict(zip(names, rest, strict=False))
-        if mod is not None:
-            replaced["score_mod"] = mod.with_array_at(dict(zip(places, rest[len(names) :], strict=True)))
-        return replaced
+    call = TapeCall(FUNCTION, dict(options), tf.is_tensor)
+    inputs = _tensors({"q": q, "k": k, "v": v} | call.inputs)
 
     @tf.custom_gradient
     def forward(*tensors: tf.Tensor) -> Any:
-        results, vjp = attention_vjp(*tensors[:3], return_lse=True, **options_of(tensors[3:]))
+        out, lse = call.forward(*tensors)
 
-        def gradient(*cotangents: tf.Tensor) -> Any:
-            return _once(functools.partial(_gradients, vjp, names, places), *cotangents, *tensors)
+        def gradient(*cotangents: tf.Tensor | tf.IndexedSlices) -> Any:
+            if not tf.executing_eagerly():
+                raise NotImplementedError(
+                    f"{FUNCTION} was called eagerly, and its gradient is taken in a graph: give tape.jacobian "
+                    "experimental_use_pfor=False"
+                )
+            dout, dlse = map(tf.convert_to_tensor, cotangents)
+            return _once(call.backward(Saved(dout, out, lse, dlse), *tensors), dout, dlse, *tensors)
 
-        return results, gradient
+        return (out, lse), gradient
 
     if tf.executing_eagerly():
         out, lse = forward(*inputs)
@@ -92,8 +86,21 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _tensors(given: dict[str, Any]) -> list[tf.Tensor]:
+    """Return tensors of what a caller gives by name, as variables; one TypeError for all that are not dense."""
+    tensors, reasons = [], []
+    for name, x in given.items():
+        try:
+            tensors.append(tf.convert_to_tensor(x))
+        except (TypeError, ValueError):
+            reasons.append(f"  - {name} ({type(x).__qualname__}) is no dense tensor")
+    if reasons:
+        raise TypeError("\n".join([f"{FUNCTION}: requirements are not met", *reasons]))
+    return tensors
+
+
 # {dtype: a floating one of its size}
-FLOATS = {tf.int32: tf.float32, tf.int64: tf.float64}
+FLOATS = {tf.int32: tf.float32, tf.uint32: tf.float32, tf.int64: tf.float64, tf.uint64: tf.float64}
 
 
 def _as_float(x: tf.Tensor) -> tf.Tensor:
@@ -110,23 +117,15 @@ def _restored(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(x, dtype) if dtype in FLOATS else tf.cast(x, dtype)
 
 
-def _gradients(vjp: Any, names: list[str], places: list[int], dout: tf.Tensor, dlse: tf.Tensor) -> list[Any]:
-    """Return the gradient of each tensor of a call, None if it has none."""
-    found = vjp(dout, dlse)
-    of_captured = [found.dcaptured[place] if found.dcaptured else None for place in places]
-    return [*found[:3], *[getattr(found, f"d{name}", None) for name in names], *of_captured]
-
-
-def _once(gradients: Any, dout: tf.Tensor, dlse: tf.Tensor, *inputs: tf.Tensor) -> list[Any]:
-    """Return the gradients, which cannot be differentiated again."""
-    found = gradients(dout, dlse)
+def _once(found: list[Any], *inputs: tf.Tensor) -> list[Any]:
+    """Return the gradients, which cannot be differentiated again with respect to the inputs."""
     present = [place for place, d in enumerate(found) if d is not None]
 
     @tf.custom_gradient
     def fixed(*_: tf.Tensor) -> Any:
         return tuple(found[place] for place in present), _refuse
 
-    results = fixed(dout, dlse, *inputs)
+    results = fixed(*inputs)
     for place, d in zip(present, results, strict=True):
         found[place] = d
     return found

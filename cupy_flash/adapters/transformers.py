@@ -20,11 +20,14 @@ from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import _active_collector
 
 from ..mods.trace import Mod
-from ..problem.records import CacheOptions, UnsupportedError
+from ..problem.records import CacheOptions, Options, UnsupportedError
+from ..problem.weights import EACH, LIMIT
 from .torch import attention, attention_varlen
 from .torch.kv_cache import attend
+from .torch.weights import attention_and_weights
 
 NAME = "cupy_fa"  # without "flash", because transformers downloads a kernel for names that contain it
 
@@ -388,8 +391,11 @@ def attention_forward(
     indices: Any = None,
     deterministic: bool | None = None,
     **kwargs: Any,
-) -> tuple[Any, None]:
-    """Return (attention (B, Sq, Hq, D), None) of query (B, Hq, Sq, D), key and value (B, Hk, Sk, D), for transformers.
+) -> tuple[Any, Any]:
+    """Return (attention (B, Sq, Hq, D), weights) of query (B, Hq, Sq, D), key and value (B, Hk, Sk, D), as eager does.
+
+    The weights (B, Hq, Sq, Sk) are None unless the model was called with output_attentions=True. They are those before
+    dropout, and 0 in rows that see no key. More than 2 GiB of them are a ValueError.
 
     attention_mask: a LazyMask; a boolean or additive tensor broadcastable to (B, Hq, Sq, Sk); or None, and then
     `is_causal`, by default module.is_causal, determines the mask. s_aux: (Hq,), the sinks. position_bias: added to the
@@ -402,7 +408,10 @@ def attention_forward(
         scale=scaling, dropout=dropout, softcap=softcap, sink=s_aux, bias=position_bias,
         deterministic=bool(deterministic),
     )  # fmt: skip
+    wants_weights = _wants_weights(kwargs)
     if kwargs.get("cache") is not None:
+        if wants_weights:
+            raise UnsupportedError("cupy_fa: output_attentions on the pages of continuous batching")
         return _attend_on_pages(module, query, key, value, options, kwargs), None
     if k.shape[2] != v.shape[2]:  # in Nemotron 3, one of them already has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
@@ -419,9 +428,9 @@ def attention_forward(
         attention_mask = attention_mask.dense()
     static_keys = getattr(attention_mask, "static_keys", None)
     if static_keys is not None:
-        return _attend_on_static_cache(static_keys, q, k, v, options), None
+        return _attend_on_static_cache(static_keys, q, k, v, options, wants_weights)
     if isinstance(attention_mask, LazyMask):
-        return _attend(attention_mask, q, k, v, options), None
+        return _attend(attention_mask, q, k, v, options, wants_weights)
     if attention_mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # A single query is the newest token and sees all keys; several queries are the first tokens, also with a static
@@ -431,7 +440,22 @@ def attention_forward(
         options["mask"] = attention_mask
     else:
         options["bias"] = attention_mask if position_bias is None else attention_mask + position_bias
-    return attention(q, k, v, **options), None
+    return _attention(q, k, v, options, wants_weights)
+
+
+def _wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller of the model has set output_attentions, which some models do not pass on."""
+    if kwargs.get("output_attentions"):
+        return True
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False  # torch.compile cannot read the ContextVar of a model that is not compiled itself
+    return any(name.endswith("attentions") for name in _active_collector.get() or ())
+
+
+def _attention(q: Any, k: Any, v: Any, options: dict[str, Any], wants_weights: bool) -> tuple[Any, Any]:
+    if not wants_weights:
+        return attention(q, k, v, **options), None
+    return attention_and_weights(q, k, v, Options(**options), EACH, LIMIT)
 
 
 def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -> None:
@@ -440,10 +464,6 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
     A model also passes on arguments of its caller that are meant for other parts of the model. An argument that the
     model's own eager_attention_forward lacks cannot change the result.
     """
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError(
-            'cupy_fa: probabilities are never stored; output_attentions needs attn_implementation="eager"'
-        )
     # If position_ids restart in each sequence, transformers has made a mask that separates the sequences.
     is_separated = attention_mask is not None and getattr(attention_mask, "mod", True) is not None
     sequences = kwargs.get("cu_seq_lens_q")
@@ -468,40 +488,49 @@ def _is_argument_of_eager(module_class: type, name: str) -> bool:
     return True
 
 
-def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any], wants_weights: bool) -> tuple[Any, Any]:
+    def attend_with(**settings: Any) -> tuple[Any, Any]:
+        return _attention(q, k, v, options | settings, wants_weights)
+
     if mask.mod is not None:
-        return attention(q, k, v, mask_mod=mask.mod, **options)
+        return attend_with(mask_mod=mask.mod)
     options |= dict(causal=mask.causal, window=mask.window)
     padding = mask.padding
     if padding is None:
-        return attention(q, k, v, **options)
+        return attend_with()
     is_relative = mask.causal or mask.window is not None
     # Equal lengths alone do not prove self-attention, because they can be equal by chance in cross-attention, which is
     # neither causal nor windowed.
     is_self_attention = is_relative and q.shape[1] == k.shape[1]
     if padding.is_right and is_self_attention:
-        return attention(q, k, v, q_lengths=padding.lengths, kv_lengths=padding.lengths, **options)
+        return attend_with(q_lengths=padding.lengths, kv_lengths=padding.lengths)
     if padding.is_right and not is_relative:
-        return attention(q, k, v, kv_lengths=padding.lengths, **options)
-    if padding.is_worth_packing and is_self_attention and options["bias"] is None:
+        return attend_with(kv_lengths=padding.lengths)
+    is_packable = is_self_attention and options["bias"] is None and not wants_weights
+    if padding.is_worth_packing and is_packable:
         packing = padding.packing
         del options["bias"]
         packed = attention_varlen(
             packing.pack(q), packing.pack(k), packing.pack(v), packing.cu_seqlens, packing.cu_seqlens,
             packing.longest, packing.longest, **options,
         )  # fmt: skip
-        return packing.unpack(packed, q.shape[0], q.shape[1])
-    return attention(q, k, v, mask=padding.valid[:, None, None, :], **options)
+        return packing.unpack(packed, q.shape[0], q.shape[1]), None
+    return attend_with(mask=padding.valid[:, None, None, :])
 
 
-def _attend_on_static_cache(keys: StaticKeys, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    """Return attention on the existing keys of a static cache, by `attend` if options and gradients allow it."""
+def _attend_on_static_cache(
+    keys: StaticKeys, q: Any, k: Any, v: Any, options: dict[str, Any], wants_weights: bool
+) -> tuple[Any, Any]:
+    """Return attention on the existing keys of a static cache, by `attend` if options, gradients and weights allow."""
     options |= dict(causal=True, window=keys.window)
     records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if records or keys.valid is not None or options["dropout"] or options["bias"] is not None:
-        return attention(q, k, v, mask=keys.valid, kv_lengths=keys.lengths, **options)
+    has_options = keys.valid is not None or options["dropout"] or options["bias"] is not None
+    if records or has_options or wants_weights:
+        options |= dict(mask=keys.valid, kv_lengths=keys.lengths)
+        return _attention(q, k, v, options, wants_weights)
     names = ("scale", "softcap", "sink", "causal", "window")
-    return attend(q, k, v, CacheOptions(cache_seqlens=keys.lengths, **{name: options[name] for name in names}))
+    settings = CacheOptions(cache_seqlens=keys.lengths, **{name: options[name] for name in names})
+    return attend(q, k, v, settings), None
 
 
 def _attend_on_pages(module: Any, query: Any, key: Any, value: Any, options: dict[str, Any], words: Any) -> Any:

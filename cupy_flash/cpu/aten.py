@@ -112,11 +112,22 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 delta = np.vecdot(dO.numpy(), O.numpy())
                 dsink -= np.vecdot(np.exp(call.sink - L), delta).sum(axis=0)[:, None]
         if not all(result.is_finite() for result in results) or (dsink is not None and not np.isfinite(dsink).all()):
-            return engine_cpu.backward(_of_cpu(plan), operands)
+            return _backward_again(plan, operands)
     dq, dk, dv = (result.array() for result in results)
     if operands.sink is None:
         return Gradients(dq, dk, dv)
     return Gradients(dq, dk, dv, dsink=engine_cpu.rounded(dsink, operands.sink, operands.q))
+
+
+def _backward_again(plan: Plan, operands: Operands) -> Gradients:
+    """Compute the gradients by the engine cpu from its own out and lse.
+
+    If scores exceed 2^24, those of two products differ by more than the exponential of a float32 can span: with torch's
+    lse, probabilities of the engine cpu might be infinite.
+    """
+    of_forward = _of_cpu(plan._replace(problem=plan.problem._replace(backward=False)))
+    out, lse = engine_cpu.forward(of_forward, operands)
+    return engine_cpu.backward(_of_cpu(plan), operands._replace(out=out, lse=lse))
 
 
 def lines(problem: Problem) -> str:

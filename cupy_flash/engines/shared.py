@@ -44,6 +44,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "KV_CACHE": problem.cache is not None,
         "CAPTURED_GRADIENT": False,
         "DIRECTION": problem.derivative != "",
+        "WEIGHTS": problem.weights != "",
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
@@ -63,6 +64,7 @@ ROW_CONSTANTS = {
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
+        "WEIGHTS",
         "kv_element",
         "ROTARY_DIM",
         "ROTARY_INTERLEAVED",
@@ -139,8 +141,8 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
 
     wanted, headers = problem.captured_gradient, _mod_headers(problem)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
-    real, direction, cached = ELEMENTS[problem.accumulation.name], problem.derivative != "", problem.cache is not None
-    constants = (("real", real), ("THREADS", 128), ("MODS", True), ("DIRECTION", direction), ("KV_CACHE", cached))
+    names = ("real", "DIRECTION", "KV_CACHE", "WEIGHTS")
+    constants = (("THREADS", 128), ("MODS", True), *((name, shared_constants(problem)[name]) for name in names))
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)
         for name in ("start", "end")

@@ -1,6 +1,7 @@
 """The engine for any GPU and every dtype but fp8, with FMA instructions in the accumulation dtype."""
 
 # No `from __future__ import annotations`, as in records.py.
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
     KV_CACHE_OPTIONS,
+    Grid,
     added_launches,
     captured_reads,
     dtype_refusals,
@@ -36,7 +38,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
-WEIGHTS: str | None = None
+WEIGHTS: str | None = "gpu.weights"
 ON_REQUEST = False
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (40, 128), (256, 256))
@@ -71,6 +73,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
+    elif problem.weights and problem.backward:
+        reasons.append(f"it computes no gradients of {problem.weights} in this version")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
     return reasons
@@ -103,8 +107,11 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
 
     A block's time is that of its FMAs and of its operand loads, amortised over the scores of a tile.
     """
-    dims = problem.head_dim + problem.head_dim_v
-    if problem.derivative:
+    dims = problem.head_dim + (0 if problem.weights else problem.head_dim_v)
+    products: float
+    if problem.weights:
+        products = dims
+    elif problem.derivative:
         products = dims * (15 / 2 if problem.backward else 3)
     else:
         products = dims * (7 / 2 if problem.backward else 1)
@@ -145,6 +152,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     def launch(kernel: str, grid: tuple[int, int, int]) -> Launch:
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
+    if problem.weights:
+        return nonempty(with_mods(problem, [*append_launches(problem, constants), _weights(problem, tile, launch)]))
     if not problem.backward:
         name = "simt/jvp" if problem.derivative else "simt/forward"
         forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
@@ -164,6 +173,20 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
+
+
+def _weights(problem: Problem, tile: Tile, launch: Callable[[str, Grid], Launch]) -> Launch:
+    """Return the launch of a kernel of probabilities; that of attention_weights is of all rows of each head.
+
+    gpu/weights.py replaces its grid by that of the rows and heads that a call asks for.
+    """
+    from ..problem.weights import IMPORTANCE, TOP  # imported by the first call that returns probabilities
+
+    q_tiles = max(-(-problem.q_len // tile.block_q), 1)
+    kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
+    grids = {TOP: (q_tiles, sequences(problem)), IMPORTANCE: (kv_tiles, problem.batch)}
+    tiles, batch = grids.get(problem.weights, (q_tiles * kv_tiles, sequences(problem)))
+    return launch(f"simt/{problem.weights}", (tiles, problem.heads, batch))
 
 
 def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
@@ -192,6 +215,8 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     if problem.backward:
         step = "simt/second" if problem.derivative else "simt/backward"
         kernels = [f"{step}_{name}" for name in ("kv", "q", "bias", "captured")]
+    elif problem.weights:
+        kernels = [f"simt/{problem.weights}"]
     else:
         kernels = ["simt/jvp" if problem.derivative else "simt/forward"]
     constants = _constants(problem, tile)
@@ -206,7 +231,9 @@ def _accumulators(problem: Problem, tile: Tile) -> int:
     rows = tile.threads // LANES
     scores = tile.block_q * tile.block_kv // tile.threads * (2 if problem.derivative else 1)
     k, v = (-(-dim // 32) * 32 // LANES for dim in (problem.head_dim, problem.head_dim_v))
-    if problem.backward:
+    if problem.weights:
+        numbers = 2 * scores  # and the sum of a mean
+    elif problem.backward:
         numbers = 2 * scores + max(tile.block_kv // rows * (k + v), tile.block_q // rows * k)
     else:
         numbers = scores + tile.block_q // rows * v * (2 if problem.derivative else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from ..mods.cuda_code import (
 from ..mods.ir import parse
 from ..problem.records import Operands, Problem
 
+if TYPE_CHECKING:
+    from .run_plan import Allocate
+
 
 class Captured:
     """The arrays and numbers that the mods of a call read, and the workspaces and gradients that their kernels write.
@@ -28,7 +32,9 @@ class Captured:
     each fixed-point sum, and the gradients themselves.
     """
 
-    def __init__(self, problem: Problem, operands: Operands, fixed: tuple[int, ...]) -> None:
+    def __init__(
+        self, problem: Problem, operands: Operands, fixed: tuple[int, ...], allocate: Allocate = empty
+    ) -> None:
         self.program, self.numbers, self.wanted = parse(problem.mods), operands.numbers, problem.captured_gradient
         self.fixed, self.count = fixed, len(operands.captured)
         arrays: tuple[Array | None, ...] = operands.captured
@@ -40,20 +46,25 @@ class Captured:
         self.workspaces: dict[str, Array | None] = {}
         for slot in chunked(self.program):
             shape, dtype = table_of(self.program, slot, operands.captured[slot].shape)
-            self.workspaces[f"chunks{slot}"] = empty(shape, dtype, operands.q)
+            self.workspaces[f"chunks{slot}"] = allocate(shape, dtype, operands.q)
         for slot, array in enumerate(operands.captured):
             if self.wanted[slot]:
                 dtypes = {"real": problem.accumulation, "double": np.dtype(np.float64), "long long": np.dtype(np.int64)}
                 dtype = dtypes[sum_type(self.program, slot, self.fixed)]
-                self.workspaces[f"sums{slot}"] = empty(array.shape, dtype, operands.q)
-                self.workspaces[f"gradient{slot}"] = empty(array.shape, array.dtype, operands.q)
+                self.workspaces[f"sums{slot}"] = allocate(array.shape, dtype, operands.q)
+                self.workspaces[f"gradient{slot}"] = allocate(array.shape, array.dtype, operands.q)
         for slot in self.fixed:
-            self.workspaces[f"largest{slot}"] = empty((1,), np.dtype(np.float64), operands.q)
+            self.workspaces[f"largest{slot}"] = allocate((1,), np.dtype(np.float64), operands.q)
 
     @property
     def text(self) -> str:
         """Return the declaration of `struct Captured`."""
         return captured_struct(self.program, self.wanted, self.fixed)
+
+    @property
+    def temporaries(self) -> tuple[str, ...]:
+        """Return the names of the workspaces that are no gradients."""
+        return tuple([name for name in self.workspaces if not name.startswith("gradient")])
 
     @property
     def gradients(self) -> tuple[Array | None, ...] | None:

@@ -15,12 +15,15 @@ from ..engines.launch import Launch
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands, Problem
 from . import run_plan
+from . import weights as gpu_weights
 from .kept_launches import KeptLaunches
 from .run_plan import compile_launch
 from .tensor_map import encode_for_gpu
 
 if TYPE_CHECKING:
     from typing import Protocol
+
+    from ..problem.weights import Asked
 
     class Kernel(Protocol):
         """The signature of a loaded kernel, a function of a CuPy module; `stream` is anything with a `ptr`."""
@@ -66,6 +69,12 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
     """Launch the double backward on the current stream; returns the second gradients."""
     with _explained():
         return run_plan.backward(plan, operands, _start)
+
+
+def weights(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
+    """Launch a call that returns probabilities on the current stream; returns its results."""
+    with _explained():
+        return gpu_weights.forward(plan, operands, asked, _start)
 
 
 def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:

@@ -17,7 +17,7 @@ from ..arrays import AnyArray, Array, contiguous_strides
 from ..engines.launch import Box, Launch
 from ..problem.records import LONGEST
 from .params import ALIGNMENT, Encode, dtypes, encoded_map, with_lengths
-from .run_plan import Work
+from .run_plan import Work, shortened
 
 MAPS = 256  # maximum maps that are kept of one operand of one launch
 FIRST, SPACING = 1 << 46, 1 << 40  # the addresses with which the words that hold addresses are found
@@ -54,10 +54,11 @@ class _Step(NamedTuple):
     launch: Launch
     boxed: tuple[_Boxed, ...]
     maps: np.dtype  # raw bytes, as many as its maps have
+    params: np.dtype | None  # raw bytes, as many as its Params has if it is shorter than that of other launches
 
 
 class KeptLaunches:
-    """The launches of a Work that has no mods.
+    """The launches of a Work.
 
     `inputs` and `outputs` are names, in the order of the addresses that `arguments` takes. `allocate` is the array
     library's. `loaded` is the backend's: its table of loaded kernels, and the kernels of the launches from that table.
@@ -96,6 +97,7 @@ class KeptLaunches:
                 launch,
                 tuple(_Boxed({}, box, box.layout or work.layout, *boxed[box.operand]) for box in launch.boxes),
                 np.dtype(f"V{128 * len(launch.boxes)}"),
+                shortened(launch) if work.is_shortened(launch) else None,
             )
             for launch in work.launches
         )
@@ -116,8 +118,10 @@ class KeptLaunches:
             words[place] |= addresses[index] << shift
         params = np.ndarray((), self._bytes, words)
         arguments: list[tuple[Launch, tuple[np.ndarray, ...]]] = []
-        for launch, boxed, size in self.steps:
-            own = params if launch.lengths is None else with_lengths(params, launch.lengths)
+        for launch, boxed, size, shorter in self.steps:
+            own = params if shorter is None else np.ndarray((), shorter, words)
+            if launch.lengths is not None:
+                own = with_lengths(own, launch.lengths)
             if not boxed:
                 arguments.append((launch, (own,)))
                 continue

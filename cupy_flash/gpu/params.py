@@ -53,16 +53,19 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(captured: str = "", cache: bool = False, direction: bool = False) -> dict[str, np.dtype]:
+def dtypes(
+    captured: str = "", cache: bool = False, direction: bool = False, weights: bool = False
+) -> dict[str, np.dtype]:
     """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     Args:
         captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
         cache: whether Params has the members of a KV cache.
         direction: whether Params has the members of a JVP and of a double backward.
+        weights: whether Params has the members of attention_weights and its like.
     """
     text = (kernel_folder() / "params.cuh").read_text()
-    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
+    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction, "WEIGHTS": weights}
     lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype] = {}
@@ -85,8 +88,11 @@ def pack(
     workspaces: Iterable[Workspace],
     address: Address,
     captured: Captured | None = None,
+    numbers_beside: tuple[tuple[str, int], ...] = (),
 ) -> np.ndarray:
     """Return the `Params` of a call, an array without dimensions; `results` has outputs and workspaces by member.
+
+    `numbers_beside` are members that neither the problem nor an array determines.
 
     All members are cached but those for addresses, the seed, captured arrays, and the length of a KV cache if that is
     one number: the others are equal in calls with the same shapes and strides.
@@ -106,7 +112,7 @@ def pack(
     ]
     layout, constant, places = _constant(
         problem, _rows_of_arrays(problem, operands), tuple(described), tuple(workspaces),
-        captured.text if captured else "",
+        captured.text if captured else "", numbers_beside,
     )  # fmt: skip
     numbers = constant.copy()
     for place, start in zip(places, addresses, strict=True):
@@ -163,6 +169,7 @@ def _constant(
     arrays: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], np.dtype], ...],
     workspaces: tuple[Workspace, ...],
     captured: str,
+    numbers_beside: tuple[tuple[str, int], ...],
 ) -> tuple[_Struct, list[float], tuple[int, ...]]:
     """Return the struct of a call, its cached numbers, and for each array the index of its address among them.
 
@@ -204,7 +211,8 @@ def _constant(
     }
     if problem.cache is not None:
         members |= _members_of_cache(problem, problem.cache, by_name)
-    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "")
+    members |= {name: (number,) for name, number in numbers_beside}
+    struct = _struct("Params", captured, problem.cache is not None, problem.derivative != "", problem.weights != "")
     places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
     return struct, struct.numbers(members), places
 
@@ -344,8 +352,10 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(name: str, captured: str = "", cache: bool = False, direction: bool = False) -> _Struct:
-    dtype = dtypes(captured, cache, direction)[name]
+def _struct(
+    name: str, captured: str = "", cache: bool = False, direction: bool = False, weights: bool = False
+) -> _Struct:
+    dtype = dtypes(captured, cache, direction, weights)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far

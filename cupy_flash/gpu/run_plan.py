@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import Array, contiguous, empty, has_boxes
-from ..engines.launch import GRID_LIMITS, Launch
+from ..engines.launch import GRID_LIMITS, Launch, Workspace
 from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from .captured import Captured
 
 Results = dict[str, Array | None]
+
+
+class Beside(NamedTuple):
+    """What the kernels of a call read and write that neither its plan nor its operands have."""
+
+    inputs: dict[str, Array]
+    members: tuple[Workspace, ...]  # of Params, for inputs and results
+    numbers: tuple[tuple[str, int], ...]  # members of Params
+
+
+NOTHING_BESIDE = Beside({}, (), ())
 
 
 class Work(NamedTuple):
@@ -44,16 +55,24 @@ class Work(NamedTuple):
         """Return the arguments of one launch: params, and the tensor maps if it uses TMA."""
         if launch.lengths is not None:
             params = with_lengths(params, launch.lengths)
-        if self.captured is not None and not launch.headers:
-            # A kernel without headers of mods has a shorter Params, without `captured`, the last member.
-            constants = dict(launch.constants)
-            members = {"cache": bool(constants.get("KV_CACHE")), "direction": bool(constants.get("DIRECTION"))}
-            size = dtypes(**members)["Params"].itemsize
-            params = np.ndarray((), f"V{size}", params)
+        if self.is_shortened(launch):
+            params = np.ndarray((), shortened(launch), params)
         if not launch.boxes:
             return (params,)
         arrays = self.inputs | {name: array for name, array in self.results.items() if array is not None}
         return params, pack_maps(launch.boxes, arrays, self.layout, address, encode)
+
+    def is_shortened(self, launch: Launch) -> bool:
+        """Return whether a launch has a shorter Params than those whose kernels have the headers of mods."""
+        return self.captured is not None and not launch.headers
+
+
+def shortened(launch: Launch) -> np.dtype:
+    """Return raw bytes, as many as Params has in a launch without mods: without `captured`, the last member."""
+    constants = dict(launch.constants)
+    switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "weights": "WEIGHTS"}
+    members = {name: bool(constants.get(switch)) for name, switch in switches.items()}
+    return np.dtype(f"V{dtypes(**members)['Params'].itemsize}")
 
 
 Start = Callable[[Work], object]
@@ -73,7 +92,7 @@ def forward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | N
     if out is None:
         out = allocate((*q.shape[:-1], problem.head_dim_v), problem.out_dtype, q)
     lse = allocate(problem.lse_shape(q), problem.accumulation, q)
-    start(_work(plan, operands, {"out": out, "lse": lse}, allocate))
+    start(work_of(plan, operands, {"out": out, "lse": lse}, allocate))
     return out, lse
 
 
@@ -82,14 +101,14 @@ def jvp(plan: Plan, operands: Operands, start: Start) -> tuple[Array, Array, Arr
     problem, q = plan.problem, operands.q
     out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
     lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
-    start(_work(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
+    start(work_of(plan, operands, {"out": out, "lse": lse, "tout": tout, "tlse": tlse}))
     return out, lse, tout, tlse
 
 
 def append(plan: Plan, operands: Operands, start: Start) -> None:
     """Append rows of k and v to a KV cache."""
     launches = tuple(launch for launch in plan.launches if launch.kernel == "rotary_append")
-    start(_work(plan._replace(launches=launches), operands, {}, without_workspaces=True))
+    start(work_of(plan._replace(launches=launches), operands, {}, without_workspaces=True))
 
 
 def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | None = None) -> Gradients:
@@ -97,7 +116,7 @@ def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | 
     allocate = allocate or empty
     inputs = {name: getattr(operands, name) for name in plan.problem.differentiated}
     gradients = {f"d{name}": allocate(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
-    work = _work(plan, operands, {**gradients}, allocate)
+    work = work_of(plan, operands, {**gradients}, allocate)
     start(work)
     return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
@@ -175,17 +194,18 @@ def copied(plan: Plan, operands: Operands) -> dict[str, Array]:
     }
 
 
-def _work(
+def work_of(
     plan: Plan,
     operands: Operands,
     results: Results,
     allocate: Allocate | None = None,
     *,
     without_workspaces: bool = False,
+    beside: Beside = NOTHING_BESIDE,
 ) -> Work:
     """Return the launches of a plan with these outputs, and with workspaces and copies by the caller's framework."""
     allocate = allocate or empty
-    inputs = operands.arrays()
+    inputs = operands.arrays() | beside.inputs
     rows = {name: contiguous(array) for name, array in copied(plan, operands).items()}
     if rows:
         operands, inputs = operands.with_arrays(rows), inputs | rows
@@ -198,13 +218,16 @@ def _work(
     if any(launch.headers for launch in plan.launches):
         from .captured import Captured  # imported by the first call that has a mod
 
-        captured = Captured(problem, operands, fixed_slots(problem))
+        captured = Captured(problem, operands, fixed_slots(problem), allocate)
         inputs, results = inputs | captured.arrays, results | captured.workspaces
-    params = partial(pack, problem, operands, results, workspaces, captured=captured)
+    params = partial(
+        pack, problem, operands, {**results, **beside.inputs}, (*workspaces, *beside.members), captured=captured,
+        numbers_beside=beside.numbers,
+    )  # fmt: skip
     written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")
     if operands.cache is not None and operands.cache.out is not None:
         written = (*written, "out")
-    names = tuple([x.name for x in workspaces])
+    names = (*[x.name for x in workspaces], *(() if captured is None else captured.temporaries))
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written, names)
 
 

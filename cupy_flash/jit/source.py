@@ -125,7 +125,7 @@ class Text:
         text = (self.folder / name).read_text(encoding="utf-8") if generated is None else generated
         counted = 0  # line number that the compiler would assign to the next line
         for number, line, certain in chosen_lines(text, self.switches, " -> ".join(chain)):
-            directive = re.fullmatch(DIRECTIVE, line)
+            directive = re.fullmatch(DIRECTIVE, line) if "#" in line else None
             if directive and directive["word"] == "include":
                 location = f"{' -> '.join(chain)}:{number}"
                 if not certain:
@@ -160,7 +160,7 @@ def chosen_lines(text: str, switches: Mapping[str, bool], location: str) -> Iter
     """
     branches: list[bool | None] = []  # per open #if: whether this branch is taken; None if the compiler decides
     for number, line in enumerate(text.splitlines(), 1):
-        directive = re.fullmatch(DIRECTIVE, line)
+        directive = re.fullmatch(DIRECTIVE, line) if "#" in line else None
         word, operand = (directive["word"], directive["rest"]) if directive else ("", "")
         if word in ("if", "ifdef", "ifndef"):
             switch = re.fullmatch(r"(!?)(\w+)", operand) if word == "if" else None

@@ -1,4 +1,4 @@
-"""The functions that a mod may call, under the names of NumPy, torch and jax, and the expressions that they become.
+"""The functions that a mod may call, under the names of several libraries, and the expressions that they become.
 
 FUNCTIONS maps one name of each function to (graph, *operands, **options) -> Node. Operands are nodes, or None where the
 library's function takes None; options are Python values. ALIASES maps the other names to these.
@@ -19,6 +19,7 @@ ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
     "left_shift": "shl", "right_shift": "shr", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
     "lshift": "shl", "rshift": "shr", "rint": "round", "expit": "sigmoid", "fix": "trunc", "swish": "silu",
+    "where_v2": "where", "floor_mod": "mod", "clip_by_value": "clip",
     "special_expit": "sigmoid", "special_exp2": "exp2", "special_erf": "erf", "log_sigmoid": "logsigmoid",
 }  # fmt: skip
 
@@ -240,7 +241,7 @@ def canonical(name: str) -> str:
 
 def conversion(dtype: object) -> str | None:
     """Return the function that converts to a dtype of any library; None if `dtype` is not one."""
-    name = str(getattr(dtype, "__name__", None) or dtype).removeprefix("torch.")
+    name = str(getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or dtype).rpartition(".")[2]
     if name.startswith(("int64", "long", "uint32", "uint64")) or dtype is int:
         return "long"
     if name.startswith(("int", "uint")):

@@ -43,7 +43,9 @@ MOST_TRACES = 256
 
 # NumPy and torch have a protocol by which their functions accept stand-ins; other functions are wrapped.
 PROTOCOL = ("numpy", "torch")
-WRAPPED = ("jax", "jaxlib", "cupy", "cupyx", "math")
+WRAPPED = ("jax", "jaxlib", "cupy", "cupyx", "mlx", "tensorflow", "math")
+# Objects of these, such as layers and lists of layers, hold the user's arrays.
+STATEFUL = ("mlx", "tensorflow")
 # Every function of singledispatch has this code.
 DISPATCHER = functools.singledispatch(abs).__code__  # type: ignore[attr-defined]
 HERE = str(Path(__file__).parent)
@@ -351,7 +353,9 @@ def _is_minus_infinity(node: Node) -> bool:
 
 
 def _library(module: object) -> str:
-    return str(module or "").partition(".")[0]
+    name = str(module or "")
+    # A tf.function rewrites the functions inside it to calls of AutoGraph, which are traced like the user's own.
+    return "" if name.startswith("tensorflow.python.autograph") else name.partition(".")[0]
 
 
 class _Rebuilder:
@@ -439,7 +443,8 @@ class _Rebuilder:
         if isinstance(x, (type, types.BuiltinFunctionType, np.ufunc)):
             return not isinstance(x, type) or _library(x.__module__) in (*PROTOCOL, *WRAPPED, *sys.stdlib_module_names)
         owner = _library(type(x).__module__)
-        return owner in (*PROTOCOL, *WRAPPED) and not hasattr(x, "forward")  # torch modules hold parameters
+        is_stateful = owner in STATEFUL or hasattr(x, "forward")  # torch modules hold parameters
+        return owner in (*PROTOCOL, *WRAPPED) and not is_stateful
 
     def _require_type(self, x: object, local: str) -> None:
         self.sources.require(f"type({local}) is {self.sources.constant(type(x))}")
@@ -530,7 +535,7 @@ class _Dispatcher:
 
 
 class _Namespace:
-    """A proxy for a module of jax, CuPy or math whose functions accept stand-ins."""
+    """A proxy for a module of a library in WRAPPED, whose functions accept stand-ins."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -543,16 +548,18 @@ class _Namespace:
 
 
 def _accepting_stand_ins(function: Callable[..., object]) -> Callable[..., object]:
-    """Wrap a function of jax or CuPy, so that calls with stand-ins are recorded, or a function of math."""
+    """Wrap a function of a library in WRAPPED, so that calls with stand-ins are recorded, or a function of math."""
     name = getattr(function, "__name__", "")
     if _library(getattr(function, "__module__", None)) == "math":
         return _of_python_numbers(function, name)
+
+    is_of_jax = _library(getattr(function, "__module__", None)) == "jax"
 
     @functools.wraps(function, updated=())
     def either(*args: object, **kwargs: object) -> object:
         if not any(isinstance(x, Traced) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
-        if name == "gelu":  # jax's gelu approximates by default, torch's does not
+        if name == "gelu" and is_of_jax:  # which approximates by default, unlike those of others
             kwargs.setdefault("approximate", True)
         return call(name, args, kwargs, function)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, TypeGuard
 
 import numpy as np
 
-from ..arrays import as_array
+from ..arrays import as_array, library_of
 from . import functions
 from .functions import FUNCTIONS, IN_TEXT, canonical, conversion
 from .ir import ARGUMENTS, BOOL, INT, LOADED, LONG, REAL, Element, Graph, Node, TooLarge, Untraceable, kind_of
@@ -125,6 +125,8 @@ def element_of(array: CapturedArray) -> Element:
         name = dtype.name
     elif type(dtype).__module__ == "torch":
         name = str(dtype).removeprefix("torch.")
+    elif library_of(type(array)) == "tensorflow":  # inside a tf.function a tensor exports nothing
+        name = str(getattr(dtype, "name", dtype))
     else:  # a dtype of another library: export the array to NumPy or CuPy and read the dtype there
         try:
             name = as_array(array, "a captured array").dtype.name
@@ -137,12 +139,10 @@ def element_of(array: CapturedArray) -> Element:
 
 def is_array(x: object) -> TypeGuard[CapturedArray]:
     """Return whether x is an array of some library."""
-    return (
-        not isinstance(x, (Traced, np.generic, type))
-        and hasattr(x, "shape")
-        and hasattr(x, "dtype")
-        and (isinstance(x, np.ndarray) or hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"))
-    )
+    if isinstance(x, (Traced, np.generic, type)) or not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return False
+    exports = hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")
+    return isinstance(x, np.ndarray) or exports or library_of(type(x)) == "tensorflow"  # as its variables
 
 
 AS_IT_IS = (
@@ -724,7 +724,7 @@ STRUCTURAL: dict[str, Callable[..., Value | Row]] = {
     **dict.fromkeys(
         ("unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "contiguous", "clone", "item"), _same
     ),
-    **dict.fromkeys(("to", "type", "astype", "type_as"), _to),
+    **dict.fromkeys(("to", "type", "astype", "type_as", "cast"), _to),
     "zeros_like": _constant(0),
     "ones_like": _constant(1),
     "new_zeros": _constant(0),

@@ -130,7 +130,7 @@ class Counters:
         return {code[i].line: access.sectors / access.requests for i, access in sorted(self.global_.items())}
 
     def count_block(self, start: int, stop: int, warps: int, threads: int) -> None:
-        """Count one execution of instructions [start, stop) by this many warps and threads."""
+        """Count executions of instructions [start, stop) by this many warps and threads in all."""
         self.warp_instructions[start:stop] += warps
         self.thread_instructions[start:stop] += threads
 

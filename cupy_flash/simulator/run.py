@@ -10,11 +10,13 @@ import numpy as np
 from ..arrays import Array, as_array
 from ..engines.launch import Launch
 from ..gpu import run_plan
+from ..gpu import weights as gpu_weights
 from ..gpu.kept_launches import KeptLaunches
 from ..gpu.run_plan import compile_launch
 from ..gpu.tensor_map import ALIGNMENT, encode_for_simulator
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands
+from ..problem.weights import Asked
 from . import Memory, launch
 from .asynchrony.copies import Order
 from .counters import Counters
@@ -43,6 +45,11 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 def double_backward(plan: Plan, operands: Operands) -> Gradients:
     """Simulate the double backward; returns the second gradients."""
     return run_plan.backward(plan, operands, start)
+
+
+def weights(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
+    """Simulate a call that returns probabilities; returns its results."""
+    return gpu_weights.forward(plan, operands, asked, start)
 
 
 def start(work: run_plan.Work, *, order: Order = "late", seed: int = 0) -> list[Counters]:

@@ -19,8 +19,9 @@ import plots
 import ranks
 import simulator
 import training
+import weights
 
-MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots, derivatives)
+MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots, derivatives, weights)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE

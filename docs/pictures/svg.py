@@ -27,6 +27,11 @@ PALETTE = {
     "seen": ("#c9712b", "#e59a5c"),  # seen and
     "hidden": ("#f3dcc8", "#54402f"),  # hidden in a cut tile,
     "skipped": ("#ffffff", "#1b222c"),  # skipped
+    "heat1": ("#dbe9f5", "#24384b"),  # levels of a heat map
+    "heat2": ("#b3d0e8", "#2d5273"),
+    "heat3": ("#7fb0d8", "#38729f"),
+    "heat4": ("#4a8bc2", "#4f97d0"),
+    "heat5": ("#1d5688", "#9cccf4"),
 }
 INVERSE = "paper"  # text on a coloured tile
 

@@ -238,6 +238,12 @@ def test_one_error_has_all_reasons():
         assert reason in str(error.value)
 
 
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([normal(5, HEADS, E), normal(7, HEADS, E)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(TypeError, match="q .*NestedTensor.*wraps other tensors and has no memory"):
+        flex_attention(nested, nested, nested)
+
+
 def test_a_sliced_mask_is_refused_with_the_words_of_torch():
     with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
         flex_attention(*inputs(), block_mask=masked(causal)[:, :])

@@ -43,6 +43,7 @@ OPTIONS = {
     "lengths": (dict(q_lengths=torch.tensor([2]).int(), kv_lengths=torch.tensor([3]).int()), {}),
     "bhsd": (dict(layout="bhsd"), {}),
     "score-mod": ({}, dict(table=TABLE)),
+    "mods-without-arrays": (dict(score_mod=lambda s, b, h, q, kv: s * s, mask_mod=lambda b, h, q, kv: q >= kv), {}),
     "score-mod-beside-others": (dict(dropout=0.2, seed=5, causal=True), dict(table=TABLE, sink=normal(2, seed=7))),
 }
 
@@ -69,7 +70,9 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(finite, inputs, check_forward_ad=True)
 
 
-@pytest.mark.parametrize("name", in_tiers({name: name for name in OPTIONS}, ["causal-softcap-alibi", "bias"]))
+@pytest.mark.parametrize(
+    "name", in_tiers({name: name for name in OPTIONS}, ["causal-softcap-alibi", "bias", "mods-without-arrays"])
+)
 def test_gradgradcheck(name):
     """Checks second derivatives, reverse over reverse and forward over reverse."""
     call, inputs = call_of(name)

@@ -716,7 +716,7 @@ def test_indices_of_keys(mask):
 
 
 WORDS = {
-    "probabilities": dict(output_attentions=True),
+    "output_attentions on the pages": dict(output_attentions=True, cache=object()),
     "sinks": dict(sinks=torch.zeros(1, 2, 3, 1)),
     "unheard_of, other": dict(unheard_of=0.5, unused=None, other=1),
     "block_indices": dict(block_indices=torch.zeros(1, 1, 3, 1)),

@@ -573,6 +573,20 @@ def test_outputs_whose_dtype_the_library_changes_are_refused():
         output.result()
 
 
+class PlainProducer(Producer):
+    """An array with a namespace but without a device; its library imports no bfloat16."""
+
+    def __array_namespace__(self):
+        return SimpleNamespace(from_dlpack=lambda x: PlainProducer(np.from_dlpack(x)))
+
+
+def test_outputs_of_a_library_without_devices():
+    like = as_array(PlainProducer(torch.ones(3)), "q")
+    assert type(empty((3,), np.dtype(np.float32), like).result()) is PlainProducer
+    with pytest.raises(TypeError, match="a result is bfloat16, which its library does not import: "):
+        empty((3,), BFLOAT16, like).result()
+
+
 def immutable(cls):
     """Return a subclass of `cls` in a module of TensorFlow, whose arrays are immutable."""
     return type("Tensor", (cls,), {"__module__": "tensorflow.python.framework.ops"})

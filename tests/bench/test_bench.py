@@ -95,14 +95,17 @@ def test_rounds_rotate_and_the_second_of_two_calls_counts() -> None:
 
 def test_slow_call_sits_out_after_the_least_repeats() -> None:
     now = 0.0
+    called = {"slow": 0, "quick": 0}
 
-    def take(seconds: float) -> None:
+    def take(name: str, seconds: float) -> None:
         nonlocal now
         now += seconds
+        called[name] += 1
 
-    calls = {"slow": lambda: take(timing.SECONDS), "quick": lambda: take(timing.SECONDS / 1000)}
+    calls = {"slow": lambda: take("slow", timing.SECONDS), "quick": lambda: take("quick", timing.SECONDS / 1000)}
     samples = timing.interleave(calls, repeats=20, clock=lambda: now)
     assert {name: len(taken) for name, taken in samples.items()} == {"slow": timing.LEAST_REPEATS, "quick": 20}
+    assert called == {"slow": 1 + timing.LEAST_REPEATS, "quick": 2 * 20}  # a slow call is repeated in its first round
 
 
 def test_result_says_what_ran_where(result: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import cupy
+import numpy as np
 import pytest
 from cases import Result, check
 from engines import (
@@ -108,3 +109,20 @@ def test_capture_without_compile_says_what_to_do(engine: str, monkeypatch: pytes
                 cupy_flash.attention(q, k, v, causal=True, engine=engine)
         finally:
             stream.end_capture()
+
+
+@on_both_frameworks
+@pytest.mark.parametrize("rows", [[2, 0, 7], slice(1, None, 2)], ids=str)
+def test_weights_of_chosen_rows(rows: Any, framework: str) -> None:
+    """Rows without equal steps are a list that is copied to the GPU of the arrays."""
+    q, k, *_ = inputs(framework, "simt")
+    _, lse = cupy_flash.attention(q, k, k, return_lse=True, causal=True, engine="simt")
+    weights = cupy_flash.attention_weights(q, k, lse, rows=rows, heads="mean", causal=True)
+    _, keys = cupy_flash.top_weights(q, k, lse, 3, causal=True)
+    assert (type(weights), weights.device, keys.device) == (type(q), q.device, q.device)
+    on_cpu = [on_host(x) for x in (q, k, lse)]
+    expected = cupy_flash.attention_weights(*on_cpu, rows=rows, heads="mean", causal=True)
+    np.testing.assert_allclose(on_host(weights), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(on_host(keys), cupy_flash.top_weights(*on_cpu, 3, causal=True)[1])
+    importance = cupy_flash.key_importance(q, k, lse, causal=True)
+    np.testing.assert_allclose(on_host(importance), cupy_flash.key_importance(*on_cpu, causal=True), rtol=1e-5)

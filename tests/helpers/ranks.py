@@ -1,6 +1,7 @@
 """Runs checks on several ranks, in processes of one process group that run all checks in turn and record the errors.
 
-Starting a process takes seconds, so there is one group per size, and one test per check.
+Starting a process takes seconds, so there is one group per size, and one test per check. The processes are forks of one
+that has imported torch.
 """
 
 import json
@@ -31,7 +32,8 @@ class World:
 
 def run(checks: dict[str, Any], size: int, folder: Path) -> dict[str, dict[int, str]]:
     """Return tracebacks by check and rank, "" for success; a rank whose process ended in a check has no entry."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor"])
     processes = [context.Process(target=_work, args=(checks, World(rank, size, folder))) for rank in range(size)]
     for process in processes:
         process.start()

@@ -46,7 +46,7 @@ BATCH, LENGTH = 3, 12
 def formula(
     module, query, key, value, mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None, **_
 ):
-    """Return textbook attention in the dtype of query.
+    """Return textbook attention and its probabilities in the dtype of query.
 
     In float64 it is the reference, which serves models that refuse sdpa too.
     """
@@ -59,7 +59,7 @@ def formula(
     sink = torch.full((query.shape[1],), -torch.inf) if s_aux is None else s_aux
     scores = torch.cat([scores, sink.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     probabilities = scores.softmax(-1)[..., :-1].nan_to_num()  # rows that see no key are 0
-    return (probabilities @ value).transpose(1, 2), None
+    return (probabilities @ value).transpose(1, 2), probabilities
 
 
 def formula_mask(**arguments):

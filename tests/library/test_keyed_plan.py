@@ -30,6 +30,7 @@ from cupy_flash.gpu import run_plan
 from cupy_flash.gpu.kept_launches import LINE, KeptLaunches, without_memory
 from cupy_flash.gpu.params import ALIGNMENT
 from cupy_flash.gpu.tensor_map import encode_for_simulator
+from cupy_flash.mods import trace
 from cupy_flash.plan import plan
 from cupy_flash.problem.build import of_cache, pose
 from cupy_flash.problem.records import Operands, Options, Packed, Saved
@@ -145,6 +146,27 @@ WIDE = tuple(x[..., :64] for x in arrays(2, 40, 4, 72))
 SINK = torch.zeros(4, dtype=torch.float32)
 SLOPES = torch.zeros(4), torch.zeros(2, 4)
 BIAS = torch.zeros(1, 4, 40, 40, dtype=torch.float16)
+TABLE = torch.zeros(4, 80)
+
+
+def scaled(factor):
+    """Return a score_mod that captures a number."""
+    return lambda score, b, h, i, j: score * factor
+
+
+def added(table):
+    """Return a score_mod that captures an array, which it reads by the distance of query and key."""
+    return lambda score, b, h, i, j: score + table[h, i - j]
+
+
+def far(least):
+    """Return a mask_mod that captures a number."""
+    return lambda b, h, i, j: i - j >= least
+
+
+# A number that was another one in an earlier trace is an argument.
+NUMBERS = [cupy_flash.Mod(scaled(factor)) for factor in (1.5, 2.5, 3.5)][1:]
+assert NUMBERS[0].text == NUMBERS[1].text
 
 # {component: ((inputs, options) of what is kept, (inputs, options) of the call that differs from it in that alone)}
 CHANGES = {
@@ -174,6 +196,27 @@ CHANGES = {
     "backend": (((Q, K, V), dict(engine="mma")), ((Q, K, V), dict(engine="mma", backend="simulator:sm_75"))),
     "dropout-type": (((Q, K, V), {}), ((Q, K, V), dict(dropout=False))),
     "fp8-factor": (((Q, K, V), {}), ((Q, K, V), dict(q_descale=torch.zeros(2, 4)))),
+    "score-mod": (((Q, K, V), {}), ((Q, K, V), dict(score_mod=scaled(2.0)))),
+    "mask-mod": (((Q, K, V), dict(score_mod=scaled(2.0))), ((Q, K, V), dict(score_mod=scaled(2.0), mask_mod=far(1)))),
+    "text-of-a-mod": (
+        ((Q, K, V), dict(score_mod=scaled(2.0))),
+        ((Q, K, V), dict(score_mod=lambda score, b, h, i, j: score - 2.0)),
+    ),
+    "number-in-a-mod": (((Q, K, V), dict(score_mod=scaled(2.0))), ((Q, K, V), dict(score_mod=scaled(3.0)))),
+    "number-beside-the-text-of-a-mod": (
+        ((Q, K, V), dict(score_mod=NUMBERS[0])),
+        ((Q, K, V), dict(score_mod=NUMBERS[1])),
+    ),
+    "number-in-a-mask-mod": (((Q, K, V), dict(mask_mod=far(1))), ((Q, K, V), dict(mask_mod=far(2)))),
+    "shape-in-a-mod": (((Q, K, V), dict(score_mod=added(TABLE))), ((Q, K, V), dict(score_mod=added(TABLE[:, :79])))),
+    "strides-in-a-mod": (
+        ((Q, K, V), dict(score_mod=added(TABLE))),
+        ((Q, K, V), dict(score_mod=added(torch.zeros(80, 4).mT))),
+    ),
+    "dtype-in-a-mod": (
+        ((Q, K, V), dict(score_mod=added(TABLE))),
+        ((Q, K, V), dict(score_mod=added(TABLE.double()))),
+    ),
 }
 
 
@@ -204,6 +247,8 @@ ENGINES = {
     "mma": dict(engine="mma"),
     "wgmma": dict(engine="wgmma", backend="simulator:sm_90a", causal=True),
     "arrays": dict(bias=BIAS, sink=SINK),
+    "mods": dict(engine="mma", score_mod=added(TABLE), mask_mod=far(1), sink=SINK),
+    "wgmma with mods": dict(engine="wgmma", backend="simulator:sm_90a", score_mod=added(TABLE), mask_mod=far(1)),
 }
 
 
@@ -212,10 +257,12 @@ ENGINES = {
 def test_an_entry_launches_what_a_posed_call_does(form, engine):
     """On other memory than that with which it was kept. Only wgmma copies an operand that is not aligned."""
     options = ENGINES["simt" if form == "float64" and engine != "arrays" else engine]
+    if "score_mod" in options:
+        options = options | {"score_mod": added(TABLE.clone())}
     first, second = FORMS[form](), FORMS[form]()
     posed(lambda: attention(*first, **options))
     got, kept = outcome(lambda: attention(*second, **options))
-    assert kept == (form != "misaligned" or engine != "wgmma")
+    assert kept == (form != "misaligned" or "wgmma" not in engine)
     assert got == posed(lambda: attention(*second, **options))
 
 
@@ -385,8 +432,6 @@ def test_values_in_host_memory_are_checked_every_time():
 ALWAYS_POSED = {
     "dropout": dict(dropout=0.5),
     "seed": dict(seed=3),
-    "score-mod": dict(score_mod=lambda score, b, h, i, j: score * 2),
-    "mask-mod": dict(mask_mod=lambda b, h, i, j: i >= j),
     "copied": dict(q=torch.zeros(2, 40, 64, 4, dtype=torch.float16).transpose(2, 3)),
     "foreign-number": dict(scale=torch.tensor(0.5)),
     "window-list": dict(window=[1, 2]),
@@ -398,6 +443,40 @@ def test_what_needs_more_than_launches_is_posed(why):
     arguments = dict(q=Q, k=K, v=V) | ALWAYS_POSED[why]
     for _ in range(2):
         assert not outcome(lambda: attention(**arguments))[1]
+
+
+def test_the_functions_of_a_call_are_traced_once(monkeypatch):
+    """Posing takes the trace of the key, also if no later call can."""
+    traced = []
+    monkeypatch.setattr(trace, "_kept", {})
+    monkeypatch.setattr(trace, "_keep", lambda *_: None)
+    monkeypatch.setattr(trace, "_trace", lambda *arguments, run=trace._trace: traced.append(1) or run(*arguments))
+    for n in range(1, 4):
+        attention(Q, K, V, score_mod=scaled(2.5), mask_mod=far(7))
+        on_cache(*CACHED, score_mod=scaled(2.5))
+        assert len(traced) == 2 * n
+
+
+def test_functions_that_cannot_be_traced_are_refused_as_by_pose():
+    for n in range(2):
+        if n:
+            base(Q, K, V, score_mod=scaled(2.0))
+        with pytest.raises(TypeError, match="asks for the value of a traced number"):
+            attention(Q, K, V, score_mod=lambda score, b, h, i, j: score if i > j else 0.0)
+    with pytest.raises(TypeError, match="all arrays must be of one type"):
+        attention(Q, K, V, score_mod=added(TABLE.numpy()))
+
+
+def test_a_mod_is_served_with_other_memory_and_keeps_no_array():
+    for n in range(3):
+        table = torch.zeros(4, 80)
+        assert outcome(lambda table=table: attention(Q, K, V, score_mod=added(table)))[1] == (n > 0)
+        mod = cupy_flash.Mod(added(table))
+        assert outcome(lambda mod=mod: attention(Q, K, V, score_mod=mod))[1]
+    reference = weakref.ref(table)
+    del table, mod
+    gc.collect()
+    assert reference() is None or all(launched.kept for launched in LOG[-1:])
 
 
 def test_a_process_that_records_poses(monkeypatch):
@@ -750,9 +829,17 @@ def test_an_observed_call_on_a_cache_is_posed(observer):
         assert not outcome(kept)[1]
 
 
-def test_a_mod_on_a_cache_poses():
-    for _ in range(2):
-        assert not outcome(lambda: on_cache(*CACHED, score_mod=lambda score, b, h, i, j: score * 2))[1]
+@pytest.mark.parametrize("engine", ["simt", "mma_decode"])
+def test_a_mod_on_a_cache_is_served(engine):
+    for n in range(3):
+        options = dict(score_mod=added(TABLE.clone()), mask_mod=far(-9), engine=engine) | new()
+
+        def call(options=options):
+            return on_cache(*CACHED, cache_seqlens=3, **options)
+
+        got, kept = outcome(call)
+        assert kept == (n > 0)
+    assert got == posed(call)
 
 
 def test_indices_in_host_memory_are_checked_every_time():
@@ -930,6 +1017,54 @@ def test_a_changed_component_is_seen_with_gradients(component, unread):
     keyed_plan.forget()
     expected = launches(after)
     assert [x[:-1] for x in got] == [x[:-1] for x in expected] and got[0] == expected[0] and got != kept
+
+
+@pytest.mark.parametrize("asked", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("engine", ["simt", "mma"])
+def test_a_call_with_mods_is_served_with_its_backward(engine, asked):
+    """Only floating arrays have gradients that a score_mod reads; offsets and the limit of the mask_mod have none."""
+    offsets, limit = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
+
+    def modified(first, second):
+        return dict(
+            score_mod=lambda score, b, h, i, j: score * second[h] + first[h, i - j + offsets[h]],
+            mask_mod=lambda b, h, i, j: i >= j + limit[h],
+        )
+
+    for n in range(3):
+        inputs = differentiable()
+        captured = [x.requires_grad_(want) for x, want in zip((torch.zeros(4, 80), torch.ones(4)), asked, strict=True)]
+        wanted = [*inputs, *(x for x in captured if x.requires_grad)]
+        LOG.clear()
+        out = attention(*inputs, engine=engine, **modified(*captured))
+        assert "cupy_flash_modified_attention_forward" in out.grad_fn.name()
+        gradients = torch.autograd.grad(out, wanted, DOUT, retain_graph=True)
+        assert [launched.kept for launched in LOG] == [n > 0, n > 1]
+        assert [x.shape for x in gradients] == [x.shape for x in wanted]
+    keyed_plan._entries[next(iter(keyed_plan._entries))].backwards.clear()
+    torch.autograd.grad(out, wanted, DOUT)
+    _, served, posed_again = LOG
+    assert not posed_again.kept and posed_again[1:] == served[1:]
+
+
+def test_which_captured_arrays_have_a_gradient_is_seen():
+    inputs = differentiable()
+    launched = {}
+    for asked in ((True, False), (False, True), (True, True), (False, False)):
+        kept = []
+        for _ in range(3):
+            first, second = (torch.zeros(4, 80, requires_grad=want) for want in asked)
+            LOG.clear()
+            out = attention(
+                *inputs, score_mod=lambda score, b, h, i, j, f=first, s=second: score + f[h, i - j] * s[h, i]
+            )
+            wanted = [x for x in (first, second) if x.requires_grad]
+            gradients = torch.autograd.grad(out, [*inputs, *wanted], DOUT)
+            assert [x.shape for x in gradients[3:]] == [x.shape for x in wanted]
+            kept.append([x.kept for x in LOG])
+            launched[asked] = tuple(launch.text_key for launch in LOG[-1].launches)
+        assert kept == [[bool(launched) and len(launched) > 1, False], [True, len(launched) > 1], [True, True]]
+    assert len(set(launched.values())) == 4
 
 
 def test_the_options_of_a_forward_are_those_of_its_backward():

@@ -18,10 +18,15 @@ BUDGET = {
         (270, "xFormers' functions: six signatures, 22 classes of masks, lse padding, merged parts"),
         (408, "keyed plans: keys and entries of repeated calls on CuPy and torch, and the node of autograd"),
         (160, "keyed plans of calls on KV caches, and under autograd of calls with other arrays and of packed batches"),
+        (49, "keyed plans of calls with mods: numbers in the key, captured arrays, their gradients in the node"),
+        (4, "aten: a backward that is computed again has its own out and lse"),
         (30, "bias in packed batches: its shape, its part of each sequence, the lengths of the dbias kernel"),
         (91, "explain() in 80 columns, as a table and as a plot of the tiles of the call; the GPU in a row of info"),
         (1216, "attention_weights, top_weights, key_importance: functions and poses 350, CPU 313, torch 212, jax 201"),
+        (61, "output_attentions of transformers 22, and multi_head_attention_forward with its weights 39"),
+        (130, "attention_weights, top_weights, key_importance on simt: launches 29, their arguments 62, Params 39"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
+        (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),
@@ -29,6 +34,7 @@ BUDGET = {
         (9, "overhead: the function that a backend repeats launches with"),
         (12, "overhead: a decode step on a paged cache"),
         (61, "sass: the mainloops of other implementations' cubins beside ours, on the same counters"),
+        (8, "overhead: a score_mod that captures a table"),
     ],
 }
 LARGEST = 500

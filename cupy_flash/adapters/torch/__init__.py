@@ -16,7 +16,7 @@ from .flex_attention_drop_in import flex_attention
 from .kv_cache_drop_in import flash_attn_with_kvcache
 from .module import CausalSelfAttention
 from .registry import Activation
-from .sdpa_drop_in import scaled_dot_product_attention, sdpa
+from .sdpa_drop_in import multi_head_attention_forward, scaled_dot_product_attention, sdpa
 from .transforms import forward
 from .varlen_attn_drop_in import varlen_attn
 
@@ -33,6 +33,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "flex_attention",
     "forward",
+    "multi_head_attention_forward",
     "scaled_dot_product_attention",
     "sdpa",
     "varlen_attn",

@@ -132,7 +132,7 @@ def _differentiate_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         [dx if asked and dx.shape == x.shape else None for dx, x, asked in by_slot],
         None,
         *of_saved,
-        None,
+        None if wanted else [],  # torch takes an empty list of bools for one of tensors
     )
 
 

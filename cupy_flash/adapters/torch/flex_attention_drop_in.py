@@ -62,7 +62,7 @@ def flex_attention(
     options = Options(scale=scale, score_mod=score_mod, mask_mod=block_mask, return_lse=return_lse)
     tensors = (query, key, value)
     reasons = _unmet(tensors, block_mask, enable_gqa, return_lse, kernel_options, return_aux)
-    if reasons or any(not isinstance(x, torch.Tensor) or x.dim() != 4 for x in tensors):
+    if reasons or not all(map(_is_padded, tensors)):
         _refuse(tensors, options, reasons)
     if return_aux is not None:
         if return_aux.max_scores:
@@ -82,6 +82,11 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
+def _is_padded(x: object) -> bool:
+    """Return whether x is a tensor (B, H, S, D); sizes of a nested one cannot be compared."""
+    return isinstance(x, torch.Tensor) and x.dim() == 4 and not x.is_nested
+
+
 def _unmet(
     tensors: tuple[Any, ...], mask: Any, enable_gqa: Any, return_lse: Any, kernel_options: Any, return_aux: Any
 ) -> tuple[str, ...]:
@@ -98,7 +103,7 @@ def _unmet(
     is_mask = isinstance(mask, BlockMask)
     if not (mask is None or is_mask):
         reasons.append(f"block_mask must be torch's BlockMask, not {type(mask).__name__}; score_mod may be a Mod")
-    if any(not isinstance(x, torch.Tensor) or x.dim() != 4 for x in tensors):
+    if not all(map(_is_padded, tensors)):
         return tuple(reasons)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _), (_, v_heads, _, _) = (x.shape for x in tensors)
     if not enable_gqa and not heads == kv_heads == v_heads:

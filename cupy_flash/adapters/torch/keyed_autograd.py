@@ -13,15 +13,26 @@ from typing import Any
 import torch
 
 from ... import keyed_plan
+from ...mods.trace import decoded
 from ...problem.build import pose
 from ...problem.records import DIFFERENTIATED, Options, Packed, Saved
 from .keyed_plan import allocator, is_changed, read
-from .op import TENSORS, Call, arguments_of, attention_backward, on_device_of
+from .op import (
+    TENSORS,
+    Call,
+    arguments_of,
+    attention_backward,
+    mod_of_options,
+    modified_attention_backward,
+    on_device_of,
+)
 
 BACKWARDS = 16  # maximum backwards that are kept with a forward
+COUNT = len(TENSORS)  # the place of the first array that mods captured, behind those of TENSORS
 PLACES = tuple(TENSORS.index(name) for name in DIFFERENTIATED)
+PLACE_OF_OUTPUT = {f"d{name}": place for name, place in zip(DIFFERENTIATED, PLACES, strict=True)}
 BIAS = TENSORS.index("bias")
-BACKEND = Call._fields.index("backend") - len(TENSORS)  # that of the arguments that are not tensors
+BACKEND = Call._fields.index("backend") - COUNT  # that of the arguments that are not tensors
 
 
 def run_recorded(call: keyed_plan.Call) -> Any:
@@ -30,7 +41,7 @@ def run_recorded(call: keyed_plan.Call) -> Any:
     if entry is None or entry.others is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
     outputs = entry.run(call)
-    return None if outputs is None else _Node.apply(*call[1], outputs[:2], entry)
+    return None if outputs is None else _NODES[entry.mods != ""].apply(*call[1], outputs[:2], entry)
 
 
 def keep_recorded(
@@ -41,9 +52,12 @@ def keep_recorded(
         keyed_plan.keep(call, *pose(function, arrays, options, packed), allocator)
     entry = keyed_plan.entry_of(call)
     if entry is not None and entry.others is None:
-        arguments = arguments_of(arrays, options, packed, False)
-        entry.places = tuple([n for n in range(len(TENSORS)) if arguments[n] is not None])
-        entry.others = arguments[len(TENSORS) :]
+        arguments, mod = arguments_of(arrays, options, packed, False), mod_of_options(options)
+        places = [n for n in range(COUNT) if arguments[n] is not None]
+        if mod is not None:
+            places += range(COUNT, COUNT + len(mod.arrays))
+            entry.mods = mod.encoded
+        entry.places, entry.others = tuple(places), arguments[COUNT:]
 
 
 def _forward(ctx: Any, *arguments: Any) -> Any:
@@ -59,7 +73,8 @@ def _backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         dout = out.new_zeros(()).expand(out.shape)
     needed, places = ctx.needs_input_grad, ctx.entry.places
     by_bias = BIAS in places and needed[places.index(BIAS)]
-    gradients = _gradients(ctx.entry, tensors, (dout, out, lse, dlse), by_bias)
+    by_captured = tuple([asked for place, asked in zip(places, needed, strict=False) if place >= COUNT])
+    gradients = _gradients(ctx.entry, tensors, (dout, out, lse, dlse, by_bias), by_captured)
     return (
         *[gradients.get(place) if asked else None for place, asked in zip(places, needed, strict=False)],
         None,
@@ -67,37 +82,55 @@ def _backward(ctx: Any, dout: Any, dlse: Any) -> Any:
     )
 
 
-# The name of the operator's node.
-_Node: Any = type(
-    "cupy_flash_attention_forward",
-    (torch.autograd.Function,),
-    {"forward": staticmethod(_forward), "backward": staticmethod(_backward)},
+# Without and with mods, by the names that the operators' nodes have.
+_NODES: tuple[Any, ...] = tuple(
+    type(name, (torch.autograd.Function,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)})
+    for name in (
+        "cupy_flash_attention_forward",
+        "GeneratedBackwardFor_cupy_flash_modified_attention_forward_default",
+    )
 )
 
 
 def _gradients(
-    entry: keyed_plan.Entry, tensors: list[Any], saved: tuple[Any, Any, Any, Any], bias_gradient: bool
+    entry: keyed_plan.Entry, tensors: list[Any], saved: tuple[Any, Any, Any, Any, bool], by_captured: tuple[bool, ...]
 ) -> dict[int, Any]:
-    """Return the gradients by the place of their tensor among TENSORS; that of bias only if it is wanted."""
+    """Return the gradients by the place of their tensor; those of bias and captured arrays only if they are wanted.
+
+    `saved` has dout, out, lse, dlse and whether the gradient of bias is wanted.
+    """
     call, others = None, entry.others or ()
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or is_changed()):
-        described = read([*tensors, *saved])
+        plain = len(tensors) - len(by_captured)
+        described = read([*tensors[:plain], *saved[:4], *tensors[plain:]])  # in the order of the launches' inputs
         if described is not None:
             facts, inputs, addresses = described
-            call = (*keyed_plan.facts_of_process(others[BACKEND]), bias_gradient, *facts), inputs, addresses
+            of_process = keyed_plan.facts_of_process(others[BACKEND])
+            call = (*of_process, saved[4], by_captured, *facts), inputs, addresses
     if call is not None and (kept := entry.backwards.get(call[0])) is not None:
         outputs = kept.run(call)
         if outputs is not None:
             return dict(zip(kept.places, outputs, strict=False))  # workspaces follow
     given = dict(zip(entry.places, tensors, strict=True))
-    arguments = (*[given.get(place) for place in range(len(TENSORS))], *others)
-    gradients = dict(zip(PLACES, attention_backward(*arguments, *saved, bias_gradient), strict=True))
+    arguments = (*[given.get(place) for place in range(COUNT)], *others)
+    captured = [x for place, x in given.items() if place >= COUNT]
+    if entry.mods:
+        *returned, dcaptured = modified_attention_backward(*arguments, captured, entry.mods, *saved, by_captured)
+        # An array that only mask_mod reads has no gradient.
+        by_slot = zip(dcaptured, captured, by_captured, strict=True)
+        gradients = {COUNT + n: dx for n, (dx, x, asked) in enumerate(by_slot) if asked and dx.shape == x.shape}
+    else:
+        returned, gradients = attention_backward(*arguments, *saved), {}
+    gradients |= zip(PLACES, returned, strict=True)
     if call is not None and call[0] not in entry.backwards:
         if len(entry.backwards) >= BACKWARDS:
             entry.backwards.clear()
         with on_device_of(tensors[0]):
-            problem, operands = Call(*arguments).pose(Saved(*saved, bias_gradient))
+            mod = decoded(entry.mods, captured) if entry.mods else None
+            problem, operands = Call(*arguments).pose(Saved(*saved, by_captured if entry.mods else None), mod)
         entry.backwards[call[0]] = new = keyed_plan.backward_entry(problem, operands, allocator)
         if new is not None:
-            new.places = tuple([TENSORS.index(name) for name in problem.differentiated])
+            of_captured = {f"gradient{slot}": COUNT + slot for slot in range(len(captured))}
+            by_output = PLACE_OF_OUTPUT | of_captured
+            new.places = tuple([by_output[name] for name in new.outputs if name in by_output])  # workspaces follow
     return gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +20,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ...problem.records import Options, Packed, UnsupportedError
+from ...problem.weights import EACH, MEAN
 from .transforms import forward
+from .weights import attention_and_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -289,22 +292,119 @@ def _routed(func: Any) -> Any:
     """Return the replacement of a torch function inside `sdpa`, by default the function itself.
 
     torch disables the mode while F.multi_head_attention_forward runs, so that its inner call of SDPA would be torch's.
-    This function is therefore replaced by a copy whose globals refer to ours. torch's context_parallel replaces
-    F.scaled_dot_product_attention by a function that calls it, so it is compared by its name in torch._C.
+    torch's context_parallel replaces F.scaled_dot_product_attention by a function that calls it, so it is compared by
+    its name in torch._C.
     """
     if func is torch._C._nn.scaled_dot_product_attention:
         return scaled_dot_product_attention
-    return _multi_head_attention_forward if func is F.multi_head_attention_forward else func
+    return multi_head_attention_forward if func is F.multi_head_attention_forward else func
 
 
-# The globals of the copy contain the copy, because it passes itself, looked up by name, to other modes, such as
-# torch.set_default_device. They lack __name__, by which torch.compile would look up globals in torch's module.
-_globals = {name: value for name, value in vars(F).items() if name != "__name__"}
-_multi_head_attention_forward = types.FunctionType(
-    F.multi_head_attention_forward.__code__, _globals, argdefs=F.multi_head_attention_forward.__defaults__
-)
-_globals["scaled_dot_product_attention"] = scaled_dot_product_attention
-_globals["multi_head_attention_forward"] = _multi_head_attention_forward
+def multi_head_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: torch.Tensor | None,
+    in_proj_bias: torch.Tensor | None,
+    bias_k: torch.Tensor | None,
+    bias_v: torch.Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: torch.Tensor,
+    out_proj_bias: torch.Tensor | None,
+    training: bool = True,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: torch.Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: torch.Tensor | None = None,
+    k_proj_weight: torch.Tensor | None = None,
+    v_proj_weight: torch.Tensor | None = None,
+    static_k: torch.Tensor | None = None,
+    static_v: torch.Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute torch.nn.functional.multi_head_attention_forward with cupy_flash; inside `sdpa` it takes its place.
+
+    With need_weights torch's function computes attention without SDPA. This one computes the result by attention,
+    which stores no probabilities, and then those that are returned; their average over heads takes the memory of one.
+
+    Args:
+        query: as in torch's function; and so are the others.
+        key: likewise.
+        value: likewise.
+        embed_dim_to_check: likewise.
+        num_heads: likewise.
+        in_proj_weight: likewise.
+        in_proj_bias: likewise.
+        bias_k: likewise.
+        bias_v: likewise.
+        add_zero_attn: likewise.
+        dropout_p: likewise.
+        out_proj_weight: likewise.
+        out_proj_bias: likewise.
+        training: likewise.
+        key_padding_mask: likewise.
+        need_weights: likewise.
+        attn_mask: likewise.
+        use_separate_proj_weight: likewise.
+        q_proj_weight: likewise.
+        k_proj_weight: likewise.
+        v_proj_weight: likewise.
+        static_k: likewise.
+        static_v: likewise.
+        average_attn_weights: likewise.
+        is_causal: likewise.
+
+    Returns:
+        The output, and the weights (N, L, S), or (N, num_heads, L, S) unless they are averaged, with gradients; None
+        without need_weights. The weights are those before dropout, torch's those after it. A row that sees no key is 0.
+    """
+    others = (
+        query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn,
+        dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, False, attn_mask,
+        use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v,
+    )  # fmt: skip
+    if not need_weights:
+        return _without_weights(*others, is_causal=is_causal)
+    _beside.heads = MEAN if average_attn_weights else EACH
+    # is_causal is a hint that attn_mask is causal, which torch ignores with need_weights; alone it is an error.
+    out, _ = _with_weights(*others, is_causal=is_causal and attn_mask is None)
+    weights, _beside.weights = _beside.weights, None
+    return out, weights if query.dim() == 3 else weights.squeeze(0)
+
+
+# What a thread's call of torch's function, which has no arguments and results for it, needs and computes beside it.
+_beside = threading.local()
+
+
+def _attend_with_weights(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: bool) -> Any:
+    """Return SDPA of (B, H, S, E), and keep its weights in `_beside`."""
+    options = Options(causal="top_left" if is_causal else False, bias=attn_mask)
+    options.dropout = 0.0 if _drops_all(dropout_p) else dropout_p
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, _beside.weights = attention_and_weights(q, k, v, options, _beside.heads, None)
+    return (_zeroed(out) if _drops_all(dropout_p) else out).transpose(1, 2)
+
+
+def _copy_of_torchs(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of F.multi_head_attention_forward that calls `attend` in place of SDPA.
+
+    The globals of the copy contain the copy, because it passes itself, looked up by name, to other modes, such as
+    torch.set_default_device. They lack __name__, by which torch.compile would look up globals in torch's module.
+    """
+    names = {name: value for name, value in vars(F).items() if name != "__name__"}
+    original = F.multi_head_attention_forward
+    copy = types.FunctionType(original.__code__, names, argdefs=original.__defaults__)
+    names |= {"scaled_dot_product_attention": attend, "multi_head_attention_forward": copy}
+    return copy
+
+
+_without_weights = _copy_of_torchs(scaled_dot_product_attention)
+_with_weights = _copy_of_torchs(_attend_with_weights)
 
 
 def _inside_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,8 +438,9 @@ checkpoint.CheckpointFunction.forward = staticmethod(_recomputing_as_recorded(ch
 def sdpa() -> AbstractContextManager[Any]:
     """Context manager that replaces F.scaled_dot_product_attention by `scaled_dot_product_attention`.
 
-    Works in eager mode and under torch.compile, also inside nn.MultiheadAttention. A call that cupy_flash cannot serve
-    raises; it never falls back to torch's.
+    Works in eager mode and under torch.compile, also inside nn.MultiheadAttention, whose weights are those before
+    dropout: see `multi_head_attention_forward`. A call that cupy_flash cannot serve raises; it never falls back to
+    torch's.
 
         with cupy_flash.adapters.torch.sdpa():
             loss = model(tokens)

@@ -22,6 +22,7 @@ from ...problem.weights import (
     IMPORTANCE,
     MEAN,
     TOP,
+    WEIGHTS,
     Wish,
     pose_weights,
     pose_weights_with_cache,
@@ -42,6 +43,7 @@ from .op import (
     require_one_device,
     require_tensor,
 )
+from .transforms import forward
 
 LISTED = "list"  # `heads` of a list of heads
 WANTED = {
@@ -86,6 +88,12 @@ class Wanted(NamedTuple):
         heads = list(self.chosen) if self.heads == LISTED else self.heads
         n = self.n if self.kind == TOP else None
         return Wish(self.kind, self.rows, heads, self.limit, n, self.row_weights)
+
+
+def attention_and_weights(q: Any, k: Any, v: Any, options: Options, heads: str, limit: float | None) -> tuple[Any, Any]:
+    """Return out of attention, and the weights of all rows, before dropout; `heads` is "each" or "mean"."""
+    out, lse = forward("attention", (q, k, v), replace(options, return_lse=True))
+    return out, compute(WEIGHTS, (q, k, lse), options, Wish(WEIGHTS, heads=heads, limit=limit), None)[0]
 
 
 def compute(

@@ -104,10 +104,10 @@ def pieces(access: Access, space: str, context: Context, group: Group, address: 
         )
     if space == "shared":
         _inside(flat, SHARED_START, SHARED_START + context.shared_bytes, access, space, context, group)
-        yield context.shared, group.active(address + context.shared_base[group.rows]), None, "shared"
+        yield context.shared, group.active(address + group.read(context.shared_base)), None, "shared"
     elif space == "local":
         _inside(flat, 0, context.local_bytes, access, space, context, group)
-        yield context.local, group.active(address + context.local_base[group.rows]), None, "local"
+        yield context.local, group.active(address + group.read(context.local_base)), None, "local"
     elif space == "param":
         _inside(flat, 0, context.parameter_bytes, access, space, context, group)
         yield context.parameters, flat, None, "parameters"
@@ -148,7 +148,8 @@ def _writable(allocation: Allocation, access: Access, context: Context, group: G
 
 
 def _inside(flat: Indices, start: int, stop: int, access: Access, space: str, context: Context, group: Group) -> None:
-    if int(np.minimum.reduce(flat)) < start or int(np.maximum.reduce(flat)) + access.width > stop:
+    # One maximum finds both ends: an address before the start is a large number without its sign.
+    if int(np.maximum.reduce((flat - start).view(np.uint64))) + access.width > stop - start:
         lane = int(np.flatnonzero((flat < start) | (flat + access.width > stop))[0])
         raise OutOfBounds(
             f"{'write' if access.writes else 'read'} of {access.width} bytes at byte {int(flat[lane]) - start} of "

@@ -32,7 +32,10 @@ def computed(result: Array, function: Function, *sources: Any) -> Step:
     """Return a step that sets result = function(*sources) for the group's lanes."""
 
     def step(group: Group) -> None:
-        group.write(result, function(*[group.read(source) for source in sources]))
+        if group.plain:
+            result[...] = function(*sources)
+        else:
+            group.write(result, function(*[group.read(source) for source in sources]))
 
     return step
 

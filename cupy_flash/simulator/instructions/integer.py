@@ -116,10 +116,10 @@ def with_carry(instruction: Instruction, context: Context) -> Step:
 
 def integer_division(a: Any, b: Any) -> tuple[Any, Any]:
     """Return (quotient rounded toward zero, remainder). Division by zero, which PTX leaves undefined: (all ones, a)."""
-    a, b = np.broadcast_arrays(a, b)
     if a.dtype.kind == "u":
         safe = np.where(b == 0, b.dtype.type(1), b)
-        return np.where(b == 0, ~b.dtype.type(0), a // safe), np.where(b == 0, a, a % safe)
+        quotient = a // safe
+        return np.where(b == 0, ~b.dtype.type(0), quotient), np.where(b == 0, a, a - quotient * safe)
     unsigned = a.dtype.str.replace("i", "u")
     size_a, size_b = np.abs(a).view(unsigned), np.abs(b).view(unsigned)
     quotient, remainder = integer_division(size_a, size_b)

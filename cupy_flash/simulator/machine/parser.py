@@ -117,6 +117,7 @@ class _Parser:
         self.files: dict[int, str] = {}
         self.variables: dict[str, Variable] = {}
         self.functions: dict[str, Function] = {}
+        self.named: set[str] = set()  # by an operand
         self.scopes = 0
 
     # ---- tokens
@@ -165,7 +166,9 @@ class _Parser:
         for function in self.functions.values():
             if function.is_entry:
                 kernels[function.name] = flatten(inline(function, self.functions, ()))
-        return Module(self.target, self.variables, kernels)
+        # NVRTC writes all constants of a text as variables, a hundred of which no instruction names.
+        variables = {name: one for name, one in self.variables.items() if name in self.named or one.space == "shared"}
+        return Module(self.target, variables, kernels)
 
     def module_item(self) -> None:
         text = self.token
@@ -369,7 +372,13 @@ class _Parser:
         opcode, modifiers = _opcode(self.take())
         operands: list[Operand] = []
         while self.token != ";":
-            if self.token == "(":
+            following = self.tokens[self.position + 1]
+            if following in (",", ";") and isinstance(register := scope.find(self.token), Register):
+                # Most operands are a register alone, which needs no look at the other forms.
+                operands.append(register)
+                self.position += 1
+                self.token = following
+            elif self.token == "(":
                 self.take()
                 items = []
                 while not self.accept(")"):
@@ -437,6 +446,7 @@ class _Parser:
         if token == "WARP_SZ":
             return Immediate(32, "int")
         symbol = known if isinstance(known, Symbol) else Symbol(token)
+        self.named.add(symbol.name)
         if self.token in ("+", "-"):
             sign = 1 if self.take() == "+" else -1
             symbol = replace(symbol, offset=sign * self.integer())

@@ -45,9 +45,9 @@ MOST_BASIC_BLOCKS = 20_000_000
 
 
 class _CompiledBlock:
-    """A basic block: its steps, the conditions to enter it, and its terminator (`finish`)."""
+    """A basic block: its steps, the conditions to enter it, its terminator (`finish`), and who has executed it."""
 
-    __slots__ = ("start", "stop", "steps", "members", "ready", "finish")
+    __slots__ = ("start", "stop", "steps", "members", "ready", "finish", "warps", "threads")
 
     def __init__(self, start: int, stop: int):
         self.start, self.stop = start, stop
@@ -55,6 +55,7 @@ class _CompiledBlock:
         self.members: Callable[[Group], Mask] | None = None
         self.ready: Callable[[Group], Mask] | None = None
         self.finish: Callable[[Group], Group | None]
+        self.warps = self.threads = 0  # each execution counts
 
 
 class Scheduler:
@@ -345,6 +346,8 @@ class Scheduler:
             self.wgmma.finish()
             self.tcgen05.finish()
             self.tensor_memory.finish()
+        for block in self.blocks:
+            context.counters.count_block(block.start, block.stop, block.warps, block.threads)
 
     def forget_instructions(self) -> None:
         """Drop the compiled instructions, because they and their scheduler refer to each other."""
@@ -408,7 +411,7 @@ class Scheduler:
         return self._merged(place, self.ready.pop(place))
 
     def _advance(self, group: Group | None) -> None:
-        counters, blocks = self.context.counters, self.blocks
+        blocks = self.blocks
         # Turns end at barriers: a loop that contains one spins in many turns.
         since = min(self._passed_over.values(), default=self._jumps) if self._patience == _PATIENCE else self._jumps
         while group is not None:
@@ -423,12 +426,8 @@ class Scheduler:
                 group = self._split_ready(block.ready, group)
                 if group is None:
                     return
-            counters.count_block(
-                block.start,
-                block.stop,
-                len(group.rows),
-                group.count(),
-            )
+            block.warps += len(group.rows)
+            block.threads += group.count()
             self.executed += 1
             if self.executed > self.most_basic_blocks:
                 raise Deadlock(

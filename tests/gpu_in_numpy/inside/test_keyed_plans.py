@@ -79,6 +79,24 @@ def test_results_are_those_of_the_arrays_of_the_call() -> None:
         assert served() == seed
 
 
+def test_results_are_those_of_the_arrays_that_a_mod_captures() -> None:
+    """They are other arrays at each call; a number is another one at every second call."""
+    inputs = arrays(0)
+    for seed in range(4):
+        table, factor = np.random.default_rng(seed).normal(size=(2, 40)).astype(np.float32), 0.3 * (seed // 2) + 0.1
+
+        def mods(table: Any, factor: float = factor) -> dict[str, Any]:
+            return {
+                "score_mod": lambda score, b, h, i, j: score * factor + table[h, i - j + 20],
+                "mask_mod": lambda b, h, i, j: table[h, i] < table[h, j] + 1,
+            }
+
+        expected = cupy_flash.attention(*inputs.get(), engine="cpu", **mods(table))
+        out = attention(inputs, **mods(cupy.asarray(table)))
+        np.testing.assert_allclose(out.get(), expected, atol=1e-5)
+    assert served() >= 1  # the number is a constant in the first trace alone
+
+
 def test_another_device_is_another_key() -> None:
     if cupy.cuda.runtime.getDeviceCount() > 1:
         attention(arrays(0))

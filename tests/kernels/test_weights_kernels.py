@@ -1,0 +1,232 @@
+"""The kernels of attention_weights, top_weights and key_importance on the simulator: options, tiles, planted bugs."""
+
+import numpy as np
+import pytest
+from cases import DTYPES, PACKED_OPTIONS, Case
+from planting import always, change, planted
+from tiers import in_tiers
+from tiles import SMALL_TILE
+from tolerance import assert_matches_reference
+from weights_cases import CACHES, CASES, INTEGERS, SMALL, dense, lse_of
+
+import cupy_flash
+from cupy_flash import device, dispatch
+from cupy_flash.cpu import weights as cpu
+from cupy_flash.engines import simt
+from cupy_flash.gpu import run_plan
+from cupy_flash.gpu import weights as gpu_weights
+from cupy_flash.plan.plan import plan
+from cupy_flash.problem.build import pose
+from cupy_flash.problem.records import CacheOptions, Options, Packed
+from cupy_flash.problem.weights import (
+    IMPORTANCE,
+    MEAN,
+    TOP,
+    WEIGHTS,
+    Wish,
+    pose_weights,
+    pose_weights_with_cache,
+)
+from cupy_flash.simulator.run import start
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def simulated(posed, tile=SMALL_TILE, arch="sm_80", start=start):
+    """Return the results of a posed call on the simulator."""
+    problem, operands, asked = posed
+    chosen = plan(problem._replace(engine="simt"), device.named(arch), tile)
+    return [x.numpy() for x in gpu_weights.forward(chosen, operands, asked, start)]
+
+
+def run(call, lse, wish, **how):
+    """Return the results of a call on padded arrays."""
+    return simulated(pose_weights(wish.kind, (call.q, call.k, lse), Options(**call.options), wish), **how)
+
+
+def lse_of_kernel(call, tile=SMALL_TILE, arch="sm_80"):
+    """Return lse of the forward kernel, which sums the scores in the order of the kernels of this file."""
+    problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options))
+    return run_plan.forward(plan(problem._replace(engine="simt"), device.named(arch), tile), operands, start)[1].numpy()
+
+
+def check(case, **how):
+    """Compare the results of all three functions with those of the dense formula."""
+    call = case.call()
+    lse = lse_of_kernel(call, **how)
+    P, low = dense(case, call)
+    dtype = call.q.dtype
+    (weights,) = run(call, lse, Wish(WEIGHTS), **how)
+    assert_matches_reference(weights, P, low, dtype, f"P of {case}")
+    rows = [row for row in (case.q_len - 1, 0, 2) if 0 <= row < case.q_len]
+    (mean,) = run(call, lse, Wish(WEIGHTS, rows, MEAN), **how)
+    exact, approximate = (x.mean(axis=1)[:, rows] for x in (P, low))
+    assert_matches_reference(mean, exact, approximate, dtype, f"mean of {case}")
+    values, keys = run(call, lse, Wish(TOP, n=3), **how)
+    found = np.take_along_axis(weights, np.maximum(keys, 0), axis=-1) if case.kv_len else 0
+    np.testing.assert_array_equal(values, np.where(keys < 0, 0, found).astype(dtype))
+    largest = -np.sort(-weights.astype(float), axis=-1)[..., :3]
+    np.testing.assert_array_equal(values[..., : largest.shape[-1]], largest)
+    w = np.random.default_rng(5).uniform(size=(case.heads, case.q_len)).astype(dtype)
+    (importance,) = run(call, lse, Wish(IMPORTANCE, row_weights=w), **how)
+    exact, approximate = (np.einsum("hi,bhij->bhj", w.astype(float), x.astype(float)) for x in (P, low))
+    assert_matches_reference(importance, exact, approximate, case.accumulation, f"importance of {case}")
+
+
+SIMULATED = {
+    name: case for name, case in CASES.items() if max(case.q_len, case.kv_len) < 100 and case.head_dim <= 128
+} | {
+    "everything": Case(
+        batch=2, q_len=13, kv_len=37, heads=4, kv_heads=2, head_dim=8, causal=True, window=(20, 5), softcap=1.5,
+        alibi="bh", bias="1hqk", bias_hides=True, mask="b1qk", sink=True, q_lengths=(13, 4), kv_lengths=(9, 37),
+    ),
+    "bfloat16-mods": Case(dtype="bfloat16", layout="bhsd", score_mod="learned-twice", mask_mod="sliding", **SMALL),
+    "gaps": Case(mask_mod="gaps", q_len=40, kv_len=70, heads=2, batch=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", in_tiers(SIMULATED, ["everything", "bfloat16-mods"]))
+def test_every_option(case):
+    check(case)
+
+
+TILES = {"64x16": simt.Tile(64, 16, 128), "16x64": simt.Tile(16, 64, 64), "32x32": simt.Tile(32, 32, 64)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_any_tile_and_gpu(tile, arch):
+    check(SIMULATED["everything"], tile=tile, arch=arch)
+
+
+WISHES = {
+    "rows": Wish(WEIGHTS, [12, 3, 4, 12, 0]),
+    "heads": Wish(WEIGHTS, slice(None, None, -3), [3, 1, 3]),
+    "mean": Wish(WEIGHTS, [7, 2, 3], MEAN),
+    "none": Wish(WEIGHTS, []),
+    "top": Wish(TOP, n=2),
+    "top-of-all": Wish(TOP, n=30),
+}
+
+
+@pytest.mark.parametrize("wish", in_tiers(WISHES, ["top"]))
+def test_chosen_rows_and_heads_and_ties(wish):
+    """The scores are integers, with ties. Only exp differs from that of the CPU, so keys are the same."""
+    call = INTEGERS.call()
+    lse = lse_of(call)
+    actual = run(call, lse, wish)
+    problem, *arrays = pose_weights(wish.kind, (call.q, call.k, lse), Options(**call.options), wish)
+    expected = cpu.forward(plan(problem, device.cpu()), *arrays)
+    np.testing.assert_allclose(actual[0], expected[0].numpy(), rtol=1e-6, atol=0)
+    for one, other in zip(actual[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(one, other.numpy())
+
+
+def in_two_precisions(pose, arrays):
+    """Return the results of the CPU for arrays in float64, and in their own dtype."""
+    wide = [x.astype(float) if x.dtype in DTYPES.values() else x for x in arrays]
+    return [[x.numpy() for x in dispatch.weights(*pose(*each))] for each in (wide, arrays)]
+
+
+def check_against_cpu(pose, arrays, dtype, is_close=False):
+    """Compare the results of a call, which `pose` poses, with those of the CPU in float64.
+
+    is_close: scores are so close that their order is a matter of rounding, and with it the keys of the largest.
+    """
+    actual = simulated(pose(*arrays))
+    exact, low = in_two_precisions(pose, arrays)
+    assert_matches_reference(actual[0], exact[0], low[0], dtype, "result")
+    for one, other in zip(actual[1:], exact[1:], strict=True):
+        np.testing.assert_array_equal(one < 0, other < 0)
+        np.testing.assert_array_equal(one, one if is_close else other)
+
+
+ALL = (Wish(WEIGHTS), Wish(WEIGHTS, [4, 1, 2], MEAN), Wish(TOP, n=2), Wish(IMPORTANCE))
+
+
+@pytest.mark.parametrize(
+    "case", in_tiers({name: x for name, x in PACKED_OPTIONS.items() if x.dtype == "float32"}, ["window-causal"])
+)
+def test_packed_sequences(case):
+    call = case.call()
+    _, lse = cupy_flash.attention_varlen(call.q, call.k, call.v, *call.packed, return_lse=True, **call.options)
+    for wish in ALL if len(lse[0]) > 4 else ALL[::2]:
+
+        def pose(q, k, lse, wish=wish):
+            return pose_weights(f"{wish.kind}_varlen", (q, k, lse), Options(**call.options), wish, Packed(*call.packed))
+
+        check_against_cpu(pose, (call.q, call.k, lse), call.q.dtype, is_close=case.softcap is not None)
+
+
+SERVED = {name: case for name, case in CACHES.items() if name not in ("fp8", "float16", "long")}
+
+
+@pytest.mark.parametrize("name", in_tiers({name: name for name in SERVED}, ["tree"]))
+def test_caches(name):
+    case = SERVED[name]
+    call = case.call().copied()
+    _, lse = cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
+    options = {key: x for key, x in call.options.items() if key not in ("k", "v", "slots", "return_lse")}
+    if case.appended is not None:
+        options["cache_seqlens"] = np.add(case.lengths, case.rows).astype(np.int32)
+    for wish in (Wish(WEIGHTS), Wish(WEIGHTS, [1, 0], MEAN), Wish(TOP, n=2), Wish(IMPORTANCE)):
+
+        def pose(q, k_cache, lse, wish=wish):
+            function = f"{wish.kind}_with_kv_cache"
+            return pose_weights_with_cache(
+                function, (q, k_cache, lse), CacheOptions.of_reading(function, options), wish
+            )
+
+        check_against_cpu(pose, (call.q, call.k_cache, lse), call.q.dtype, is_close=case.softcap is not None)
+
+
+def check_nan():
+    """A query with NaN reaches its own weights, no hidden key, and with a weight of 0 no sum."""
+    call = Case(causal=True, **SMALL).call()
+    before = run(call, lse_of(call), Wish(IMPORTANCE, row_weights=(np.arange(13) != 3).astype(np.float32)))[0]
+    call.q[:, 3] = np.nan  # query i sees the keys up to i + 4
+    lse = lse_of(call)
+    (weights,) = run(call, lse, Wish(WEIGHTS, [3]))
+    assert np.isnan(weights[..., :8]).all() and not weights[..., 8:].any()
+    after = run(call, lse, Wish(IMPORTANCE, row_weights=(np.arange(13) != 3).astype(np.float32)))[0]
+    np.testing.assert_array_equal(after, before)
+    values, keys = run(call, lse, Wish(TOP, n=3))
+    assert keys[0, 0, 3].tolist() == [0, 1, 2] and np.isnan(values[0, 0, 3]).all()
+
+
+def test_nan_reaches_only_what_sees_it():
+    check_nan()
+
+
+def test_memory_is_linear():
+    """top_weights and key_importance write no array with an element for each pair of a query and a key."""
+    call = Case(q_len=40, kv_len=60, batch=1, heads=1, kv_heads=1, head_dim=4).call()
+    sizes = []
+
+    def watched(work):
+        sizes.extend(np.prod(x.shape) for x in (*work.inputs.values(), *work.results.values()))
+        start(work)
+
+    for wish in (Wish(TOP, n=3), Wish(IMPORTANCE)):
+        run(call, lse_of(call), wish, start=watched)
+    assert max(sizes) < 40 * 60 / 2
+
+
+BUGS = {
+    "a hidden key in a row with NaN": change("weights.probability", "s == -infinity()", "false"),
+    "no mean": change("weights.mean", "/ (real)p.heads", ""),
+    "ties in the list": change("weights.ties", "scores[place - 1] < s", "scores[place - 1] <= s"),
+    "ties at its end": change("weights.enters-list", "s > last", "s >= last"),
+    "no row weights": change("weights.weight-of-row", "weight * probability", "probability"),
+    "a row of weight 0": always("weights.weight-of-row"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug, monkeypatch):
+    with planted(monkeypatch, BUGS[bug]), pytest.raises(AssertionError):
+        check_nan()
+        test_chosen_rows_and_heads_and_ties(WISHES["top"])
+        check(SIMULATED["everything"])

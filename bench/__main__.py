@@ -31,6 +31,7 @@ SEQLENS = {
 KERNEL_DEVELOPMENT = {
     "static": "registers, spills and compiler warnings of every kernel; exit status 1 for spills, warnings, stale rows",
     "predict": "predict the Hopper engine's speed from its SASS, without a GPU",
+    "sass": "compare the machine code of other implementations' kernels, a folder of cubins, with ours",
     "costs": "compare the cost models with a sweep and fit their constants",
     "bounds": "find the bottleneck of the fastest tiles of sweeps with Nsight Compute",
     "tables": "regenerate the tables of docs/benchmarks.md from bench/results",

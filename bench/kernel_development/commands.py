@@ -16,7 +16,7 @@ from .. import gpu
 from ..arguments import add_out, positive
 from ..report import count, progress, show
 from ..results import ROOT, describe, write
-from . import bounds, costs, marks, predict, static, static_mods, static_tables, sweep, sweep_plot, tables
+from . import bounds, costs, marks, peers, predict, static, static_mods, static_tables, sweep, sweep_plot, tables
 
 
 def run(arguments: list[str]) -> int:
@@ -80,6 +80,15 @@ def _predict(options: argparse.Namespace, arguments: list[str]) -> int:
         predictions = [each._asdict() for each in predict.predict(regimes, step)]
     write(describe(arguments, 1) | {"predict": predictions}, path)
     show(predict.table(predictions))
+    return 0
+
+
+def _sass(options: argparse.Namespace, _: list[str]) -> int:
+    cubins = peers.theirs(options.folder)
+    if not cubins:
+        print(f"{options.folder} has no file *.cubin", file=sys.stderr)
+        return 1
+    show(peers.table(peers.ours([each for each in marks.MARKS if each.seqlen == 16384]) | cubins))
     return 0
 
 
@@ -155,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="predict nothing; exit status 1 names the rows whose kernels have changed"
     )
     add_out(prediction)
+    machine_code = commands.add_parser("sass")
+    machine_code.set_defaults(run=_sass)
+    machine_code.add_argument("folder", type=Path, help="folder of *.cubin files of other implementations")
     cost_models = commands.add_parser("costs")
     cost_models.set_defaults(run=_costs)
     cost_models.add_argument("sweep", type=Path, metavar="SWEEP.json")

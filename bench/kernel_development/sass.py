@@ -79,14 +79,23 @@ class Mainloop(NamedTuple):
         return waits
 
 
-def mainloop(cubin: bytes) -> Mainloop:
-    """Return the mainloop of a one-kernel cubin: the innermost loop with the most matrix instructions."""
-    instructions, labels = disassemble(cubin)
-    matmul_loops = [
+def has_mainloop(cubin: bytes) -> bool:
+    """Return whether a cubin has a loop with matrix instructions."""
+    return bool(_matmul_loops(*disassemble(cubin)))
+
+
+def _matmul_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    return [
         loop
         for loop in loops(instructions, labels)
         if _products(instructions, *loop) and shortest_round(instructions, labels, *loop)
     ]
+
+
+def mainloop(cubin: bytes) -> Mainloop:
+    """Return the mainloop of a one-kernel cubin: the innermost loop with the most matrix instructions."""
+    instructions, labels = disassemble(cubin)
+    matmul_loops = _matmul_loops(instructions, labels)
     # A persistent block's loop over work tiles encloses the mainloop and may contain matrix instructions itself.
     inner = [
         loop for loop in matmul_loops if not any(loop[0] < head and back <= loop[1] for head, back in matmul_loops)

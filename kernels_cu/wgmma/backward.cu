@@ -8,65 +8,102 @@
 // queries of S^T, and of the columns of dK and dV.
 #include "backward.cuh"
 
+// Mainloop of a consumer: the sums of dK and dV of its keys over all queries that see them, and the parts of dQ. The
+// softmax overlaps dP; the addition to dQ overlaps dK. DEFERRED: the softmax also overlaps dK of the tile before, and
+// the addition to dQ overlaps S of the next tile.
+template <typename Share, int N_K, int N_V>
+__device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1][N_V][4], const Params& p,
+                                 Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
+                                 int kv_head, int kv_start, unsigned int& dS_index, const Consumer& consumer,
+                                 const Share& share) {
+  float scale_log2 = log2_scale_of(p);
+  constexpr int N_Q = Share::N_Q;
+  int dQ_fragments = 4 * (consumer.dQ_rows / 64 * N_Q + share.Q) + consumer.warp * N_Q;  // before this warp's
+  unsigned char* dQ_smem = smem + SharedMemory::dQ + 512 * dQ_fragments;
+  unsigned int K_smem = rings.K.tile(), V_smem = rings.V.tile();
+  Range keys = {kv_start + consumer.keys, kv_start + consumer.keys + 64};
+  auto q_tiles = consumer_tiles(rings.rows, p, band, kv_head, kv_start, keys);
+  UnfinishedTile before(rings.Q);
+  float S_rmem[1][N][4];
+  if (q_tiles.valid()) wait_Q(q_tiles, rings, smem);
+  if (DEFERRED && q_tiles.valid()) {
+    issue_S(S_rmem, K_smem, rings.Q.tile(), consumer);
+    wait_S<0>(S_rmem);  // @wait-first-S
+  }
+  while (q_tiles.valid()) {
+    int head = q_tiles.head, q_start = q_tiles.start;
+    Score score(p, sequence, head);
+    Dropout dropout(p, sequence.batch, head);
+    unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
+    unsigned int dS_smem = rings.dS + dS_index % 2 * (SharedMemory::dS_BYTES + SharedMemory::P_BYTES);  // @dS-buffer
+    unsigned int P_smem = dS_smem + SharedMemory::dS_BYTES;
+    ++dS_index;
+
+    float dP_rmem[1][N][4], dQ_rmem[1][N_Q][4];
+    if constexpr (!DEFERRED) issue_S(S_rmem, K_smem, Q_smem, consumer);
+    rings.dO.wait();  // @wait-dO
+    issue_dP(dP_rmem, V_smem, dO_smem, consumer);
+    if constexpr (DEFERRED) before.issue_dK(dK_rmem, share, consumer);
+    rings.rows.wait();                           // @wait-rows
+    if constexpr (!DEFERRED) wait_S<1>(S_rmem);  // @backward.wait-S
+    const float* lse2 = rings.row_numbers(smem) + consumer.queries;
+    bool masked = q_tiles.masked(consumer.queries, QUERIES);  // @backward.mask-S
+    differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, {lse2, lse2 + BLOCK_Q},
+                               q_start + consumer.queries, kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
+    __syncwarp();  // @read-rows: all lanes have read lse2 and delta, not only the lane that arrives
+    rings.rows.release();
+    if constexpr (DEFERRED) wait_dK(dK_rmem), before.release_Q();  // @deferred.release-Q
+
+    LeftOperand P(S_rmem, P_smem, consumer), dS(dP_rmem, dS_smem, consumer);
+    dS.store();  // dQ needs dS of all consumers
+    fence_gradients(dV_rmem, dQ_rmem, dK_rmem, P, dS);
+    unsigned int dO_panel = share.template panel<BLOCK_Q>(dO_smem, share.V);
+    P.issue_or_store(dV_rmem, dO_panel);
+    fence_proxy_async();                            // @fence-dS
+    named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-after-dS
+    P.issue_stored(dV_rmem, dO_panel);              // @issue-stored-dV
+    issue_dQ(dQ_rmem, dS_smem, share.template panel<BLOCK_KV>(K_smem, share.Q), consumer);
+    if constexpr (!DEFERRED) dS.issue(dK_rmem, share.template panel<BLOCK_Q>(Q_smem, share.K));  // @K-columns-of-share
+    wait_dV<DEFERRED ? 1 : 2>(dV_rmem, P);                                                       // @wait-dV
+    rings.dO.release();
+    if constexpr (DEFERRED) {
+      before.Q_smem = Q_smem, before.dS_smem = dS_smem;
+      ++rings.Q.index;
+      q_tiles.next();
+      // After the last tile S is computed once more, because ptxas serialises wgmmas that a branch skips.
+      if (q_tiles.valid()) wait_Q(q_tiles, rings, smem), Q_smem = rings.Q.tile();
+      issue_S(S_rmem, K_smem, Q_smem, consumer);
+    }
+    wait_dQ(dQ_rmem);
+    add_dQ_in_turn(p, rings, sequence, dQ_rmem, head, q_start, consumer, 8 * share.Q, dQ_smem);
+    if constexpr (DEFERRED) {
+      wait_S<0>(S_rmem);  // @deferred.wait-S
+    } else {
+      wait_dK(dK_rmem), dS.fence();  // @wait-dK-of-tile
+      rings.Q.release();             // @release-Q
+      q_tiles.next();
+      if (q_tiles.valid()) wait_Q(q_tiles, rings, smem);
+    }
+  }
+  if constexpr (DEFERRED) before.issue_dK(dK_rmem, share, consumer), wait_dK(dK_rmem), before.release_Q();
+}
+
 // Consumer: one warpgroup.
 template <typename Share>
 __device__ void compute(const Params& p, Rings& rings, unsigned char* smem, const Sequence& sequence, const Band& band,
                         const BlockIndex& block) {
-  float scale_log2 = log2_scale_of(p);
-  constexpr int N_K = Share::N_K, N_V = Share::N_V, N_Q = Share::N_Q;
   const Consumer consumer;
   const Share share(consumer);
-  int dQ_fragments = 4 * (consumer.dQ_rows / 64 * N_Q + share.Q) + consumer.warp * N_Q;  // before this warp's
-  unsigned char* dQ_smem = smem + SharedMemory::dQ + 512 * dQ_fragments;
   unsigned int dS_index = 0;
 
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start, kv_head = block.kv_head;
     // Prologue: the block's K and V.
-    Range keys = {kv_start + consumer.keys, kv_start + consumer.keys + 64};
-    float dK_rmem[1][N_K][4] = {}, dV_rmem[1][N_V][4] = {};
-    unsigned int K_smem = rings.K.tile(), V_smem = rings.V.tile();
+    float dK_rmem[1][Share::N_K][4] = {}, dV_rmem[1][Share::N_V][4] = {};
     rings.K.wait(), rings.V.wait();  // @wait-K-V
-    clear_keys(sequence, kv_start, K_smem, V_smem);
+    clear_keys(sequence, kv_start, rings.K.tile(), rings.V.tile());
 
-    // Mainloop: the softmax overlaps dP; the addition to dQ overlaps dK.
-    for (auto q_tiles = consumer_tiles(rings.rows, p, band, kv_head, kv_start, keys); q_tiles.valid(); q_tiles.next()) {
-      Score score(p, sequence, q_tiles.head);
-      Dropout dropout(p, sequence.batch, q_tiles.head);
-      unsigned int Q_smem = rings.Q.tile(), dO_smem = rings.dO.tile();
-      unsigned int dS_smem = rings.dS + dS_index % 2 * (SharedMemory::dS_BYTES + SharedMemory::P_BYTES);  // @dS-buffer
-      unsigned int P_smem = dS_smem + SharedMemory::dS_BYTES;
-      ++dS_index;
-      rings.rows.wait(), rings.Q.wait(), rings.dO.wait();  // @wait-rows-Q-dO
-      const float* lse2 = rings.row_numbers(smem);
-      clear_queries([&](int row) { return lse2[row] != infinity(); }, Q_smem, dO_smem);
-
-      float S_rmem[1][N][4], dP_rmem[1][N][4], dQ_rmem[1][N_Q][4];
-      issue_S_dP(S_rmem, dP_rmem, K_smem, V_smem, Q_smem, dO_smem, consumer);
-      wait_S(S_rmem);
-      Rows rows = {lse2 + consumer.queries, lse2 + BLOCK_Q + consumer.queries};
-      bool masked = q_tiles.masked(consumer.queries, QUERIES);  // @backward.mask-S
-      differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, rows,
-                                 q_tiles.start + consumer.queries, kv_start + consumer.row, [&] { wait_dP(dP_rmem); });
-      __syncwarp();  // @read-rows: all lanes have read lse2 and delta, not only the lane that arrives
-      rings.rows.release();
-
-      LeftOperand P(S_rmem, P_smem, consumer), dS(dP_rmem, dS_smem, consumer);
-      dS.store();  // dQ needs dS of all consumers
-      fence_gradients(dV_rmem, dQ_rmem, dK_rmem, P, dS);
-      unsigned int dO_panel = share.panel<BLOCK_Q>(dO_smem, share.V);
-      P.issue_or_store(dV_rmem, dO_panel);
-      fence_proxy_async();                            // @fence-dS
-      named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-after-dS
-      P.issue_stored(dV_rmem, dO_panel);              // @issue-stored-dV
-      issue_dQ(dQ_rmem, dS_smem, share.panel<BLOCK_KV>(K_smem, share.Q), consumer);
-      dS.issue(dK_rmem, share.panel<BLOCK_Q>(Q_smem, share.K));  // @K-columns-of-share
-      wait_dV_dQ(dV_rmem, P, dQ_rmem);
-      rings.dO.release();
-      add_dQ_in_turn(p, rings, sequence, dQ_rmem, q_tiles.head, q_tiles.start, consumer, 8 * share.Q, dQ_smem);
-      wait_dK(dK_rmem, dS);  // @wait-dK
-      rings.Q.release();     // @release-Q
-    }
+    sum_over_queries(dK_rmem, dV_rmem, p, rings, smem, sequence, band, kv_head, kv_start, dS_index, consumer, share);
 
     // Epilogue: dK and dV go through the shared memory of K and V, once all consumers' wgmmas have read them.
     named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @barrier-before-dK

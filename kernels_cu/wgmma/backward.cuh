@@ -9,7 +9,8 @@
 //   take_turns        deterministic: waits for this block's turn at every tile of dQ, and passes it on
 //   clear_keys        zeroes rows of K and V that belong to another sequence; clear_queries: rows of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
-//   issue_S_dP ..     the asynchronous steps of the mainloop
+//   UnfinishedTile    DEFERRED: the tile whose dK the next step computes
+//   issue_S ..        the asynchronous steps of the mainloop
 //   add_dQ            the block's part of dQ -> workspace
 //   store_dK_dV       epilogue: dK and dV -> the shared memory of K and V -> global memory
 #pragma once
@@ -160,6 +161,18 @@ struct FromRegisters : RoundedTile {
   __device__ void issue_stored(float (&)[1][COLUMNS][4], unsigned int) const {}
 };
 
+// Issues C += A X for this consumer's keys of a tile that store() has written.
+template <int COLUMNS>
+__device__ void accumulate_stored(float (&C)[1][COLUMNS][4], unsigned int A_smem, unsigned int X_smem,
+                                  const Consumer& consumer) {
+  unsigned long long a = k_major_descriptor(A_smem + consumer.keys * PANEL_ROW),
+                     x = mn_major_descriptor(X_smem, BLOCK_Q * PANEL_ROW);
+#pragma unroll
+  for (int k = 0; k < BLOCK_Q / 16; ++k)
+    wgmma<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
+                                      x + k * NEXT_16_ROWS, true);
+}
+
 // If consumers share keys, A is read from shared memory.
 struct FromShared : RoundedTile {
   static constexpr bool IN_SMEM = true;
@@ -168,12 +181,7 @@ struct FromShared : RoundedTile {
   __device__ void fence() {}
   template <int COLUMNS>
   __device__ void issue(float (&C)[1][COLUMNS][4], unsigned int X_smem) const {
-    unsigned long long a = k_major_descriptor(smem + consumer.keys * PANEL_ROW),
-                       x = mn_major_descriptor(X_smem, BLOCK_Q * PANEL_ROW);
-#pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; ++k)
-      wgmma<element, K_MAJOR, MN_MAJOR>(C, a + k / 4 * (BLOCK_KV * PANEL_ROW >> 4) + k % 4 * NEXT_16_COLUMNS,
-                                        x + k * NEXT_16_ROWS, true);
+    accumulate_stored(C, smem, X_smem, consumer);
     wgmma_commit_group();
   }
   template <int COLUMNS>
@@ -201,12 +209,19 @@ struct Maps {
 constexpr int RECORD = 2 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16 : 0);
 using RowRing = SlotRing<2, ROW_SLOT_BYTES, WARP>;
 
+// A step leaves its tile unfinished: the next one computes its dK, from dS in shared memory, under the softmax. S of
+// the next tile is computed under the addition to dQ, whose registers are then beside those of S. That needs registers,
+// which consumers that share keys do not have, because their head dimensions are large, and shared memory for 128
+// queries takes longer than is gained.
+constexpr bool DEFERRED = SHARES == 1 && BLOCK_Q == 64;
+constexpr int Q_SLOTS = STAGES + DEFERRED;  // an unfinished tile keeps its slot of Q for longer
+
 // Offsets in bytes. dK and dV are staged in the memory of K and V.
 struct SharedMemory {
-  static constexpr int K = 0;                                       // [BLOCK_KV][DIM]
-  static constexpr int V = K + tile_bytes(BLOCK_KV, DIM);           // [BLOCK_KV][DIM_V]
-  static constexpr int Q = V + tile_bytes(BLOCK_KV, DIM_V);         // STAGES x [BLOCK_Q][DIM]
-  static constexpr int dO = Q + STAGES * tile_bytes(BLOCK_Q, DIM);  // STAGES x [BLOCK_Q][DIM_V]
+  static constexpr int K = 0;                                        // [BLOCK_KV][DIM]
+  static constexpr int V = K + tile_bytes(BLOCK_KV, DIM);            // [BLOCK_KV][DIM_V]
+  static constexpr int Q = V + tile_bytes(BLOCK_KV, DIM_V);          // Q_SLOTS x [BLOCK_Q][DIM]
+  static constexpr int dO = Q + Q_SLOTS * tile_bytes(BLOCK_Q, DIM);  // STAGES x [BLOCK_Q][DIM_V]
   // Two buffers of dS^T [BLOCK_KV][BLOCK_Q] and, if consumers share keys, of P^T.
   static constexpr int dS = dO + STAGES * tile_bytes(BLOCK_Q, DIM_V);
   static constexpr int dS_BYTES = tile_bytes(BLOCK_KV, BLOCK_Q), P_BYTES = SHARES > 1 ? dS_BYTES : 0;
@@ -216,7 +231,7 @@ struct SharedMemory {
   static constexpr int K_MBARRIERS = ROWS + 2 * ROW_SLOT_BYTES;
   static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(1);
   static constexpr int Q_MBARRIERS = V_MBARRIERS + mbarrier_bytes(1);
-  static constexpr int dO_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(STAGES);
+  static constexpr int dO_MBARRIERS = Q_MBARRIERS + mbarrier_bytes(Q_SLOTS);
   static constexpr int ROW_MBARRIERS = dO_MBARRIERS + mbarrier_bytes(STAGES);
   static constexpr int TURN_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
   static constexpr int TILE_NUMBER = TURN_MBARRIERS + mbarrier_bytes(1);    // DQ_IN_ORDER: the number of this block
@@ -227,7 +242,7 @@ static_assert(LeftOperand::IN_SMEM == (SharedMemory::P_BYTES > 0), "P goes throu
 struct Rings {
   TileRing<1, BLOCK_KV, DIM> K;
   TileRing<1, BLOCK_KV, DIM_V> V;
-  TileRing<STAGES, BLOCK_Q, DIM> Q;
+  TileRing<Q_SLOTS, BLOCK_Q, DIM> Q;
   TileRing<STAGES, BLOCK_Q, DIM_V> dO;
   RowRing rows;
   SlotRing<1, 0, 1> turn;  // DQ_IN_ORDER: full while it is this block's turn to add to a tile of dQ
@@ -249,6 +264,33 @@ struct Rings {
   __device__ void init() const {
     K.init(), V.init(), Q.init(), dO.init(), rows.init();
     if constexpr (DQ_IN_ORDER) turn.init();
+  }
+};
+
+// DEFERRED: the tile of queries of which dK is not computed yet, if there is one.
+struct UnfinishedTile {
+  decltype(Rings::Q) ring;  // up to the slot of this tile
+  unsigned int Q_smem = 0;
+  unsigned int dS_smem = 0;
+
+  __device__ UnfinishedTile(const decltype(Rings::Q)& ring) : ring(ring) {}
+  __device__ bool exists() const { return dS_smem > 0; }  // @no-tile-before
+  // Issues dK += dS^T Q. Without a tile the group is empty, so that waits count the same groups in all steps. Both
+  // branches have all statements of a group, because otherwise ptxas adds the missing ones behind the branch.
+  template <typename Share, int N_K>
+  __device__ void issue_dK(float (&dK)[1][N_K][4], const Share& share, const Consumer& consumer) const {
+    if (exists()) {
+      fence_operand(dK);
+      wgmma_fence();
+      accumulate_stored(dK, dS_smem, share.template panel<BLOCK_Q>(Q_smem, share.K), consumer);
+      wgmma_commit_group();
+    } else {
+      wgmma_fence();
+      wgmma_commit_group();
+    }
+  }
+  __device__ void release_Q() {
+    if (exists()) ring.release();
   }
 };
 
@@ -350,6 +392,16 @@ __device__ void clear_keys(const Sequence& sequence, int kv_start, unsigned int 
     }
 }
 
+// Whether rows of Q and dO of the current tile may belong to another sequence or see no key. Rows that no key of the
+// block sees by position lie outside of the walk's visible queries; other options may hide all keys of any row.
+template <typename Tiles>
+__device__ bool has_unwanted_rows(const Tiles& tiles) {
+  if constexpr (DENSE_MASK || BIAS || MODS)
+    return true;
+  else
+    return tiles.start < tiles.visible.begin || tiles.start + BLOCK_Q > tiles.visible.end;
+}
+
 // Zeroes the rows of Q and dO for which wanted(row) is false. Their probabilities are 0, which does not cancel a NaN or
 // an infinity.
 template <typename Wanted>
@@ -364,23 +416,38 @@ __device__ void clear_queries(Wanted wanted, unsigned int Q_smem, unsigned int d
   }
 }
 
-// The asynchronous steps of the mainloop: each issues wgmma groups, or waits for the oldest ones in flight.
-__device__ void issue_S_dP(float (&S)[1][N][4], float (&dP)[1][N][4], unsigned int K_smem, unsigned int V_smem,
-                           unsigned int Q_smem, unsigned int dO_smem, const Consumer& consumer) {
-  int keys = consumer.keys * PANEL_ROW, queries = consumer.queries * PANEL_ROW;
-  fence_operand(S), fence_operand(dP);
-  wgmma_fence();  // @fence-S
-  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(S, opaque(k_major_descriptor(K_smem + keys)),
-                                      opaque(k_major_descriptor(Q_smem + queries)));  // @K-rows-of-consumer
-  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + keys)),
-                                        opaque(k_major_descriptor(dO_smem + queries)));
+// Waits for Q of the current tile, and clears its rows if need be.
+template <typename Tiles>
+__device__ void wait_Q(const Tiles& tiles, const Rings& rings, unsigned char* smem) {
+  rings.Q.wait();  // @backward.wait-Q
+  if (has_unwanted_rows(tiles)) {
+    rings.rows.wait(), rings.dO.wait();  // @wait-rows-dO-to-clear
+    const float* lse2 = rings.row_numbers(smem);
+    clear_queries([&](int row) { return lse2[row] != infinity(); }, rings.Q.tile(), rings.dO.tile());
+  }
 }
+
+// The asynchronous steps of the mainloop: each issues wgmma groups, or waits for the oldest ones in flight.
+__device__ void issue_S(float (&S)[1][N][4], unsigned int K_smem, unsigned int Q_smem, const Consumer& consumer) {
+  fence_operand(S);
+  wgmma_fence();  // @fence-S
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM>(
+      S, opaque(k_major_descriptor(K_smem + consumer.keys * PANEL_ROW)),
+      opaque(k_major_descriptor(Q_smem + consumer.queries * PANEL_ROW)));  // @K-rows-of-consumer
+}
+__device__ void issue_dP(float (&dP)[1][N][4], unsigned int V_smem, unsigned int dO_smem, const Consumer& consumer) {
+  fence_operand(dP);
+  wgmma_fence();  // @fence-dP
+  scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + consumer.keys * PANEL_ROW)),
+                                        opaque(k_major_descriptor(dO_smem + consumer.queries * PANEL_ROW)));
+}
+template <int PENDING>
 __device__ void wait_S(float (&S)[1][N][4]) {
-  wgmma_wait_group<1>();  // @backward.wait-S
+  wgmma_wait_group<PENDING>();
   fence_operand(S);
 }
 __device__ void wait_dP(float (&dP)[1][N][4]) {
-  wgmma_wait_group<0>();  // @wait-dP
+  wgmma_wait_group<DEFERRED ? 1 : 0>();  // @wait-dP: DEFERRED: dK of the tile before may be in flight
   fence_operand(dP);
 }
 // Orders earlier accesses to the registers of dV, dQ and dK before their wgmmas. Nothing else accesses these registers
@@ -402,15 +469,20 @@ __device__ void issue_dQ(float (&dQ)[1][N_Q][4], unsigned int dS_smem, unsigned 
     wgmma<element, MN_MAJOR, MN_MAJOR>(dQ, dS + k * NEXT_16_ROWS, K + k * NEXT_16_ROWS, k > 0);
   wgmma_commit_group();
 }
-template <int N_V, int N_Q>
-__device__ void wait_dV_dQ(float (&dV)[1][N_V][4], LeftOperand& P, float (&dQ)[1][N_Q][4]) {
-  wgmma_wait_group<1>();  // @wait-dV-dQ
-  fence_operand(dV), P.fence(), fence_operand(dQ);
+template <int PENDING, int N_V>
+__device__ void wait_dV(float (&dV)[1][N_V][4], LeftOperand& P) {
+  wgmma_wait_group<PENDING>();
+  fence_operand(dV), P.fence();
+}
+template <int N_Q>
+__device__ void wait_dQ(float (&dQ)[1][N_Q][4]) {
+  wgmma_wait_group<1>();  // @wait-dQ
+  fence_operand(dQ);
 }
 template <int N_K>
-__device__ void wait_dK(float (&dK)[1][N_K][4], LeftOperand& dS) {
-  wgmma_wait_group<0>();
-  fence_operand(dK), dS.fence();
+__device__ void wait_dK(float (&dK)[1][N_K][4]) {
+  wgmma_wait_group<0>();  // @wait-dK
+  fence_operand(dK);
 }
 
 // Adds this warp's 16 rows of dQ, from column `column`, to the workspace.

@@ -272,26 +272,47 @@ def test_dout_that_tma_cannot_load_is_copied():
         assert getattr(result, name).numpy().tobytes() == getattr(expected, name).numpy().tobytes()
 
 
-# name -> (tile, bug, errors; AssertionError if only the result shows the bug)
+# Whole tiles, whose rows are not cleared.
+FULL = Case(**LONG | dict(q_len=128, kv_len=128, heads=1))
+# name -> (tile, or "full" for FULL in the tile "keys"; bug, errors; AssertionError if only the result shows the bug)
 PLANTED = {
     "no wait for K": ("keys", change("wait-K-V", "rings.K.wait(),", ""), errors.PendingCopy),
     "no wait for V": ("keys", change("wait-K-V", ", rings.V.wait()", ""), errors.PendingCopy),
-    "no wait for Q": ("keys", change("wait-rows-Q-dO", "rings.Q.wait(),", ""), errors.PendingCopy),
-    "no wait for dO": ("keys", change("wait-rows-Q-dO", ", rings.dO.wait()", ""), errors.PendingCopy),
-    "no wait for rows": (
+    "no wait for Q": ("keys", skip("backward.wait-Q"), errors.PendingCopy),
+    "no wait for dO": ("full", skip("wait-dO"), errors.PendingCopy),
+    "no wait for dO before its rows are cleared": (
+        "shared keys",
+        change("wait-rows-dO-to-clear", ", rings.dO.wait()", ""),
+        errors.PendingCopy,
+    ),
+    "no wait for rows": ("full", skip("wait-rows"), (errors.Uninitialised, errors.Race)),
+    "no wait for the rows that say what to clear": (
         "keys",
-        change("wait-rows-Q-dO", "rings.rows.wait(),", ""),
+        change("wait-rows-dO-to-clear", "rings.rows.wait(),", ""),
         (errors.Uninitialised, errors.Race),
     ),
     "rows released by one lane for all": ("keys", skip("read-rows"), errors.Race),
     "rows do not wait for a place": ("keys", skip("acquire-rows"), (errors.Race, errors.Deadlock)),
     "rows of another head": ("keys", change("load-rows", "q_tiles.head", "0"), AssertionError),
-    "scores not waited for": ("keys", change("backward.wait-S", "<1>", "<2>"), errors.PendingRegister),
+    "first scores not waited for": ("full", change("wait-first-S", "<0>", "<1>"), errors.PendingRegister),
+    "next scores not waited for": ("full", change("deferred.wait-S", "<0>", "<1>"), errors.PendingRegister),
+    "scores not waited for": ("shared keys", change("backward.wait-S", "<1>", "<2>"), errors.PendingRegister),
     "gradients not waited for": ("keys", skip("wait-dP"), errors.PendingRegister),
-    "dQ not waited for": ("keys", change("wait-dV-dQ", "<1>", "<2>"), errors.PendingRegister),
+    "dQ not waited for": ("keys", change("wait-dQ", "<1>", "<2>"), errors.PendingRegister),
     "no fence of dS": ("keys", skip("fence-dS"), errors.MissingFence),
     "dS fenced by one lane": ("keys", before("fence-dS", "if (lane_id() == 0)"), errors.MissingFence),
     "no barrier after dS": ("keys", skip("barrier-after-dS"), (errors.Race, errors.MissingFence, errors.Uninitialised)),
+    "dV not waited for": (
+        "keys",
+        change("wait-dV", "1 : 2", "2 : 2"),
+        (errors.PendingCopy, errors.PendingRegister),
+    ),
+    "dK not waited for": ("full", change("wait-dK", "<0>", "<1>"), errors.PendingRegister),
+    "dK of no tile": (
+        "full",
+        change("no-tile-before", "dS_smem > 0", "true"),
+        (errors.SimulationError, AssertionError),
+    ),
     "one place for dS": ("keys", change("dS-buffer", "dS_index % 2", "0"), errors.PendingCopy),
     "one place for P": ("shared keys", change("dS-buffer", "dS_index % 2", "0"), errors.PendingCopy),
     "P not shared": (
@@ -315,7 +336,16 @@ PLANTED = {
         change("K-rows-of-consumer", "K_smem + keys", "K_smem + 64 * PANEL_ROW - keys"),
         AssertionError,
     ),
-    "Q released before dK": ("keys", before("wait-dK", "rings.Q.release();") + skip("release-Q"), errors.PendingCopy),
+    "Q released before dK": (
+        "shared keys",
+        before("wait-dK-of-tile", "rings.Q.release();") + skip("release-Q"),
+        errors.PendingCopy,
+    ),
+    "Q of the tile before released before dK": (
+        "keys",
+        change("deferred.release-Q", "wait_dK(dK_rmem), before.release_Q()", "before.release_Q(), wait_dK(dK_rmem)"),
+        errors.PendingCopy,
+    ),
     "dK leaves while K is read": ("keys", skip("barrier-before-dK"), errors.PendingCopy),
     "rows not cleared": ("keys", never("clear-rows"), AssertionError),
     "keys not cleared": ("keys", never("clear-keys-past-the-last"), AssertionError),
@@ -336,8 +366,11 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bug_is_found(bug, monkeypatch):
     tile, bug, error = PLANTED[bug]
+    case = LENGTHS
+    if tile == "full":
+        tile, case = "keys", FULL
     with planted(monkeypatch, bug), pytest.raises(error):
-        check_gradients(LENGTHS, run(LENGTHS, TILES[tile]))
+        check_gradients(case, run(case, TILES[tile]))
 
 
 # D 192 is three panels of 64 columns, which two consumer warpgroups cannot split equally: the first one computes two

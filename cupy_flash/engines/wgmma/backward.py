@@ -90,10 +90,10 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     work = elements * (1 / EXPONENTIALS + INSTRUCTIONS / LANES)
     loaded = 2 * tile.block_q * (k + v)
     # Shared-memory reads per warpgroup are both operands of S and dP, of dQ, and of dK and dV; the left operand of
-    # the last two is in registers unless warpgroups share keys.
+    # dV is in registers unless warpgroups share keys.
     read = 2 * (WARPGROUP_ROWS + tile.block_q // tile.shares) * score_dims
     read += 2 * tile.block_kv * (WARPGROUP_ROWS + k // tile.dq_shares)
-    read += 2 * tile.block_q * (sums // tile.shares + (2 * WARPGROUP_ROWS if tile.shares > 1 else 0))
+    read += 2 * tile.block_q * (sums // tile.shares + (2 if tile.shares > 1 else 1) * WARPGROUP_ROWS)
     added = 4 * tile.block_q * problem.head_dim
     moved = loaded + WARPGROUPS * read + 2 * elements + (2 * added if tile.dq_in_bulk else 0)
     clocks = max(products + work, moved / SHARED_BYTES, loaded / CACHE_BYTES + added / ADDED_BYTES)

@@ -116,11 +116,13 @@ MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv") 
 STEP_LENGTH, STEP_HEADS = 4096, 64  # sequence length and heads of the problem whose steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
 # Bytes that rows of older compilers may spill, (name, NVRTC): never inside a steady loop. Here one number is stored in
-# the prologue, and loaded again where the block takes its next work item, before the mainloop.
+# the prologue, and loaded again where the block takes its next work item, before the mainloop; in the Hopper backward,
+# behind the mainloop.
 MAY_SPILL = {
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_100", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.9.86"): 8,
+    ("wgmma/backward, Hopper fp16 D 256, tile 64x64/384, sm_90a", "12.8.93"): 8,
 }
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need
 

@@ -437,7 +437,7 @@ __device__ void issue_S(float (&S)[1][N][4], unsigned int K_smem, unsigned int Q
 }
 __device__ void issue_dP(float (&dP)[1][N][4], unsigned int V_smem, unsigned int dO_smem, const Consumer& consumer) {
   fence_operand(dP);
-  wgmma_fence();  // @fence-dP
+  wgmma_fence();
   scores<BLOCK_KV, BLOCK_Q, HEAD_DIM_V>(dP, opaque(k_major_descriptor(V_smem + consumer.keys * PANEL_ROW)),
                                         opaque(k_major_descriptor(dO_smem + consumer.queries * PANEL_ROW)));
 }

@@ -333,7 +333,7 @@ PLANTED = {
     ),
     "keys of the other share": (
         "keys",
-        change("K-rows-of-consumer", "K_smem + keys", "K_smem + 64 * PANEL_ROW - keys"),
+        change("K-rows-of-consumer", "K_smem + consumer.keys", "K_smem + 64 * PANEL_ROW - consumer.keys"),
         AssertionError,
     ),
     "Q released before dK": (

@@ -93,3 +93,37 @@ def test_flex_attention_returns_max_scores():
         _, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=lse, max_scores=True))
         torch.testing.assert_close(aux.max_scores, (q @ k.mT / 2).amax(-1))
         assert (aux.lse is not None) == lse
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 5, 12)], ids=["padded", "packed"])
+def test_a_training_step_with_qk_clip_equals_eager(bounds):
+    """The step of docs/weights.md: the projections of heads whose largest score exceeds a threshold shrink."""
+    x, target, *weights = tensors((12, 8), (12, 8), *[(8, 8)] * 3)
+    sequences = torch.tensor([0] * 5 + [bounds is not None] * 7)
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1) | (sequences[:, None] != sequences)
+
+    def by_statistics(q, k, v):
+        options = dict(causal=True, return_lse=True, statistics=("max",))
+        if bounds is None:
+            out, _, found = cupy_flash.attention(q[None], k[None], v[None], **options)
+            return out[0], found.max[0].amax(dim=1)
+        lengths = torch.tensor(bounds, dtype=torch.int32)
+        out, _, found = cupy_flash.attention_varlen(q, k, v, lengths, lengths, 7, 7, **options)
+        return out, found.max.amax(dim=1)
+
+    def eager(q, k, v):
+        scores = torch.einsum("ihd,jhd->hij", q, k).mul(4**-0.5).masked_fill(hidden, -torch.inf)
+        return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v), scores.amax(dim=(1, 2))
+
+    def step(attend):
+        trained = [w.detach().clone().requires_grad_() for w in weights]
+        out, largest = attend(*[(x @ w.T).view(12, 2, 4) for w in trained])
+        gradients = torch.autograd.grad((out.flatten(1) - target).square().sum(), trained)
+        shrink = (1 / largest.detach().clamp(min=1)).sqrt()
+        stepped = [w.detach() - 0.01 * dw for w, dw in zip(trained, gradients, strict=True)]
+        for w in stepped[:2]:
+            w.view(2, 4, 8).mul_(shrink[:, None, None])
+        assert (largest > 1).any()
+        return stepped
+
+    torch.testing.assert_close(step(by_statistics), step(eager))

@@ -393,6 +393,8 @@ def test_sanitized_calls_start_every_kernel():
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
     assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
+    # Not sanitized yet, as they have no backward: tests/gpu and `python -m cupy_flash check` run them on a card.
+    others |= {"tcgen05/forward", *(f"simt/{name}" for name in ("attention_weights", "top_weights", "key_importance"))}
     assert kernels == every - of_caches - (of_derivatives - kernels) - others
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")

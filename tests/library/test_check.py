@@ -31,6 +31,7 @@ HALF = Trial("float16", 16, q_len=8, kv_len=8, heads=1, backward=False)
 DECODE = Trial("float16", 16, kv_len=48, heads=1, q_len=1, causal=True, backward=False)
 CASES = {"simt": [SMALL], "mma": [HALF], "mma_decode": [], "wgmma": [], "tcgen05": []}
 WITHOUT_CACHE = [engine for engine in CASES if MODULES[engine].OPTIONS is not None]
+ARCHES = {"simt": "sm_90a", "mma": "sm_90a", "wgmma": "sm_90a", "tcgen05": "sm_100a"}
 
 
 @pytest.fixture(autouse=True)
@@ -303,13 +304,13 @@ def test_an_unknown_engine():
 def test_every_option_dtype_and_head_dimension_is_covered(engine):
     options = {feature.name for feature in FEATURES if feature.constant} - {"score_mod", "mask_mod"}
     for simulated in (False, True):
-        covering, module = trials(engine, named("sm_90a"), simulated, quick=False), MODULES[engine]
+        covering, module = trials(engine, named(ARCHES[engine]), simulated, quick=False), MODULES[engine]
         assert {name for trial in covering for name in trial.options} >= options
         assert {trial.dtype for trial in covering} >= {x for x in module.DTYPES if simulated or x != FP8}
         assert {(trial.head_dim, trial.head_dim_v or trial.head_dim) for trial in covering} >= set(module.HEAD_DIMS)
         assert {True, "top_left", False} <= {trial.causal for trial in covering}
         assert any(trial.packed for trial in covering) and any(trial.deterministic for trial in covering)
-        assert len(trials(engine, named("sm_90a"), simulated, quick=True)) == 1
+        assert len(trials(engine, named(ARCHES[engine]), simulated, quick=True)) == 1
     assert "bfloat16" not in {trial.dtype for trial in trials("mma", named("sm_75"), False, False)}
     assert max(trial.head_dim for trial in trials("mma_decode", named("sm_75"), False, False)) == 128
 
@@ -317,7 +318,7 @@ def test_every_option_dtype_and_head_dimension_is_covered(engine):
 @pytest.mark.parametrize("engine", WITHOUT_CACHE)
 def test_no_case_of_the_covering_set_is_refused(engine):
     """On a real GPU a refusal would be reported as a failure. Plans show refusals without a GPU."""
-    arch = "sm_90a" if engine == "wgmma" else "sm_80"
+    arch = ARCHES[engine] if MODULES[engine].ARCHES else "sm_80"
     for simulated in (False, True):
         for trial in trials(engine, named(arch), simulated, quick=False):
             task = calls.Task("call", f"simulator:{arch}", engine, trial)

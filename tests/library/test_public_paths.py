@@ -83,6 +83,7 @@ CORE = (
     "Gradients",
     "Mod",
     "SecondGradients",
+    "Statistics",
     "UnsupportedError",
     "WeightsGradients",
     "and_masks",

@@ -348,13 +348,19 @@ def test_an_error_in_a_task_reaches_the_caller(threads):
 
 
 def peak_beyond_results(step, *arrays, **options):
-    """Return the peak number of allocated bytes minus those of the results."""
-    tracemalloc.start()
-    result = step(*arrays, **options)
-    held, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert result is not None
-    return peak - held
+    """Return the peak number of allocated bytes minus those of the results, the smallest of three calls.
+
+    It counts what other threads of the process allocate meanwhile, as that of pytest-xdist does for its messages.
+    """
+    peaks = []
+    for _ in range(3):
+        tracemalloc.start()
+        result = step(*arrays, **options)
+        held, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert result is not None
+        peaks.append(peak - held)
+    return min(peaks)
 
 
 def test_memory_is_linear():

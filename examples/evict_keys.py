@@ -125,7 +125,8 @@ def train(steps: int, batch: int = 32) -> Model:
     return model
 
 
-# What to keep: functions of q, k (B, S, H, D), lse (B, H, S) and the number of keys n.
+# Eviction policies: each returns the n keys to keep, given q, k (B, S, H, D) and lse
+# (B, H, S).
 
 
 def with_recent(scores: Tensor, n: int) -> Tensor:

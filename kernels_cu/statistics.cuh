@@ -7,7 +7,7 @@
 #include "params.cuh"
 #include "sequence.cuh"
 
-// What a thread knows of a row: of its own scores, or after reductions of all.
+// The statistics of a row: partial ones, over the scores of one thread, and after `reduce` those of the whole row.
 struct RowStatistics {
   real top;  // the largest score; NaN if one is NaN
   int key;   // the lowest key that has it; NO_KEY: none seen yet

@@ -296,7 +296,7 @@ class _Statistics(NamedTuple):
 
 
 class Statistics(_Statistics, Generic[GradientT]):
-    """What `statistics=` of a call asks for of each row, in the shape of lse; None for what it does not ask for.
+    """Statistics of the rows of a call, each in the shape of lse; those that `statistics=` does not name are None.
 
     `max` is the largest score that the softmax sees, `argmax` its key, int32, and `entropy` that of the probabilities,
     with the sink's. max and entropy have the dtype of lse.

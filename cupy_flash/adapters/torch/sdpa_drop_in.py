@@ -379,7 +379,8 @@ def multi_head_attention_forward(
     return out, weights if query.dim() == 3 else weights.squeeze(0)
 
 
-# What a thread's call of torch's function, which has no arguments and results for it, needs and computes beside it.
+# Per thread: the heads that a call of torch's multi_head_attention_forward asks for, and the weights that it computes.
+# Torch calls SDPA in it, whose arguments and results have no place for them.
 _beside = threading.local()
 
 

@@ -45,7 +45,7 @@ MOST_BASIC_BLOCKS = 20_000_000
 
 
 class _CompiledBlock:
-    """A basic block: its steps, the conditions to enter it, its terminator (`finish`), and who has executed it."""
+    """A compiled basic block: steps, conditions of entry, terminator (`finish`), and counts of warps and threads."""
 
     __slots__ = ("start", "stop", "steps", "members", "ready", "finish", "warps", "threads")
 

@@ -181,6 +181,9 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, like: Array) -> Array:
     return _for_library_of(like, output)
 
 
+Allocate = Callable[[tuple[int, ...], np.dtype, Array], Array]  # the type of `empty`
+
+
 def from_host(numbers: np.ndarray, like: Array) -> Array:
     """Return an array of the library of `like`, on its device, with numbers in host memory."""
     if like.device == "cpu":

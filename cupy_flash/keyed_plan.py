@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
-from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache
+from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
+from .problem.checks import Requirements
 from .problem.records import Options
 from .problem.statistics import selected
 
@@ -158,14 +159,9 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
 
 def _traced(options: Options | CacheOptions) -> Mod | None:
     """Return the Mod of a call, which replaces its functions; None if they cannot be traced, which `pose` refuses."""
-    from .mods.ir import Untraceable  # imported by the first call that has a mod
-    from .mods.trace import mod_of
-
-    try:
-        mod = mod_of(options.score_mod, options.mask_mod)
-    except Untraceable:
-        return None
-    options.score_mod, options.mask_mod = mod, None
+    mod = traced_mod(Requirements("a keyed plan"), options)
+    if mod is not None:
+        options.score_mod, options.mask_mod = mod, None
     return mod
 
 

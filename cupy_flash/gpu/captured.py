@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..arrays import Array, empty
+from ..arrays import Allocate, Array, empty
 from ..mods.cuda_code import (
     captured_numbers,
     captured_struct,
@@ -19,9 +18,6 @@ from ..mods.cuda_code import (
 )
 from ..mods.ir import parse
 from ..problem.records import Operands, Problem
-
-if TYPE_CHECKING:
-    from .run_plan import Allocate
 
 
 class Captured:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, contiguous, empty, has_boxes
+from ..arrays import Allocate, Array, contiguous, empty, has_boxes
 from ..engines.launch import GRID_LIMITS, Launch, Workspace
 from ..engines.shared import ELEMENTS, fixed_slots, known_constants, shared_constants, with_mods
 from ..jit.kernel_cache import compiled
@@ -28,7 +28,7 @@ Results = dict[str, Array | None]
 
 
 class Beside(NamedTuple):
-    """What the kernels of a call read and write that neither its plan nor its operands have."""
+    """Inputs, members of Params and numbers of the kernels of attention weights, which no other kernel has."""
 
     inputs: dict[str, Array]
     members: tuple[Workspace, ...]  # of Params, for inputs and results
@@ -76,7 +76,6 @@ def shortened(launch: Launch) -> np.dtype:
 
 
 Start = Callable[[Work], object]
-Allocate = Callable[[tuple[int, ...], np.dtype, Array], Array]
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:

@@ -50,6 +50,7 @@ class Definition(TypedDict, Generic[T], total=False):
     sink: T | None
     dropout: float
     seed: int | T | None
+    head_dim_v: int | None
 
 
 class Padding(TypedDict, Generic[T], total=False):
@@ -184,6 +185,7 @@ class CacheArgumentsWithoutLse(CacheReading[T], total=False):
     k: T | None
     v: T | None
     slots: T | None
+    head_dim_v: int | None
     out: T | None
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
         Causal,
+        CompileOptions,
         DType,
         Layout,
         MaskMod,
@@ -726,7 +727,7 @@ def compile(
     rotary: Presence = None,
     rotary_dim: int | None = None,
     rotary_interleaved: bool = True,
-    **options: Unpack[PaddedOptions[Presence]],
+    **options: Unpack[CompileOptions[Presence]],
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of later calls on a GPU ahead of time.
 

@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
 
     dq: Array
     dk: Array
-    dv: Array
+    dv: Array | None  # None for values inside keys
     dbias: Array | None
     dsink: Array | None
 
@@ -73,7 +73,7 @@ class SecondGradients(NamedTuple):
 
     dq: Array
     dk: Array
-    dv: Array
+    dv: Array | None  # None for values inside keys
     dbias: Array | None
     dsink: Array | None
     ddout: Array
@@ -107,7 +107,7 @@ class Forward(NamedTuple):
 
 
 def attention(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike | None, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
 ) -> tuple[Array, Array]:
     """Attention: out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
@@ -136,7 +136,7 @@ def attention(
     (True, True)
     """
     settings = Options(**options)
-    forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, v)))
+    forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, _values(k, v, settings))))
     storage, _ = _precision(q, settings.dtype)
     return _from_heads_first(forward.out, settings.layout).astype(_out_dtype(storage)), forward.lse
 
@@ -145,7 +145,7 @@ def attention_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     *,
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
@@ -161,16 +161,17 @@ def attention_backward(
         **options: those of the forward.
     """
     settings = Options(**options)
-    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
+    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
     gradients = _backward(settings, 0, dlse, *arrays)
-    dq, dk, dv = (_from_heads_first(x, settings.layout) for x in gradients[:3])
+    dq, dk = (_from_heads_first(x, settings.layout) for x in gradients[:2])
+    dv = None if gradients.dv is None else _from_heads_first(gradients.dv, settings.layout)
     return gradients._replace(dq=dq, dk=dk, dv=dv)
 
 
 def attention_jvp(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     tangents: Tangents,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> tuple[Array, Array, Array, Array]:
@@ -200,7 +201,7 @@ def attention_jvp(
     settings = Options(**options)
     storage, _ = _precision(q, settings.dtype)
     heads_first = _direction_heads_first(tangents, settings.layout)
-    jvp = _jvp(settings, 0, heads_first, *(_heads_first(x, settings.layout) for x in (q, k, v)))
+    jvp = _jvp(settings, 0, heads_first, *(_heads_first(x, settings.layout) for x in (q, k, _values(k, v, settings))))
     out, tout = (_from_heads_first(x, settings.layout).astype(storage) for x in (jvp.forward.out, jvp.tout))
     return out, jvp.forward.lse, tout, jvp.tlse[..., 0]
 
@@ -210,7 +211,7 @@ def attention_double_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     *,
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
@@ -227,19 +228,17 @@ def attention_double_backward(
         **options: those of the forward.
     """
     settings = Options(**options)
-    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
+    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
     gradients = _double_backward(settings, 0, _direction_heads_first(tangents, settings.layout), dlse, *arrays)
-    dq, dk, dv, ddout = (_from_heads_first(getattr(gradients, name), settings.layout) for name in _AS_INPUTS)
+    dq, dk, ddout = (_from_heads_first(x, settings.layout) for x in (gradients.dq, gradients.dk, gradients.ddout))
+    dv = None if gradients.dv is None else _from_heads_first(gradients.dv, settings.layout)
     return gradients._replace(dq=dq, dk=dk, dv=dv, ddout=ddout)
-
-
-_AS_INPUTS = ("dq", "dk", "dv", "ddout")
 
 
 def attention_varlen(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
@@ -258,8 +257,8 @@ def attention_varlen(
         **options: those of `attention` except mask, q_lengths, kv_lengths and layout; bias broadcasts to
             (B, Hq, max_seqlen_q, max_seqlen_k), and only the elements inside the sequences are read.
     """
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
+    q, k, v = map(np.asarray, (q, k, _values(k, v, settings)))
     storage, compute = _precision(q, settings.dtype)
     out = np.zeros((*q.shape[:2], v.shape[2]), _out_dtype(storage))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
@@ -274,7 +273,7 @@ def attention_varlen_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     *,
@@ -293,8 +292,8 @@ def attention_varlen_backward(
         dlse: (Hq, Tq); None is 0.
         **options: those of the forward.
     """
-    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
+    dout, q, k, v = map(np.asarray, (dout, q, k, _values(k, v, settings)))
     storage, compute = _precision(q, settings.dtype)
     dq, dk, dv = (np.zeros(x.shape, storage) for x in (q, k, v))
     dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
@@ -303,18 +302,19 @@ def attention_varlen_backward(
         dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
         gradients = _backward(options_b, b, dlse_b, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
-            whole[here] = part[0].swapaxes(0, 1)
+            if part is not None:
+                whole[here] = part[0].swapaxes(0, 1)
         if dsink is not None:
             dsink += gradients.dsink
         if dbias is not None:
             dbias[_inside_sequence(dbias.shape, b, rows, columns)] += gradients.dbias
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Gradients(dq, dk, dv if settings.head_dim_v is None else None, dbias, dsink)
 
 
 def attention_varlen_jvp(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     tangents: Tangents,
@@ -331,8 +331,8 @@ def attention_varlen_jvp(
         tangents: the direction, tq, tk and tv packed too.
         **options: those of `attention_varlen`.
     """
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
+    q, k, v = map(np.asarray, (q, k, _values(k, v, settings)))
     storage, compute = _precision(q, settings.dtype)
     out, tout = (np.zeros((*q.shape[:2], v.shape[2]), storage) for _ in range(2))
     lse, tlse = np.full((q.shape[1], q.shape[0]), -np.inf, compute), np.zeros((q.shape[1], q.shape[0]), compute)
@@ -349,7 +349,7 @@ def attention_varlen_double_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     *,
@@ -369,8 +369,8 @@ def attention_varlen_double_backward(
         dlse: (Hq, Tq); None is 0.
         **options: those of the forward.
     """
-    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
     settings = _varlen_options(options)
+    dout, q, k, v = map(np.asarray, (dout, q, k, _values(k, v, settings)))
     storage, compute = _precision(q, settings.dtype)
     dq, dk, dv, ddout = (np.zeros(x.shape, storage) for x in (q, k, v, dout))
     ddlse = np.zeros((q.shape[1], q.shape[0]), compute)
@@ -381,19 +381,20 @@ def attention_varlen_double_backward(
         direction = _direction_of_sequence(tangents, b, rows, columns)
         gradients = _double_backward(options_b, b, direction, dlse_b, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
-            whole[here] = part[0].swapaxes(0, 1)
+            if part is not None:
+                whole[here] = part[0].swapaxes(0, 1)
         ddout[rows], ddlse[:, rows] = gradients.ddout[0].swapaxes(0, 1), gradients.ddlse[0]
         if dsink is not None:
             dsink += gradients.dsink
         if dbias is not None:
             dbias[_inside_sequence(dbias.shape, b, rows, columns)] += gradients.dbias
-    return SecondGradients(dq, dk, dv, dbias, dsink, ddout, ddlse)
+    return SecondGradients(dq, dk, dv if settings.head_dim_v is None else None, dbias, dsink, ddout, ddlse)
 
 
 def attention_with_kv_cache(
     q: npt.ArrayLike,
     k_cache: npt.ArrayLike,
-    v_cache: npt.ArrayLike,
+    v_cache: npt.ArrayLike | None,
     *,
     k: npt.ArrayLike | None = None,
     v: npt.ArrayLike | None = None,
@@ -408,6 +409,7 @@ def attention_with_kv_cache(
     rotary_sin: npt.ArrayLike | None = None,
     rotary_interleaved: bool = True,
     mask: npt.ArrayLike | None = None,
+    head_dim_v: int | None = None,
     layout: str = "bshd",
     dtype: npt.DTypeLike | None = None,
     **options: Any,
@@ -418,7 +420,10 @@ def attention_with_kv_cache(
     """
     k, v = (None if x is None else np.asarray(x) for x in (k, v))
     q = np.asarray(q)
-    caches = [np.array(_heads_first(x, "bshd" if layout == "bhsd" else "")) for x in (k_cache, v_cache)]
+    given = (k_cache,) if v_cache is None else (k_cache, v_cache)
+    caches = [np.array(_heads_first(x, "bshd" if layout == "bhsd" else "")) for x in given]
+    if v_cache is None:  # a view, which appends to the keys change too
+        caches.append(caches[0][..., :head_dim_v])
     if layout == "bhsd" and cu_seqlens_q is None:
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
     storage, compute = _precision(q, dtype)
@@ -461,7 +466,7 @@ def attention_with_kv_cache(
             where = place(b, lengths[b] + i) if slots is None else divmod(int(np.asarray(slots).ravel()[slot]), width)
             slot += 1
             for cache, rows, name in zip(caches, new, ("k_descale", "v_descale"), strict=True):
-                if where[0] >= 0:
+                if where[0] >= 0 and rows is not None:
                     descale = 1 if b == batch or options.get(name) is None else np.asarray(options[name])[b, :, None]
                     row = np.asarray(rows[i]).astype(compute) / descale
                     cache[where] = (np.clip(row, -448, 448) if cache.dtype.name == FP8 else row).astype(cache.dtype)
@@ -670,7 +675,16 @@ def _backward(
         dsink = -sums.sum(sink_probability * (delta - dlse), (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
-    return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
+    return Gradients(dq.astype(storage), *_of_keys(options, dk, dv, storage), dbias, dsink)
+
+
+def _of_keys(options: Options, dk: Array, dv: Array, storage: np.dtype) -> tuple[Array, Array | None]:
+    """Return dk and dv in the dtype `storage`; for values inside keys dk has dv added to it, and dv is None."""
+    if options.head_dim_v is None:
+        return dk.astype(storage), dv.astype(storage)
+    whole = dk.copy()
+    whole[..., : options.head_dim_v] += dv
+    return whole.astype(storage), None
 
 
 class _Jvp(NamedTuple):
@@ -688,6 +702,8 @@ class _Jvp(NamedTuple):
 def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Array, v: Array) -> _Jvp:
     """Return a forward and its JVP. In low precision, P, P (ts - tlse) and tout are rounded to the dtype."""
     storage, compute = _precision(q, options.dtype)
+    if options.head_dim_v is not None and tangents.tk is not None:
+        tangents = tangents._replace(tv=tangents.tk[..., : options.head_dim_v])
     forward = _forward(options, first_batch, q, k, v)
     sums = forward.sums
     group, q_heads = q.shape[1] // k.shape[1], q.shape[1]
@@ -775,8 +791,8 @@ def _double_backward(
         dsink = -sums.sum(tsink_probability * delta + sink_probability * tdelta, (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
-    dq, dk, dv, ddout = (x.astype(storage) for x in (dq, dk, dv, jvp.tout))
-    return SecondGradients(dq, dk, dv, dbias, dsink, ddout, jvp.tlse[..., 0])
+    dq, ddout = (x.astype(storage) for x in (dq, jvp.tout))
+    return SecondGradients(dq, *_of_keys(options, dk, dv, storage), dbias, dsink, ddout, jvp.tlse[..., 0])
 
 
 class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
@@ -917,6 +933,11 @@ def _truncate(x: Array, largest: Array | None = None) -> Array:
 def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
     """Return the lengths in the shape (B, 1, 1, 1) or, if there are none, `whole` in the shape (1, 1, 1, 1)."""
     return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
+
+
+def _values(k: npt.ArrayLike, v: npt.ArrayLike | None, options: Options) -> npt.ArrayLike:
+    """Return v, or the values inside the keys k."""
+    return np.asarray(k)[..., : options.head_dim_v] if v is None else v
 
 
 def _heads_first(x: npt.ArrayLike, layout: str) -> Array:

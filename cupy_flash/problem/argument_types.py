@@ -50,6 +50,11 @@ class Definition(TypedDict, Generic[T], total=False):
     sink: T | None
     dropout: float
     seed: int | T | None
+
+
+class Values(TypedDict, total=False):
+    """The option of values that are inside the keys."""
+
     head_dim_v: int | None
 
 
@@ -108,7 +113,11 @@ class OneDevice(TypedDict, Generic[T], total=False):
     bias: T | None
 
 
-class PackedOptionsWithoutLse(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
+class OptionsWithoutValues(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
+    """Options of `attention_varlen` except head_dim_v, return_lse and statistics."""
+
+
+class PackedOptionsWithoutLse(OptionsWithoutValues[T], Values, total=False):
     """Options of `attention_varlen` except return_lse and statistics."""
 
 
@@ -132,7 +141,11 @@ class PaddedOptions(PaddedOptionsWithoutLse[T], Result, total=False):
     """Options of `attention`."""
 
 
-class PackedRanksOptionsWithoutLse(Definition[T], Mods, Execution, total=False):
+class CompileOptions(OptionsWithoutValues[T], Padding[T], Ordering, Result, total=False):
+    """Options of `compile`, which has a head_dim_v of its own."""
+
+
+class PackedRanksOptionsWithoutLse(Definition[T], Values, Mods, Execution, total=False):
     """Options of `ring_attention_varlen` and `ulysses_attention_varlen` except return_lse and statistics."""
 
 
@@ -193,7 +206,7 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+class ReferenceOptions(Definition[T], Values, OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None

@@ -296,9 +296,11 @@ def _share(
         return
     legal = not isinstance(given, bool) and 1 <= size <= keys.shape[-1]
     if requirements.require(legal, f"head_dim_v must be in [1, {keys.shape[-1]}], the numbers of a key, not {given!r}"):
-        for name, view in views.items():
+        for name, view in (views | {"k_descale": "v_descale"}).items():
             if view in call:
-                requirements.require(False, f"{view} must be None, as v is: it is inside {name}")
+                requirements.require(False, f"{view} must be None, as v is: {name} has it")
+            elif name == "k_descale" and name in call:
+                call[view] = call[name]
             elif name in call and call[name].shape:
                 call[view] = columns(call[name], min(size, call[name].shape[-1]))
 
@@ -345,6 +347,12 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None"
 NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD, STATISTICS)
 
 
+def _views(names: list[str]) -> list[tuple[int, int]]:
+    """Return the indices of (an array among the options, the one that it replaces if values are inside keys)."""
+    pairs = (("k", "v"), ("k_descale", "v_descale"))
+    return [(names.index(name), names.index(view)) for name, view in pairs if view in names]
+
+
 class _Table:
     """The names of the options of a class, by kind."""
 
@@ -354,6 +362,7 @@ class _Table:
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
         self.read_of = self.arrays_of  # all that may be arrays, in the order of Operands
+        self.views = _views(list(self.arrays))
 
 
 TABLE = _Table(FEATURES)
@@ -370,7 +379,8 @@ class _OfCache(_Table):
         super().__init__(CACHE_FEATURES)
         names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
         names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
-        self.length, self.read_of = names.index(LENGTH), operator.attrgetter(*names)
+        self.read_of = operator.attrgetter(*names)
+        self.length, self.views = names.index(LENGTH), _views(names)
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap

@@ -199,7 +199,8 @@ def attention(
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
-        dropout, seed, q_descale, k_descale, v_descale, head_dim_v, layout, return_lse, statistics, deterministic, backend, engine,
+        dropout, seed, q_descale, k_descale, v_descale, head_dim_v, layout, return_lse, statistics, deterministic,
+        backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 
@@ -382,7 +383,8 @@ def attention_vjp(
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, return_lse: Literal[True], statistics: Sequence[Statistic],
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, return_lse: Literal[True],
+    statistics: Sequence[Statistic],
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[tuple[ArrayT, ArrayT, Statistics[ArrayT]], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
@@ -442,7 +444,8 @@ def attention_vjp(
 
 @overload
 def attention_jvp(
-    q: ArrayT, k: ArrayT, v: ArrayT | None, tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
+    tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
     tbias: AnyArray | None = None, tsink: AnyArray | None = None, tcaptured: Sequence[AnyArray | None] | None = None,
     return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
@@ -450,7 +453,8 @@ def attention_jvp(
 
 @overload
 def attention_jvp(
-    q: ArrayT, k: ArrayT, v: ArrayT | None, tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
+    tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
     tbias: AnyArray | None = None, tsink: AnyArray | None = None, tcaptured: Sequence[AnyArray | None] | None = None,
     return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ...]: ...  # fmt: skip

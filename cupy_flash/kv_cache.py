@@ -50,7 +50,8 @@ def attention_with_kv_cache(
 
 @overload
 def attention_with_kv_cache(
-    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray | None, *, return_lse: Literal[True], statistics: Sequence[Statistic],
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray | None, *, return_lse: Literal[True],
+    statistics: Sequence[Statistic],
     **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
 

@@ -186,7 +186,9 @@ def _problem(
     if shared_kv:
         call.head_dim_v = head_dim_v
     bounds = array(np.int32, 2)
-    problem, _ = pose("compile", (q, k, None if shared_kv else v), call, Packed(bounds, bounds, group, 1) if packed else None)
+    problem, _ = pose(
+        "compile", (q, k, None if shared_kv else v), call, Packed(bounds, bounds, group, 1) if packed else None
+    )
     # Assume 16-byte aligned arrays on a GPU.
     return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
 

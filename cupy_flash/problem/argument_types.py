@@ -145,7 +145,7 @@ class CompileOptions(OptionsWithoutValues[T], Padding[T], Ordering, Result, tota
     """Options of `compile`, which has a head_dim_v of its own."""
 
 
-class PackedRanksOptionsWithoutLse(Definition[T], Values, Mods, Execution, total=False):
+class PackedRanksOptionsWithoutLse(Definition[T], Mods, Execution, total=False):
     """Options of `ring_attention_varlen` and `ulysses_attention_varlen` except return_lse and statistics."""
 
 

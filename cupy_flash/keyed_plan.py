@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
-from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
+from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
 from .problem.checks import Requirements
 from .problem.records import Options
+from .problem.shared_kv import views_of
 from .problem.statistics import selected
 
 if TYPE_CHECKING:
@@ -138,11 +139,11 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
         table = of_cache()
         plain, given = table.plain_of(options), [*arrays, *table.read_of(options)]
         if type(options.cache_seqlens) is int:
-            length, given[len(arrays) + table.length] = options.cache_seqlens, None
+            length, given[len(arrays) + table.names.index(LENGTH)] = options.cache_seqlens, None
             longest = (0,)
     if arrays[2] is None:  # values inside keys are at the addresses of the keys
         given[2] = given[1]
-        for of, view in (TABLE if isinstance(options, Options) else of_cache()).views:
+        for of, view in views_of((TABLE if isinstance(options, Options) else of_cache()).names):
             given[len(arrays) + view] = given[len(arrays) + of]
     if mod is not None:
         given += mod.arrays

@@ -163,9 +163,8 @@ def attention_backward(
     settings = Options(**options)
     arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
     gradients = _backward(settings, 0, dlse, *arrays)
-    dq, dk = (_from_heads_first(x, settings.layout) for x in gradients[:2])
-    dv = None if gradients.dv is None else _from_heads_first(gradients.dv, settings.layout)
-    return gradients._replace(dq=dq, dk=dk, dv=dv)
+    dq, dk, dv = (_from_heads_first(x, settings.layout) for x in gradients[:3])
+    return gradients._replace(dq=dq, dk=dk, dv=dv if settings.head_dim_v is None else None)
 
 
 def attention_jvp(
@@ -230,9 +229,8 @@ def attention_double_backward(
     settings = Options(**options)
     arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
     gradients = _double_backward(settings, 0, _direction_heads_first(tangents, settings.layout), dlse, *arrays)
-    dq, dk, ddout = (_from_heads_first(x, settings.layout) for x in (gradients.dq, gradients.dk, gradients.ddout))
-    dv = None if gradients.dv is None else _from_heads_first(gradients.dv, settings.layout)
-    return gradients._replace(dq=dq, dk=dk, dv=dv, ddout=ddout)
+    dq, dk, dv, ddout = (_from_heads_first(x, settings.layout) for x in (*gradients[:3], gradients.ddout))
+    return gradients._replace(dq=dq, dk=dk, dv=dv if settings.head_dim_v is None else None, ddout=ddout)
 
 
 def attention_varlen(
@@ -257,9 +255,7 @@ def attention_varlen(
         **options: those of `attention` except mask, q_lengths, kv_lengths and layout; bias broadcasts to
             (B, Hq, max_seqlen_q, max_seqlen_k), and only the elements inside the sequences are read.
     """
-    settings = _varlen_options(options)
-    q, k, v = map(np.asarray, (q, k, _values(k, v, settings)))
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (q, k, v) = _packed(_varlen_options(options), q, k, v)
     out = np.zeros((*q.shape[:2], v.shape[2]), _out_dtype(storage))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
@@ -292,9 +288,7 @@ def attention_varlen_backward(
         dlse: (Hq, Tq); None is 0.
         **options: those of the forward.
     """
-    settings = _varlen_options(options)
-    dout, q, k, v = map(np.asarray, (dout, q, k, _values(k, v, settings)))
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (dout, q, k, v) = _packed(_varlen_options(options), dout, q, k, v)
     dq, dk, dv = (np.zeros(x.shape, storage) for x in (q, k, v))
     dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
@@ -302,8 +296,7 @@ def attention_varlen_backward(
         dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
         gradients = _backward(options_b, b, dlse_b, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
-            if part is not None:
-                whole[here] = part[0].swapaxes(0, 1)
+            whole[here] = np.asarray(part)[0].swapaxes(0, 1)
         if dsink is not None:
             dsink += gradients.dsink
         if dbias is not None:
@@ -331,9 +324,7 @@ def attention_varlen_jvp(
         tangents: the direction, tq, tk and tv packed too.
         **options: those of `attention_varlen`.
     """
-    settings = _varlen_options(options)
-    q, k, v = map(np.asarray, (q, k, _values(k, v, settings)))
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (q, k, v) = _packed(_varlen_options(options), q, k, v)
     out, tout = (np.zeros((*q.shape[:2], v.shape[2]), storage) for _ in range(2))
     lse, tlse = np.full((q.shape[1], q.shape[0]), -np.inf, compute), np.zeros((q.shape[1], q.shape[0]), compute)
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
@@ -369,9 +360,7 @@ def attention_varlen_double_backward(
         dlse: (Hq, Tq); None is 0.
         **options: those of the forward.
     """
-    settings = _varlen_options(options)
-    dout, q, k, v = map(np.asarray, (dout, q, k, _values(k, v, settings)))
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (dout, q, k, v) = _packed(_varlen_options(options), dout, q, k, v)
     dq, dk, dv, ddout = (np.zeros(x.shape, storage) for x in (q, k, v, dout))
     ddlse = np.zeros((q.shape[1], q.shape[0]), compute)
     dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
@@ -381,8 +370,7 @@ def attention_varlen_double_backward(
         direction = _direction_of_sequence(tangents, b, rows, columns)
         gradients = _double_backward(options_b, b, direction, dlse_b, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
-            if part is not None:
-                whole[here] = part[0].swapaxes(0, 1)
+            whole[here] = np.asarray(part)[0].swapaxes(0, 1)
         ddout[rows], ddlse[:, rows] = gradients.ddout[0].swapaxes(0, 1), gradients.ddlse[0]
         if dsink is not None:
             dsink += gradients.dsink
@@ -409,7 +397,6 @@ def attention_with_kv_cache(
     rotary_sin: npt.ArrayLike | None = None,
     rotary_interleaved: bool = True,
     mask: npt.ArrayLike | None = None,
-    head_dim_v: int | None = None,
     layout: str = "bshd",
     dtype: npt.DTypeLike | None = None,
     **options: Any,
@@ -418,16 +405,13 @@ def attention_with_kv_cache(
 
     Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up separately.
     """
-    k, v = (None if x is None else np.asarray(x) for x in (k, v))
-    q = np.asarray(q)
-    given = (k_cache,) if v_cache is None else (k_cache, v_cache)
+    q, k, v = np.asarray(q), *(None if x is None else np.asarray(x) for x in (k, v))
+    given = [x for x in (k_cache, v_cache) if x is not None]
     caches = [np.array(_heads_first(x, "bshd" if layout == "bhsd" else "")) for x in given]
-    if v_cache is None:  # a view, which appends to the keys change too
-        caches.append(caches[0][..., :head_dim_v])
+    caches = [caches[0], caches[-1][..., : options.get("head_dim_v")]]  # of values inside keys a view
     if layout == "bhsd" and cu_seqlens_q is None:
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
-    storage, compute = _precision(q, dtype)
-    width = caches[0].shape[1]
+    (storage, compute), width = _precision(q, dtype), caches[0].shape[1]
     # The rows after the last packed sequence are treated as one more sequence, number `batch`, with length 0.
     bounds = [*np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist(), len(q)]
     batch = len(q) if cu_seqlens_q is None else len(bounds) - 2
@@ -675,16 +659,8 @@ def _backward(
         dsink = -sums.sum(sink_probability * (delta - dlse), (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
-    return Gradients(dq.astype(storage), *_of_keys(options, dk, dv, storage), dbias, dsink)
-
-
-def _of_keys(options: Options, dk: Array, dv: Array, storage: np.dtype) -> tuple[Array, Array | None]:
-    """Return dk and dv in the dtype `storage`; for values inside keys dk has dv added to it, and dv is None."""
-    if options.head_dim_v is None:
-        return dk.astype(storage), dv.astype(storage)
-    whole = dk.copy()
-    whole[..., : options.head_dim_v] += dv
-    return whole.astype(storage), None
+    dk[..., : options.head_dim_v or 0] += dv[..., : options.head_dim_v or 0]  # values inside keys
+    return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
 
 
 class _Jvp(NamedTuple):
@@ -702,16 +678,15 @@ class _Jvp(NamedTuple):
 def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Array, v: Array) -> _Jvp:
     """Return a forward and its JVP. In low precision, P, P (ts - tlse) and tout are rounded to the dtype."""
     storage, compute = _precision(q, options.dtype)
-    if options.head_dim_v is not None and tangents.tk is not None:
-        tangents = tangents._replace(tv=tangents.tk[..., : options.head_dim_v])
     forward = _forward(options, first_batch, q, k, v)
     sums = forward.sums
     group, q_heads = q.shape[1] // k.shape[1], q.shape[1]
     i, j = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[:, None]
     rows, columns = i < _lengths(options.q_lengths, len(i)), j < _lengths(options.kv_lengths, len(j))
+    tv = tangents.tv if options.head_dim_v is None or tangents.tk is None else tangents.tk[..., : options.head_dim_v]
     tq, tk, tv = (
         np.zeros(x.shape, compute) if t is None else np.where(here, t.astype(storage).astype(compute), 0)
-        for t, x, here in zip(tangents[:3], (q, k, v), (rows, columns, columns), strict=True)
+        for t, x, here in zip((*tangents[:2], tv), (q, k, v), (rows, columns, columns), strict=True)
     )
     tk, tv = (x.repeat(group, axis=1) for x in (tk, tv))
     probabilities = forward.probabilities
@@ -791,8 +766,9 @@ def _double_backward(
         dsink = -sums.sum(tsink_probability * delta + sink_probability * tdelta, (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
-    dq, ddout = (x.astype(storage) for x in (dq, jvp.tout))
-    return SecondGradients(dq, *_of_keys(options, dk, dv, storage), dbias, dsink, ddout, jvp.tlse[..., 0])
+    dk[..., : options.head_dim_v or 0] += dv[..., : options.head_dim_v or 0]  # values inside keys
+    dq, dk, dv, ddout = (x.astype(storage) for x in (dq, dk, dv, jvp.tout))
+    return SecondGradients(dq, dk, dv, dbias, dsink, ddout, jvp.tlse[..., 0])
 
 
 class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
@@ -944,8 +920,8 @@ def _heads_first(x: npt.ArrayLike, layout: str) -> Array:
     return np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
 
 
-def _from_heads_first(x: Array, layout: str) -> Array:
-    return x.swapaxes(1, 2) if layout == "bshd" else x
+def _from_heads_first(x: Array | None, layout: str) -> Array:
+    return np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
 
 
 def _direction_heads_first(tangents: Tangents, layout: str) -> Tangents:
@@ -989,6 +965,13 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...], sums: _Sums) -> Array:
     aligned = (1,) * (x.ndim - len(shape)) + shape
     expanded = tuple(axis for axis, size in enumerate(aligned) if size == 1)
     return sums.sum(x, expanded).reshape(shape)
+
+
+def _packed(settings: Options, *given: npt.ArrayLike | None) -> tuple[Options, np.dtype, np.dtype, list[Array]]:
+    """Return the options, storage and compute dtype of a packed call, and its arrays, which end with q, k and v."""
+    arrays = [np.asarray(x) for x in given[:-1]]
+    arrays.append(np.asarray(_values(arrays[-1], given[-1], settings)))
+    return settings, *_precision(arrays[-3], settings.dtype), arrays
 
 
 def _varlen_options(options: ReferenceOptions[npt.ArrayLike]) -> Options:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -121,8 +121,7 @@ def backward(plan: Plan, operands: Operands, start: Start, allocate: Allocate | 
     gradients = {f"d{name}": allocate(x.shape, x.dtype, operands.q) for name, x in inputs.items()}
     work = work_of(plan, operands, {**gradients}, allocate)
     start(work)
-    returned: dict[str, Any] = {"dv": None, **gradients}
-    return Gradients(**returned, dcaptured=None if work.captured is None else work.captured.gradients)
+    return Gradients(**gradients, dcaptured=None if work.captured is None else work.captured.gradients)
 
 
 def block_classes(problem: Problem, operands: Operands, block: int, arch: str, start: Start) -> Array:

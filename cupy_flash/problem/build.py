@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import environment
-from ..arrays import CACHED, Array, columns, dtype_name, empty, has_boxes
+from ..arrays import CACHED, Array, dtype_name, empty, has_boxes
 from .checks import (
     ArrayFacts,
     Requirements,
@@ -59,6 +59,7 @@ from .records import (
     Tangents,
     out_dtype,
 )
+from .shared_kv import VALUES, share
 from .statistics import check_asked, check_statistics, differentiated_statistics, gradients_of_statistics
 
 if TYPE_CHECKING:
@@ -113,9 +114,6 @@ def pose(
     given = _given(("q", "k", "v"), arrays, options, TABLE)
     if packed is not None:
         given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
-    shared_kv = beside is None and arrays[2] is None
-    if beside is not None or shared_kv:
-        del given["v"]
     if beside is not None:
         given |= beside.arrays
     elif isinstance(saved, Saved):
@@ -130,13 +128,12 @@ def pose(
     if tangents is not None:
         given |= _direction(requirements, tangents, mod)
     call = read(requirements, given)
-    if shared_kv or options.head_dim_v is not None:
-        _share(requirements, call, shared_kv, options.head_dim_v, {"k": "v", "tk": "tv"})
+    share(requirements, given if beside is None else call, call, options, {"k": "v", "tk": "tv"})
     facts = _facts(
         options, mod,
         tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]),
         _are_aligned(call, ("q", "k", "v")), () if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k),
-        saved, shard, tangents is not None, shared_kv=shared_kv,
+        saved, shard, tangents is not None,
     )  # fmt: skip
     checked = _checked(requirements, facts)
     drops = checked.dropout and beside is None
@@ -178,12 +175,9 @@ def pose_with_cache(
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `attention_with_kv_cache`, or of a function of weights, which has `beside` and no v_cache."""
     given = _given(("q", *CACHES), (q, k_cache, v_cache), options, of_cache())
-    shared_kv = beside is None and v_cache is None
-    if beside is not None or shared_kv:
-        del given["v_cache"]
     if beside is not None:
         given |= beside.arrays
-    return _pose_on_cache(function, given, options, "cu_seqlens_q", reasons, beside, shared_kv)
+    return _pose_on_cache(function, given, options, "cu_seqlens_q", reasons, beside)
 
 
 def pose_append(
@@ -197,12 +191,9 @@ def pose_append(
 ) -> tuple[Problem, Operands]:
     """Return `pose` of `append_to_kv_cache`, a problem without queries; the operands have an empty q."""
     given = _given(("k", "v", *CACHES), (k, v, k_cache, v_cache), options, of_cache())
-    shared_kv = v is None and v_cache is None
-    if shared_kv:
-        given = {name: x for name, x in given.items() if x is not None}
     if cu_seqlens is not None:
         given["cu_seqlens"] = cu_seqlens
-    return _pose_on_cache("append_to_kv_cache", given, options, "cu_seqlens", reasons, shared_kv=shared_kv)
+    return _pose_on_cache("append_to_kv_cache", given, options, "cu_seqlens", reasons)
 
 
 def _pose_on_cache(
@@ -212,7 +203,6 @@ def _pose_on_cache(
     bounds: str,
     reasons: tuple[str, ...],
     beside: "Beside | None" = None,
-    shared_kv: bool = False,
 ) -> tuple[Problem, Operands]:
     requirements, table = Requirements(function), of_cache()
     requirements.unmet += reasons
@@ -224,18 +214,15 @@ def _pose_on_cache(
         given |= zip(captured_names(mod), mod.arrays, strict=True)
     attends = "q" in given
     call = read(requirements, given)
-    own = call
-    if attends and (shared_kv or options.head_dim_v is not None):
-        _share(requirements, call := {**own}, shared_kv, options.head_dim_v, {"k_cache": "v_cache", "k": "v"})
-    elif shared_kv:  # the caches have what the rows have: where values end does not matter
-        call = own | {name: own[of] for of, name in (("k_cache", "v_cache"), ("k", "v")) if of in own}
+    table.check_overlap(requirements, call)
+    options = share(requirements, given, call, options, {"k_cache": "v_cache", "k": "v"})
     facts = _facts(
         options, mod,
         tuple([
             (name, x.shape, x.dtype, x.device, x.framework, x.readonly, x.immutable, *_strides(x.shape, x.strides))
             for name, x in call.items()
         ]),
-        _are_aligned(call, CACHES), on_cache=(attends, length is not None), shared_kv=shared_kv,
+        _are_aligned(call, CACHES), on_cache=(attends, length is not None),
     )  # fmt: skip
     checked = _checked(requirements, facts)
     fields = table.fields
@@ -251,7 +238,6 @@ def _pose_on_cache(
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
     operands = Operands(**named, cache=table.operands(**nested))
-    table.check_overlap(requirements, own)
     if checked.readable:
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
@@ -274,35 +260,6 @@ def _whole_length(requirements: Requirements, given: object) -> int | None:
 
 
 OPERANDS = frozenset(Operands._fields)
-
-
-def _share(
-    requirements: Requirements, call: dict[str, Array], shared_kv: bool, given: object, views: dict[str, str]
-) -> None:
-    """Add values inside keys to a call, {array: name of the view of its first head_dim_v numbers}, if v is None."""
-    if not shared_kv:
-        requirements.require(False, "head_dim_v is for v=None, whose values are the first numbers of the keys")
-        return
-    if given is None:
-        requirements.require_type(False, "without v, head_dim_v must say how many numbers of a key are its value")
-        return
-    try:
-        size = operator.index(given)  # type: ignore[arg-type]
-    except Exception:  # a foreign object may raise anything
-        requirements.require_type(False, f"head_dim_v must be None or a whole number, not {given!r}")
-        return
-    keys = call.get(next(iter(views)))
-    if keys is None or not keys.shape:
-        return
-    legal = not isinstance(given, bool) and 1 <= size <= keys.shape[-1]
-    if requirements.require(legal, f"head_dim_v must be in [1, {keys.shape[-1]}], the numbers of a key, not {given!r}"):
-        for name, view in (views | {"k_descale": "v_descale"}).items():
-            if view in call:
-                requirements.require(False, f"{view} must be None, as v is: {name} has it")
-            elif name == "k_descale" and name in call:
-                call[view] = call[name]
-            elif name in call and call[name].shape:
-                call[view] = columns(call[name], min(size, call[name].shape[-1]))
 
 
 def traced_mod(requirements: Requirements, options: Options | CacheOptions) -> "Mod | None":
@@ -347,22 +304,15 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None"
 NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD, STATISTICS)
 
 
-def _views(names: list[str]) -> list[tuple[int, int]]:
-    """Return the indices of (an array among the options, the one that it replaces if values are inside keys)."""
-    pairs = (("k", "v"), ("k_descale", "v_descale"))
-    return [(names.index(name), names.index(view)) for name, view in pairs if view in names]
-
-
 class _Table:
     """The names of the options of a class, by kind."""
 
     def __init__(self, features: tuple[Feature, ...]) -> None:
         self.features = features
-        self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
+        self.arrays = self.names = tuple(feature.name for feature in features if feature.kind == ARRAY)
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
-        self.read_of = self.arrays_of  # all that may be arrays, in the order of Operands
-        self.views = _views(list(self.arrays))
+        self.read_of = self.arrays_of  # all that may be arrays, `names`, in the order of Operands
 
 
 TABLE = _Table(FEATURES)
@@ -379,8 +329,7 @@ class _OfCache(_Table):
         super().__init__(CACHE_FEATURES)
         names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
         names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
-        self.read_of = operator.attrgetter(*names)
-        self.length, self.views = names.index(LENGTH), _views(names)
+        self.names, self.read_of = tuple(names), operator.attrgetter(*names)
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap
@@ -394,8 +343,8 @@ of_cache = lru_cache(maxsize=1)(_OfCache)
 def _given(
     names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: Options | CacheOptions, table: _Table
 ) -> dict[str, object]:
-    """Return the arrays of a call by name, as the caller passed them, without options that are None."""
-    given: dict[str, object] = dict(zip(names, arrays, strict=True))
+    """Return the arrays of a call by name, as the caller passed them, without v and options that are None."""
+    given: dict[str, object] = {n: x for n, x in zip(names, arrays, strict=True) if x is not None or n not in VALUES}
     for name, value in zip(table.arrays, table.arrays_of(options), strict=True):
         if value is not None:
             given[name] = value
@@ -428,7 +377,6 @@ class Facts(NamedTuple):
     directed: bool  # a JVP, or together with `backward` a double backward
     types: tuple[type, ...]  # the options' types, because 1 == True == 1.0 and not all of them are legal
     on_cache: tuple[bool, bool] | None  # whether it attends, and whether all sequences have one length; None: no cache
-    shared_kv: bool
 
 
 def _facts(
@@ -441,7 +389,6 @@ def _facts(
     shard: Shard = WHOLE,
     directed: bool = False,
     on_cache: tuple[bool, bool] | None = None,
-    shared_kv: bool = False,
 ) -> Facts:
     plain = (TABLE if on_cache is None else of_cache()).plain_of(options)
     window, backend = options.window, options.backend
@@ -455,7 +402,7 @@ def _facts(
     types = tuple(map(type, (*plain, backend, bias_gradient, *longest, *shard[1:], *sides, *names)))
     return Facts(
         plain, window, statistics, backend, "" if mod is None else mod.text, arrays, aligned, longest,
-        saved is not None, bias_gradient, captured_gradient, shard[1:], directed, types, on_cache, shared_kv,
+        saved is not None, bias_gradient, captured_gradient, shard[1:], directed, types, on_cache,
     )  # fmt: skip
 
 
@@ -550,6 +497,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
             **numbers,
             "statistics": statistics,
             "engine": options["engine"],
+            "shared_kv": options["head_dim_v"] is not None,
             "deterministic": bool(options.get("deterministic")),
         }
         layout = "thd" if packed else layout
@@ -595,7 +543,6 @@ def _problem(
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         head_dim_v=sizes.head_dim_v,
-        shared_kv=facts.shared_kv,
         mask=mask,
         dlse="dlse" in arrays,
         aligned=facts.aligned,

@@ -378,7 +378,7 @@ class _Gradients(NamedTuple):
 
     dq: AnyGradient
     dk: AnyGradient
-    dv: AnyGradient | None
+    dv: AnyGradient | None = None
     dbias: AnyGradient | None = None
     dsink: AnyGradient | None = None
     dcaptured: tuple[AnyGradient | None, ...] | None = None
@@ -569,8 +569,7 @@ class Problem(NamedTuple):
     @property
     def differentiated(self) -> tuple[str, ...]:
         """The inputs whose gradients a backward returns."""
-        inputs = ("q", "k") if self.shared_kv else ("q", "k", "v")
-        return (*inputs, *(feature.name for feature in WITH_GRADIENT if self._is_differentiated(feature)))
+        return (*("q", "k", "v")[: 3 - self.shared_kv], *(x.name for x in WITH_GRADIENT if self._is_differentiated(x)))
 
     def _is_differentiated(self, feature: Feature) -> bool:
         requested: bool = not feature.optional_gradient or getattr(self, f"{feature.field}_gradient")
@@ -583,9 +582,8 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         heads = f"{self.heads} heads" if self.group == 1 else f"{self.heads} query and {self.kv_heads} key/value heads"
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
-        dim += ", values inside keys" if self.shared_kv else ""
         features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
-        features += [name for name in ("deterministic", "shard") if getattr(self, name)]
+        features += [name for name in ("shared_kv", "deterministic", "shard") if getattr(self, name)]
         features += [f"{'gradients of ' * self.backward}{' and '.join(self.statistics)}"] if self.statistics else []
         features += [] if self.cache is None else [str(self.cache)]
         step = self.derivative or (BACKWARD if self.backward else FORWARD)

@@ -6,6 +6,8 @@ import pytest
 import cupy_flash
 from cupy_flash import UnsupportedError
 
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 torch = pytest.importorskip("torch")
 RNG = np.random.default_rng(0)
 Q, K = RNG.normal(size=(2, 5, 4, 12)), RNG.normal(size=(2, 9, 1, 12))

@@ -86,7 +86,7 @@ def half_rows(rows, *archs, default=None, **dtypes):
 
 
 # sm_75 has other mma instructions, copies and dtypes, but the same code for options.
-TURING_OPTIONS = ("plain", "causal", "bias-bhqk", "mask", "dropout", "lengths-causal", "sink", "softcap", "head-dim-65")
+TURING_OPTIONS = ("plain", "lengths-causal", "bias-bhqk", "dropout", "head-dim-65")
 
 
 @half_rows(

@@ -29,9 +29,28 @@ def problems(pytestconfig):
     return ["fp16 D 128", *(["fp64 D 64", "KV cache fp16 D 64"] if pytestconfig.option.exhaustive else [])]
 
 
+SAMPLE = ("mma/forward", (64, 32, 128))
+
+
 @pytest.fixture(scope="module")
-def compiled(problems):
-    return static.compile_all(problems, static.ARCHS, [None], 2, unseen)
+def stored_kernels():
+    """Return the kernels of the stored result, of all compilers."""
+    return static.Result.of(
+        json.loads((ROOT / "bench" / "results" / "static.json").read_text(encoding="utf-8"))["static"]
+    ).kernels
+
+
+@pytest.fixture(scope="module")
+def compiled(problems, stored_kernels, pytestconfig):
+    """Return the kernels of `problems`; stored rows of the same text and compiler stand for kernels not compiled here.
+
+    The default tier compiles SAMPLE, which `test_a_stored_row_is_what_the_compiler_gives` compares with its rows, and
+    whatever changed since the result was stored.
+    """
+    tasks, release = static.tasks(problems, static.ARCHS), static._release()
+    chosen = [row for row in stored_kernels if (row.problem, row.arch) in tasks and row.compiler == release]
+    chosen = [row for row in chosen if (row.kernel, row.tile) != SAMPLE and not pytestconfig.option.exhaustive]
+    return static.compile_all(problems, static.ARCHS, [None], 2, unseen, chosen)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +67,14 @@ def test_gate(compiled, steps):
     assert static.complaints(compiled, steps) == []
     assert {record.arch for record in compiled} == set(static.ARCHS)
     assert all(0 < record.registers <= 255 and record.cubin_bytes > 0 and record.seconds > 0 for record in compiled)
+
+
+def test_a_stored_row_is_what_the_compiler_gives(compiled, stored_kernels):
+    """All columns of a kernel compiled here, but for the seconds and for the bytes, of which Params takes some."""
+    today = {(row.problem, row.arch, row.compiler, row.fingerprint): row for row in compiled}
+    pairs = [(today.get((row.problem, row.arch, row.compiler, row.fingerprint)), row) for row in stored_kernels]
+    for row, kept in pairs:
+        assert row is None or replace(row, seconds=kept.seconds, cubin_bytes=kept.cubin_bytes) == kept
 
 
 def test_every_kernel_that_a_plan_may_choose_is_compiled(compiled, problems):

@@ -8,7 +8,8 @@ The operators differ from `attention` where
   without a key are known from the mask and the lengths; another row with these numbers is computed again, too;
 - lse of -inf makes every gradient NaN: a row without a key enters the backward with +inf, so that its P is 0;
 - rows of q, k, v and out must be contiguous: others are copied, since the results would be finite and wrong;
-- their BLAS rounds in another order in arrays that are not aligned: these are copied, too;
+- their BLAS rounds in another order in arrays that are not aligned: these are copied, too. So it does in the scratch
+  memory of a thread if that has the wrong size: few queries are padded;
 - with AVX-512 the exponential of NaN is a number, so that scores of NaN show in lse alone: it is checked like out;
 - an empty array ends the process: sequences without queries or keys never reach an operator.
 
@@ -24,8 +25,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..arrays import Array, as_array, empty
+from ..engines.aten import KEYS, ROWS, hides_later_keys, packs_groups
 from ..plan.plan import Plan, plan
 from ..problem.records import Gradients, Operands, Problem
 from . import attention as engine_cpu
@@ -65,7 +68,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
         for part in call.parts():
             rows = lse_rows[part.batch, :, part.queries]
             if not _is_empty(call.k[part.batch, :, part.keys]):
-                O, L = flash(*call.operands_of(part), 0.0, call.is_causal, attn_mask=call.mask, scale=problem.scale)
+                O, L = call.attend(*call.operands_of(part))
                 rows[...] = L.numpy()
                 if call.hidden is not None:
                     np.copyto(rows, -np.inf, where=call.hidden)
@@ -148,7 +151,7 @@ class Call:
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem = problem
         self.q, self.k, self.v = (self.rows(array) for array in (operands.q, operands.k, operands.v))
-        self.is_causal = problem.mask.right is not None
+        self.is_causal, self.packs_groups = hides_later_keys(problem), packs_groups(problem)
         self.sequences: list[Sequence] = engine_cpu.sequences_of(problem, operands) if problem.has_lengths else []
         sink = operands.sink
         self.sink = None if sink is None else sink.numpy().astype(problem.accumulation)[:, None]
@@ -182,6 +185,22 @@ class Call:
         q, k, v = (x[part.batch, :, each] for x, each in zip((self.q, self.k, self.v), rows, strict=True))
         return q, k, v
 
+    def attend(self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return O and lse of a part by the operator; of few queries the heads of a group are rows of one head."""
+        shape, mask = Q.shape, self.mask
+        if self.packs_groups:
+            Q = Q.reshape(shape[0], K.shape[1], -1, shape[3])
+        rows = Q.shape[2]
+        more = rows_of_equal_bits(rows, K.shape[2], shape[3], Q.itemsize) - rows
+        if more:
+            Q = pad(Q, (0, 0, 0, more))
+            if mask is not None and mask.shape[2] > 1:
+                mask = pad(mask, (0, 0, 0, more))
+        O, L = flash(Q, K, V, 0.0, self.is_causal, attn_mask=mask, scale=self.problem.scale)
+        if more:
+            O, L = O[:, :, :rows], L[:, :, :rows]
+        return (O.reshape(shape), L.reshape(shape[:3])) if self.packs_groups else (O, L)
+
     def rows(self, array: Array) -> torch.Tensor:
         """Return an array of the call's layout as (B, H, S, D), copied unless its rows are contiguous."""
         return _heads_first(_tensor(array, -2 if self.problem.layout == "bhsd" else -3), self.problem.layout)
@@ -189,6 +208,18 @@ class Call:
     def rows_of(self, array: Array) -> np.ndarray:
         """View an lse-like array as (B, H, S)."""
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
+
+
+def rows_of_equal_bits(rows: int, keys: int, dim: int, itemsize: int) -> int:
+    """Return the number of queries, at least `rows`, with which bits do not depend on the number of threads.
+
+    A thread's scratch memory, which has scores, two numbers and D sums for each row of a tile, lies behind that of the
+    thread before it: unless its size is a multiple of ALIGNMENT, threads round in different orders.
+    """
+    if rows >= ROWS or rows * (min(keys, KEYS) + 2 + dim) * itemsize % ALIGNMENT == 0:
+        return rows
+    step = ALIGNMENT // itemsize
+    return -(-rows // step) * step
 
 
 class Result:

@@ -34,6 +34,8 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
@@ -95,7 +97,7 @@ class Entry:
                 return None
         if self._longest is not None and not 0 <= addresses[-1] <= self._longest:
             return None
-        outputs: list[AnyArray] | None = dispatch.launcher(self._backend).repeat(self._kept, arrays, addresses)
+        outputs: list[AnyArray] | None = dispatch.repeater(self._backend).repeat(self._kept, arrays, addresses)
         self.served += outputs is not None
         return outputs
 
@@ -219,12 +221,11 @@ def _entry(
     checked = [getattr(operands, name) for name in CHECKED]
     if cache is not None:
         checked += of_cache().indices_of(cache)
-    if (
-        backend not in dispatch.LAUNCHERS
-        or dispatch.is_recording()
-        or any(isinstance(x, Array) and x.device == "cpu" for x in checked)
-    ):
+    if dispatch.is_recording() or any(isinstance(x, Array) and x.device == "cpu" for x in checked):
         return None
+    if backend not in dispatch.LAUNCHERS:
+        of_operators = dispatch.repeated_on_cpu(chosen, operands)
+        return None if of_operators is None else Entry(backend, of_operators, (), None)
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
@@ -255,7 +256,7 @@ def forward(
     function: str, arrays: tuple[ArrayT, ArrayT, ArrayT], options: Options, packed: Packed | None
 ) -> tuple[ArrayT, ...]:
     """Return (out, lse) of a call on arrays other than torch's, followed by the statistics that it asks for."""
-    call = call_on_cupy(arrays, options, packed)
+    call = call_on_numpy(arrays, options, packed) or call_on_cupy(arrays, options, packed)
     outputs: Any = run(call)
     if outputs is not None:
         return outputs[0], outputs[1]
@@ -297,6 +298,30 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
     if cupy is None or type(arrays[0]) is not cupy.ndarray:
         return None
     return call_of(arrays, options, packed, _read_cupy)
+
+
+def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
+    """Return the call if it is on NumPy's arrays, torch is imported and it has a key, else None."""
+    if type(arrays[0]) is not np.ndarray or "torch" not in sys.modules:
+        return None
+    return call_of(arrays, options, packed, _read_numpy)
+
+
+def _read_numpy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
+    facts: list[Hashable] = []
+    inputs: list[AnyArray] = []
+    addresses: list[int] = []
+    for x in arrays:
+        if x is None:
+            facts.append(None)
+            continue
+        if type(x) is not np.ndarray:
+            return None
+        address = x.__array_interface__["data"][0]
+        facts.append((x.shape, x.strides, x.dtype, address % ALIGNMENT))
+        inputs.append(x)
+        addresses.append(address)
+    return facts, inputs, addresses
 
 
 def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from ..arrays import Array, as_array, empty
+from ..device import torch_flash
 from ..engines.aten import KEYS, ROWS, hides_later_keys, packs_groups
 from ..plan.plan import Plan, plan
 from ..problem.records import Gradients, Operands, Problem
@@ -68,7 +69,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
         for part in call.parts():
             rows = lse_rows[part.batch, :, part.queries]
             if not _is_empty(call.k[part.batch, :, part.keys]):
-                O, L = call.attend(*call.operands_of(part))
+                O, L = call.form.attend(*call.operands_of(part), call.mask)
                 rows[...] = L.numpy()
                 if call.hidden is not None:
                     np.copyto(rows, -np.inf, where=call.hidden)
@@ -151,7 +152,8 @@ class Call:
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem = problem
         self.q, self.k, self.v = (self.rows(array) for array in (operands.q, operands.k, operands.v))
-        self.is_causal, self.packs_groups = hides_later_keys(problem), packs_groups(problem)
+        self.form = Form.of(problem)
+        self.is_causal = self.form.is_causal
         self.sequences: list[Sequence] = engine_cpu.sequences_of(problem, operands) if problem.has_lengths else []
         sink = operands.sink
         self.sink = None if sink is None else sink.numpy().astype(problem.accumulation)[:, None]
@@ -185,9 +187,33 @@ class Call:
         q, k, v = (x[part.batch, :, each] for x, each in zip((self.q, self.k, self.v), rows, strict=True))
         return q, k, v
 
-    def attend(self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return O and lse of a part by the operator; of few queries the heads of a group are rows of one head."""
-        shape, mask = Q.shape, self.mask
+    def rows(self, array: Array) -> torch.Tensor:
+        """Return an array of the call's layout as (B, H, S, D), copied unless its rows are contiguous."""
+        return _heads_first(_tensor(array, -2 if self.problem.layout == "bhsd" else -3), self.problem.layout)
+
+    def rows_of(self, array: Array) -> np.ndarray:
+        """View an lse-like array as (B, H, S)."""
+        return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
+
+
+class Form(NamedTuple):
+    """What a call of the forward operator depends on besides its tensors."""
+
+    is_causal: bool
+    packs_groups: bool
+    scale: float
+    layout: str
+
+    @classmethod
+    def of(cls, problem: Problem) -> Form:
+        """Return the form of a problem."""
+        return cls(hides_later_keys(problem), packs_groups(problem), problem.scale, problem.layout)
+
+    def attend(
+        self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return O and lse of tensors (B, H, S, D); the heads of a packed group are rows of one head."""
+        shape = Q.shape
         if self.packs_groups:
             Q = Q.reshape(shape[0], K.shape[1], -1, shape[3])
         rows = Q.shape[2]
@@ -196,18 +222,46 @@ class Call:
             Q = pad(Q, (0, 0, 0, more))
             if mask is not None and mask.shape[2] > 1:
                 mask = pad(mask, (0, 0, 0, more))
-        O, L = flash(Q, K, V, 0.0, self.is_causal, attn_mask=mask, scale=self.problem.scale)
+        O, L = flash(Q, K, V, 0.0, self.is_causal, attn_mask=mask, scale=self.scale)
         if more:
-            O, L = O[:, :, :rows], L[:, :, :rows]
+            O, L = (
+                O.transpose(1, 2)[:, :rows].clone(memory_format=torch.contiguous_format).transpose(1, 2),
+                L[:, :, :rows],
+            )
         return (O.reshape(shape), L.reshape(shape[:3])) if self.packs_groups else (O, L)
 
-    def rows(self, array: Array) -> torch.Tensor:
-        """Return an array of the call's layout as (B, H, S, D), copied unless its rows are contiguous."""
-        return _heads_first(_tensor(array, -2 if self.problem.layout == "bhsd" else -3), self.problem.layout)
 
-    def rows_of(self, array: Array) -> np.ndarray:
-        """View an lse-like array as (B, H, S)."""
-        return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
+class Kept(NamedTuple):
+    """A kept call (keyed_plan.py): it has no arrays but q, k and v, and the operator takes their memory as it is."""
+
+    form: Form
+    framework: str
+    outputs: tuple[str, ...] = ("out", "lse")
+
+
+def kept(plan: Plan, operands: Operands) -> Kept | None:
+    """Return what `repeat` needs of a call, or None if it needs more than q, k and v, or a copy of one of them."""
+    problem = plan.problem
+    if problem.backward or operands.arrays().keys() != {"q", "k", "v"}:
+        return None
+    rows = -2 if problem.layout == "bhsd" else -3
+    if any(_is_copied(x, rows) for x in (operands.q, operands.k, operands.v)):
+        return None
+    return Kept(Form.of(problem), problem.framework)
+
+
+def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[Any] | None:
+    """Return (out, lse) of a kept call on other arrays; None if the process or the contents need more than that."""
+    if torch_flash():
+        return None
+    form, of_torch = kept.form, kept.framework == "torch"
+    tensors = arrays if of_torch else [torch.from_numpy(_writable(x)) for x in arrays]
+    O, L = form.attend(*[_heads_first(x, form.layout) for x in tensors])
+    lse = L.numpy()
+    if not (_is_finite(lse) and lse.all() and _is_finite(O.numpy())):
+        return None
+    results = [_heads_first(O, form.layout).contiguous(), L.contiguous()]
+    return [_base(x) if x._is_view() else x for x in results] if of_torch else [x.numpy() for x in results]
 
 
 def rows_of_equal_bits(rows: int, keys: int, dim: int, itemsize: int) -> int:
@@ -275,12 +329,16 @@ def _tensor(array: Array, rows: int) -> torch.Tensor:
 
     `rows` is the axis of rows. BLAS takes no rows that overlap, and torch no negative strides.
     """
-    is_dense = array.strides[-1] == 1 and array.strides[rows] >= array.shape[-1] and min(array.strides) >= 0
-    if not is_dense or array.pointer % ALIGNMENT:
+    if _is_copied(array, rows):
         return torch.from_numpy(np.array(array.numpy(), order="C"))
     if array.framework == "torch" and type(array.owner) in (torch.Tensor, torch.nn.Parameter):
         return array.owner.detach()
     return torch.from_numpy(_writable(array.numpy()))
+
+
+def _is_copied(array: Array, rows: int) -> bool:
+    is_dense = array.strides[-1] == 1 and array.strides[rows] >= array.shape[-1] and min(array.strides) >= 0
+    return not is_dense or array.pointer % ALIGNMENT != 0
 
 
 def _writable(x: np.ndarray) -> np.ndarray:

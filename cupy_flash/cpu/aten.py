@@ -19,7 +19,10 @@ threads waits milliseconds for one that has been displaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -44,6 +47,9 @@ WHOLE = slice(None)
 # NumPy aligns its arrays to 16 bytes. In 1,100 calls with such addresses the bits of the operators, whose BLAS is MKL,
 # did not depend on them, but those of three in four calls with float64 arrays at odd multiples of 8 bytes differed.
 ALIGNMENT = 16
+# Elements of K with which single rows are computed on one thread, where they need no padding. With 512 keys, 8 heads and
+# D 64 that takes as long as padded on two threads. More rows would be divided among threads by the BLAS.
+SERIAL = 2**18
 Rows = TypeVar("Rows", torch.Tensor, np.ndarray)
 
 
@@ -218,17 +224,47 @@ class Form(NamedTuple):
             Q = Q.reshape(shape[0], K.shape[1], -1, shape[3])
         rows = Q.shape[2]
         more = rows_of_equal_bits(rows, K.shape[2], shape[3], Q.itemsize) - rows
-        if more:
-            Q = pad(Q, (0, 0, 0, more))
+        if more and rows == 1 and K.numel() <= SERIAL and (set_threads := _set_threads()) is not None:
+            threads = torch.get_num_threads()
+            try:
+                try:
+                    set_threads(1)
+                    O, L = self._flash(Q, K, V, mask)
+                finally:
+                    set_threads(threads)
+            finally:  # repeated, as Ctrl-C may have cut off the first
+                set_threads(threads)
+        elif more:
             if mask is not None and mask.shape[2] > 1:
                 mask = pad(mask, (0, 0, 0, more))
-        O, L = flash(Q, K, V, 0.0, self.is_causal, attn_mask=mask, scale=self.scale)
-        if more:
-            O, L = (
-                O.transpose(1, 2)[:, :rows].clone(memory_format=torch.contiguous_format).transpose(1, 2),
-                L[:, :, :rows],
-            )
+            O, L = self._flash(pad(Q, (0, 0, 0, more)), K, V, mask)
+            O, L = O.narrow_copy(2, 0, rows), L.narrow_copy(2, 0, rows)
+        else:
+            O, L = self._flash(Q, K, V, mask)
         return (O.reshape(shape), L.reshape(shape[:3])) if self.packs_groups else (O, L)
+
+    def _flash(
+        self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        results: tuple[torch.Tensor, torch.Tensor] = flash(
+            Q, K, V, 0.0, self.is_causal, attn_mask=mask, scale=self.scale
+        )
+        return results
+
+
+@cache
+def _set_threads() -> Callable[[int], None] | None:
+    """Return the function that sets torch's threads for calls of this thread alone; None without OpenMP's."""
+    try:
+        function = ctypes.PyDLL(torch._C.__file__).omp_set_num_threads  # also finds symbols of torch's dependencies
+    except AttributeError:
+        return None
+    function.argtypes, function.restype = (ctypes.c_int,), None
+    threads = torch.get_num_threads()
+    function(threads + 1)
+    has_effect = torch.get_num_threads() == threads + 1
+    function(threads)
+    return function if has_effect else None
 
 
 class Kept(NamedTuple):
@@ -242,7 +278,7 @@ class Kept(NamedTuple):
 def kept(plan: Plan, operands: Operands) -> Kept | None:
     """Return what `repeat` needs of a call, or None if it needs more than q, k and v, or a copy of one of them."""
     problem = plan.problem
-    if problem.backward or operands.arrays().keys() != {"q", "k", "v"}:
+    if problem.backward or problem.layout == "thd" or operands.arrays().keys() != {"q", "k", "v"}:
         return None
     rows = -2 if problem.layout == "bhsd" else -3
     if any(_is_copied(x, rows) for x in (operands.q, operands.k, operands.v)):
@@ -258,9 +294,11 @@ def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[Any] | N
     tensors = arrays if of_torch else [torch.from_numpy(_writable(x)) for x in arrays]
     O, L = form.attend(*[_heads_first(x, form.layout) for x in tensors])
     lse = L.numpy()
-    if not (_is_finite(lse) and lse.all() and _is_finite(O.numpy())):
+    if not (_is_finite(lse) and np.count_nonzero(lse) == lse.size and _is_finite(O.numpy())):
         return None
-    results = [_heads_first(O, form.layout).contiguous(), L.contiguous()]
+    if form.layout == "bshd":
+        O.transpose_(1, 2)  # in place, which makes no view
+    results = [O.contiguous(), L.contiguous()]
     return [_base(x) if x._is_view() else x for x in results] if of_torch else [x.numpy() for x in results]
 
 
@@ -316,7 +354,7 @@ def _base(view: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(numbers: np.ndarray) -> bool:
-    return bool(np.isfinite(np.add.reduce(numbers, axis=None)))
+    return math.isfinite(np.add.reduce(numbers, axis=None))
 
 
 def _of_cpu(chosen: Plan) -> Plan:

@@ -73,9 +73,27 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"Dv {problem.head_dim_v} is not D {problem.head_dim}")
     if problem.shard:
         reasons.append("it takes no shard")
+    if _is_one_task(problem):
+        reasons.append(
+            "the operators leave a single head to their BLAS, whose bits then depend on the number of threads"
+        )
     if problem.dlse:
         reasons.append("the operators take no gradient of lse")
     return reasons + _mask_refusals(problem)
+
+
+def _is_one_task(problem: Problem) -> bool:
+    """Return whether a call of an operator has one task, or may have with lengths, and so is divided by its BLAS.
+
+    A task of the backward is a key/value head, and one of the forward a tile of a head, or of a packed group. A single
+    row is a product with a vector, which the BLAS does not divide.
+    """
+    is_packed = problem.backward or packs_groups(problem)
+    heads = (problem.kv_heads if is_packed else problem.heads) * (1 if problem.has_lengths else problem.batch)
+    if heads != 1 or problem.backward:
+        return heads == 1
+    is_row = problem.q_len == 1 and problem.group == 1
+    return not is_row and (problem.has_lengths or problem.q_len <= ROWS)
 
 
 def _mask_refusals(problem: Problem) -> list[str]:

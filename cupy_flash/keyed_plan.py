@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
+NUMPY_ALIGNMENT = 16  # that of NumPy's arrays, on which calls on a CPU depend
 # {array to which a call on a KV cache may write, or beside which it may: its name in a Work}
 MEMBERS = {"q": "q", "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "out": "out"}
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
@@ -318,7 +319,7 @@ def _read_numpy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list
         if type(x) is not np.ndarray:
             return None
         address = x.__array_interface__["data"][0]
-        facts.append((x.shape, x.strides, x.dtype, address % ALIGNMENT))
+        facts.append((x.shape, x.strides, x.dtype, address % NUMPY_ALIGNMENT))
         inputs.append(x)
         addresses.append(address)
     return facts, inputs, addresses

@@ -47,8 +47,8 @@ WHOLE = slice(None)
 # NumPy aligns its arrays to 16 bytes. In 1,100 calls with such addresses the bits of the operators, whose BLAS is MKL,
 # did not depend on them, but those of three in four calls with float64 arrays at odd multiples of 8 bytes differed.
 ALIGNMENT = 16
-# Elements of K with which single rows are computed on one thread, where they need no padding. With 512 keys, 8 heads and
-# D 64 that takes as long as padded on two threads. More rows would be divided among threads by the BLAS.
+# Elements of K with which a single row is computed on one thread, where it needs no padding: with 512 keys, 8 heads and
+# D 64 it takes as long as padded on two threads. The BLAS would divide the products of more rows among threads.
 SERIAL = 2**18
 Rows = TypeVar("Rows", torch.Tensor, np.ndarray)
 
@@ -291,7 +291,11 @@ def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[Any] | N
     if torch_flash():
         return None
     form, of_torch = kept.form, kept.framework == "torch"
-    tensors = arrays if of_torch else [torch.from_numpy(_writable(x)) for x in arrays]
+    tensors = (
+        [x.detach() if x.requires_grad else x for x in arrays]
+        if of_torch
+        else [torch.from_numpy(_writable(x)) for x in arrays]
+    )
     O, L = form.attend(*[_heads_first(x, form.layout) for x in tensors])
     lse = L.numpy()
     if not (_is_finite(lse) and np.count_nonzero(lse) == lse.size and _is_finite(O.numpy())):

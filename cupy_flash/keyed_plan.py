@@ -14,9 +14,10 @@ The key has everything that this path reads, unless the call has no key because 
 - the environment's default backend, and the generation of the evidence and of the plans made from it.
 
 A call has no key with statistics, dropout, a seed, or options of other types, which may be mutable; on torch tensors
-also without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
-backend, those that copy an operand, those that read lengths, tables or factors in host memory to check them, and those
-of a process that records its calls are posed every time; the entry of their key is None.
+also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy arrays before torch is imported. Calls
+that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
+records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py), are posed every time; the
+entry of their key is None. On the CPU an entry tests the state of torch and the contents of results at every call.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.

@@ -22,6 +22,7 @@ from .model import Case
 Array = npt.NDArray[Any]
 
 OURS = "cupy_flash"
+OURS_ON_TORCH = "cupy_flash, torch"
 BASELINE = "SDPA flash"  # relative times are divided by the time of this implementation
 FLEX_ATTENTION = "FlexAttention"
 FLEX_SECONDS = 60  # timeout for compiling FlexAttention
@@ -146,6 +147,14 @@ class Torch(ABC):
         return tuple(_array(x) for x in result)
 
 
+class CupyFlashOnTorch(Torch):
+    """cupy_flash on torch tensors."""
+
+    def attend(self) -> Any:
+        """Return the output."""
+        return cupy_flash.attention(self.q, self.k, self.v, causal=self.case.causal, layout="bhsd")
+
+
 class ScaledDotProductAttention(Torch):
     """torch's scaled_dot_product_attention, restricted to one backend."""
 
@@ -190,10 +199,12 @@ SDPA_BACKENDS = {
 }
 IMPLEMENTATIONS: dict[str, Callable[[Case, Inputs, bool], Implementation]] = {
     OURS: CupyFlash,
+    OURS_ON_TORCH: CupyFlashOnTorch,
     "standard": Standard,
     **{name: partial(ScaledDotProductAttention, backend) for name, backend in SDPA_BACKENDS.items()},
     FLEX_ATTENTION: FlexAttention,
 }
+COMPARED = (OURS, OURS_ON_TORCH, BASELINE)  # of these the ratios of alternating calls are reported
 HOLDS_SCORES = ("standard", "SDPA math")  # these materialize the score matrices
 
 
@@ -228,7 +239,8 @@ def present(cases: Sequence[Case], training: bool) -> tuple[list[str], dict[str,
     """Return the implementations that can run small versions of these cases on this machine, and why others cannot."""
     names, left_out = [OURS, "standard"], {}
     if importlib.util.find_spec("torch") is None:
-        return names, dict.fromkeys((*SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")
+        return names, dict.fromkeys((OURS_ON_TORCH, *SDPA_BACKENDS, FLEX_ATTENTION), "torch is not installed")
+    names.insert(1, OURS_ON_TORCH)
     small = {replace(case, seqlen=128) for case in cases}
     for name in SDPA_BACKENDS:
         try:

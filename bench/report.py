@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .implementations import BASELINE, OURS
+from .implementations import BASELINE, OURS, OURS_ON_TORCH
 from .memory import growth_exponent
 
 NOTHING = "-"
@@ -111,6 +111,12 @@ def step_seconds(record: dict[str, Any], name: str, stages: tuple[str, ...]) -> 
     return median(map(sum, zip(*(record["seconds"][name][stage] for stage in stages), strict=True)))
 
 
+def ratio(record: dict[str, Any], name: str, stages: tuple[str, ...]) -> float:
+    """Return the median of the ratios of an implementation's calls to those of BASELINE in the same rounds."""
+    ours, theirs = (zip(*(record["seconds"][of][stage] for stage in stages), strict=True) for of in (name, BASELINE))
+    return median(sum(one) / sum(other) for one, other in zip(ours, theirs, strict=False))
+
+
 def names_in(records: list[dict[str, Any]], key: str) -> list[str]:
     """Return the implementations in any of the records, in order of first appearance."""
     return list(dict.fromkeys(name for record in records for name in record[key]))
@@ -120,20 +126,20 @@ def _time_table(records: list[dict[str, Any]], title: str, stages: tuple[str, ..
     names = names_in(records, "seconds")
     # roofline_seconds covers the section's whole step, so it has no meaning for the backward alone.
     has_roofline = stages[0] == "forward"
+    compared = {OURS: f"over {BASELINE}", OURS_ON_TORCH: f"torch over {BASELINE}"} if BASELINE in names else {}
+    compared = {name: column for name, column in compared.items() if name in names}
     rows, best = [], []
     for number, record in enumerate(records):
         seconds = {name: step_seconds(record, name, stages) for name in record["seconds"]}
         fastest = min(seconds, key=lambda name: seconds[name])
         best.append((number, len(_case(record)) + names.index(fastest)))
         row = [*_case(record), *(_milliseconds(seconds[name]) if name in seconds else NOTHING for name in names)]
-        if BASELINE in names:
-            row.append(f"{seconds[OURS] / seconds[BASELINE]:.3g}")
+        row += [f"{ratio(record, name, stages):.3g}" for name in compared]
         if has_roofline:
             row.append(f"{record['roofline_seconds'] / seconds[OURS]:.0%}")
         rows.append(row)
     columns = ["S", "causal", *names]
-    if BASELINE in names:
-        columns.append(f"over {BASELINE}")
+    columns += compared.values()
     if has_roofline:
         columns.append("of roofline")
     return Table(f"{title}, milliseconds (median)", columns, rows, frozenset(best))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,14 +13,20 @@ from .model import Ceilings
 
 Sample = TypeVar("Sample")
 SECONDS = 1.0  # time budget per implementation and case; at least LEAST_REPEATS samples are taken
+BESIDE = 0.25  # that of implementations whose ratio to another one is not of interest
 LEAST_REPEATS = 3
 SLOW = 0.25  # seconds from which on a call no longer gains by the one before it
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], Sample]], repeats: int, clock: Callable[[], float] = time.perf_counter
+    calls: Mapping[str, Callable[[], Sample]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+    beside: Collection[str] = (),
 ) -> dict[str, list[Sample]]:
     """Sample every call in up to `repeats` rounds; each round starts with the next call.
+
+    The calls named in `beside` sit out from BESIDE seconds on, others from SECONDS on.
 
     A call runs twice per sample and the second result counts: the first run meets the caches, pages and spinning
     threads that the previous call left behind. Calls that take SLOW or longer run once, except in their first round.
@@ -32,7 +38,7 @@ def interleave(
     for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            if repeat >= LEAST_REPEATS and spent[name] >= SECONDS:
+            if repeat >= LEAST_REPEATS and spent[name] >= (BESIDE if name in beside else SECONDS):
                 continue
             if latest[name] < SLOW:
                 calls[name]()

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import device, environment
 from .arrays import Array
@@ -266,6 +266,16 @@ LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 def launcher(backend: str) -> ModuleType:
     """Return the module that launches the kernels of a backend."""
     return _imported(LAUNCHERS[backend])
+
+
+def repeater(backend: str) -> ModuleType:
+    """Return the module that repeats kept calls: of launches, or on the CPU of torch's operators."""
+    return launcher(backend) if backend in LAUNCHERS else _imported(FLASH)
+
+
+def repeated_on_cpu(chosen: Plan, operands: Operands) -> Any:
+    """Return what `repeater("cpu")` needs of a call, or None if later calls may need more."""
+    return _module(chosen).kept(chosen, operands) if _code(chosen) == FLASH else None
 
 
 # {backend: module of JVP and double backward}

@@ -14,9 +14,10 @@ The key has everything that this path reads, unless the call has no key because 
 - the environment's default backend, and the generation of the evidence and of the plans made from it.
 
 A call has no key with statistics, dropout, a seed, or options of other types, which may be mutable; on torch tensors
-also without `backend` on the CPU, and if anything of torch observes it (adapters/torch/keyed_plan.py). Calls on a CPU
-backend, those that copy an operand, those that read lengths, tables or factors in host memory to check them, and those
-of a process that records its calls are posed every time; the entry of their key is None.
+also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy arrays before torch is imported. Calls
+that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
+records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py), are posed every time; the
+entry of their key is None. On the CPU an entry tests the state of torch and the contents of results at every call.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
@@ -34,6 +35,8 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
+NUMPY_ALIGNMENT = 16  # that of NumPy's arrays, on which calls on a CPU depend
 # {array to which a call on a KV cache may write, or beside which it may: its name in a Work}
 MEMBERS = {"q": "q", "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "out": "out"}
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
@@ -96,7 +100,7 @@ class Entry:
                 return None
         if self._longest is not None and not 0 <= addresses[-1] <= self._longest:
             return None
-        outputs: list[AnyArray] | None = dispatch.launcher(self._backend).repeat(self._kept, arrays, addresses)
+        outputs: list[AnyArray] | None = dispatch.repeater(self._backend).repeat(self._kept, arrays, addresses)
         self.served += outputs is not None
         return outputs
 
@@ -224,12 +228,11 @@ def _entry(
     checked = [getattr(operands, name) for name in CHECKED]
     if cache is not None:
         checked += of_cache().indices_of(cache)
-    if (
-        backend not in dispatch.LAUNCHERS
-        or dispatch.is_recording()
-        or any(isinstance(x, Array) and x.device == "cpu" for x in checked)
-    ):
+    if dispatch.is_recording() or any(isinstance(x, Array) and x.device == "cpu" for x in checked):
         return None
+    if backend not in dispatch.LAUNCHERS:
+        of_operators = dispatch.repeated_on_cpu(chosen, operands)
+        return None if of_operators is None else Entry(backend, of_operators, (), None)
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
@@ -262,7 +265,7 @@ def forward(
     function: str, arrays: tuple[ArrayT, ArrayT, ArrayT | None], options: Options, packed: Packed | None
 ) -> tuple[ArrayT, ...]:
     """Return (out, lse) of a call on arrays other than torch's, followed by the statistics that it asks for."""
-    call = call_on_cupy(arrays, options, packed)
+    call = call_on_numpy(arrays, options, packed) or call_on_cupy(arrays, options, packed)
     outputs: Any = run(call)
     if outputs is not None:
         return outputs[0], outputs[1]
@@ -304,6 +307,30 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
     if cupy is None or type(arrays[0]) is not cupy.ndarray:
         return None
     return call_of(arrays, options, packed, _read_cupy)
+
+
+def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
+    """Return the call if it is on NumPy's arrays, torch is imported and it has a key, else None."""
+    if type(arrays[0]) is not np.ndarray or "torch" not in sys.modules:
+        return None
+    return call_of(arrays, options, packed, _read_numpy)
+
+
+def _read_numpy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
+    facts: list[Hashable] = []
+    inputs: list[AnyArray] = []
+    addresses: list[int] = []
+    for x in arrays:
+        if x is None:
+            facts.append(None)
+            continue
+        if type(x) is not np.ndarray:
+            return None
+        address = x.__array_interface__["data"][0]
+        facts.append((x.shape, x.strides, x.dtype, address % NUMPY_ALIGNMENT))
+        inputs.append(x)
+        addresses.append(address)
+    return facts, inputs, addresses
 
 
 def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:

@@ -8,7 +8,8 @@ The operators differ from `attention` where
   without a key are known from the mask and the lengths; another row with these numbers is computed again, too;
 - lse of -inf makes every gradient NaN: a row without a key enters the backward with +inf, so that its P is 0;
 - rows of q, k, v and out must be contiguous: others are copied, since the results would be finite and wrong;
-- their BLAS rounds in another order in arrays that are not aligned: these are copied, too;
+- their BLAS rounds in another order in arrays that are not aligned: these are copied, too. So it does in the scratch
+  memory of a thread if that has the wrong size: few queries are padded;
 - with AVX-512 the exponential of NaN is a number, so that scores of NaN show in lse alone: it is checked like out;
 - an empty array ends the process: sequences without queries or keys never reach an operator.
 
@@ -18,14 +19,20 @@ threads waits milliseconds for one that has been displaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..arrays import Array, as_array, empty
+from ..device import torch_flash
+from ..engines.aten import KEYS, ROWS, hides_later_keys, packs_groups
 from ..plan.plan import Plan, plan
 from ..problem.records import Gradients, Operands, Problem
 from . import attention as engine_cpu
@@ -40,6 +47,9 @@ WHOLE = slice(None)
 # NumPy aligns its arrays to 16 bytes. In 1,100 calls with such addresses the bits of the operators, whose BLAS is MKL,
 # did not depend on them, but those of three in four calls with float64 arrays at odd multiples of 8 bytes differed.
 ALIGNMENT = 16
+# Elements of K with which a single row is computed on one thread, where it needs no padding: with 512 keys, 8 heads and
+# D 64 it takes as long as padded on two threads. The BLAS would divide the products of more rows among threads.
+SERIAL = 2**18
 Rows = TypeVar("Rows", torch.Tensor, np.ndarray)
 
 
@@ -65,7 +75,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
         for part in call.parts():
             rows = lse_rows[part.batch, :, part.queries]
             if not _is_empty(call.k[part.batch, :, part.keys]):
-                O, L = flash(*call.operands_of(part), 0.0, call.is_causal, attn_mask=call.mask, scale=problem.scale)
+                O, L = call.form.attend(*call.operands_of(part), call.mask)
                 rows[...] = L.numpy()
                 if call.hidden is not None:
                     np.copyto(rows, -np.inf, where=call.hidden)
@@ -148,7 +158,8 @@ class Call:
     def __init__(self, problem: Problem, operands: Operands) -> None:
         self.problem = problem
         self.q, self.k, self.v = (self.rows(array) for array in (operands.q, operands.k, operands.v))
-        self.is_causal = problem.mask.right is not None
+        self.form = Form.of(problem)
+        self.is_causal = self.form.is_causal
         self.sequences: list[Sequence] = engine_cpu.sequences_of(problem, operands) if problem.has_lengths else []
         sink = operands.sink
         self.sink = None if sink is None else sink.numpy().astype(problem.accumulation)[:, None]
@@ -191,6 +202,122 @@ class Call:
         return array.numpy()[None] if self.problem.layout == "thd" else array.numpy()
 
 
+class Form(NamedTuple):
+    """What a call of the forward operator depends on besides its tensors."""
+
+    is_causal: bool
+    packs_groups: bool
+    scale: float
+    layout: str
+
+    @classmethod
+    def of(cls, problem: Problem) -> Form:
+        """Return the form of a problem."""
+        return cls(hides_later_keys(problem), packs_groups(problem), problem.scale, problem.layout)
+
+    def attend(
+        self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return O and lse of tensors (B, H, S, D); the heads of a packed group are rows of one head."""
+        shape = Q.shape
+        if self.packs_groups:
+            Q = Q.reshape(shape[0], K.shape[1], -1, shape[3])
+        rows = Q.shape[2]
+        more = rows_of_equal_bits(rows, K.shape[2], shape[3], Q.itemsize) - rows
+        if more and rows == 1 and K.numel() <= SERIAL and (set_threads := _set_threads()) is not None:
+            threads = torch.get_num_threads()
+            try:
+                try:
+                    set_threads(1)
+                    O, L = self._flash(Q, K, V, mask)
+                finally:
+                    set_threads(threads)
+            finally:  # repeated, as Ctrl-C may have cut off the first
+                set_threads(threads)
+        elif more:
+            if mask is not None and mask.shape[2] > 1:
+                mask = pad(mask, (0, 0, 0, more))
+            O, L = self._flash(pad(Q, (0, 0, 0, more)), K, V, mask)
+            O, L = O.narrow_copy(2, 0, rows), L.narrow_copy(2, 0, rows)
+        else:
+            O, L = self._flash(Q, K, V, mask)
+        return (O.reshape(shape), L.reshape(shape[:3])) if self.packs_groups else (O, L)
+
+    def _flash(
+        self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        results: tuple[torch.Tensor, torch.Tensor] = flash(
+            Q, K, V, 0.0, self.is_causal, attn_mask=mask, scale=self.scale
+        )
+        return results
+
+
+@cache
+def _set_threads() -> Callable[[int], None] | None:
+    """Return the function that sets torch's threads for calls of this thread alone; None without OpenMP's."""
+    try:
+        function = ctypes.PyDLL(torch._C.__file__).omp_set_num_threads  # also finds symbols of torch's dependencies
+    except AttributeError:
+        return None
+    function.argtypes, function.restype = (ctypes.c_int,), None
+    threads = torch.get_num_threads()
+    function(threads + 1)
+    has_effect = torch.get_num_threads() == threads + 1
+    function(threads)
+    return function if has_effect else None
+
+
+class Kept(NamedTuple):
+    """A kept call (keyed_plan.py): it has no arrays but q, k and v, and the operator takes their memory as it is."""
+
+    form: Form
+    framework: str
+    outputs: tuple[str, ...] = ("out", "lse")
+
+
+def kept(plan: Plan, operands: Operands) -> Kept | None:
+    """Return what `repeat` needs of a call, or None if it needs more than q, k and v, or a copy of one of them."""
+    problem = plan.problem
+    if problem.backward or problem.layout == "thd" or operands.arrays().keys() != {"q", "k", "v"}:
+        return None
+    rows = -2 if problem.layout == "bhsd" else -3
+    if any(_is_copied(x, rows) for x in (operands.q, operands.k, operands.v)):
+        return None
+    return Kept(Form.of(problem), problem.framework)
+
+
+def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[Any] | None:
+    """Return (out, lse) of a kept call on other arrays; None if the process or the contents need more than that."""
+    if torch_flash():
+        return None
+    form, of_torch = kept.form, kept.framework == "torch"
+    tensors = (
+        [x.detach() if x.requires_grad else x for x in arrays]
+        if of_torch
+        else [torch.from_numpy(_writable(x)) for x in arrays]
+    )
+    O, L = form.attend(*[_heads_first(x, form.layout) for x in tensors])
+    lse = L.numpy()
+    if not (_is_finite(lse) and np.count_nonzero(lse) == lse.size and _is_finite(O.numpy())):
+        return None
+    if form.layout == "bshd":
+        O.transpose_(1, 2)  # in place, which makes no view
+    results = [O.contiguous(), L.contiguous()]
+    return [_base(x) if x._is_view() else x for x in results] if of_torch else [x.numpy() for x in results]
+
+
+def rows_of_equal_bits(rows: int, keys: int, dim: int, itemsize: int) -> int:
+    """Return the number of queries, at least `rows`, with which bits do not depend on the number of threads.
+
+    A thread's scratch memory, which has scores, two numbers and D sums for each row of a tile, lies behind that of the
+    thread before it: unless its size is a multiple of ALIGNMENT, threads round in different orders.
+    """
+    if rows >= ROWS or rows * (min(keys, KEYS) + 2 + dim) * itemsize % ALIGNMENT == 0:
+        return rows
+    step = ALIGNMENT // itemsize
+    return -(-rows // step) * step
+
+
 class Result:
     """An output with the shape of an operand: the operator's own if that is contiguous, else a copy of its parts."""
 
@@ -231,7 +358,7 @@ def _base(view: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(numbers: np.ndarray) -> bool:
-    return bool(np.isfinite(np.add.reduce(numbers, axis=None)))
+    return math.isfinite(np.add.reduce(numbers, axis=None))
 
 
 def _of_cpu(chosen: Plan) -> Plan:
@@ -244,12 +371,16 @@ def _tensor(array: Array, rows: int) -> torch.Tensor:
 
     `rows` is the axis of rows. BLAS takes no rows that overlap, and torch no negative strides.
     """
-    is_dense = array.strides[-1] == 1 and array.strides[rows] >= array.shape[-1] and min(array.strides) >= 0
-    if not is_dense or array.pointer % ALIGNMENT:
+    if _is_copied(array, rows):
         return torch.from_numpy(np.array(array.numpy(), order="C"))
     if array.framework == "torch" and type(array.owner) in (torch.Tensor, torch.nn.Parameter):
         return array.owner.detach()
     return torch.from_numpy(_writable(array.numpy()))
+
+
+def _is_copied(array: Array, rows: int) -> bool:
+    is_dense = array.strides[-1] == 1 and array.strides[rows] >= array.shape[-1] and min(array.strides) >= 0
+    return not is_dense or array.pointer % ALIGNMENT != 0
 
 
 def _writable(x: np.ndarray) -> np.ndarray:

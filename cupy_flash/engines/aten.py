@@ -44,10 +44,14 @@ MASK_BYTES = 2**26  # of the largest mask, which the operators read as numbers o
 # to 4096, D 32 to 128, float32) and scaled to the units of that engine. Tuples are (forward, backward).
 FLOP = 0.006  # per floating-point operation of a matmul
 SCORE = (0.45, 1.0)  # per score between the matmuls
-LOAD = 0.45  # per element of K and V, which a call reads once for each head
+LOAD = 0.35  # per element of K and V, which a call reads once for each head, or packed group of heads
+# The same for a single row, which is padded: of the first CACHED elements, and of the others, whose latency it shows.
+SINGLE = (0.2, 0.5)
+CACHED = 2**19
 MASK = 0.5  # per score with a mask: its load and addition
 CALL = 8e3  # per call of an operator, one for each sequence of a packed batch
 KEYS = 512  # of the operators' key tiles
+ROWS = 32  # of their smallest query tiles
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -69,15 +73,33 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"Dv {problem.head_dim_v} is not D {problem.head_dim}")
     if problem.shard:
         reasons.append("it takes no shard")
+    if _is_one_task(problem):
+        reasons.append(
+            "the operators leave a single head to their BLAS, whose bits then depend on the number of threads"
+        )
     if problem.dlse:
         reasons.append("the operators take no gradient of lse")
     return reasons + _mask_refusals(problem)
 
 
+def _is_one_task(problem: Problem) -> bool:
+    """Return whether a call of an operator has one task, or may have with lengths, and so is divided by its BLAS.
+
+    A task of the backward is a key/value head, and one of the forward a tile of a head, or of a packed group. A single
+    row is a product with a vector, which the BLAS does not divide.
+    """
+    is_packed = problem.backward or packs_groups(problem)
+    heads = (problem.kv_heads if is_packed else problem.heads) * (1 if problem.has_lengths else problem.batch)
+    if heads != 1 or problem.backward:
+        return heads == 1
+    is_row = problem.q_len == 1 and problem.group == 1
+    return not is_row and (problem.has_lengths or problem.q_len <= ROWS)
+
+
 def _mask_refusals(problem: Problem) -> list[str]:
     """Return the reasons against the mask, the bias and the scale of a problem."""
     reasons = []
-    is_causal, shapes = problem.mask.right is not None, [x for x in (problem.dense_mask, problem.bias) if x is not None]
+    is_causal, shapes = hides_later_keys(problem), [x for x in (problem.dense_mask, problem.bias) if x is not None]
     if problem.mask.left is not None or problem.mask.right not in (None, 0):
         reasons.append("it takes no window but causal")
     elif is_causal and not (problem.mask.top_left or problem.equal_lengths):
@@ -95,9 +117,20 @@ def _mask_refusals(problem: Problem) -> list[str]:
     return reasons
 
 
+def hides_later_keys(problem: Problem) -> bool:
+    """Return whether the mask is causal and hides any key: a single query, aligned with the last key, sees all keys."""
+    return problem.mask.right is not None and (problem.mask.top_left or problem.q_len > 1)
+
+
+def packs_groups(problem: Problem) -> bool:
+    """Return whether a forward takes the heads of a group as rows of one head, so that it reads every key once."""
+    hidden = hides_later_keys(problem) or problem.dense_mask is not None or problem.bias is not None
+    return problem.group > 1 and problem.q_len < ROWS and not hidden and not problem.backward
+
+
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the only tile, that of the operators."""
-    rows = 256 if problem.q_len >= 768 else 64 if problem.q_len >= 192 else 32
+    rows = 256 if problem.q_len >= 768 else 64 if problem.q_len >= 192 else ROWS
     return [Tile(rows, KEYS)]
 
 
@@ -119,7 +152,13 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     if problem.dense_mask is not None or problem.bias is not None:
         score += MASK
     calls = problem.batch if problem.has_lengths else 1
-    return (heads * (computed * score + problem.kv_len * dims * LOAD) + calls * CALL) * 1e-9
+    readers = problem.batch * problem.kv_heads if packs_groups(problem) else heads
+    loaded = readers * problem.kv_len * dims
+    if heads * problem.q_len == readers:
+        load = min(loaded, CACHED) * SINGLE[0] + max(loaded - CACHED, 0) * SINGLE[1]
+    else:
+        load = loaded * LOAD
+    return (heads * computed * score + load + calls * CALL) * 1e-9
 
 
 def threads(device: Device, tile: Tile, cost: float) -> int:

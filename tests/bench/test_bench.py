@@ -108,6 +108,24 @@ def test_slow_call_sits_out_after_the_least_repeats() -> None:
     assert called == {"slow": 1 + timing.LEAST_REPEATS, "quick": 2 * 20}  # a slow call is repeated in its first round
 
 
+def test_a_call_beside_others_sits_out_earlier() -> None:
+    now = 0.0
+
+    def take() -> None:
+        nonlocal now
+        now += timing.SECONDS / 8
+
+    samples = timing.interleave({"a": take, "b": take}, repeats=20, clock=lambda: now, beside=["b"])
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 8, "b": 3}
+
+
+def test_a_ratio_is_the_median_of_those_of_rounds() -> None:
+    seconds = {"cupy_flash": {"forward": [2.0, 9.0, 4.0], "backward": [2.0, 0.0, 5.0]}}
+    seconds["SDPA flash"] = {"forward": [1.0, 9.0, 2.0, 7.0], "backward": [1.0, 0.0, 2.0, 7.0]}
+    assert report.ratio({"seconds": seconds}, "cupy_flash", ("forward", "backward")) == 2.0
+    assert report.ratio({"seconds": seconds}, "cupy_flash", ("forward",)) == 2.0
+
+
 def test_result_says_what_ran_where(result: Any, folder: Path) -> None:
     assert result["command"] == f"python -m bench {' '.join(TINY)} --out {folder}"
     assert result["device"]["threads"] == 1
@@ -124,7 +142,7 @@ def test_every_sample_of_every_case_is_kept(result: Any, section: str, stages: s
     records = result[section]["cases"]
     assert [(each["causal"], each["seqlen"]) for each in records] == [(False, 32), (False, 64), (True, 32), (True, 64)]
     for record in records:
-        assert {"cupy_flash", "standard", "SDPA flash", "SDPA math"} <= record["seconds"].keys()
+        assert {"cupy_flash", "cupy_flash, torch", "standard", "SDPA flash", "SDPA math"} <= record["seconds"].keys()
         assert record["roofline_seconds"] > 0
         for seconds in record["seconds"].values():
             assert seconds.keys() == stages
@@ -270,7 +288,7 @@ def test_readme_tables_follow_the_results(section: str, result: Any, tmp_path: P
     text = readme.read_text()
     assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n") and "old" not in text
     assert f"`{result['command']}` on {result['device']['cpu']}" in text
-    assert re.search(r"^\| S \|.* cupy_flash \| standard \|", text, re.MULTILINE)
+    assert re.search(r"^\| S \|.* cupy_flash \|.* standard \|", text, re.MULTILINE)
     assert main([*command, "--check"]) == 0
 
     result = json.loads(json.dumps(result))
@@ -313,4 +331,4 @@ def test_default_sizes_are_those_of_the_targets(monkeypatch: pytest.MonkeyPatch)
     case = bench.__main__._shape(*measured)
     assert (case.batch, case.heads, case.kv_heads, case.head_dim, case.dtype) == (1, 8, 8, 64, "float32")
     assert bench.__main__.SEQLENS["forward"] == bench.__main__.SEQLENS["backward"] == (512, 1024, 2048, 4096)
-    assert max(bench.__main__.SEQLENS["memory"]) == 16384
+    assert max(bench.__main__.SEQLENS["memory"]) == 8192

@@ -64,11 +64,11 @@ def served(cases):
 
 CASES = {
     "heads-first": Case(layout="bhsd"),
-    "heads-first-one-head": Case(layout="bhsd", heads=1, kv_heads=1, sink=True),
+    "heads-first-one-head": Case(layout="bhsd", heads=1, kv_heads=1, batch=2, sink=True),
     "float64": Case(dtype="float64", sink=True),
     "group-of-three": Case(heads=9, kv_heads=3, causal="top_left"),
     "several-tiles": Case(
-        q_len=200, kv_len=530, batch=1, heads=1, kv_heads=1, head_dim=4, head_dim_v=4, causal="top_left"
+        q_len=200, kv_len=530, batch=1, heads=2, kv_heads=2, head_dim=4, head_dim_v=4, causal="top_left"
     ),
     "mask-causal": Case(mask="11qk", causal="top_left", sink=True),
     "mask-per-key-causal": Case(mask="b11k", causal="top_left"),
@@ -160,7 +160,8 @@ def test_random_calls():
 
     for seed in range(16):
         kv_heads, q_len, dim = pick(1, 2), pick(1, 2, 31, 33, 65), pick(1, 5, 8, 24)
-        sizes = dict(q_len=q_len, kv_len=pick(q_len, 1, 7, 40), head_dim=dim, head_dim_v=dim, batch=pick(1, 2))
+        sizes = dict(q_len=q_len, kv_len=pick(q_len, 1, 7, 40), head_dim=dim, head_dim_v=dim)
+        sizes["batch"] = max(pick(1, 2), 3 - kv_heads)  # a single head is refused
         case = Case(
             **sizes, kv_heads=kv_heads, heads=kv_heads * pick(1, 3), layout=pick("bshd", "bhsd"), seed=seed,
             causal=pick(False, "top_left"), scale=pick(None, 0.7), sink=pick(False, True), dlse=False,
@@ -318,7 +319,7 @@ def test_gradients_whose_probabilities_overflow(large, monkeypatch):
     """Scores of 1e18 are rounded to multiples of 1e11, in torch's backward to others than in its forward."""
     again = reaches(monkeypatch, "backward")
     random = np.random.default_rng(0)
-    case = Case(q_len=17, kv_len=17, batch=1, heads=1, kv_heads=1, head_dim=40, head_dim_v=40, dlse=False)
+    case = Case(q_len=17, kv_len=17, batch=1, heads=2, kv_heads=2, head_dim=40, head_dim_v=40, dlse=False)
     overflowed = 0
     for _ in range(6):
         call = case.call()
@@ -505,18 +506,70 @@ def test_a_changed_operator_is_not_called(found, monkeypatch, caplog):
 # In torch
 
 
-def test_bits_do_not_depend_on_threads():
-    case = Case(q_len=200, kv_len=200, batch=1, heads=3, kv_heads=1, causal=True, sink=True, dlse=False)
-    call, before = case.call(), torch.get_num_threads()
+FEW = dict(head_dim=40, head_dim_v=40, kv_len=31, dlse=False)
+THREADED = {
+    "tiles": Case(q_len=200, kv_len=200, batch=1, heads=6, kv_heads=2, causal=True, sink=True, dlse=False),
+    "one-query": Case(**FEW, q_len=1, batch=1, heads=5, kv_heads=5),
+    "one-query-of-groups": Case(**FEW, q_len=1, batch=1, heads=9, kv_heads=3),
+    "few-queries": Case(**FEW, q_len=5, batch=1, heads=5, kv_heads=5, mask="qk"),
+    "few-queries-float64": Case(**FEW, q_len=3, batch=1, heads=5, kv_heads=5, dtype="float64"),
+    "one-head-of-a-batch": Case(**FEW, q_len=5, batch=3, heads=3, kv_heads=1, causal="top_left"),
+}
+
+
+@pytest.mark.parametrize("serial", [aten.SERIAL, 0], ids=["", "padded"])
+@pytest.mark.parametrize("name", THREADED)
+def test_bits_do_not_depend_on_threads(name, serial, monkeypatch):
+    """Whose scratch memory may be aligned or not, and which a BLAS uses for a task that is alone."""
+    monkeypatch.setattr(aten, "SERIAL", serial)
+    call, before, results = THREADED[name].call(), torch.get_num_threads(), []
     try:
-        results = []
         for threads in (1, 2, 3, 4, 5, 7):
             torch.set_num_threads(threads)
-            results.append(run(case, call))
+            results.append(run(THREADED[name], call))
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:
-        assert_bitwise_equal(result, results[0], case)
+        assert_bitwise_equal(result, results[0], name)
+
+
+def test_calls_of_one_task_are_refused():
+    """The operators leave such a task to their BLAS, which then uses all threads."""
+    one = Case(batch=1, heads=1, kv_heads=1)
+    refused = [
+        (one, False), (replace(one, q_len=1, heads=3), False), (replace(one, heads=3), True),
+        (replace(one, q_len=80), True), (replace(one, batch=2, kv_lengths=(3, 4)), False),
+    ]  # fmt: skip
+    served_ones = [
+        (replace(one, q_len=1), False), (replace(one, q_len=80), False), (replace(one, batch=2), True),
+        (replace(one, q_len=40, heads=3), False), (replace(one, heads=2, kv_heads=2), True),
+    ]  # fmt: skip
+    for cases, expected in ((refused, True), (served_ones, False)):
+        for case, is_backward in cases:
+            problem = posed(case)[0].problem._replace(backward=is_backward)
+            reasons = engine_refusals("aten", problem, DEVICE)
+            assert any("leave a single head to their BLAS" in reason for reason in reasons) == expected, problem
+
+
+def test_heads_of_a_group_are_rows_of_few_queries(monkeypatch):
+    """So that every key is read once; a bottom-right causal mask hides nothing from a single query."""
+    seen = []
+    monkeypatch.setattr(
+        aten, "flash", lambda *a, of=aten.flash, **o: seen.append((*a[0].shape[1:3], a[4])) or of(*a, **o)
+    )
+    grouped = Case(heads=6, kv_heads=2, dlse=False)
+    for case in (
+        grouped, replace(grouped, layout="bhsd", q_len=4), replace(grouped, q_len=1, causal=True, sink=True),
+        replace(grouped, q_len=1, causal=True, q_lengths=(1, 0), kv_lengths=(3, 0)),
+        replace(grouped, causal="top_left"), replace(grouped, mask="qk"),
+    ):  # fmt: skip
+        check(case, run(case), only=("out", "lse", "dq", "dk", "dv", "dsink"))
+    q_len, rows = grouped.q_len, [heads * q for heads, q, _ in seen]
+    assert [(heads, is_causal) for heads, _, is_causal in seen] == [(2, False)] * 4 + [(6, True), (6, False)], (
+        rows,
+        q_len,
+    )
 
 
 def test_concurrent_calls():

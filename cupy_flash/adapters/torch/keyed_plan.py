@@ -27,7 +27,7 @@ def call_on_tensors(
     arrays: tuple[Any, Any, Any], options: Options | CacheOptions, packed: Packed | None = None
 ) -> Call | None:
     """Return the call if it has a key, else None."""
-    if (options.backend is None and not arrays[0].is_cuda) or is_changed():
+    if is_changed():
         return None
     return call_of(arrays, options, packed, read)
 

@@ -1,0 +1,246 @@
+"""Calls of torch's operators from keyed plans (cupy_flash/keyed_plan.py): the results, or errors, of posed calls."""
+
+import gc
+import warnings
+import weakref
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cupy_flash
+from cupy_flash import device, dispatch, keyed_plan
+
+RANDOM = np.random.default_rng(36)
+
+
+@pytest.fixture(autouse=True)
+def without_entries(monkeypatch):
+    """On a machine with AVX-512 the engine would serve by name only."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    keyed_plan.forget()
+    yield
+    keyed_plan.forget()
+
+
+def arrays(q_len=1, kv_len=70, heads=4, kv_heads=4, dim=16, dtype=np.float32, batch=2):
+    shapes = (batch, q_len, heads, dim), *((batch, kv_len, kv_heads, dim),) * 2
+    return tuple(RANDOM.normal(size=shape).astype(dtype) for shape in shapes)
+
+
+def on_torch(inputs):
+    return tuple(torch.from_numpy(x).clone() for x in inputs)
+
+
+def served():
+    return sum(entry.served for entry in keyed_plan._entries.values() if entry is not None)
+
+
+def outcome(inputs, options):
+    """Return the bytes of results, or an error, and whether an entry served the call."""
+    before = served()
+    try:
+        results = cupy_flash.attention(*inputs, return_lse=True, **options)
+    except (TypeError, ValueError) as error:
+        return (type(error), str(error)), False
+    return tuple((np.asarray(x).tobytes(), tuple(x.shape), str(x.dtype), type(x)) for x in results), served() > before
+
+
+def posed(inputs, options):
+    kept, keyed_plan._entries = keyed_plan._entries, {}
+    result, was_served = outcome(inputs, options)
+    keyed_plan._entries = kept
+    assert not was_served
+    return result
+
+
+def base(inputs, options=None):
+    """Keep a call, and check what serves it."""
+    options = {} if options is None else options
+    assert outcome(inputs, options) == (posed(inputs, options), False)
+    others = tuple(x + 1 for x in inputs)  # other memory and numbers
+    assert outcome(others, options) == (posed(others, options), True)
+
+
+FORMS = {
+    "one-query": (arrays(), {}),
+    "one-query-causal": (arrays(), dict(causal=True)),
+    "heads-first": (tuple(x.swapaxes(1, 2).copy() for x in arrays()), dict(layout="bhsd")),
+    "padded": (arrays(kv_len=71, q_len=3), {}),
+    "float64": (arrays(kv_len=71, dtype=np.float64), dict(scale=0.3)),
+    "groups": (arrays(heads=6, kv_heads=2), {}),
+    "groups-of-few-queries": (arrays(q_len=5, heads=6, kv_heads=2), {}),
+    "square": (arrays(q_len=70, heads=6, kv_heads=2), dict(causal=True)),
+    "top-left": (arrays(q_len=40), dict(causal="top_left")),
+}
+
+
+@pytest.mark.parametrize("convert", [tuple, on_torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_entry_computes_what_a_posed_call_does(form, convert):
+    inputs, options = FORMS[form]
+    base(convert(inputs), dict(engine="aten") | options)
+    out, lse = cupy_flash.attention(*convert(inputs), return_lse=True, engine="aten", **options)
+    assert served() == 2
+    for x in (out, lse):
+        contiguous = x.is_contiguous() and not x._is_view() if convert is on_torch else x.flags.c_contiguous
+        assert contiguous and not (convert is on_torch and x.requires_grad)
+
+
+Q, K, V = arrays()
+WIDE = np.concatenate((K, K), axis=-1)[..., :16]
+# {component: (inputs, options) of a call that differs from that of Q, K and V without options in that alone}
+CHANGES = {
+    "shape": (arrays(batch=1), {}),
+    "shape-of-keys": ((Q, *arrays(kv_len=66)[1:]), {}),
+    "strides": ((Q, WIDE, V), {}),
+    "innermost-stride": ((Q, np.asfortranarray(K), V), {}),
+    "negative-stride": ((Q, K[:, ::-1], V), {}),
+    "alignment": ((Q, np.concatenate(([0], K.ravel())).astype(np.float32)[1:].reshape(K.shape), V), {}),
+    "dtype": (arrays(dtype=np.float64), {}),
+    "framework": (on_torch((Q, K, V)), {}),
+    "class": ((Q, np.ma.masked_array(K), V), {}),
+    "scale": ((Q, K, V), dict(scale=0.7)),
+    "scale-type": ((Q, K, V), dict(scale=True)),
+    "causal": ((Q, K, V), dict(causal="top_left")),
+    "window": ((Q, K, V), dict(window=(3, 3))),
+    "softcap": ((Q, K, V), dict(softcap=1.0)),
+    "layout": ((Q, K.swapaxes(1, 2).copy(), V.swapaxes(1, 2).copy()), dict(layout="bhsd")),
+    "engine": ((Q, K, V), dict(engine="cpu")),
+    "presence": ((Q, K, V), dict(sink=np.ones(4, np.float32))),
+    "lengths": ((Q, K, V), dict(kv_lengths=np.array([3, 70], np.int32))),
+}
+OF_MEMORY = ("strides", "innermost-stride", "alignment")  # the same numbers
+
+
+@pytest.mark.parametrize("component", CHANGES)
+def test_a_changed_component_is_seen(component):
+    base((Q, K, V))
+    inputs, options = CHANGES[component]
+    for _ in range(2):  # the second call has its own entry, or None in place of one
+        assert outcome(inputs, options)[0] == posed(inputs, options)
+    if component not in OF_MEMORY:
+        assert posed(inputs, options) != posed((Q, K, V), {})
+    assert outcome((Q, K, V), {}) == (posed((Q, K, V), {}), True)
+
+
+def test_contents_that_the_operator_does_not_serve_are_posed():
+    """NaN in a hidden value, rows whose scores all overflow, and lse of 0."""
+    options = dict(causal="top_left", engine="aten")
+    inputs = arrays(q_len=4, kv_len=5)
+    base(inputs, options)
+    for place, value in ((2, np.nan), (0, -3e38), (1, np.inf)):
+        changed = tuple(x.copy() for x in inputs)
+        changed[place][0, 3] = value
+        if place == 0:
+            changed[1][...] = 3e38
+        assert outcome(changed, options) == (posed(changed, options), False)
+    q, k, v = inputs
+    zeros = (q[:, :1] * 0, k[:, :1] * 0, v[:, :1])  # one key with a score of 0
+    for _ in range(3):
+        assert outcome(zeros, dict(engine="aten")) == (posed(zeros, dict(engine="aten")), False)
+    out, lse = cupy_flash.attention(*zeros, return_lse=True, engine="aten")
+    np.testing.assert_array_equal(out, zeros[2])
+    assert (lse == 0).all()
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+def _rounded_products(_):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+STATES = {
+    "precision": _rounded_products,
+    "fork": lambda monkeypatch: monkeypatch.setattr(device, "_forked", True),
+    "schema": lambda monkeypatch: monkeypatch.setattr(device, "_changed_schema", lambda: "changed"),
+    "activated": lambda monkeypatch: monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: "cupy_flash"
+    ),
+    "recording": lambda monkeypatch: [
+        monkeypatch.setattr(dispatch, name, value) for name, value in (("_RECORD", "x"), ("_record", lambda *_: None))
+    ],
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_state_of_the_process_is_seen(state, monkeypatch):
+    """Also by an entry that was kept before."""
+    if state != "recording":
+        base((Q, K, V))
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        STATES[state](monkeypatch)
+        for _ in range(2):
+            assert outcome((Q, K, V), {}) == (posed((Q, K, V), {}), False)
+    finally:
+        monkeypatch.undo()
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("observer", [_Mode, torch.autograd.profiler.profile, nullcontext])
+def test_an_observed_call_on_tensors_is_posed(observer):
+    inputs = on_torch((Q, K, V))
+    base(inputs)
+    with observer():
+        assert outcome(inputs, {})[1] == (observer is nullcontext)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cupy_flash.attention(*inputs).dtype == torch.bfloat16
+
+
+def test_a_call_under_a_mode_is_posed_on_arrays_too():
+    base((Q, K, V))
+    with _Mode():
+        assert not outcome((Q, K, V), {})[1]
+
+
+def test_read_only_arrays_give_no_warning():
+    inputs = arrays()
+    for x in inputs:
+        x.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(2):
+            assert outcome(inputs, {})[1] == (n > 0)
+
+
+def test_gradients_of_a_served_call():
+    """A node saves what a posed one does, and a backward is posed."""
+    results = []
+    for n in range(3):
+        inputs = [x.clone().requires_grad_() for x in on_torch(arrays_of_one_seed())]
+        before = served()
+        out = cupy_flash.attention(*inputs)
+        assert served() - before == (n > 0)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), inputs)))
+        if n == 0:
+            cupy_flash.attention(*(x.detach() for x in inputs))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def arrays_of_one_seed():
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(2, 9, 3, 16)).astype(np.float32) for _ in "qkv")
+
+
+def test_no_array_is_kept():
+    inputs = on_torch(arrays())
+    results = [cupy_flash.attention(*inputs) for _ in range(3)]
+    assert served() == 2
+    references = [weakref.ref(x) for x in (*inputs, *results)]
+    del inputs, results
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+
+def test_without_an_operator_no_call_is_kept():
+    base((Q, K, V))
+    for options in (dict(engine="cpu"), dict(engine="cpu_decode")):
+        for _ in range(2):
+            assert not outcome((Q, K, V), options)[1]

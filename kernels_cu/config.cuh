@@ -80,6 +80,11 @@ constexpr bool FIND_MAX = false;
 constexpr bool FIND_ARGMAX = false;  // also sets FIND_MAX
 constexpr bool ENTROPY = false;
 
+// Their gradients, in a backward.
+#define DSTATISTICS 0
+constexpr bool DMAX = false;
+constexpr bool DENTROPY = false;
+
 // A JVP or a double backward. TQ, TK .. say which inputs have a tangent; MOVES in a name means that an operand has one.
 #define DIRECTION 0
 constexpr bool TQ = false;

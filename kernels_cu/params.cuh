@@ -117,6 +117,10 @@ struct Params {
   Operand argmax;
   Operand entropy;
 #endif
+#if DSTATISTICS
+  Operand dmax;
+  Operand dentropy;
+#endif
 #if WEIGHTS
   Operand result;     // of attention_weights, of top_weights (its values) or of key_importance, whose columns are keys
   int* result_keys;   // top_weights: laid out like `result`

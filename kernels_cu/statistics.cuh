@@ -2,6 +2,9 @@
 //
 // The entropy is log l - w / l with w = sum of e^(s - m) (s - m), whose terms have one sign: it is no difference of
 // large numbers, as lse - sum of P s is for scores far from 0.
+//
+// In a backward (DSTATISTICS) max has a gradient at its key, and the entropy the gradient -dH P (s - mu), where mu is
+// the mean of the scores: s - mu = log P + H. delta.cu adds dH H to delta.
 #pragma once
 #include "number.cuh"
 #include "params.cuh"
@@ -67,3 +70,20 @@ struct RowStatistics {
       sequence.queries<real>(p.entropy, head)[i * p.entropy.row] = i >= sequence.q_len || entropy < 0 ? 0 : entropy;
   }
 };
+
+#if DSTATISTICS
+// The gradients of the statistics of the rows of a tile of queries, and the keys of their largest scores.
+struct StatisticsGradients {
+  const real* dentropy;
+  const real* dmax;
+  const int* argmax;  // -1 for a row that sees no key
+
+  // What they add to the gradient of the score of a row and key j, whose probability is P, besides the part in delta.
+  __device__ real of_score(int row, int j, real P, real log_P) const {
+    real ds = 0;
+    if (DENTROPY && P > 0) ds -= dentropy[row] * P * log_P;  // @gradient-of-entropy
+    if (DMAX && argmax[row] == j) ds += dmax[row];           // @gradient-of-max
+    return ds;
+  }
+};
+#endif

@@ -48,6 +48,9 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "FIND_MAX": bool({"max", "argmax"} & {*problem.statistics}),
         "FIND_ARGMAX": "argmax" in problem.statistics,
         "ENTROPY": "entropy" in problem.statistics,
+        "DSTATISTICS": problem.backward and bool(problem.statistics),
+        "DMAX": problem.backward and "max" in problem.statistics,
+        "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
@@ -58,17 +61,21 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     return MappingProxyType(constants)
 
 
+# Switches of config.cuh on which the members of Params depend, beside MODS
+PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "STATISTICS", "DSTATISTICS", "WEIGHTS")
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
-SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
-CACHE_CONSTANTS = ("KV_CACHE", "STATISTICS", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
+SEQUENCE_CONSTANTS = (
+    *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
+    *PARAMS_SWITCHES,
+)
+CACHE_CONSTANTS = (*(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
-    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
+    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DENTROPY"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
-    "dsink": (*SEQUENCE_CONSTANTS, "sink_element", "DIRECTION", "TSINK"),
+    "dsink": (*SEQUENCE_CONSTANTS, "sink_element", "TSINK", "DENTROPY"),
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
-        "WEIGHTS",
         "kv_element",
         "ROTARY_DIM",
         "ROTARY_INTERLEAVED",
@@ -145,7 +152,7 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
 
     wanted, headers = problem.captured_gradient, _mod_headers(problem)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
-    names = ("real", "DIRECTION", "KV_CACHE", "STATISTICS", "WEIGHTS")
+    names = ("real", *PARAMS_SWITCHES)
     constants = (("THREADS", 128), ("MODS", True), *((name, shared_constants(problem)[name]) for name in names))
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import DOUBLE_BACKWARD, FORWARD, JVP, Problem
+from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
@@ -38,7 +38,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
-STATISTICS: tuple[str, ...] = (FORWARD,)
+STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
 WEIGHTS: str | None = "gpu.weights"
 ON_REQUEST = False
 MEASURED: str | None = None

@@ -19,7 +19,7 @@ from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
 from ..problem.records import ARRAYS, Gradients, Operands, Problem
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, with_lengths
+from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, switches_of, with_lengths
 
 if TYPE_CHECKING:
     from .captured import Captured
@@ -69,10 +69,7 @@ class Work(NamedTuple):
 
 def shortened(launch: Launch) -> np.dtype:
     """Return raw bytes, as many as Params has in a launch without mods: without `captured`, the last member."""
-    constants = dict(launch.constants)
-    switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "statistics": "STATISTICS", "weights": "WEIGHTS"}
-    members = {name: bool(constants.get(switch)) for name, switch in switches.items()}
-    return np.dtype(f"V{dtypes(**members)['Params'].itemsize}")
+    return np.dtype(f"V{dtypes('', switches_of(dict(launch.constants)))['Params'].itemsize}")
 
 
 Start = Callable[[Work], object]

@@ -30,6 +30,9 @@ struct Gradients {
         real probability = exp(s - queries.lse[query]);
         real factor = DROPOUT ? kept.factor(dropout, c, i, j) : 1;
         real ds = probability * (dS[r][c] * factor - queries.delta[query]);
+#if DSTATISTICS
+        ds += queries.statistics().of_score(query, j, probability, s - queries.lse[query]);
+#endif
         P[r][c] = probability * factor;
         dS[r][c] = QK_GRADIENT || SCORE_MOD ? score.gradient(ds, derivative) : ds;
       }

@@ -28,6 +28,9 @@ __device__ void add_gradients(Mod::RowSums (&sums)[ROWS], const Products& tile, 
       Mod::Key k = band.mod.key(j);
       real probability = exp(band.mod.score(s, q, k, by_score) - queries.lse[row]);
       real ds = probability * (tile.dS[r][c] * factor - queries.delta[row]);
+#if DSTATISTICS
+      ds += queries.statistics().of_score(row, j, probability, log(probability));
+#endif
       if (ds != 0) band.mod.add_gradients(ds, s, q, k, sums[r]);
     }
   }

@@ -5,13 +5,16 @@ import pytest
 from cache_cases import CacheCase
 from cases import Case, planned
 from planting import change, planted, skip
-from row_statistics import ALL, assert_are_of_the_scores, statistics_of
+from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
 from tiers import exhaustive, in_tiers
 from tiles import small_tile
+from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import Statistics
+from cupy_flash.arrays import Array
 from cupy_flash.gpu import run_plan
+from cupy_flash.problem.records import Saved
 from cupy_flash.simulator.run import start
 
 ENGINES = {
@@ -53,6 +56,72 @@ def test_statistics_are_those_of_the_scores(row):
     case = case_of(engine, **feature)
     call = case.call()
     assert_are_of_the_scores(case, call, Statistics(**run(engine, case, call)))
+
+
+GRADIENTS = {
+    **{name: feature for name, feature in FEATURES.items() if name not in ("hidden", "falling")},
+    "hidden": dict(bias="1hqk", bias_hides=True, mask="qk"),
+    "lengths": dict(batch=2, q_lengths=(19, 3), kv_lengths=(25, 40)),
+    "dropout": dict(dropout=0.3, bias="k"),
+    "mask-mod": dict(mask_mod="sliding", sink=True),
+    "packed": dict(batch=2, packed=True, q_lengths=(19, 3), kv_lengths=(20, 40), causal=True),
+    "no-dlse": dict(dlse=False),
+}
+GRADIENT_CASES = {f"{engine}-{name}": (engine, feature) for engine in ENGINES for name, feature in GRADIENTS.items()}
+
+
+def gradients(engine, case, call, names=("max", "entropy"), **how):
+    """Return the gradients of a call, with dmax and dentropy of these statistics, and dmax and dentropy."""
+    given = dict(call.options, return_lse=True, statistics=ALL)
+    if call.packed is None:
+        out, lse, found = cupy_flash.attention(call.q, call.k, call.v, **given)
+    else:
+        out, lse, found = cupy_flash.attention_varlen(call.q, call.k, call.v, *call.packed, **given)
+    of_names = dict(zip(("max", "entropy"), drawn(lse), strict=True))
+    dmax, dentropy = (of_names[name] if name in names else None for name in of_names)
+    saved = Saved(call.dout, out, lse, call.dlse, statistics=found, dmax=dmax, dentropy=dentropy)
+    tile = None if engine == "wgmma" else small_tile
+    chosen, operands = planned(case, saved, ENGINES[engine][0], tile, call, engine=engine, **how)
+    assert chosen.engine == engine
+    return run_plan.backward(chosen, operands, start).map(Array.numpy), dmax, dentropy
+
+
+@pytest.mark.parametrize("row", in_tiers(GRADIENT_CASES, ["simt-sink-causal", "mma-softcap-bias"]))
+def test_gradients_are_those_of_the_formula(row):
+    engine, feature = row
+    case = case_of(engine, **dict(kv_len=40) | feature)
+    call = case.call()
+    assert_are_the_gradients(case, call, *gradients(engine, case, call))
+
+
+@pytest.mark.parametrize("engine", [exhaustive(name) for name in ENGINES])
+@pytest.mark.parametrize("name", ["max", "entropy"])
+def test_gradients_of_one_statistic_are_those_of_the_formula(engine, name):
+    case = case_of(engine, kv_len=40, sink=True)
+    call = case.call()
+    assert_are_the_gradients(case, call, *gradients(engine, case, call, (name,), deterministic=name == "max"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("score_mod", ["relative", "learned-twice"])
+def test_gradients_by_captured_arrays_are_those_of_the_cpu(engine, score_mod):
+    case = case_of(engine, kv_len=40, score_mod=score_mod, causal=True)
+    call = case.call()
+    found, dmax, dentropy = gradients(engine, case, call)
+
+    def on_cpu(dtype):
+        q, k, v, dout = (x.astype(dtype) for x in (call.q, call.k, call.v, call.dout))
+        out, lse, statistics = cupy_flash.attention(q, k, v, return_lse=True, statistics=ALL, **call.options)
+        given = (x.astype(lse.dtype) for x in (call.dlse, dmax, dentropy))
+        rest = dict(zip(("dlse", "dmax", "dentropy"), given, strict=True), statistics=statistics)
+        return cupy_flash.attention_backward(dout, q, k, v, out, lse, **rest, **call.options)
+
+    low, exact = on_cpu(call.q.dtype), on_cpu(float)
+    for one, other, least in zip(found.dcaptured, exact.dcaptured, low.dcaptured, strict=True):
+        if one is None:  # an array of indices
+            continue
+        assert_matches_reference(one, other, least, one.dtype, f"captured array of {case}")
 
 
 @pytest.mark.parametrize("engine", [exhaustive("simt"), "mma", exhaustive("wgmma")])
@@ -121,6 +190,25 @@ def test_statistics_add_few_instructions_to_a_forward(engine, shape, names, most
 
 
 FIRST_COLUMN = ("S[m][n][e] == found", "S[m][n][e] == found && column == 0")
+GRADIENT_BUGS = {
+    "entropy-without-delta": ("simt", skip("entropy-in-delta")),
+    "entropy-without-log": ("mma", skip("gradient-of-entropy")),
+    "max-of-next-key": ("wgmma", change("gradient-of-max", "argmax[row] == j", "argmax[row] == j + 1")),
+    "entropy-without-sink": ("mma", skip("entropy-of-sink")),
+}
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in GRADIENT_BUGS}, []))
+def test_bugs_planted_in_gradients_are_found(name, monkeypatch):
+    engine, bug = GRADIENT_BUGS[name]
+    case = case_of(engine, kv_len=40, sink=True)
+    call = case.call()
+    with planted(monkeypatch, bug):
+        found = gradients(engine, case, call)
+    with pytest.raises(AssertionError):
+        assert_are_the_gradients(case, call, *found)
+
+
 BUGS = {
     "w-not-rescaled": ("mma", skip("rescale-w"), "entropy"),
     "w-not-shifted": ("simt", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),

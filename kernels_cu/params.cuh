@@ -111,6 +111,9 @@ struct Params {
   int appended;     // rows of k of each sequence of a padded batch
   int rotary_rows;  // rows of the rotary tables
   int mask_keys;    // the dense mask covers this many keys, the last ones of a sequence
+#if STATISTICS
+  void* part_statistics;  // workspace: PartStatistics (statistics.cuh) of the partial results, (number, BLOCK_Q)
+#endif
 #endif
 #if STATISTICS
   Operand max;  // those that the call does not ask for are null
@@ -150,6 +153,18 @@ struct Partials {
   Operand lse;
   long long out_b_next;  // stride of the stack
   long long lse_b_next;
+#if STATISTICS
+  Operand max_a;  // of a and of b, which is no stack; those that the call does not have are null
+  Operand argmax_a;
+  Operand entropy_a;
+  Operand max_b;
+  Operand argmax_b;
+  Operand entropy_b;
+  Operand max;
+  Operand argmax;
+  Operand entropy;
+  int key_offset_b;  // is added to argmax_b
+#endif
   int stacked;  // results in the stack, 1 for a merge of two
   int batch;
   int heads;

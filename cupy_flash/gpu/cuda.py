@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..arrays import LEGACY_DEFAULT_STREAM, AnyArray, Array, current_stream, made_on, stream_of
 from ..engines.launch import Launch
 from ..plan.plan import Plan
-from ..problem.records import Gradients, Operands, Problem
+from ..problem.records import Gradients, Operands, Problem, Statistics
 from . import run_plan
 from . import weights as gpu_weights
 from .kept_launches import KeptLaunches
@@ -83,10 +83,16 @@ def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -
         return run_plan.block_classes(problem, operands, block, arch, _start)
 
 
-def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
-    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
+def merge(
+    parts: tuple[Array, Array, Array, Array],
+    layout: str,
+    arch: str,
+    statistics: tuple[Statistics[Array], Statistics[Array]],
+    key_offset_b: int,
+) -> tuple[Array, ...]:
+    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns out, lse, statistics."""
     with _explained():
-        return run_plan.merge(parts, layout, arch, _start)
+        return run_plan.merge(parts, layout, arch, _start, statistics, key_offset_b)
 
 
 CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported

@@ -260,19 +260,24 @@ def _forms() -> dict[str, Form]:
     return forms
 
 
-def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray:
-    """Return the `Partials` of out_a, lse_a, out_b, lse_b, out and lse; out_b and lse_b may be stacks of results."""
+def pack_partials(arrays: dict[str, Array], layout: str, address: Address, key_offset_b: int = 0) -> np.ndarray:
+    """Return the `Partials` of out_a, lse_a, out_b, lse_b, out and lse; out_b and lse_b may be stacks of results.
+
+    The arrays may have statistics of both parts, such as max_a and max_b, and of the result.
+    """
     batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
     for name, array in arrays.items():
-        form = _rows if name.startswith("lse") else _tensor
+        form = _tensor if name.startswith("out") else _rows
         if len(array.shape) > len(arrays[name.replace("_b", "_a")].shape):
             members |= {"stacked": (array.shape[0],), f"{name}_next": (array.strides[0],)}
             first = replace(array, shape=array.shape[1:], strides=array.strides[1:])
             members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
         else:
             members[name] = form(array, layout, address)
-    partials = _struct("Partials")
+    statistics = not arrays.keys().isdisjoint(Statistics._fields)
+    members |= {"key_offset_b": (key_offset_b,)} if statistics else {}
+    partials = _struct("Partials", switches=("STATISTICS",) * statistics)
     return partials.packed(partials.numbers(members))
 
 

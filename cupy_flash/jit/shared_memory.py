@@ -25,7 +25,10 @@ from typing import Any
 
 from .source import CONFIG, IDENTIFIER, Constant, chosen_lines, kernel_folder
 
-SWITCHES = ("DSTATISTICS",)  # of config.cuh: a layout may differ with them; translated anew for each of their values
+SWITCHES = (
+    "STATISTICS",
+    "DSTATISTICS",
+)  # of config.cuh: a layout may differ with them; translated anew for each of their values
 
 SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
 # {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their

@@ -253,7 +253,7 @@ def run_kernels(
     engine: str = "mma_decode", tma: bool = False, cluster: int = 0, start: Any = start,
     spoil: Callable[[Operands], None] | None = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Return (out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
+    """Return (out, lse, k_cache, v_cache) of an engine's kernels on the simulator, and the statistics of the call.
 
     blocks, rows and cluster replace the fields of a decode's planned tile; `tma` adds a producer warp.
     `start` runs the launches, as in `gpu.run_plan`. `spoil` changes the operands after the host has checked them.
@@ -271,8 +271,8 @@ def run_kernels(
         tile = tile._replace(blocks=blocks)
     if cluster:
         tile = tile._replace(cluster=cluster)
-    out, lse = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)
-    return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
+    out, lse, *statistics = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)
+    return tuple(x.numpy() for x in (out, lse, operands.k, operands.v, *statistics))
 
 
 def check(

@@ -1,8 +1,11 @@
 """Statistics of rows from the forwards of simt, mma and wgmma in the simulator."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cache_cases import CacheCase
+from cache_cases import run_kernels as run_cache_kernels
 from cases import Case, planned
 from planting import change, planted, skip
 from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
@@ -136,24 +139,88 @@ def test_of_equal_scores_the_lowest_key_is_the_argmax_and_of_nans_the_first(engi
     np.testing.assert_allclose(found["entropy"][0], expected.entropy[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        CacheCase(q_len=2, page=8, appended=2, sink=True, rotary=(8, True), dtype="float16"),
-        exhaustive(CacheCase(packed=(3, 1), page=8, dtype="float16")),
-        exhaustive(CacheCase(q_len=2, leftpad=(2, 9))),
-    ],
-    ids=["paged-append", "packed", "leftpad"],
+APPENDED = CacheCase(q_len=2, page=8, appended=2, sink=True, rotary=(8, True), dtype="float16")
+SPLIT = CacheCase(
+    lengths=(5, 150), capacity=160, q_len=2, heads=2, kv_heads=1, sink=True, split_size=64, dtype="float16"
 )
-def test_argmax_on_a_cache_is_the_number_of_the_key_whatever_its_page(case):
+LONG = CacheCase(lengths=(700,), capacity=720, heads=2, kv_heads=1, scale=2.0, sink=True, dtype="float16")
+PACKED = CacheCase(packed=(3, 1), page=8, dtype="float16")
+LEFTPAD = CacheCase(q_len=2, leftpad=(2, 9), dtype="float16")
+CACHES = {
+    "mma-paged-append": (APPENDED, dict(engine="mma")),
+    "mma-packed": (PACKED, dict(engine="mma")),
+    "simt-leftpad": (LEFTPAD, dict(engine="simt")),
+    "decode-paged-append": (APPENDED, {}),
+    "decode-packed": (PACKED, {}),
+    "decode-leftpad": (LEFTPAD, {}),
+    "decode-pieces": (SPLIT, {}),
+    "decode-runs": (LONG, dict(blocks=2)),
+    "decode-producer": (LONG, dict(blocks=2, arch="sm_90a", tma=True)),
+    "decode-clusters": (LONG, dict(arch="sm_90", cluster=4)),
+    "decode-fp8": (CacheCase(q_len=2, page=8, dtype="float16", cache_dtype="float8_e4m3fn"), {}),
+    "decode-window": (CacheCase(lengths=(150, 20), capacity=160, window=(30, None), dtype="bfloat16", scale=-0.5), {}),
+}
+
+
+def of_cache(call, **how):
+    """Return the Statistics of a call on a cache in the simulator."""
+    call = call._replace(options=dict(call.options, return_lse=True, statistics=ALL))
+    return Statistics(*run_cache_kernels(call, **how)[4:])
+
+
+def assert_are_those_of_the_cpu(call, found):
+    """Compare the Statistics of a call on a cache with those of the CPU."""
+    in_float64 = call.map(lambda x: x.astype(float) if x.dtype in (call.q.dtype, call.k_cache.dtype) else x)
     asked = dict(return_lse=True, statistics=ALL)
-    expected, found = (
-        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, **asked, backend=backend)
-        for backend, call in (("cpu", case.call()), ("simulator", case.call()))
+    exact, low = (
+        cupy_flash.attention_with_kv_cache(*each[:3], **each.options, **asked)[2]
+        for each in (in_float64, call.copied())
     )
-    np.testing.assert_array_equal(found[2].argmax, expected[2].argmax)
-    for one, other in zip((found[2].max, found[2].entropy), (expected[2].max, expected[2].entropy), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2**-10)  # rotated rows are rounded to float16
+    np.testing.assert_array_equal(found.argmax, exact.argmax)
+    for name in ("max", "entropy"):
+        one, other, least = (getattr(x, name) for x in (found, exact, low))
+        assert_matches_reference(one, other, least, one.dtype, name)
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in CACHES}, ["mma-paged-append"]))
+def test_statistics_on_a_cache_are_those_of_the_cpu(name):
+    case, how = CACHES[name]
+    call = case.call()
+    assert_are_those_of_the_cpu(call, of_cache(call, **how))
+
+
+def with_equal_scores(case):
+    """Return the call of a case whose keys repeat after 20, so that parts have equal maxima."""
+    call = case.call()
+    call.k_cache[:, 20:] = call.k_cache[:, np.arange(20, call.k_cache.shape[1]) % 20]
+    return call
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in ("decode-pieces", "decode-clusters")}, ["decode-pieces"]))
+def test_of_equal_scores_in_several_parts_the_lowest_key_is_the_argmax(name):
+    case, how = CACHES[name]
+    call = with_equal_scores(replace(case, lengths=(160,) * len(case.lengths)))
+    found = of_cache(call, **how)
+    assert (found.argmax < 20).all()
+    assert_are_those_of_the_cpu(call, found)
+
+
+CACHE_BUGS = {
+    "w-of-row-not-rescaled": ("decode-runs", skip("rescale-w-of-row")),
+    "w-of-warp-not-rescaled": ("decode-runs", skip("rescale-w-of-warp")),
+    "one-part-left-out": ("decode-runs", change("merge-statistics", "c < count", "c < count - 1")),
+    "shares-left-out": ("decode-runs", change("merge-entropy", "part.entropy - log_share", "part.entropy")),
+}
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in CACHE_BUGS}, []))
+def test_bugs_planted_in_a_decode_are_found(name, monkeypatch):
+    (case, how), bug = CACHES[CACHE_BUGS[name][0]], CACHE_BUGS[name][1]
+    call = case.call()
+    with planted(monkeypatch, bug):
+        found = of_cache(call, **how)
+    with pytest.raises(AssertionError):
+        assert_are_those_of_the_cpu(call, found)
 
 
 @pytest.mark.parametrize("names", [("max",), exhaustive(("argmax",)), exhaustive(("entropy",))])

@@ -25,10 +25,8 @@ from typing import Any
 
 from .source import CONFIG, IDENTIFIER, Constant, chosen_lines, kernel_folder
 
-SWITCHES = (
-    "STATISTICS",
-    "DSTATISTICS",
-)  # of config.cuh: a layout may differ with them; translated anew for each of their values
+# Switches of config.cuh on which a layout may depend; it is translated anew for each combination of their values.
+SWITCHES = ("STATISTICS", "DSTATISTICS")
 
 SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
 # {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their

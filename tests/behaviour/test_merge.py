@@ -241,9 +241,8 @@ def test_the_kernel_merges_statistics_as_partials(layout):
     parts = (out[0], lse[0], out[1], lse[1])
     of_parts = tuple(Statistics(*x) for x in zip(top, argmax, entropy, strict=True))
     layout = layout.replace("thd", "bshd")
-    expected = cupy_flash.merge(
-        *parts, layout=layout, statistics_a=of_parts[0], statistics_b=of_parts[1], key_offset_b=9
-    )
+    given = dict(statistics_a=of_parts[0], statistics_b=of_parts[1], key_offset_b=9)
+    expected = cupy_flash.merge(*parts, layout=layout, **given)
     layout, posed, statistics = pose_merge(parts, layout, of_parts)
     merged = run_plan.merge(posed, layout, "sm_80", simulator.start, statistics, 9)
     for actual, other in zip(merged, (*expected[:2], *expected[2]), strict=True):

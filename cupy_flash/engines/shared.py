@@ -123,6 +123,27 @@ def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[
     return shape, (0 if packed else problem.heads * rows * columns, rows * columns, columns)
 
 
+def weights_refusals(problem: Problem) -> list[str]:
+    """Return the reason why an engine of a GPU does not serve the backward of a call that returns probabilities."""
+    if not (problem.weights and problem.backward):
+        return []
+    return [f"it computes no gradients of {problem.weights} in this version"]
+
+
+def weights_grid(problem: Problem, block_q: int, block_kv: int) -> Grid:
+    """Return the grid of a kernel of probabilities; that of attention_weights is of all rows of each head.
+
+    gpu/weights.py replaces it by that of the rows and heads that a call asks for.
+    """
+    from ..problem.weights import IMPORTANCE, TOP  # imported by the first call that returns probabilities
+
+    q_tiles = max(-(-problem.q_len // block_q), 1)
+    kv_tiles = max(-(-problem.kv_len // block_kv), 1)
+    grids = {TOP: (q_tiles, sequences(problem)), IMPORTANCE: (kv_tiles, problem.batch)}
+    tiles, batch = grids.get(problem.weights, (q_tiles * kv_tiles, sequences(problem)))
+    return tiles, problem.heads, batch
+
+
 def dtype_refusals(problem: Problem) -> list[str]:
     """Return the reason why an engine without fp8 does not serve a problem's dtype; [] if it does."""
     if problem.dtype.name in DTYPES:

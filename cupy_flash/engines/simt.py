@@ -1,7 +1,6 @@
 """The engine for any GPU and every dtype but fp8, with FMA instructions in the accumulation dtype."""
 
 # No `from __future__ import annotations`, as in records.py.
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
     KV_CACHE_OPTIONS,
-    Grid,
     added_launches,
     captured_reads,
     dtype_refusals,
@@ -26,6 +24,8 @@ from .shared import (
     row_workspaces,
     sequences,
     shared_constants,
+    weights_grid,
+    weights_refusals,
     with_mods,
 )
 from .shared import advantage as advantage
@@ -68,14 +68,12 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + weights_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 256:
         reasons.append(f"head dimension {largest} is larger than 256")
-    elif problem.weights and problem.backward:
-        reasons.append(f"it computes no gradients of {problem.weights} in this version")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
     return reasons
@@ -154,7 +152,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
     if problem.weights:
-        return nonempty(with_mods(problem, [*append_launches(problem, constants), _weights(problem, tile, launch)]))
+        weights = launch(f"simt/{problem.weights}", weights_grid(problem, *tile[:2]))
+        return nonempty(with_mods(problem, [*append_launches(problem, constants), weights]))
     if not problem.backward:
         name = "simt/jvp" if problem.derivative else "simt/forward"
         forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
@@ -174,20 +173,6 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if problem.sink:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
-
-
-def _weights(problem: Problem, tile: Tile, launch: Callable[[str, Grid], Launch]) -> Launch:
-    """Return the launch of a kernel of probabilities; that of attention_weights is of all rows of each head.
-
-    gpu/weights.py replaces its grid by that of the rows and heads that a call asks for.
-    """
-    from ..problem.weights import IMPORTANCE, TOP  # imported by the first call that returns probabilities
-
-    q_tiles = max(-(-problem.q_len // tile.block_q), 1)
-    kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    grids = {TOP: (q_tiles, sequences(problem)), IMPORTANCE: (kv_tiles, problem.batch)}
-    tiles, batch = grids.get(problem.weights, (q_tiles * kv_tiles, sequences(problem)))
-    return launch(f"simt/{problem.weights}", (tiles, problem.heads, batch))
 
 
 def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:

@@ -1,5 +1,7 @@
 """The kernels of attention_weights, top_weights and key_importance on the simulator: options, tiles, planted bugs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import DTYPES, PACKED_OPTIONS, Case
@@ -32,10 +34,10 @@ from cupy_flash.simulator.run import start
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def simulated(posed, tile=SMALL_TILE, arch="sm_80", start=start):
-    """Return the results of a posed call on the simulator."""
+def simulated(posed, tile=SMALL_TILE, arch="sm_80", start=start, engine="simt"):
+    """Return the results of a posed call on the simulator; mma in the tile of its plan."""
     problem, operands, asked = posed
-    chosen = plan(problem._replace(engine="simt"), device.named(arch), tile)
+    chosen = plan(problem._replace(engine=engine), device.named(arch), tile if engine == "simt" else None)
     return [x.numpy() for x in gpu_weights.forward(chosen, operands, asked, start)]
 
 
@@ -44,10 +46,11 @@ def run(call, lse, wish, **how):
     return simulated(pose_weights(wish.kind, (call.q, call.k, lse), Options(**call.options), wish), **how)
 
 
-def lse_of_kernel(call, tile=SMALL_TILE, arch="sm_80"):
+def lse_of_kernel(call, tile=SMALL_TILE, arch="sm_80", engine="simt"):
     """Return lse of the forward kernel, which sums the scores in the order of the kernels of this file."""
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options))
-    return run_plan.forward(plan(problem._replace(engine="simt"), device.named(arch), tile), operands, start)[1].numpy()
+    chosen = plan(problem._replace(engine=engine), device.named(arch), tile if engine == "simt" else None)
+    return run_plan.forward(chosen, operands, start)[1].numpy()
 
 
 def check(case, **how):
@@ -88,6 +91,27 @@ SIMULATED = {
 @pytest.mark.parametrize("case", in_tiers(SIMULATED, ["everything", "bfloat16-mods"]))
 def test_every_option(case):
     check(case)
+
+
+TENSOR_CORES = {
+    "everything": replace(SIMULATED["everything"], dtype="bfloat16"),
+    "mods": SIMULATED["bfloat16-mods"],
+    "float16": Case(dtype="float16", q_len=70, kv_len=150, heads=2, kv_heads=1, batch=1, causal=True, head_dim=40),
+    "negative-scale": Case(dtype="bfloat16", scale=-0.7, window=(9, 3), q_len=70, kv_len=61, heads=2, batch=1),
+    "wide": Case(dtype="bfloat16", q_len=20, kv_len=70, heads=2, kv_heads=1, batch=1, head_dim=256),
+    "empty-rows": Case(dtype="bfloat16", causal=True, q_len=29, kv_len=17),
+}
+
+
+@pytest.mark.parametrize("case", in_tiers(TENSOR_CORES, ["everything"]))
+def test_tensor_cores(case):
+    check(case, engine="mma")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_tensor_cores_of_any_gpu(arch):
+    check(TENSOR_CORES["float16"], engine="mma", arch=arch)
 
 
 TILES = {"64x16": simt.Tile(64, 16, 128), "16x64": simt.Tile(16, 64, 64), "32x32": simt.Tile(32, 32, 64)}

@@ -153,12 +153,12 @@ def in_two_precisions(pose, arrays):
     return [[x.numpy() for x in dispatch.weights(*pose(*each))] for each in (wide, arrays)]
 
 
-def check_against_cpu(pose, arrays, dtype, is_close=False):
+def check_against_cpu(pose, arrays, dtype, is_close=False, **how):
     """Compare the results of a call, which `pose` poses, with those of the CPU in float64.
 
     is_close: scores are so close that their order is a matter of rounding, and with it the keys of the largest.
     """
-    actual = simulated(pose(*arrays))
+    actual = simulated(pose(*arrays), **how)
     exact, low = in_two_precisions(pose, arrays)
     assert_matches_reference(actual[0], exact[0], low[0], dtype, "result")
     for one, other in zip(actual[1:], exact[1:], strict=True):
@@ -173,6 +173,17 @@ ALL = (Wish(WEIGHTS), Wish(WEIGHTS, [4, 1, 2], MEAN), Wish(TOP, n=2), Wish(IMPOR
     "case", in_tiers({name: x for name, x in PACKED_OPTIONS.items() if x.dtype == "float32"}, ["window-causal"])
 )
 def test_packed_sequences(case):
+    check_packed(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["window-causal", "sink", "alibi", "zero-length-in-the-middle"])
+def test_packed_sequences_on_tensor_cores(name):
+    check_packed(replace(PACKED_OPTIONS[name], dtype="bfloat16"), engine="mma")
+
+
+def check_packed(case, **how):
+    """Compare all functions on packed sequences with the CPU."""
     call = case.call()
     _, lse = cupy_flash.attention_varlen(call.q, call.k, call.v, *call.packed, return_lse=True, **call.options)
     for wish in ALL if len(lse[0]) > 4 else ALL[::2]:
@@ -180,7 +191,7 @@ def test_packed_sequences(case):
         def pose(q, k, lse, wish=wish):
             return pose_weights(f"{wish.kind}_varlen", (q, k, lse), Options(**call.options), wish, Packed(*call.packed))
 
-        check_against_cpu(pose, (call.q, call.k, lse), call.q.dtype, is_close=case.softcap is not None)
+        check_against_cpu(pose, (call.q, call.k, lse), call.q.dtype, is_close=case.softcap is not None, **how)
 
 
 SERVED = {name: case for name, case in CACHES.items() if name not in ("fp8", "float16", "long")}
@@ -188,7 +199,17 @@ SERVED = {name: case for name, case in CACHES.items() if name not in ("fp8", "fl
 
 @pytest.mark.parametrize("name", in_tiers({name: name for name in SERVED}, ["tree"]))
 def test_caches(name):
-    case = SERVED[name]
+    check_cache(SERVED[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["paged", "leftpad", "packed", "rotary", "tree", "empty"])
+def test_caches_on_tensor_cores(name):
+    check_cache(replace(SERVED[name], dtype="float16"), engine="mma")
+
+
+def check_cache(case, **how):
+    """Compare all functions on a cache with the CPU."""
     call = case.call().copied()
     _, lse = cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
     options = {key: x for key, x in call.options.items() if key not in ("k", "v", "slots", "return_lse")}
@@ -202,7 +223,7 @@ def test_caches(name):
                 function, (q, k_cache, lse), CacheOptions.of_reading(function, options), wish
             )
 
-        check_against_cpu(pose, (call.q, call.k_cache, lse), call.q.dtype, is_close=case.softcap is not None)
+        check_against_cpu(pose, (call.q, call.k_cache, lse), call.q.dtype, is_close=case.softcap is not None, **how)
 
 
 def check_nan():

@@ -151,6 +151,9 @@ def weights(problem: Problem, operands: Operands, asked: Asked) -> tuple[Array, 
 def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> WeightsGradients:
     """Plan and run the backward of a call that returns probabilities; returns the gradients as Arrays."""
     chosen = _fitted(plan_for(problem), operands)
+    if chosen.device.backend in LAUNCHERS:
+        launched: WeightsGradients = launcher(chosen.device.backend).weights_backward(chosen, operands, asked)
+        return launched
     gradients: WeightsGradients = _weights(chosen).backward(chosen, operands, asked)
     return gradients
 

@@ -95,9 +95,10 @@ constexpr bool TSINK = false;
 constexpr bool TCAPTURED = false;  // an array that score_mod reads has a tangent
 
 // attention_weights, top_weights and key_importance.
-#define WEIGHTS 0              // Params has their results and what they ask for
-constexpr bool MEAN = false;   // attention_weights: the mean over the heads
-using weight_element = float;  // dtype of the row weights of key_importance
+#define WEIGHTS 0               // Params has their results and what they ask for
+constexpr bool MEAN = false;    // attention_weights: the mean over the heads
+constexpr int GRADIENT_OF = 0;  // in a backward, the result that has a gradient: these three, in this order
+using weight_element = float;   // dtype of the row weights of key_importance
 
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has

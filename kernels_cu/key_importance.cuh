@@ -1,6 +1,7 @@
 // key_importance: one block per tile of BLOCK_KV keys of one query head, over all queries that see them, so that every
 // sum is deterministic. Tiles past the last key of a sequence write zeros. grid (key tiles, heads, sequences)
 #pragma once
+#include "row_weights.cuh"
 #include "weights.cuh"
 
 using Scores = ScoreTile<BLOCK_KV, BLOCK_Q>;  // transposed: rows are keys
@@ -20,14 +21,6 @@ struct HeadTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
     if (visible.begin < visible.end) skip_hidden();
   }
 };
-
-// The weight of query i of a head; 1 without weights.
-__device__ inline real row_weight(const Params& p, const Sequence& sequence, int head, int i) {
-  const Dense& x = p.row_weights;
-  if (!x.data) return 1;
-  long long element = (PACKED ? 0 : sequence.batch * x.batch) + head * x.head + (sequence.q_start + i) * x.row;
-  return to_real(((const weight_element*)x.data)[element]);
-}
 
 __device__ inline void sum_importance(const Params& p, unsigned char* smem) {
   __shared__ int pages_smem[2][BLOCK_KV];
@@ -57,7 +50,8 @@ __device__ inline void sum_importance(const Params& p, unsigned char* smem) {
 #pragma unroll
       for (int c = 0; c < S.COLS; ++c) {
         int i = q_start + S.column(c);
-        real lse = lse_of(p, sequence, head, i), weight = i < sequence.q_len ? row_weight(p, sequence, head, i) : 0;
+        real lse = lse_of(p, sequence, head, i),
+             weight = i < sequence.q_len ? row_weight(p, sequence.batch, head, sequence.q_start + i) : 0;
         // A row of weight 0 adds nothing, whatever its scores are.
 #pragma unroll
         for (int r = 0; r < S.ROWS; ++r)

@@ -137,6 +137,13 @@ struct Params {
   int head_step;
   int result_rows;
   int result_columns;
+  int result_heads;
+  int* row_places;  // in a backward the other way round: the first place of each row of q in the result, -1 for none
+  int* row_next;    // and the next place of the row of a place; null: rows row_first, row_first + row_step, ...
+  int* head_places;
+  int* head_next;
+  Dense drow_sums;     // workspace: the gradient of the weight of each row, (batch, head, row)
+  Dense drow_weights;  // their sums over the axes along which row_weights broadcast
 #endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod

@@ -23,7 +23,6 @@ from .shared import (
     reads_at_scores,
     sequences,
     weights_grid,
-    weights_refusals,
     with_mods,
 )
 from .shared import advantage as advantage
@@ -123,7 +122,8 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
-    reasons += weights_refusals(problem)
+    if problem.weights and problem.backward:
+        reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)

@@ -52,6 +52,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DMAX": problem.backward and "max" in problem.statistics,
         "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
+        "GRADIENT_OF": {"top_weights": 1, "key_importance": 2}.get(problem.weights, 0),
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
@@ -86,6 +87,7 @@ ROW_CONSTANTS = {
         *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
         *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
     ),
+    "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 
@@ -121,13 +123,6 @@ def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[
     packed = problem.layout == "thd"
     shape = (problem.heads, rows) if packed else (problem.batch, problem.heads, rows)
     return shape, (0 if packed else problem.heads * rows * columns, rows * columns, columns)
-
-
-def weights_refusals(problem: Problem) -> list[str]:
-    """Return the reason why an engine of a GPU does not serve the backward of a call that returns probabilities."""
-    if not (problem.weights and problem.backward):
-        return []
-    return [f"it computes no gradients of {problem.weights} in this version"]
 
 
 def weights_grid(problem: Problem, block_q: int, block_kv: int) -> Grid:

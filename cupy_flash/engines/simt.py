@@ -25,7 +25,6 @@ from .shared import (
     sequences,
     shared_constants,
     weights_grid,
-    weights_refusals,
     with_mods,
 )
 from .shared import advantage as advantage
@@ -68,7 +67,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem) + weights_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -138,6 +137,8 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     """Return the workspaces: delta (and delta_tangent) for a backward, the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
+    if problem.weights:
+        return ()
     return row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
 
 
@@ -151,7 +152,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     def launch(kernel: str, grid: tuple[int, int, int]) -> Launch:
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
-    if problem.weights:
+    if problem.weights and not problem.backward:
         weights = launch(f"simt/{problem.weights}", weights_grid(problem, *tile[:2]))
         return nonempty(with_mods(problem, [*append_launches(problem, constants), weights]))
     if not problem.backward:
@@ -159,8 +160,9 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
         return nonempty(with_mods(problem, [*append_launches(problem, constants), forward]))
     step = "simt/second" if problem.derivative else "simt/backward"
+    row_kernels = [] if problem.weights else [launch("delta", (q_tiles, problem.heads, sequences(problem)))]
     backward = [
-        launch("delta", (q_tiles, problem.heads, sequences(problem))),
+        *row_kernels,
         launch(f"{step}_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
         launch(f"{step}_q", (q_tiles, problem.heads, sequences(problem))),
     ]
@@ -170,7 +172,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
         backward.append(of_bias(problem, launch(f"{step}_bias", (slices, heads, batch))))
     backward += owned_launches(problem, tile[:2], lambda grid: launch(f"{step}_bias", grid))
-    if problem.sink:
+    if problem.sink and not problem.weights:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
 
@@ -217,7 +219,7 @@ def _accumulators(problem: Problem, tile: Tile) -> int:
     rows = tile.threads // LANES
     scores = tile.block_q * tile.block_kv // tile.threads * (2 if problem.derivative else 1)
     k, v = (-(-dim // 32) * 32 // LANES for dim in (problem.head_dim, problem.head_dim_v))
-    if problem.weights:
+    if problem.weights and not problem.backward:
         numbers = 2 * scores  # and the sum of a mean
     elif problem.backward:
         numbers = 2 * scores + max(tile.block_kv // rows * (k + v), tile.block_q // rows * k)

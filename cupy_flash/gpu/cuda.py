@@ -23,7 +23,7 @@ from .tensor_map import encode_for_gpu
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from ..problem.weights import Asked
+    from ..problem.weights import Asked, WeightsGradients
 
     class Kernel(Protocol):
         """The signature of a loaded kernel, a function of a CuPy module; `stream` is anything with a `ptr`."""
@@ -75,6 +75,12 @@ def weights(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
     """Launch a call that returns probabilities on the current stream; returns its results."""
     with _explained():
         return gpu_weights.forward(plan, operands, asked, _start)
+
+
+def weights_backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
+    """Launch the backward of a call that returns probabilities on the current stream; returns the gradients."""
+    with _explained():
+        return gpu_weights.backward(plan, operands, asked, _start)
 
 
 def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:

@@ -68,12 +68,19 @@ __device__ void sum_dQ(const Params& p, real* smem) {
     __syncthreads();
     queries.load(p, sequence, head, q_start, Range{0, sequence.q_len});
     real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
+#if WEIGHTS
+    real sums[ROWS] = {};  // of P dP over the keys
+#endif
 
     using Tile = Gradients<ROWS, COLS, false, true>;
     KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
     visit_keys<Tile>(p, sequence, kv_head, q_start, kv_tiles, queries, keys, [&](Tile& tile, int2 start, bool masked) {
       differentiate(tile, masked, score, band, dropout, queries, start);
       tile.add_to(dQ_rmem, keys, P_smem);
+#if WEIGHTS
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) sums[r] += tile.sums[r];
+#endif
     });
 
     // Epilogue.
@@ -81,6 +88,18 @@ __device__ void sum_dQ(const Params& p, real* smem) {
       // @simt.scale-dQ
       store_row<HEAD_DIM>(sequence.queries<element>(p.dq, head) + i * p.dq.row, dQ_rmem[r], (real)p.scale);
     });
+#if WEIGHTS
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) sums[r] = row_sum(sums[r]);
+    for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
+      if (lane_x() > 0) return;
+      int row = sequence.q_start + i;
+      real weight = GRADIENT_OF == 2 && sums[r] != 0 ? row_weight(p, sequence.batch, head, row) : 1;
+      sequence.queries<real>(p.dlse, head)[i * p.dlse.row] = 0 - weight * sums[r];  // @weights.dlse
+      const Dense& x = p.drow_sums;
+      if (x.data) ((real*)x.data)[(PACKED ? 0 : sequence.batch * x.batch) + head * x.head + row * x.row] = sums[r];
+    });
+#endif
   }
 }
 
@@ -117,7 +136,9 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
     // Epilogue.
     for_each_row<ROWS>(kv_start, sequence.kv_rows, [&](int r, int j) {
       store_row<HEAD_DIM>(sequence.keys<element>(p.dk, kv_head) + j * p.dk.row, dK_rmem[r], (real)p.scale);
+#if !WEIGHTS
       store_row<HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head) + j * p.dv.row, dV_rmem[r], (real)1);
+#endif
     });
   }
 }

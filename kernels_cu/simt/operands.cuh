@@ -68,10 +68,12 @@ struct QueryTile {
 #if DIRECTION
     if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ, rows(p.tq), queries);
 #endif
+#if !WEIGHTS
     // A row that sees no key must not contribute, whatever its dO is.
     const real* lse_rows = sequence.queries<real>(p.lse, head);
     auto sees = [&](int i) { return queries(i) && lse_rows[i * p.lse.row] != -infinity(); };
     load_tile<BLOCK_Q, HEAD_DIM_V>(dO, rows(p.dout), sees);
+#endif
     load_numbers(p, sequence, head, q_start);
   }
   __device__ void load_numbers(const Params& p, const Sequence& sequence, int head, int q_start) {
@@ -80,7 +82,9 @@ struct QueryTile {
       int i = q_start + row;
       real x = i < sequence.q_len ? number(p.lse, i) : -infinity();
       lse[row] = x == -infinity() ? infinity() : x;  // @lse-of-no-key
+#if !WEIGHTS
       delta[row] = x == -infinity() ? 0 : number(p.delta, i);
+#endif
 #if DSTATISTICS
       bool has_key = x != -infinity();
       if constexpr (DENTROPY) dentropy[row] = has_key ? number(p.dentropy, i) : 0;
@@ -118,7 +122,9 @@ struct KeyTile {
 #if DIRECTION
     if constexpr (TK) load_tile<BLOCK_KV, HEAD_DIM>(tK, rows(p.tk), keys);
 #endif
+#if !WEIGHTS
     load_tile<BLOCK_KV, HEAD_DIM_V>(V, rows(p.v), keys);
+#endif
 #if DIRECTION
     if constexpr (TV) load_tile<BLOCK_KV, HEAD_DIM_V>(tV, rows(p.tv), keys);
 #endif

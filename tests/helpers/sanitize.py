@@ -1,7 +1,8 @@
 """Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
 ENGINE is simt, mma, wgmma, fp8, cache, derivatives or rows (statistics of rows, and attention weights); for the last
-three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and the results are compared with the formula.
+three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and the results are compared
+with the formula.
 
 The driver allocates each array, because the tool does not detect out-of-bounds accesses inside a memory pool.
 """

@@ -21,6 +21,19 @@ struct Places {
   __device__ int after(int place) const { return nexts ? nexts[place] : -1; }
 };
 
+__device__ inline Places places_of_rows(const Params& p) {
+  return {p.row_places, p.row_next, p.row_first, p.row_step, p.result_rows};
+}
+
+// Whether the result has any of the rows [begin, end) of q, which are counted over all sequences of a packed batch.
+__device__ inline bool has_rows(const Params& p, int begin, int end) {
+  if (GRADIENT_OF != 0) return true;
+  Places rows = places_of_rows(p);
+  for (int row = begin; row < end; ++row)
+    if (rows.of(row) >= 0) return true;
+  return false;
+}
+
 struct ResultGradient {
   const Params& p;
   int batch;
@@ -45,7 +58,7 @@ struct ResultGradient {
         if (p.result_keys[begin + list + place] == j) sum = to_real(result[list + place]);  // @weights.key-of-place
       return sum;
     }
-    Places rows{p.row_places, p.row_next, p.row_first, p.row_step, p.result_rows};
+    Places rows = places_of_rows(p);
     Places heads{p.head_places, p.head_next, p.head_first, p.head_step, p.result_heads};
     for (int place = rows.of(row); place >= 0; place = rows.after(place)) {
       const element* of_row = result + place * p.result.row + j;

@@ -74,14 +74,18 @@ __device__ void sum_dQ(const Params& p, real* smem) {
 
     using Tile = Gradients<ROWS, COLS, false, true>;
     KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
-    visit_keys<Tile>(p, sequence, kv_head, q_start, kv_tiles, queries, keys, [&](Tile& tile, int2 start, bool masked) {
-      differentiate(tile, masked, score, band, dropout, queries, start);
-      tile.add_to(dQ_rmem, keys, P_smem);
+#if WEIGHTS
+    if (has_rows(p, sequence.q_start + q_start, sequence.q_start + min(q_start + BLOCK_Q, sequence.q_rows)))
+#endif
+      visit_keys<Tile>(p, sequence, kv_head, q_start, kv_tiles, queries, keys,
+                       [&](Tile& tile, int2 start, bool masked) {
+                         differentiate(tile, masked, score, band, dropout, queries, start);
+                         tile.add_to(dQ_rmem, keys, P_smem);
 #if WEIGHTS
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) sums[r] += tile.sums[r];
+                         for (int r = 0; r < ROWS; ++r) sums[r] += tile.sums[r];
 #endif
-    });
+                       });
 
     // Epilogue.
     for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
@@ -123,6 +127,10 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
     // Mainloop.
     for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
       int head = q_tiles.head;
+#if WEIGHTS
+      int last = min(q_tiles.start + BLOCK_Q, sequence.q_rows);
+      if (!has_rows(p, sequence.q_start + q_tiles.start, sequence.q_start + last)) continue;
+#endif
       Score score(p, sequence, head);
       Dropout dropout(p, sequence.batch, head);
       __syncthreads();

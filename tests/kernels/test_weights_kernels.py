@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import DTYPES, PACKED_OPTIONS, Case
-from planting import always, change, planted
+from planting import always, change, planted, skip
 from tiers import in_tiers
 from tiles import SMALL_TILE
 from tolerance import assert_matches_reference
@@ -19,7 +19,7 @@ from cupy_flash.gpu import run_plan
 from cupy_flash.gpu import weights as gpu_weights
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.records import CacheOptions, Options, Packed
+from cupy_flash.problem.records import CacheOptions, Options, Packed, SavedWeights
 from cupy_flash.problem.weights import (
     IMPORTANCE,
     MEAN,
@@ -224,6 +224,92 @@ def check_cache(case, **how):
             )
 
         check_against_cpu(pose, (call.q, call.k_cache, lse), call.q.dtype, is_close=case.softcap is not None, **how)
+
+
+DIFFERENTIATED = {
+    "repeated-rows-and-heads": (WEIGHTS, dict(rows=[4, 1, 12, 4], heads=[3, 1, 3])),
+    "slice": (WEIGHTS, dict(rows=slice(1, None, 3))),
+    "mean": (WEIGHTS, dict(rows=[7, 2, 3], heads=MEAN)),
+    "no-rows": (WEIGHTS, dict(rows=[])),
+    "top": (TOP, dict(n=3)),
+    "importance": (IMPORTANCE, {}),
+    "row-weights": (IMPORTANCE, dict(row_weights=np.linspace(-1, 1, 13, dtype=np.float32))),
+    "weights-of-heads": (IMPORTANCE, dict(row_weights=np.linspace(0.5, 2, 4, dtype=np.float32)[:, None])),
+}
+OF_CASES = {
+    "everything": replace(SIMULATED["everything"], q_lengths=None),
+    "lengths": SIMULATED["everything"],
+    "packed": replace(PACKED_OPTIONS["sink"], q_lengths=(4, 9), kv_lengths=(9, 5), batch=2, heads=4, kv_heads=2),
+    "relative": Case(score_mod="relative", mask_mod="document", **SMALL),
+    "bfloat16": Case(dtype="bfloat16", causal=True, **SMALL),
+    "two-tiles": Case(**SMALL | dict(q_len=13, kv_len=70), bias="1hqk"),
+}
+
+
+def gradients_of(case, kind, wanted, backend):
+    """Return a function of a dtype that returns the gradients of a call in it, on the simulator or the CPU."""
+    call = case.call()
+    packed = None if call.packed is None else Packed(*call.packed)
+    forward = cupy_flash.attention if packed is None else cupy_flash.attention_varlen
+    _, lse = forward(call.q, call.k, call.v, *(call.packed or ()), return_lse=True, **call.options)
+
+    def run(dtype):
+        accumulation = np.float64 if dtype == np.float64 else np.float32
+        arrays = (call.q.astype(dtype), call.k.astype(dtype), lse.astype(accumulation))
+        options, wish = Options(**call.options, backend=backend), Wish(kind, **wanted)
+        function = kind if packed is None else f"{kind}_varlen"
+        posed = pose_weights(function, arrays, replace(options, backend="cpu"), wish, packed)
+        results = [x.numpy() for x in dispatch.weights(*posed)]
+        gradient = np.random.default_rng(1).normal(size=results[0].shape).astype(results[0].dtype)
+        saved = SavedWeights(gradient, *results[1:])
+        return dispatch.weights_backward(*pose_weights("vjp", arrays, options, wish, packed, saved=saved)).results()
+
+    return run
+
+
+def check_gradients(case, kind, wanted):
+    """Compare the gradients of the kernels with those of the CPU in float64."""
+    dtype = DTYPES[case.dtype]
+    found = gradients_of(case, kind, wanted, "simulator")(dtype)
+    exact, low = (gradients_of(case, kind, wanted, "cpu")(each) for each in (np.dtype(float), dtype))
+    for name in ("dq", "dk", "dlse", "dbias", "drow_weights"):
+        actual, one, other = (getattr(x, name) for x in (found, exact, low))
+        assert (actual is None) == (one is None), name
+        if actual is not None:
+            assert actual.dtype == other.dtype and actual.shape == other.shape
+            assert_matches_reference(actual, one, other, actual.dtype, f"{name} of {kind} of {case}")
+    for actual, one, other in zip(found.dcaptured or (), exact.dcaptured or (), low.dcaptured or (), strict=True):
+        if one is not None:
+            assert_matches_reference(actual, one, other, actual.dtype, f"captured array of {kind} of {case}")
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in DIFFERENTIATED}, ["repeated-rows-and-heads", "row-weights"]))
+def test_gradients_are_those_of_the_cpu(name):
+    check_gradients(Case(causal=True, **SMALL), *DIFFERENTIATED[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wanted", ["slice", "mean", "top", "weights-of-heads"])
+@pytest.mark.parametrize("name", OF_CASES)
+def test_gradients_with_every_option(name, wanted):
+    check_gradients(OF_CASES[name], *DIFFERENTIATED[wanted])
+
+
+GRADIENT_BUGS = {
+    "place": change("weights.place", "place * step == distance", "true"),
+    "dlse": skip("weights.dlse"),
+    "weight": skip("weights.weight-of-gradient"),
+    "sum": change("weights.sum", "other_h * from.head", "h * from.head"),
+    "keys": change("weights.key-of-place", "== j", "== j + 1"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bug", GRADIENT_BUGS)
+def test_bugs_planted_in_gradients_are_found(bug, monkeypatch):
+    with planted(monkeypatch, GRADIENT_BUGS[bug]), pytest.raises(AssertionError):
+        for wanted in ("slice", "row-weights", "top"):
+            test_gradients_are_those_of_the_cpu(wanted)
 
 
 def check_nan():

@@ -213,7 +213,10 @@ def _rows(checked: bool) -> None:
         twice = cupy_flash.merge(out, lse, out, lse, layout=case.layout, statistics_a=found, statistics_b=found)
         weights = cupy_flash.attention_weights(call.q, call.k, lse, **options)
         values, keys = cupy_flash.top_weights(call.q, call.k, lse, n, **options)
-        importance = cupy_flash.key_importance(call.q, call.k, lse, **options)
+        importance, vjp = cupy_flash.key_importance_vjp(
+            call.q, call.k, lse, row_weights=np.ones(case.q_len, np.float32), **options
+        )
+        of_importance = vjp(np.ones_like(importance))
         if checked:
             row_statistics.assert_are_of_the_scores(case, call, found)
             row_statistics.assert_are_the_gradients(case, call, gradients, dmax, dentropy)
@@ -223,6 +226,8 @@ def _rows(checked: bool) -> None:
             np.testing.assert_array_equal(values, np.take_along_axis(weights, np.maximum(keys, 0), -1) * (keys >= 0))
             exact, approximate = (x.astype(float).sum(axis=-2) for x in (P, low))
             assert_matches_reference(importance, exact, approximate, case.accumulation, name)
+            low = low.astype(float).sum(axis=(0, 1, 3))
+            assert_matches_reference(of_importance.drow_weights, P.sum(axis=(0, 1, 3)), low, np.dtype(np.float32), name)
         print(f"rows: {name}", flush=True)
 
 

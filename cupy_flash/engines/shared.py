@@ -43,6 +43,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "MODS": problem.mods != "",
         "KV_CACHE": problem.cache is not None,
         "CAPTURED_GRADIENT": False,
+        "SHARED_KV": problem.shared_kv and (problem.backward or problem.cache is not None),
         "DIRECTION": problem.derivative != "",
         "STATISTICS": bool(problem.statistics),
         "FIND_MAX": bool({"max", "argmax"} & {*problem.statistics}),
@@ -77,6 +78,7 @@ ROW_CONSTANTS = {
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
+        "SHARED_KV",
         "kv_element",
         "ROTARY_DIM",
         "ROTARY_INTERLEAVED",

@@ -153,7 +153,7 @@ def pose_weights(
     q, k, lse = arrays
     beside = Beside(wish, lse) if saved is None else Beside(wish, lse, saved.gradient, saved.keys)
     problem, operands = pose(function, (q, k, None), options, packed, saved, shard, beside=beside)
-    return problem._replace(weights=wish.kind, dropout=0.0, shared_kv=False), operands, beside.asked
+    return problem._replace(weights=wish.kind, dropout=0.0), operands, beside.asked
 
 
 def pose_weights_with_cache(
@@ -167,7 +167,7 @@ def pose_weights_with_cache(
     q, k_cache, lse = arrays
     beside = Beside(wish, lse)
     problem, operands = pose_with_cache(q, k_cache, None, options, reasons, function, beside)
-    return problem._replace(weights=wish.kind, shared_kv=False), operands, beside.asked
+    return problem._replace(weights=wish.kind), operands, beside.asked
 
 
 def _whole(values: object) -> npt.NDArray[np.int64] | None:

@@ -698,7 +698,7 @@ def merge(
         out_b: the shape of out_a.
         lse_b: the shape and dtype of lse_a.
         layout: "bshd", or "bhsd" for out (B, Hq, Sq, Dv).
-        statistics_a: those of part a, on a CPU; argmax needs max beside it.
+        statistics_a: those of part a; argmax needs max beside it.
         statistics_b: those of part b, with the same fields.
         key_offset_b: the number that is added to the argmax of part b, such as the keys of part a.
 
@@ -707,12 +707,11 @@ def merge(
     """
     given = (statistics_a, statistics_b)
     chosen, parts, statistics = pose_merge((out_a, lse_a, out_b, lse_b), layout, given, key_offset_b)
+    out, lse, *merged = (x.result() for x in dispatch.merge(parts, chosen, statistics, key_offset_b))
     if statistics_a is None:
-        out, lse = dispatch.merge(parts, chosen)
-        return out.result(), lse.result()
-    merged = dispatch.merge_statistics((parts[1], parts[3]), statistics, key_offset_b)
-    out, lse = dispatch.merge(parts, chosen)
-    return out.result(), lse.result(), Statistics(*applied(Array.result, merged))
+        return out, lse
+    present = (name for name in Statistics._fields if getattr(statistics_a, name) is not None)
+    return out, lse, Statistics(**dict(zip(present, merged, strict=True)))
 
 
 def compile(

@@ -151,6 +151,9 @@ def weights(problem: Problem, operands: Operands, asked: Asked) -> tuple[Array, 
 def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> WeightsGradients:
     """Plan and run the backward of a call that returns probabilities; returns the gradients as Arrays."""
     chosen = _fitted(plan_for(problem), operands)
+    if chosen.device.backend in LAUNCHERS:
+        launched: WeightsGradients = launcher(chosen.device.backend).weights_backward(chosen, operands, asked)
+        return launched
     gradients: WeightsGradients = _weights(chosen).backward(chosen, operands, asked)
     return gradients
 
@@ -204,25 +207,22 @@ def run_backward(chosen: Plan, operands: Operands) -> Gradients[Array]:
     return gradients
 
 
-def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array, Array]:
-    """Merge parts = (out_a, lse_a, out_b, lse_b) into (out, lse), on their device."""
+def merge(
+    parts: tuple[Array, Array, Array, Array],
+    layout: str,
+    statistics: tuple[Statistics[Array], Statistics[Array]],
+    key_offset_b: int,
+) -> tuple[Array, ...]:
+    """Merge parts = (out_a, lse_a, out_b, lse_b) into (out, lse), on their device; the parts' statistics follow."""
     if parts[0].device == "cpu":
-        return partials.merge(parts, layout)
+        return (
+            *partials.merge(parts, layout),
+            *partials.merge_statistics((parts[1], parts[3]), statistics, key_offset_b),
+        )
     card = _gpu(parts[0].device)
     from .gpu import cuda
 
-    return cuda.merge(parts, layout, card.arch)
-
-
-def merge_statistics(
-    lses: tuple[Array, Array], parts: tuple[Statistics[Array], Statistics[Array]], key_offset_b: int
-) -> Statistics[Array]:
-    """Merge the statistics of two parts, with the same fields; UnsupportedError on a GPU."""
-    if parts[0] == Statistics():
-        return Statistics()
-    if lses[0].device != "cpu":
-        raise UnsupportedError(f"merge: statistics on {lses[0].device}; this version merges those of a CPU")
-    return partials.merge_statistics(lses, parts, key_offset_b)
+    return cuda.merge(parts, layout, card.arch, statistics, key_offset_b)
 
 
 def block_classes(problem: Problem, operands: Operands, block: int) -> Array:

@@ -6,7 +6,7 @@ through ml_dtypes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import make_dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cupy_flash.arrays import named_dtype
 from cupy_flash.dropout import keep_mask, keep_scale
+from cupy_flash.dual_numbers import Dual
 from cupy_flash.problem.records import FEATURES
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ def attention_backward(
     v: npt.ArrayLike | None,
     *,
     dlse: npt.ArrayLike | None = None,
+    dmax: npt.ArrayLike | None = None,
+    dentropy: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention`; runs the forward itself.
@@ -158,11 +161,13 @@ def attention_backward(
         k: as in `attention`.
         v: as in `attention`.
         dlse: (B, Hq, Sq), likewise; None is 0.
+        dmax: likewise, to add the gradients of sum(dmax * max), where max is the largest score of a row.
+        dentropy: likewise, for the entropy of the probabilities of a row, that of the sink included.
         **options: those of the forward.
     """
     settings = Options(**options)
     arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
-    gradients = _backward(settings, 0, dlse, *arrays)
+    gradients = _backward(settings, 0, (dlse, dmax, dentropy), *arrays)
     dq, dk, dv = (_from_heads_first(x, settings.layout) for x in gradients[:3])
     return gradients._replace(dq=dq, dk=dk, dv=dv if settings.head_dim_v is None else None)
 
@@ -274,6 +279,8 @@ def attention_varlen_backward(
     cu_seqlens_k: npt.ArrayLike,
     *,
     dlse: npt.ArrayLike | None = None,
+    dmax: npt.ArrayLike | None = None,
+    dentropy: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> Gradients:
     """Gradients of sum(dout * out) + sum(dlse * lse) for the out and lse of `attention_varlen`.
@@ -286,6 +293,8 @@ def attention_varlen_backward(
         cu_seqlens_q: as in `attention_varlen`.
         cu_seqlens_k: as in `attention_varlen`.
         dlse: (Hq, Tq); None is 0.
+        dmax: (Hq, Tq), as in `attention_backward`.
+        dentropy: (Hq, Tq), as in `attention_backward`.
         **options: those of the forward.
     """
     settings, storage, compute, (dout, q, k, v) = _packed(_varlen_options(options), dout, q, k, v)
@@ -293,8 +302,8 @@ def attention_varlen_backward(
     dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
         arrays = (_packed_heads_first(x) for x in (dout[rows], q[rows], k[columns], v[columns]))
-        dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
-        gradients = _backward(options_b, b, dlse_b, *arrays)
+        of_rows = [None if x is None else np.asarray(x)[None, :, rows] for x in (dlse, dmax, dentropy)]
+        gradients = _backward(options_b, b, of_rows, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
             whole[here] = np.asarray(part)[0].swapaxes(0, 1)
         if dsink is not None:
@@ -598,7 +607,7 @@ def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: np.fl
     mod_slope: Array | float = 1.0
     mod_curve: Array | float = 0.0
     if options.score_mod is not None:
-        modified = _Dual.of(options.score_mod(_Dual(scores, np.ones_like(scores)), sequence, head, i, j))
+        modified = Dual.of(options.score_mod(Dual(scores, np.ones_like(scores)), sequence, head, i, j))
         scores = np.broadcast_to(modified.value, scores.shape).astype(compute)
         mod_slope, mod_curve = modified.slope, modified.curve
 
@@ -625,8 +634,16 @@ def _per_query_head(descale: npt.ArrayLike | None, q_heads: int, compute: np.dty
 
 
 def _backward(
-    options: Options, first_batch: int, dlse: npt.ArrayLike | None, dout: Array, q: Array, k: Array, v: Array
+    options: Options,
+    first_batch: int,
+    of_rows: Sequence[npt.ArrayLike | None],
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
 ) -> Gradients:
+    """Return the gradients; `of_rows` are dlse, dmax and dentropy."""
+    dlse, *of_statistics = of_rows
     storage, compute = _precision(q, options.dtype)
     if storage.name == FP8 or any(x is not None for x in (options.q_descale, options.k_descale, options.v_descale)):
         raise TypeError("fp8 and its descales have no gradient")
@@ -644,6 +661,8 @@ def _backward(
     dprobabilities = sums.matmul(dout, forward.v.swapaxes(2, 3)) * forward.dropped
     delta = sums.sum(dout * forward.out)
     dscores = probabilities * (dprobabilities - delta + dlse)
+    dscores_of_statistics, dsink_of_statistics = _of_statistics(options, forward, scored.scores, *of_statistics)
+    dscores = dscores + dscores_of_statistics
     dscores = np.where(dscores == 0, 0, dscores * scored.mod_slope)  # a hidden score may have an infinite slope
     dproducts = (dscores * scored.softcap_slope).astype(storage).astype(compute)  # of scale * q.k
     dq = forward.scale * sums.matmul(dproducts, forward.k)
@@ -656,11 +675,34 @@ def _backward(
     if options.sink is not None:
         sink = np.asarray(options.sink).astype(compute)[:, None, None]
         sink_probability = np.exp(sink - np.where(np.isneginf(lse), np.inf, lse))
-        dsink = -sums.sum(sink_probability * (delta - dlse), (0, 2, 3), keepdims=False)
+        dsink = -sums.sum(sink_probability * (delta - dlse) - dsink_of_statistics, (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
     dk[..., : options.head_dim_v or 0] += dv[..., : options.head_dim_v or 0]  # values inside keys
     return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
+
+
+def _of_statistics(
+    options: Options, forward: Forward, scores: Array, dmax: npt.ArrayLike | None, dentropy: npt.ArrayLike | None
+) -> tuple[Array | float, Array | float]:
+    """Return the gradients of max and entropy by the scores, and by the sink of each row."""
+    lse = forward.lse[..., None]
+    sees, compute = ~np.isneginf(lse), scores.dtype
+    dscores: Array | float = 0.0
+    dsink: Array | float = 0.0
+    if dmax is not None and scores.shape[-1]:
+        is_max = np.arange(scores.shape[-1]) == scores.argmax(axis=-1)[..., None]
+        dscores = np.where(is_max & ~np.isneginf(scores), np.asarray(dmax).astype(compute)[..., None], 0)
+    if dentropy is not None:
+        log_P = np.where(sees & ~np.isneginf(scores), scores - np.where(sees, lse, 0), 0)
+        P = np.where(np.isneginf(scores), 0, np.exp(log_P))
+        sink = np.asarray(-np.inf if options.sink is None else options.sink).astype(compute)[..., None, None]
+        P_sink = np.exp(sink - np.where(sees, lse, np.inf))
+        log_sink = np.where(P_sink == 0, 0, sink - lse)
+        entropy = -forward.sums.sum(P * log_P) - P_sink * log_sink
+        gradient = np.where(sees, np.asarray(dentropy).astype(compute)[..., None], 0)
+        dscores, dsink = dscores - gradient * P * (log_P + entropy), -gradient * P_sink * (log_sink + entropy)
+    return dscores, dsink
 
 
 class _Jvp(NamedTuple):
@@ -769,88 +811,6 @@ def _double_backward(
     dk[..., : options.head_dim_v or 0] += dv[..., : options.head_dim_v or 0]  # values inside keys
     dq, dk, dv, ddout = (x.astype(storage) for x in (dq, dk, dv, jvp.tout))
     return SecondGradients(dq, dk, dv, dbias, dsink, ddout, jvp.tlse[..., 0])
-
-
-class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
-    """Values of a score_mod of NumPy functions, with their first and second derivatives by the score."""
-
-    def __init__(self, value: Any, slope: Array | float, curve: Array | float = 0.0) -> None:
-        self.value, self.slope, self.curve = value, slope, curve
-
-    @staticmethod
-    def of(x: object) -> _Dual:
-        return x if isinstance(x, _Dual) else _Dual(x, 0.0)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> _Dual | Array:
-        x, y = (*map(_Dual.of, inputs), _Dual(0.0, 0.0))[:2]
-        value = ufunc(*(_Dual.of(operand).value for operand in inputs))
-        if value.dtype == np.bool_:
-            return value
-        with np.errstate(all="ignore"):
-            partials = _PARTIALS[ufunc](x.value, y.value, value)
-            # 0 times an infinite partial derivative is 0: that operand does not depend on the score.
-            slope = sum(_times(s, p) for s, p in zip((x.slope, y.slope), partials, strict=False))
-            curve = sum(_times(c, p) for c, p in zip((x.curve, y.curve), partials, strict=False))
-            if ufunc in _SECOND:
-                xx, xy, yy = _SECOND[ufunc](x.value, y.value, value)
-                curve = curve + _times(x.slope**2, xx) + _times(2 * x.slope * y.slope, xy) + _times(y.slope**2, yy)
-        return _Dual(value, slope, curve)
-
-    def __array_function__(self, function: Any, types: object, args: tuple[Any, ...], kwargs: object) -> _Dual:
-        if function is np.clip:
-            x, low, high = (_Dual.of(arg) for arg in args)
-            inside = (x.value >= low.value) & (x.value <= high.value)
-            clipped = np.clip(x.value, low.value, high.value)
-            return _Dual(clipped, np.where(inside, x.slope, 0), np.where(inside, x.curve, 0))
-        if function is not np.where:
-            raise TypeError(f"the reference does not differentiate {function.__name__}")
-        condition, x, y = args[0], _Dual.of(args[1]), _Dual.of(args[2])
-        pairs = ((x.value, y.value), (x.slope, y.slope), (x.curve, y.curve))
-        return _Dual(*(np.where(condition, a, b) for a, b in pairs))
-
-
-def _times(factor: Array | float, partial: Array | float) -> Array:
-    """Return factor * partial, but 0 where the factor is 0, even if `partial` is infinite."""
-    return np.where(factor == 0, 0, factor * partial)
-
-
-# Partial derivatives of f = ufunc(x, y) by x and y.
-_PARTIALS: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
-    np.add: lambda x, y, f: (1, 1),
-    np.subtract: lambda x, y, f: (1, -1),
-    np.multiply: lambda x, y, f: (y, x),
-    np.divide: lambda x, y, f: (1 / y, -f / y),
-    np.power: lambda x, y, f: (y * x ** (y - 1),),
-    np.maximum: lambda x, y, f: ((np.sign(x - y) + 1) / 2, (np.sign(y - x) + 1) / 2),
-    np.minimum: lambda x, y, f: ((np.sign(y - x) + 1) / 2, (np.sign(x - y) + 1) / 2),
-    np.negative: lambda x, y, f: (-1,),
-    np.absolute: lambda x, y, f: (np.sign(x),),
-    np.square: lambda x, y, f: (2 * x,),
-    np.sqrt: lambda x, y, f: (0.5 / f,),
-    np.exp: lambda x, y, f: (f,),
-    np.exp2: lambda x, y, f: (f * np.log(2),),
-    np.log: lambda x, y, f: (1 / x,),
-    np.log1p: lambda x, y, f: (1 / (1 + x),),
-    np.sin: lambda x, y, f: (np.cos(x),),
-    np.cos: lambda x, y, f: (-np.sin(x),),
-    np.tanh: lambda x, y, f: (1 - f * f,),
-}
-
-# Second partial derivatives: by x twice, by x and y, and by y twice. For functions that are not listed they are 0.
-_SECOND: dict[np.ufunc, Callable[..., tuple[Array | float, ...]]] = {
-    np.multiply: lambda x, y, f: (0, 1, 0),
-    np.divide: lambda x, y, f: (0, -1 / y**2, 2 * f / y**2),
-    np.power: lambda x, y, f: (y * (y - 1) * x ** (y - 2), 0, 0),
-    np.square: lambda x, y, f: (2, 0, 0),
-    np.sqrt: lambda x, y, f: (-0.25 / f**3, 0, 0),
-    np.exp: lambda x, y, f: (f, 0, 0),
-    np.exp2: lambda x, y, f: (f * np.log(2) ** 2, 0, 0),
-    np.log: lambda x, y, f: (-1 / x**2, 0, 0),
-    np.log1p: lambda x, y, f: (-1 / (1 + x) ** 2, 0, 0),
-    np.sin: lambda x, y, f: (-f, 0, 0),
-    np.cos: lambda x, y, f: (-f, 0, 0),
-    np.tanh: lambda x, y, f: (-2 * f * (1 - f * f), 0, 0),
-}
 
 
 def _visible(

@@ -65,7 +65,7 @@ def attention_weights(
     Raises:
         TypeError: as `attention`, one error with every reason.
         ValueError: likewise; also for a result above `limit`.
-        UnsupportedError: no engine serves the call; on a GPU `simt` does, without gradients.
+        UnsupportedError: no engine serves the call; on a GPU `simt` and `mma` do, and `simt` the gradients.
 
     The definition, for one head:
 

@@ -81,6 +81,11 @@ constexpr bool FIND_MAX = false;
 constexpr bool FIND_ARGMAX = false;  // also sets FIND_MAX
 constexpr bool ENTROPY = false;
 
+// Their gradients, in a backward.
+#define DSTATISTICS 0
+constexpr bool DMAX = false;
+constexpr bool DENTROPY = false;
+
 // A JVP or a double backward. TQ, TK .. say which inputs have a tangent; MOVES in a name means that an operand has one.
 #define DIRECTION 0
 constexpr bool TQ = false;
@@ -91,9 +96,10 @@ constexpr bool TSINK = false;
 constexpr bool TCAPTURED = false;  // an array that score_mod reads has a tangent
 
 // attention_weights, top_weights and key_importance.
-#define WEIGHTS 0              // Params has their results and what they ask for
-constexpr bool MEAN = false;   // attention_weights: the mean over the heads
-using weight_element = float;  // dtype of the row weights of key_importance
+#define WEIGHTS 0               // Params has their results and what they ask for
+constexpr bool MEAN = false;    // attention_weights: the mean over the heads
+constexpr int GRADIENT_OF = 0;  // in a backward, the result that has a gradient: these three, in this order
+using weight_element = float;   // dtype of the row weights of key_importance
 
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has

@@ -1,8 +1,8 @@
-// delta = rowsum(dO * O) - dlse of every query, one warp per row. LSE2: also writes lse * log2(e), for engines without
-// a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so that its probabilities are 0. ADD_DQ:
-// also zeroes the dQ workspace; DQ_IN_ORDER: also its semaphores. DIRECTION: also writes eps = rowsum(dO *
-// tO); with LSE2 beside the other numbers of the row, in one record that a thread loads at once. grid (row tiles,
-// heads, sequences)
+// delta = rowsum(dO * O) - dlse of every query, one warp per row. DENTROPY: plus dentropy * entropy. LSE2: also writes
+// lse * log2(e), for engines without a branch for empty rows: a row that sees no key gets delta 0 and lse2 +inf, so
+// that its probabilities are 0. ADD_DQ: also zeroes the dQ workspace; DQ_IN_ORDER: also its semaphores. DIRECTION: also
+// writes eps = rowsum(dO * tO); with LSE2 beside the other numbers of the row, in one record that a thread loads at
+// once. grid (row tiles, heads, sequences)
 #include "dq_sums.cuh"
 #include "row_numbers.cuh"
 #include "sequence.cuh"
@@ -41,6 +41,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta(const __grid_cons
     if (lane == 0) sequence.queries<real>(p.delta_tangent, head)[i * p.delta_tangent.row] = delta_tangent;
 #endif
     if constexpr (DLSE) sum -= sequence.queries<real>(p.dlse, head)[i * p.dlse.row];
+#if DSTATISTICS
+    // @entropy-in-delta
+    if constexpr (DENTROPY)
+      sum += sequence.queries<real>(p.dentropy, head)[i * p.dentropy.row] *
+             sequence.queries<real>(p.entropy, head)[i * p.entropy.row];
+#endif
     if constexpr (LSE2) {
       real lse = sequence.queries<real>(p.lse, head)[i * p.lse.row];
       if (lse == -infinity()) sum = 0;

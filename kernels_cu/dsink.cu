@@ -1,4 +1,5 @@
 // dsink = -sum exp(sink - lse) * (delta - dlse) over all queries of a head, deterministic: one block per head.
+// DSTATISTICS: minus the gradient of the entropy by the sink, which is one more key of its row.
 // DIRECTION (double backward): eps + delta * (tsink - mu) instead of delta. grid (heads)
 #include "number.cuh"
 #include "sequence.cuh"
@@ -21,6 +22,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dsink(const __grid_cons
 #if DIRECTION
       real c = tsink - sequence.queries<real>(p.tlse, head)[i * p.tlse.row];  // @lse-tangent-of-dsink
       change = sequence.queries<real>(p.delta_tangent, head)[i * p.delta_tangent.row] + change * c;
+#endif
+#if DSTATISTICS
+      // @entropy-of-sink
+      if (DENTROPY && sink != -infinity())
+        change += sequence.queries<real>(p.dentropy, head)[i * p.dentropy.row] * (sink - x);
 #endif
       sum += exp(sink - x) * change;
     }

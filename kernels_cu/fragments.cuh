@@ -328,12 +328,8 @@ __device__ void store_statistics(RowStatistics (&statistics)[M][2], const Softma
       RowStatistics& row = statistics[m][half];
       row.reduce(4);
       row.top *= scale;
-      float w = row_sum(row.w), l = softmax[m][half].l;
-      float entropy = l == 0 ? 0 : LN_2 * (log2f(l) - w / l);
-      if constexpr (SINK) {
-        float sink = to_real(((const sink_element*)p.sink)[head]);
-        entropy = softmax[m][half].end(log2_scale_of(p), scale).entropy_with_sink(entropy, sink);  // @join-sink
-      }
+      float entropy = softmax[m][half].entropy(row_sum(row.w));
+      entropy = entropy_with_sink(p, head, softmax[m][half].end(log2_scale_of(p), scale), entropy);  // @join-sink
       int i = q_start + row_of(m, 2 * half);
       if (writes && lane_id() % 4 == 0 && i < sequence.q_rows) row.store(p, sequence, head, i, entropy);
     }

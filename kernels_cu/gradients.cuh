@@ -36,6 +36,13 @@ struct Choice<false, A, B> {
 struct Rows {
   const float* lse2;
   const float* delta;
+
+#if DSTATISTICS
+  // They follow delta, BLOCK_Q numbers each.
+  __device__ StatisticsGradients statistics() const {
+    return {delta + BLOCK_Q, delta + 2 * BLOCK_Q, (const int*)(delta + 3 * BLOCK_Q)};
+  }
+#endif
 };
 
 struct NoWait {
@@ -94,6 +101,9 @@ __device__ void differentiate(float (&S)[M][N][4], float (&dP)[M][N][4], bool ma
       float factor = 1;
       if constexpr (DROPOUT) factor = bits(e / 4, e % 4) < dropout.drop_below ? 0 : keep_scale;
       float ds = s * (dp * factor - queries.delta[query_of(m, n, e)]);
+#if DSTATISTICS
+      ds += queries.statistics().of_score(query_of(m, n, e), j0 + key_of(m, n, e), s, LN_2 * lg2_approx(s));
+#endif
       s *= factor;
       dp = SCORE_GRADIENT && !SCORE_MOD ? ds : score.gradient(ds, derivatives[e]);
     }

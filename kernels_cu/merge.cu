@@ -14,7 +14,12 @@ __device__ void merge_tile(const Params& p, const Sequence& sequence, int tile, 
     auto part = [&](int c) { return (long long)partial_result_of(first + c, first + c, c == 0) * BLOCK_Q + row; };
     merge_row(
         p, sequence, kv_head, first_row + row, last - first + 1, [&](int c) { return p.part_lse[part(c)]; },
-        [&](int c) { return p.part_out + part(c) * PART_COLUMNS; });  // @merge-parts
+        [&](int c) { return p.part_out + part(c) * PART_COLUMNS; }
+#if STATISTICS
+        ,
+        [&](int c) { return ((const PartStatistics*)p.part_statistics)[part(c)]; }
+#endif
+    );  // @merge-parts
   }
 }
 

@@ -111,11 +111,18 @@ struct Params {
   int appended;     // rows of k of each sequence of a padded batch
   int rotary_rows;  // rows of the rotary tables
   int mask_keys;    // the dense mask covers this many keys, the last ones of a sequence
+#if STATISTICS
+  void* part_statistics;  // workspace: PartStatistics (statistics.cuh) of the partial results, (number, BLOCK_Q)
+#endif
 #endif
 #if STATISTICS
   Operand max;  // those that the call does not ask for are null
   Operand argmax;
   Operand entropy;
+#endif
+#if DSTATISTICS
+  Operand dmax;
+  Operand dentropy;
 #endif
 #if WEIGHTS
   Operand result;     // of attention_weights, of top_weights (its values) or of key_importance, whose columns are keys
@@ -130,6 +137,13 @@ struct Params {
   int head_step;
   int result_rows;
   int result_columns;
+  int result_heads;
+  int* row_places;  // in a backward the other way round: the first place of each row of q in the result, -1 for none
+  int* row_next;    // and the next place of the row of a place; null: rows row_first, row_first + row_step, ...
+  int* head_places;
+  int* head_next;
+  Dense drow_sums;     // workspace: the gradient of the weight of each row, (batch, head, row)
+  Dense drow_weights;  // their sums over the axes along which row_weights broadcast
 #endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod
@@ -146,6 +160,18 @@ struct Partials {
   Operand lse;
   long long out_b_next;  // stride of the stack
   long long lse_b_next;
+#if STATISTICS
+  Operand max_a;  // of a and of b, which is no stack; those that the call does not have are null
+  Operand argmax_a;
+  Operand entropy_a;
+  Operand max_b;
+  Operand argmax_b;
+  Operand entropy_b;
+  Operand max;
+  Operand argmax;
+  Operand entropy;
+  int key_offset_b;  // is added to argmax_b
+#endif
   int stacked;  // results in the stack, 1 for a merge of two
   int batch;
   int heads;

@@ -26,6 +26,10 @@ struct PartialSums {
     for (int n = 0, d = lane_id(); n < COLUMNS; ++n, d += WARP)
       if (d < HEAD_DIM_V) O[n] += weight * to_real(out[d]);
   }
+#if STATISTICS
+  // The logarithm of a part's share of the sum, after all parts are added.
+  __device__ real log_share(real lse) const { return empty() ? -infinity() : lse - largest - log(sum); }
+#endif
   __device__ real lse() const { return largest + (empty() ? 0 : log(sum)); }
 
   // Calls write(column, number) for this lane's columns of the average.

@@ -29,6 +29,12 @@ __device__ inline float ex2_approx(float x) {
   return y;
 }
 
+__device__ inline float lg2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two numbers rounded to nearest even and packed: cvt.rn.f16x2.f32 or cvt.rn.bf16x2.f32.
 template <typename T>
 __device__ unsigned int cvt_rn_x2(float low, float high);

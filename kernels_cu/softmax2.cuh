@@ -63,6 +63,10 @@ struct Softmax2 {
     }
 #endif
   };
+#if STATISTICS
+  // The entropy from the sum of 2^x x over the exponents x of the row.
+  __device__ float entropy(float w) const { return l == 0 ? 0 : LN_2 * (log2f(l) - w / l); }
+#endif
   __device__ Ending end(float scale_log2, float scale) const {
     if (l == 0) return {-infinity(), 0};
     float log2_sum = log2f(l / (1 << LARGEST_LOG2)) - fmaf(m, scale_log2, -LARGEST_LOG2 - reference);  // @log2-sum
@@ -76,3 +80,11 @@ __device__ inline Softmax2::Ending with_sink(const Params& p, int head, float ls
   if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[head]));
   return ending;
 }
+
+#if STATISTICS
+// Adds the sink to the entropy of a row, if there is one; `ending` is that of the keys.
+__device__ inline float entropy_with_sink(const Params& p, int head, const Softmax2::Ending& ending, float entropy) {
+  if constexpr (SINK) entropy = ending.entropy_with_sink(entropy, to_real(((const sink_element*)p.sink)[head]));
+  return entropy;
+}
+#endif

@@ -38,8 +38,10 @@ def merge(parts: tuple[Array, Array, Array, Array], layout: str) -> tuple[Array,
 
 def merge_statistics(
     lses: tuple[Array, Array], parts: tuple[Statistics[Array], Statistics[Array]], key_offset_b: int
-) -> Statistics[Array]:
+) -> list[Array]:
     """Merge the statistics of two parts, which have the same fields, by the lse of each; keys of b are shifted."""
+    if parts[0] == Statistics():
+        return []
     rows = []
     for lse, part, offset in zip(lses, parts, (0, key_offset_b), strict=True):
         rows.append(RowStatistics(lse.shape, lse.dtype))
@@ -50,13 +52,13 @@ def merge_statistics(
         np.add(rows[-1].argmax, offset, out=rows[-1].argmax, where=rows[-1].argmax >= 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         total = merged(rows, merge_weights([lse.numpy() for lse in lses])[1])
-    results: dict[str, Array] = {}
+    results: list[Array] = []
     for name in Statistics._fields:
         like: Array | None = getattr(parts[0], name)
         if like is not None:
-            results[name] = empty(like.shape, like.dtype, like)
-            results[name].numpy()[...] = getattr(total, name)
-    return Statistics(**results)
+            results.append(empty(like.shape, like.dtype, like))
+            results[-1].numpy()[...] = getattr(total, name)
+    return results
 
 
 def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:

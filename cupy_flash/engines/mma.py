@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import DOUBLE_BACKWARD, FORWARD, JVP, Problem
+from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
@@ -22,6 +22,7 @@ from .shared import (
     owned_launches,
     reads_at_scores,
     sequences,
+    weights_grid,
     with_mods,
 )
 from .shared import advantage as advantage
@@ -35,8 +36,8 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
-STATISTICS: tuple[str, ...] = (FORWARD,)
-WEIGHTS: str | None = None
+STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
+WEIGHTS: str | None = "gpu.weights"
 ON_REQUEST = False
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (40, 96), (256, 256))
@@ -49,7 +50,8 @@ LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 # are for operands and addresses. bench/results/static.json shows no spills up to these limits.
 LIVE = {
     "forward": 164, "jvp": 180, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
-    "second_q": 167, "second_kv": 168, "second_bias": 112,
+    "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
+    "key_importance": 128,
 }  # fmt: skip
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
@@ -74,10 +76,12 @@ INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
-    "forward": 4.6, "jvp": 9, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12
+    "forward": 4.6, "jvp": 9, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
+    "attention_weights": 12, "top_weights": 12, "key_importance": 12,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
-    "forward": 80, "jvp": 330, "backward_q": 120, "backward_kv": 200, "second_q": 200, "second_kv": 230
+    "forward": 80, "jvp": 330, "backward_q": 120, "backward_kv": 200, "second_q": 200, "second_kv": 230,
+    "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -118,6 +122,8 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
+    if problem.weights and problem.backward:
+        reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -143,6 +149,8 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
     """Return the tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
         kernel = _row_kernel(problem)
+        if _owns_keys(kernel):
+            return [Tiles(x.step, x.rows, x, None, None) for x in _legal_tiles(kernel, problem, device)]
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
     bias, step = bias_tile(problem, device), _backward(problem)
     if _needs_bias_tile(problem) and bias is None:
@@ -159,10 +167,17 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
 
 
 def _row_kernel(problem: Problem) -> str:
-    """Return the kernel whose blocks own query tiles."""
+    """Return the kernel whose blocks own query tiles, or that of probabilities."""
     if problem.backward:
         return f"{_backward(problem)}_q"
+    if problem.weights:
+        return problem.weights
     return "jvp" if problem.derivative else "forward"
+
+
+def _owns_keys(kernel: str) -> bool:
+    """Return whether the blocks of a kernel own tiles of keys."""
+    return kernel.endswith("_kv") or kernel == "key_importance"
 
 
 def _backward(problem: Problem) -> str:
@@ -195,7 +210,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
     if tile.q_tile is not None:
-        total += _seconds(_row_kernel(problem), problem, device, tile.q_tile, heads, problem.q_len, pairs)
+        kernel = _row_kernel(problem)
+        length = problem.kv_len if _owns_keys(kernel) else problem.q_len
+        total += _seconds(kernel, problem, device, tile.q_tile, heads, length, pairs)
     if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
         kernel = f"{_backward(problem)}_kv"
@@ -227,7 +244,8 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if kv_tile is None:
         assert q_tile is not None
         steps = append_launches(problem, fragment_constants(problem))
-        steps.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
+        grid = weights_grid(problem, tile.block_q, tile.block_kv) if problem.weights else q_grid(q_tile)
+        steps.append(_launch(_row_kernel(problem), problem, q_tile, grid))
         return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
     backward = [_launch(f"{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
@@ -263,7 +281,7 @@ def _launch(kernel: str, problem: Problem, tile: Tile, grid: tuple[int, int, int
 
 def _constants(kernel: str, problem: Problem, tile: Tile) -> dict[str, Constant]:
     """Return the constants of a kernel."""
-    by_key = kernel.endswith("_kv")
+    by_key = _owns_keys(kernel)
     return fragment_constants(problem) | {
         "THREADS": tile.threads,
         "BLOCK_Q": tile.step if by_key else tile.rows,
@@ -320,7 +338,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     if _live(kernel, problem, shape) > limit:
         return None
     # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
-    single = device.arch == "sm_75" or kernel.endswith("_bias")
+    single = device.arch == "sm_75" or kernel.endswith("_bias") or problem.weights != ""
     stage_counts = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
     legal = [
         tile
@@ -359,7 +377,8 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     # JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
         "forward": 1, "jvp": 3, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
-        "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25,
+        "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
+        "key_importance": 1,
     }[kernel]  # fmt: skip
     columns = {
         "forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "second_q": k, "second_kv": k + v,
@@ -384,10 +403,11 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
     """Return predicted seconds of one kernel. Resident blocks share an SM; a warp uses one of its units at a time."""
     k, v = _padded(problem, tile.column_warps)
+    v = 0 if problem.weights else v
     scores, sums = {
         "forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v),
         "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
-    }[kernel]  # fmt: skip
+    }.get(kernel, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps
     loaded = 2 * tile.step * (k + v) * (2 if problem.derivative else 1)
     read = 2 * tile.step * row_warps * (scores * tile.column_warps + sums) + (

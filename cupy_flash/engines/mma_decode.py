@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import FP8, Problem, UnsupportedError
+from ..problem.records import FORWARD, FP8, Problem, UnsupportedError
 from .fragments import fragment_constants
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Constant, Launch, Workspace
@@ -42,7 +42,7 @@ OPTIONS: frozenset[str] | None = None
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
 CACHE_DTYPES: tuple[str, ...] = (FP8,)
 DERIVATIVES: tuple[str, ...] = ()
-STATISTICS: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = None
 ON_REQUEST = False
 MEASURED: str | None = None
@@ -235,10 +235,12 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     if tile.cluster:
         return rotated_rows(problem, q_rows)
     rows = _partial_results(problem, tile), tile.rows
-    parts = (
+    parts: tuple[Workspace, ...] = (
         Workspace("part_out", (*rows, _padded(problem)[1]), np.dtype(np.float32), ()),
         Workspace("part_lse", rows, np.dtype(np.float32), ()),
     )
+    if problem.statistics:  # records of three numbers
+        parts = (*parts, Workspace("part_statistics", (*rows, 3), np.dtype(np.float32), ()))
     return (*parts, *rotated_rows(problem, q_rows))
 
 

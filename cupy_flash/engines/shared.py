@@ -49,7 +49,11 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "FIND_MAX": bool({"max", "argmax"} & {*problem.statistics}),
         "FIND_ARGMAX": "argmax" in problem.statistics,
         "ENTROPY": "entropy" in problem.statistics,
+        "DSTATISTICS": problem.backward and bool(problem.statistics),
+        "DMAX": problem.backward and "max" in problem.statistics,
+        "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
+        "GRADIENT_OF": {"top_weights": 1, "key_importance": 2}.get(problem.weights, 0),
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
@@ -59,17 +63,21 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     return MappingProxyType(constants)
 
 
+# Switches of config.cuh on which the members of Params depend, beside MODS
+PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "STATISTICS", "DSTATISTICS", "WEIGHTS")
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
-SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
-CACHE_CONSTANTS = ("KV_CACHE", "STATISTICS", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
+SEQUENCE_CONSTANTS = (
+    *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
+    *PARAMS_SWITCHES,
+)
+CACHE_CONSTANTS = (*(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
-    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
+    "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DENTROPY"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
-    "dsink": (*SEQUENCE_CONSTANTS, "sink_element", "DIRECTION", "TSINK"),
+    "dsink": (*SEQUENCE_CONSTANTS, "sink_element", "TSINK", "DENTROPY"),
     "rotary_append": (
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
-        "WEIGHTS",
         "SHARED_KV",
         "kv_element",
         "ROTARY_DIM",
@@ -81,6 +89,7 @@ ROW_CONSTANTS = {
         *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
         *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
     ),
+    "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 
@@ -118,6 +127,20 @@ def rows_of_heads(problem: Problem, rows: int, columns: int = 1) -> tuple[tuple[
     return shape, (0 if packed else problem.heads * rows * columns, rows * columns, columns)
 
 
+def weights_grid(problem: Problem, block_q: int, block_kv: int) -> Grid:
+    """Return the grid of a kernel of probabilities; that of attention_weights is of all rows of each head.
+
+    gpu/weights.py replaces it by that of the rows and heads that a call asks for.
+    """
+    from ..problem.weights import IMPORTANCE, TOP  # imported by the first call that returns probabilities
+
+    q_tiles = max(-(-problem.q_len // block_q), 1)
+    kv_tiles = max(-(-problem.kv_len // block_kv), 1)
+    grids = {TOP: (q_tiles, sequences(problem)), IMPORTANCE: (kv_tiles, problem.batch)}
+    tiles, batch = grids.get(problem.weights, (q_tiles * kv_tiles, sequences(problem)))
+    return tiles, problem.heads, batch
+
+
 def dtype_refusals(problem: Problem) -> list[str]:
     """Return the reason why an engine without fp8 does not serve a problem's dtype; [] if it does."""
     if problem.dtype.name in DTYPES:
@@ -147,7 +170,7 @@ def with_mods(problem: Problem, launches: list[Launch]) -> list[Launch]:
 
     wanted, headers = problem.captured_gradient, _mod_headers(problem)
     launches = [x._replace(headers=headers) if "MODS" in dict(x.constants) and not x.headers else x for x in launches]
-    names = ("real", "DIRECTION", "KV_CACHE", "STATISTICS", "WEIGHTS")
+    names = ("real", *PARAMS_SWITCHES)
     constants = (("THREADS", 128), ("MODS", True), *((name, shared_constants(problem)[name]) for name in names))
     start, end = (
         Launch(f"captured_{name}", constants, (CAPTURED_BLOCKS, 1, 1), 128, headers=headers)

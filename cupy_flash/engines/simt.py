@@ -1,20 +1,18 @@
 """The engine for any GPU and every dtype but fp8, with FMA instructions in the accumulation dtype."""
 
 # No `from __future__ import annotations`, as in records.py.
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import DOUBLE_BACKWARD, FORWARD, JVP, Problem
+from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
     KV_CACHE_OPTIONS,
-    Grid,
     added_launches,
     captured_reads,
     dtype_refusals,
@@ -26,6 +24,7 @@ from .shared import (
     row_workspaces,
     sequences,
     shared_constants,
+    weights_grid,
     with_mods,
 )
 from .shared import advantage as advantage
@@ -38,7 +37,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
-STATISTICS: tuple[str, ...] = (FORWARD,)
+STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
 WEIGHTS: str | None = "gpu.weights"
 ON_REQUEST = False
 MEASURED: str | None = None
@@ -75,8 +74,6 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
-    elif problem.weights and problem.backward:
-        reasons.append(f"it computes no gradients of {problem.weights} in this version")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
     return reasons
@@ -141,6 +138,8 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     """Return the workspaces: delta (and delta_tangent) for a backward, the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
+    if problem.weights:
+        return ()
     return row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
 
 
@@ -154,15 +153,17 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     def launch(kernel: str, grid: tuple[int, int, int]) -> Launch:
         return Launch(kernel, known_constants(kernel, constants), grid, tile.threads, shared.get(kernel, 0))
 
-    if problem.weights:
-        return nonempty(with_mods(problem, [*append_launches(problem, constants), _weights(problem, tile, launch)]))
+    if problem.weights and not problem.backward:
+        weights = launch(f"simt/{problem.weights}", weights_grid(problem, *tile[:2]))
+        return nonempty(with_mods(problem, [*append_launches(problem, constants), weights]))
     if not problem.backward:
         name = "simt/jvp" if problem.derivative else "simt/forward"
         forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
         return nonempty(with_mods(problem, [*append_launches(problem, constants), forward]))
     step = "simt/second" if problem.derivative else "simt/backward"
+    row_kernels = [] if problem.weights else [launch("delta", (q_tiles, problem.heads, sequences(problem)))]
     backward = [
-        launch("delta", (q_tiles, problem.heads, sequences(problem))),
+        *row_kernels,
         launch(f"{step}_kv", (kv_tiles, problem.kv_heads, sequences(problem))),
         launch(f"{step}_q", (q_tiles, problem.heads, sequences(problem))),
     ]
@@ -172,23 +173,9 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         slices = (q_tiles if rows > 1 else 1) * (kv_tiles if columns > 1 else 1)
         backward.append(of_bias(problem, launch(f"{step}_bias", (slices, heads, batch))))
     backward += owned_launches(problem, tile[:2], lambda grid: launch(f"{step}_bias", grid))
-    if problem.sink:
+    if problem.sink and not problem.weights:
         backward.append(launch("dsink", (problem.heads, 1, 1)))
     return nonempty(with_mods(problem, backward))
-
-
-def _weights(problem: Problem, tile: Tile, launch: Callable[[str, Grid], Launch]) -> Launch:
-    """Return the launch of a kernel of probabilities; that of attention_weights is of all rows of each head.
-
-    gpu/weights.py replaces its grid by that of the rows and heads that a call asks for.
-    """
-    from ..problem.weights import IMPORTANCE, TOP  # imported by the first call that returns probabilities
-
-    q_tiles = max(-(-problem.q_len // tile.block_q), 1)
-    kv_tiles = max(-(-problem.kv_len // tile.block_kv), 1)
-    grids = {TOP: (q_tiles, sequences(problem)), IMPORTANCE: (kv_tiles, problem.batch)}
-    tiles, batch = grids.get(problem.weights, (q_tiles * kv_tiles, sequences(problem)))
-    return launch(f"simt/{problem.weights}", (tiles, problem.heads, batch))
 
 
 def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
@@ -233,7 +220,7 @@ def _accumulators(problem: Problem, tile: Tile) -> int:
     rows = tile.threads // LANES
     scores = tile.block_q * tile.block_kv // tile.threads * (2 if problem.derivative else 1)
     k, v = (-(-dim // 32) * 32 // LANES for dim in (problem.head_dim, problem.head_dim_v))
-    if problem.weights:
+    if problem.weights and not problem.backward:
         numbers = 2 * scores  # and the sum of a mean
     elif problem.backward:
         numbers = 2 * scores + max(tile.block_kv // rows * (k + v), tile.block_q // rows * k)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..arrays import LEGACY_DEFAULT_STREAM, AnyArray, Array, current_stream, made_on, stream_of
 from ..engines.launch import Launch
 from ..plan.plan import Plan
-from ..problem.records import Gradients, Operands, Problem
+from ..problem.records import Gradients, Operands, Problem, Statistics
 from . import run_plan
 from . import weights as gpu_weights
 from .kept_launches import KeptLaunches
@@ -23,7 +23,7 @@ from .tensor_map import encode_for_gpu
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from ..problem.weights import Asked
+    from ..problem.weights import Asked, WeightsGradients
 
     class Kernel(Protocol):
         """The signature of a loaded kernel, a function of a CuPy module; `stream` is anything with a `ptr`."""
@@ -77,16 +77,28 @@ def weights(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
         return gpu_weights.forward(plan, operands, asked, _start)
 
 
+def weights_backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
+    """Launch the backward of a call that returns probabilities on the current stream; returns the gradients."""
+    with _explained():
+        return gpu_weights.backward(plan, operands, asked, _start)
+
+
 def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:
     """Launch the classification of a mask_mod's blocks on the current stream; returns their classes."""
     with _explained():
         return run_plan.block_classes(problem, operands, block, arch, _start)
 
 
-def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str) -> tuple[Array, Array]:
-    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns (out, lse)."""
+def merge(
+    parts: tuple[Array, Array, Array, Array],
+    layout: str,
+    arch: str,
+    statistics: tuple[Statistics[Array], Statistics[Array]],
+    key_offset_b: int,
+) -> tuple[Array, ...]:
+    """Launch the merge of parts = (out_a, lse_a, out_b, lse_b) on the current stream; returns out, lse, statistics."""
     with _explained():
-        return run_plan.merge(parts, layout, arch, _start)
+        return run_plan.merge(parts, layout, arch, _start, statistics, key_offset_b)
 
 
 CAPTURE_UNSUPPORTED = 900  # cudaErrorStreamCaptureUnsupported

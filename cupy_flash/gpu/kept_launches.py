@@ -141,7 +141,7 @@ def _offsets(workspaces: list[Array]) -> tuple[tuple[int, ...], int]:
 
 def _place_of_length() -> tuple[int, int]:
     """Return the index of the word of Params that has cache_length, and the number of its lowest bit there."""
-    _, offset, *_ = dict(dtypes(cache=True)["Params"].fields or {})["cache_length"]
+    _, offset, *_ = dict(dtypes("", ("KV_CACHE",))["Params"].fields or {})["cache_length"]
     return offset // 8, offset % 8 * 8
 
 

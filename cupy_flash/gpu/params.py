@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,8 @@ import numpy as np
 
 from .. import dropout
 from ..arrays import Array, dtype_name
-from ..engines.launch import Box, Workspace
+from ..engines.launch import Box, Constant, Workspace
+from ..engines.shared import PARAMS_SWITCHES, shared_constants
 from ..jit.source import chosen_lines, kernel_folder
 from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem, Statistics
 from .tensor_map import DATA_TYPES, TensorMap
@@ -53,22 +54,16 @@ BOX_TYPES |= dict.fromkeys((FP8, "uint8"), DATA_TYPES["u8"])
 
 
 @lru_cache(maxsize=64)
-def dtypes(
-    captured: str = "", cache: bool = False, direction: bool = False, statistics: bool = False, weights: bool = False
-) -> dict[str, np.dtype]:
+def dtypes(captured: str = "", switches: tuple[str, ...] = ()) -> dict[str, np.dtype]:
     """Return every struct of params.cuh as a NumPy dtype with the compiler's layout.
 
     Args:
         captured: the text of captured.cuh, which declares the arrays and numbers of mods; "" without mods.
-        cache: whether Params has the members of a KV cache.
-        direction: whether Params has the members of a JVP and of a double backward.
-        statistics: whether Params has the statistics of rows.
-        weights: whether Params has the members of attention_weights and its like.
+        switches: those of PARAMS_SWITCHES that are on.
     """
     text = (kernel_folder() / "params.cuh").read_text()
-    switches = {"MODS": captured != "", "KV_CACHE": cache, "DIRECTION": direction}
-    switches |= {"STATISTICS": statistics, "WEIGHTS": weights}
-    lines = [line for _, line, _ in chosen_lines(text, switches, "params.cuh")]
+    values = {"MODS": captured != ""} | {name: name in switches for name in PARAMS_SWITCHES}
+    lines = [line for _, line, _ in chosen_lines(text, values, "params.cuh")]
     text = re.sub(r"//.*|#.*", "", "\n".join([captured, *lines]))
     structs: dict[str, np.dtype] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
@@ -81,6 +76,11 @@ def dtypes(
                 members.append((member, structs[kind] if kind in structs else SCALARS[kind]))
         structs[name] = np.dtype(members, align=True)
     return structs
+
+
+def switches_of(constants: Mapping[str, Constant]) -> tuple[str, ...]:
+    """Return those of PARAMS_SWITCHES that the constants of a kernel switch on."""
+    return tuple(name for name in PARAMS_SWITCHES if constants.get(name))
 
 
 def pack(
@@ -214,14 +214,7 @@ def _constant(
     if problem.cache is not None:
         members |= _members_of_cache(problem, problem.cache, by_name)
     members |= {name: (number,) for name, number in numbers_beside}
-    struct = _struct(
-        "Params",
-        captured,
-        problem.cache is not None,
-        problem.derivative != "",
-        bool(problem.statistics),
-        problem.weights != "",
-    )
+    struct = _struct("Params", captured, switches_of(shared_constants(problem)))
     places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
     return struct, struct.numbers(members), places
 
@@ -255,7 +248,7 @@ def _forms() -> dict[str, Form]:
     """Return {array name: the function that packs it}; a gradient and a tangent are packed like their array."""
     forms: dict[str, Form] = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), _tensor)
     forms |= dict.fromkeys(("tq", "tk", "tv", "tout", "k_new", "v_new", "q_unrotated"), _tensor)
-    forms |= dict.fromkeys(("lse", "dlse", "tlse", *Statistics._fields), _rows)
+    forms |= dict.fromkeys(("lse", "dlse", "tlse", *Statistics._fields, "dmax", "dentropy"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
     for feature in CACHE_FEATURES:
         forms.setdefault(feature.name, _pointer)
@@ -267,19 +260,24 @@ def _forms() -> dict[str, Form]:
     return forms
 
 
-def pack_partials(arrays: dict[str, Array], layout: str, address: Address) -> np.ndarray:
-    """Return the `Partials` of out_a, lse_a, out_b, lse_b, out and lse; out_b and lse_b may be stacks of results."""
+def pack_partials(arrays: dict[str, Array], layout: str, address: Address, key_offset_b: int = 0) -> np.ndarray:
+    """Return the `Partials` of out_a, lse_a, out_b, lse_b, out and lse; out_b and lse_b may be stacks of results.
+
+    The arrays may have statistics of both parts, such as max_a and max_b, and of the result.
+    """
     batch, heads, rows = (1, *arrays["lse"].shape)[-3:]
     members: dict[str, tuple[float, ...]] = {"stacked": (1,), "batch": (batch,), "heads": (heads,), "rows": (rows,)}
     for name, array in arrays.items():
-        form = _rows if name.startswith("lse") else _tensor
+        form = _tensor if name.startswith("out") else _rows
         if len(array.shape) > len(arrays[name.replace("_b", "_a")].shape):
             members |= {"stacked": (array.shape[0],), f"{name}_next": (array.strides[0],)}
             first = replace(array, shape=array.shape[1:], strides=array.strides[1:])
             members[name] = (address(array), *form(first, layout, lambda x: x.pointer)[1:])
         else:
             members[name] = form(array, layout, address)
-    partials = _struct("Partials")
+    statistics = not arrays.keys().isdisjoint(Statistics._fields)
+    members |= {"key_offset_b": (key_offset_b,)} if statistics else {}
+    partials = _struct("Partials", switches=("STATISTICS",) * statistics)
     return partials.packed(partials.numbers(members))
 
 
@@ -361,15 +359,8 @@ class _Struct(NamedTuple):
 
 
 @lru_cache
-def _struct(
-    name: str,
-    captured: str = "",
-    cache: bool = False,
-    direction: bool = False,
-    statistics: bool = False,
-    weights: bool = False,
-) -> _Struct:
-    dtype = dtypes(captured, cache, direction, statistics, weights)[name]
+def _struct(name: str, captured: str = "", switches: tuple[str, ...] = ()) -> _Struct:
+    dtype = dtypes(captured, switches)[name]
     codes: list[str] = []
     places: dict[str, slice] = {}
     begin = end = 0  # numbers and bytes so far

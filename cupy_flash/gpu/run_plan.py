@@ -18,8 +18,8 @@ from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
-from ..problem.records import ARRAYS, Gradients, Operands, Problem
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, with_lengths
+from ..problem.records import ARRAYS, Gradients, Operands, Problem, Statistics
+from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, switches_of, with_lengths
 
 if TYPE_CHECKING:
     from .captured import Captured
@@ -69,10 +69,7 @@ class Work(NamedTuple):
 
 def shortened(launch: Launch) -> np.dtype:
     """Return raw bytes, as many as Params has in a launch without mods: without `captured`, the last member."""
-    constants = dict(launch.constants)
-    switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "statistics": "STATISTICS", "weights": "WEIGHTS"}
-    members = {name: bool(constants.get(switch)) for name, switch in switches.items()}
-    return np.dtype(f"V{dtypes(**members)['Params'].itemsize}")
+    return np.dtype(f"V{dtypes('', switches_of(dict(launch.constants)))['Params'].itemsize}")
 
 
 Start = Callable[[Work], object]
@@ -145,21 +142,40 @@ def block_classes(problem: Problem, operands: Operands, block: int, arch: str, s
     return classes
 
 
-def merge(parts: tuple[Array, Array, Array, Array], layout: str, arch: str, start: Start) -> tuple[Array, Array]:
-    """Merge partial results out_a, lse_a, out_b, lse_b into (out, lse); b may be a stack (see partials.merge)."""
+NO_STATISTICS: tuple[Statistics[Array], Statistics[Array]] = (Statistics(), Statistics())
+
+
+def merge(
+    parts: tuple[Array, Array, Array, Array],
+    layout: str,
+    arch: str,
+    start: Start,
+    statistics: tuple[Statistics[Array], Statistics[Array]] = NO_STATISTICS,
+    key_offset_b: int = 0,
+) -> tuple[Array, ...]:
+    """Merge partial results out_a, lse_a, out_b, lse_b into (out, lse), followed by the statistics that the parts have.
+
+    Without statistics b may be a stack (see partials.merge); `key_offset_b` is added to its argmax.
+    """
     inputs = {
         name: part if _has_contiguous_row(part) else contiguous(part)
         for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
     }
     out_a, lse_a = inputs["out_a"], inputs["lse_a"]
     results = {"out": empty(out_a.shape, out_a.dtype, out_a), "lse": empty(lse_a.shape, lse_a.dtype, lse_a)}
-    launch = _partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1])
-    params = partial(pack_partials, inputs | results, layout)
+    for name in Statistics._fields:
+        of_parts: list[Array | None] = [getattr(part, name) for part in statistics]
+        if of_parts[0] is None or of_parts[1] is None:
+            continue
+        inputs |= {f"{name}_a": of_parts[0], f"{name}_b": of_parts[1]}
+        results[name] = empty(lse_a.shape, of_parts[0].dtype, lse_a)
+    launch = _partials_launch(out_a.dtype, inputs["out_b"].dtype, lse_a, out_a.shape[-1], len(results) > 2)
+    params = partial(pack_partials, inputs | results, layout, key_offset_b=key_offset_b)
     start(Work((launch,) if 0 not in launch.grid else (), arch, inputs, {**results}, layout, params))
-    return results["out"], results["lse"]
+    return tuple(results.values())
 
 
-def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: int) -> Launch:
+def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: int, with_statistics: bool) -> Launch:
     """Return the launch that merges partial results, with one warp per row of lse, (B, H, S) or (H, T).
 
     The kernel loops over the heads and sequences that exceed the grid.
@@ -171,6 +187,7 @@ def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: i
         ("real", ELEMENTS[lse.dtype.name]),
         ("THREADS", 128),
         ("HEAD_DIM_V", head_dim_v),
+        ("STATISTICS", with_statistics),
     )
     grid = -(-rows // (128 // 32)), min(heads, GRID_LIMITS[1]), min(batch, GRID_LIMITS[2])
     return Launch("partials", constants, grid, 128)

@@ -9,9 +9,9 @@ A kernel with dynamic shared memory states where its buffers begin and, last, ho
     };
 
 The kernel adds these offsets to the address of its shared memory. Here the definitions on which BYTES depends become
-a Python function of the constants of config.cuh. They are in the kernel or its headers, outside of `#if`, and each is
-a `constexpr int` or `constexpr bool`, at the top level or in a struct that is no template, or a `constexpr` function
-that consists of one `return`.
+a Python function of the constants of config.cuh. They are in the kernel or its headers, outside of `#if` except on
+SWITCHES, and each is a `constexpr int` or `constexpr bool`, at the top level or in a struct that is no template, or a
+`constexpr` function that consists of one `return`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .source import CONFIG, IDENTIFIER, Constant, kernel_folder
+from .source import CONFIG, IDENTIFIER, Constant, chosen_lines, kernel_folder
+
+# Switches of config.cuh on which a layout may depend; it is translated anew for each combination of their values.
+SWITCHES = ("STATISTICS", "DSTATISTICS")
 
 SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
 # {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their
@@ -45,13 +48,13 @@ def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
 
     Raises ValueError for a definition that cannot be translated.
     """
-    return int(_layout(kernel)(constants))
+    return int(_layout(kernel, tuple(bool(constants.get(name)) for name in SWITCHES))(constants))
 
 
 @lru_cache(maxsize=64)
-def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], int]:
+def _layout(kernel: str, switched: tuple[bool, ...]) -> Callable[[Mapping[str, Constant]], int]:
     """Return the function that computes a kernel's bytes of shared memory from its constants."""
-    translation = Translation(kernel)
+    translation = Translation(kernel, dict(zip(SWITCHES, switched, strict=True)))
     result = translation.number("SharedMemory::BYTES", "")
     text = "\n  ".join(["def layout(constants):", *translation.lines, f"return {result}"])
     namespace: dict[str, Any] = {"SIZES": SIZES}
@@ -63,7 +66,7 @@ def _layout(kernel: str) -> Callable[[Mapping[str, Constant]], int]:
 class Translation:
     """Translates constants of a kernel to lines of Python that compute them, with functions inlined."""
 
-    def __init__(self, kernel: str) -> None:
+    def __init__(self, kernel: str, switches: Mapping[str, bool]) -> None:
         self.kernel = kernel
         self.lines: dict[str, None] = {}  # each after the lines that compute its inputs
         self.configured: dict[str, str] = {}  # defaults of config.cuh, by name
@@ -73,6 +76,7 @@ class Translation:
             if file == CONFIG:
                 self.configured = dict(re.findall(CONFIGURED, text, re.MULTILINE))
                 continue
+            text = "\n".join(line for _, line, _ in chosen_lines(text, switches, file))
             self.aliases |= dict(re.findall(ALIAS, text, re.MULTILINE))
             for definition in _definitions(text):
                 self.definitions.setdefault(definition[0], []).append(definition)

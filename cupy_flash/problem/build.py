@@ -128,7 +128,7 @@ def pose(
     if tangents is not None:
         given |= _direction(requirements, tangents, mod)
     call = read(requirements, given)
-    share(requirements, given if beside is None else call, call, options, {"k": "v", "tk": "tv"})
+    share(requirements, given if beside is None else VALUES, call, options, {"k": "v", "tk": "tv"})
     facts = _facts(
         options, mod,
         tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]),
@@ -215,7 +215,7 @@ def _pose_on_cache(
     attends = "q" in given
     call = read(requirements, given)
     table.check_overlap(requirements, call)
-    options = share(requirements, given, call, options, {"k_cache": "v_cache", "k": "v"})
+    options = share(requirements, given if beside is None else VALUES, call, options, {"k_cache": "v_cache", "k": "v"})
     facts = _facts(
         options, mod,
         tuple([

@@ -16,7 +16,7 @@ from ..gpu.run_plan import compile_launch
 from ..gpu.tensor_map import ALIGNMENT, encode_for_simulator
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands
-from ..problem.weights import Asked
+from ..problem.weights import Asked, WeightsGradients
 from . import Memory, launch
 from .asynchrony.copies import Order
 from .counters import Counters
@@ -50,6 +50,11 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
 def weights(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
     """Simulate a call that returns probabilities; returns its results."""
     return gpu_weights.forward(plan, operands, asked, start)
+
+
+def weights_backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
+    """Simulate the backward of a call that returns probabilities; returns the gradients."""
+    return gpu_weights.backward(plan, operands, asked, start)
 
 
 def start(work: run_plan.Work, *, order: Order = "late", seed: int = 0) -> list[Counters]:

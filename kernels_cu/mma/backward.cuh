@@ -37,6 +37,9 @@ struct QueryLoads : QdOLoads {
     load_dO(to.dO, dO_loader, sequence.query_rows<element>(p.dout, head).tile(q_start), p, sequence, head, queries);
     load_numbers<BLOCK_Q>(to.numbers, sequence.queries<float>(p.lse2, head) + q_start, q_start, queries);
     load_numbers<BLOCK_Q>(to.numbers + 4 * BLOCK_Q, sequence.queries<float>(p.delta, head) + q_start, q_start, queries);
+#if DSTATISTICS
+    load_statistics(to, head, q_start, queries);
+#endif
   }
   // Loads the current tile of a walk, and moves the walk to the next.
   __device__ void load_next(const QueryTile& to, QTiles& tiles) {
@@ -48,8 +51,24 @@ struct QueryLoads : QdOLoads {
     QdOLoads::load(to.Q, to.dO, tiles.visible);
     load_numbers<BLOCK_Q>(to.numbers, lse2, tiles.start, tiles.visible);
     load_numbers<BLOCK_Q>(to.numbers + 4 * BLOCK_Q, delta, tiles.start, tiles.visible);
+#if DSTATISTICS
+    load_statistics(to, tiles.head, tiles.start, tiles.visible);
+#endif
     tiles.next();  // @dKV.next-load
   }
+
+#if DSTATISTICS
+  // Loads what StatisticsGradients has. Rows that are not in `queries` get a dmax of 0.
+  __device__ void load_statistics(const QueryTile& to, int head, int q_start, Range queries) const {
+    unsigned int dentropy = to.numbers + 8 * BLOCK_Q, dmax = dentropy + 4 * BLOCK_Q, argmax = dmax + 4 * BLOCK_Q;
+    if constexpr (DENTROPY)
+      load_numbers<BLOCK_Q>(dentropy, sequence.queries<float>(p.dentropy, head) + q_start, q_start, queries);
+    if constexpr (DMAX) {
+      load_numbers<BLOCK_Q>(dmax, sequence.queries<float>(p.dmax, head) + q_start, q_start, queries);
+      load_numbers<BLOCK_Q>(argmax, sequence.queries<int>(p.argmax, head) + q_start, q_start, queries);
+    }
+  }
+#endif
 };
 
 // Addresses in shared memory of the operands of a tile of keys.

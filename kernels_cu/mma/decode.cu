@@ -58,7 +58,12 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
 // Lazy rescaling per row, not per warp: a row's reference depends only on its own scores, so that the other rows of the
 // tile do not change the bits of its result.
 __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
-                            float scale_log2) {
+                            float scale_log2
+#if STATISTICS
+                            ,
+                            RowStatistics (&statistics)[M][2], int kv_start
+#endif
+) {
   float factors[M][2];
   bool any = false;
 #pragma unroll
@@ -70,9 +75,24 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
       for (int n = 0; n < N; ++n) largest = max(largest, max(S[m][n][2 * half], S[m][n][2 * half + 1]));
       largest = row_max(largest);
       factors[m][half] = 1;
+#if STATISTICS
+      RowStatistics& row = statistics[m][half];
+      Softmax2 previous = softmax[m][half];
+      if constexpr (FIND_MAX) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) row.take(S[m][n][e], kv_start + column_of(n, e));
+      }
+#endif
       if (softmax[m][half].exceeds_reference(largest, scale_log2)) {  // @if-maximum-grows
         factors[m][half] = softmax[m][half].update(largest, scale_log2);
         any = true;
+#if STATISTICS
+        // @rescale-w-of-row
+        if constexpr (ENTROPY)
+          row.rescale(previous.reference, softmax[m][half].reference, factors[m][half], previous.l);
+#endif
       }
     }
   if (__any_sync(0xFFFFFFFF, any)) rescale(O, factors);
@@ -80,6 +100,9 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 
 #if CLUSTER_MERGE
 constexpr int LSE_COLUMN = O_ROW - 1;  // @LSE_COLUMN: the padding of a row of O_smem holds the lse of the part
+#if STATISTICS
+constexpr int STATISTICS_COLUMN = LSE_COLUMN - 3;  // and its PartStatistics before it
+#endif
 
 // A row of the result of a part, in the shared memory of any block of the cluster.
 struct ClusterRow {
@@ -100,14 +123,50 @@ __device__ void merge_parts(const Params& p, const Part& part, int parts, const 
     merge_row(
         p, part.sequence, part.kv_head, part.first_row + row, parts,
         [&](int c) { return ClusterRow{mapa(row_smem, c)}[LSE_COLUMN]; },
-        [&](int c) { return ClusterRow{mapa(row_smem, c)}; });  // @part-of-rank
+        [&](int c) { return ClusterRow{mapa(row_smem, c)}; }
+#if STATISTICS
+        ,
+        [&](int c) {
+          ClusterRow result{mapa(row_smem, c)};
+          return PartStatistics{{result[STATISTICS_COLUMN], __float_as_int(result[STATISTICS_COLUMN + 1])},
+                                result[STATISTICS_COLUMN + 2]};
+        }
+#endif
+    );  // @part-of-rank
   }
   cluster_sync();  // @wait-parts-read
 }
 #endif
 
+#if STATISTICS
+// The statistics of a row of the part from those of the warps; `softmax` is that of all warps together.
+__device__ PartStatistics statistics_of(int row, const Softmax2& softmax, const float (*softmax_smem)[BLOCK_Q][2],
+                                        const RowStatistics (*statistics_smem)[BLOCK_Q], float scale_log2,
+                                        float scale) {
+  RowStatistics total;
+  total.init();
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) {
+    RowStatistics of_warp = statistics_smem[warp][row];
+    Softmax2 own;
+    own.init();
+    own.update(softmax_smem[warp][row][0], scale_log2);
+    of_warp.rescale(own.reference, softmax.reference, ex2_approx(own.reference - softmax.reference),
+                    softmax_smem[warp][row][1]);  // @rescale-w-of-warp
+    total.take(of_warp.top, of_warp.key);
+    total.w += of_warp.w;
+  }
+  return {{total.top * scale, total.key}, softmax.entropy(total.w)};
+}
+#endif
+
 // Merges the results of the warps, in the order of the warps, and stores the result of the part.
-__device__ void store_part(const Params& p, const Part& part, float* O_smem, const float (*softmax_smem)[BLOCK_Q][2]) {
+__device__ void store_part(const Params& p, const Part& part, float* O_smem, const float (*softmax_smem)[BLOCK_Q][2]
+#if STATISTICS
+                           ,
+                           const RowStatistics (*statistics_smem)[BLOCK_Q]
+#endif
+) {
   Descales descales = part.descales(p);
   float scale = descales.scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   constexpr int CHUNKS = PART_COLUMNS / 4;
@@ -134,21 +193,40 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);  // @scale-of-lse
 #pragma unroll
     for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;  // @decode.descale-O
+#if STATISTICS
+    PartStatistics statistics;
+    if (column == 0)
+      statistics =
+          statistics_of(row, softmax, softmax_smem, statistics_smem, scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);
+#endif
     if (!part.whole) {
 #if CLUSTER_MERGE
       // The result overwrites O of warp 0: no other thread reads these columns of it.
       float* result = O_smem + row * O_ROW;
       *(float4*)(result + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) result[LSE_COLUMN] = ending.lse;
+#if STATISTICS
+      if (column == 0) {
+        result[STATISTICS_COLUMN] = statistics.top, result[STATISTICS_COLUMN + 1] = __int_as_float(statistics.key);
+        result[STATISTICS_COLUMN + 2] = statistics.entropy;
+      }
+#endif
 #else
       long long at = (long long)part.partial_result * BLOCK_Q + row;
       // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
       if (SPLIT_SIZE && part.partial_result >= p.partial_results) continue;
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;  // @store-lse-of-part
+#if STATISTICS
+      if (column == 0) ((PartStatistics*)p.part_statistics)[at] = statistics;
+#endif
 #endif
       continue;
     }
+#if STATISTICS
+    if (column == 0)
+      statistics.store(p, part.sequence, head, i, entropy_with_sink(p, head, ending, statistics.entropy));
+#endif
     // Rows past the last sequence of a packed batch have no sink.
     ending = i < part.sequence.q_len ? with_sink(p, head, ending.lse) : Softmax2::Ending{-infinity(), 0};
     element* out = part.sequence.queries<element>(p.out, head) + i * p.out.row + column;
@@ -161,7 +239,12 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
 
 // Stores O, row max and row sum of this warp where store_part reads them.
 __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Softmax2 (&softmax)[M][2],
-                           const float (&O)[M][Gemm::FRAGMENTS][4]) {
+                           const float (&O)[M][Gemm::FRAGMENTS][4]
+#if STATISTICS
+                           ,
+                           RowStatistics (*statistics_smem)[BLOCK_Q], RowStatistics (&statistics)[M][2]
+#endif
+) {
   int warp = threadIdx.x / WARP;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -171,6 +254,11 @@ __device__ void store_warp(float* O_smem, float (*softmax_smem)[BLOCK_Q][2], Sof
       float l = row_sum(softmax[m][half].l);
       if (lane_id() % 4 == 0) softmax_smem[warp][row][0] = softmax[m][half].m, softmax_smem[warp][row][1] = l;
       Gemm::store_row(smem_address(O_smem + (warp * BLOCK_Q + row) * O_ROW), O[m], half);
+#if STATISTICS
+      statistics[m][half].reduce(4);
+      statistics[m][half].w = row_sum(statistics[m][half].w);
+      if (lane_id() % 4 == 0) statistics_smem[warp][row] = statistics[m][half];
+#endif
     }
 }
 
@@ -200,6 +288,10 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #pragma unroll
   for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
   float O_rmem[M][Gemm::FRAGMENTS][4] = {};
+#if STATISTICS
+  RowStatistics statistics[M][2];
+  init(statistics);
+#endif
 
   // Mainloop.
   for (; tiles.valid(); tiles.next()) {
@@ -215,8 +307,16 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
       modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
       modify_rows<false>(S_rmem, p, part, scale, tiles.start + 16 * warp);
+#if STATISTICS
+    update_rows(O_rmem, softmax, S_rmem, scale_log2, statistics, tiles.start + 16 * warp);
+    if constexpr (ENTROPY)
+      exponentiate<true>(S_rmem, softmax, statistics, scale_log2);
+    else
+      exponentiate(S_rmem, softmax, scale_log2);
+#else
     update_rows(O_rmem, softmax, S_rmem, scale_log2);
     exponentiate(S_rmem, softmax, scale_log2);
+#endif
     unsigned int P_rmem[M][N / 2][4];
     round_fragments(P_rmem, S_rmem);
     Gemm::accumulate(O_rmem, P_rmem, V_smem, V_lane);
@@ -227,9 +327,16 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   stages.end();
   float* O_smem = (float*)(smem + SharedMemory::O);
   auto softmax_smem = (float (*)[BLOCK_Q][2])(smem + SharedMemory::ROWS);
+#if STATISTICS
+  auto statistics_smem = (RowStatistics(*)[BLOCK_Q])(smem + SharedMemory::STATISTICS_ROWS);
+  store_warp(O_smem, softmax_smem, softmax, O_rmem, statistics_smem, statistics);
+  sync_consumers();
+  store_part(p, part, O_smem, softmax_smem, statistics_smem);
+#else
   store_warp(O_smem, softmax_smem, softmax, O_rmem);
   sync_consumers();
   store_part(p, part, O_smem, softmax_smem);
+#endif
 }
 
 #if TMA_KV

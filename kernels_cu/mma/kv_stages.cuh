@@ -17,11 +17,16 @@ constexpr int O_ROW = columns_of_O(sizeof(kv_element));
 // part. With TMA_KV they have memory of their own, because the producer warp already fills the slots for the next part.
 struct SharedMemory {
   static constexpr int Q_BYTES = BLOCK_Q * row_bytes(HEAD_DIM), SLOTS_BYTES = STAGES * KeySlot::BYTES;
-  static constexpr int SLOTS = TMA_KV ? 0 : Q_BYTES;                // STAGES x KeySlot
-  static constexpr int Q = TMA_KV ? SLOTS_BYTES : 0;                // [BLOCK_Q][HEAD_DIM]
-  static constexpr int O = TMA_KV ? Q + Q_BYTES : 0;                // floats [WARPS][BLOCK_Q][O_ROW]
-  static constexpr int ROWS = O + 4 * WARPS * BLOCK_Q * O_ROW;      // floats [WARPS][BLOCK_Q][2]: row max, row sum
+  static constexpr int SLOTS = TMA_KV ? 0 : Q_BYTES;            // STAGES x KeySlot
+  static constexpr int Q = TMA_KV ? SLOTS_BYTES : 0;            // [BLOCK_Q][HEAD_DIM]
+  static constexpr int O = TMA_KV ? Q + Q_BYTES : 0;            // floats [WARPS][BLOCK_Q][O_ROW]
+  static constexpr int ROWS = O + 4 * WARPS * BLOCK_Q * O_ROW;  // floats [WARPS][BLOCK_Q][2]: row max, row sum
+#if STATISTICS
+  static constexpr int STATISTICS_ROWS = ROWS + 4 * WARPS * BLOCK_Q * 2;  // RowStatistics [WARPS][BLOCK_Q]
+  static constexpr int MBARRIERS = STATISTICS_ROWS + 12 * WARPS * BLOCK_Q;
+#else
   static constexpr int MBARRIERS = ROWS + 4 * WARPS * BLOCK_Q * 2;  // TMA_KV: mbarriers of the slots
+#endif
   static constexpr int BYTES = TMA_KV ? MBARRIERS + 16 * STAGES : maximum(Q_BYTES + SLOTS_BYTES, MBARRIERS);
 };
 

@@ -6,13 +6,17 @@
 #include "load.cuh"
 
 // Byte offsets, for a tile of queries, of Q, its tangent (TQ) and dO, and of lse2 and delta of the rows (DIRECTION:
-// RowNumbers).
+// RowNumbers), which dentropy, dmax and argmax follow (DSTATISTICS).
 struct QuerySlot {
-  static constexpr int Q = 0;                                             // [BLOCK_Q][HEAD_DIM]
-  static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);            // TQ: [BLOCK_Q][HEAD_DIM]
-  static constexpr int dO = tQ + TQ * BLOCK_Q * row_bytes(HEAD_DIM);      // [BLOCK_Q][HEAD_DIM_V]
-  static constexpr int NUMBERS = dO + BLOCK_Q * row_bytes(HEAD_DIM_V);    // lse2 [BLOCK_Q], delta [BLOCK_Q]
+  static constexpr int Q = 0;                                           // [BLOCK_Q][HEAD_DIM]
+  static constexpr int tQ = Q + BLOCK_Q * row_bytes(HEAD_DIM);          // TQ: [BLOCK_Q][HEAD_DIM]
+  static constexpr int dO = tQ + TQ * BLOCK_Q * row_bytes(HEAD_DIM);    // [BLOCK_Q][HEAD_DIM_V]
+  static constexpr int NUMBERS = dO + BLOCK_Q * row_bytes(HEAD_DIM_V);  // lse2 [BLOCK_Q], delta [BLOCK_Q]
+#if DSTATISTICS
+  static constexpr int BYTES = NUMBERS + 20 * BLOCK_Q;
+#else
   static constexpr int BYTES = NUMBERS + (DIRECTION ? 16 : 8) * BLOCK_Q;  // DIRECTION: RowNumbers [BLOCK_Q]
+#endif
 };
 
 // Loads the rows of dO whose queries are in `queries`, and zeros for others. A row that sees no key must not

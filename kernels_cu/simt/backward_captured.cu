@@ -27,7 +27,15 @@ __device__ void add_gradients(Mod::RowSums (&sums)[ROWS], const Products& tile, 
       Mod::Query q = band.mod.query(score.head, i);
       Mod::Key k = band.mod.key(j);
       real probability = exp(band.mod.score(s, q, k, by_score) - queries.lse[row]);
+#if WEIGHTS
+      ResultGradient gradient(score);
+      real ds = probability == 0 ? 0 : probability * gradient(i, j) * (GRADIENT_OF == 2 ? gradient.weight(i) : 1);
+#else
       real ds = probability * (tile.dS[r][c] * factor - queries.delta[row]);
+#endif
+#if DSTATISTICS
+      ds += queries.statistics().of_score(row, j, probability, log(probability));
+#endif
       if (ds != 0) band.mod.add_gradients(ds, s, q, k, sums[r]);
     }
   }

@@ -1,83 +1,9 @@
-// key_importance: one block per tile of BLOCK_KV keys of one query head, over all queries that see them, so that every
-// sum is deterministic. Tiles past the last key of a sequence write zeros. grid (key tiles, heads, sequences)
+// key_importance: its steps are in ../key_importance.cuh.
 #include "weights.cuh"
-
-constexpr int ROWS = BLOCK_KV / ROW_THREADS;  // score tiles are transposed: rows are keys
-constexpr int COLS = BLOCK_Q / LANES;
-
-// Offsets, in elements of type real.
-struct SharedMemory {
-  static constexpr int K = 0;                                    // [BLOCK_KV][HEAD_DIM]
-  static constexpr int Q = K + BLOCK_KV * row_stride(HEAD_DIM);  // [BLOCK_Q][HEAD_DIM]
-  static constexpr int BYTES = sizeof(real) * (Q + BLOCK_Q * row_stride(HEAD_DIM));
-};
-
-// The query tiles of a key tile, of one head.
-struct HeadTiles : Walk<BLOCK_Q, Order::FIRST_TO_LAST, ClassifyQueries> {
-  __device__ HeadTiles(const Band& band, int head, int kv_start)
-      : Walk(band.seen_by_all(kv_start, kv_start + BLOCK_KV), QTiles::visible_queries(band, kv_start),
-             {band, head, {kv_start, min(kv_start + BLOCK_KV, band.kv_len)}}) {
-    if (visible.begin < visible.end) skip_hidden();
-  }
-};
-
-// The weight of query i of a head; 1 without weights.
-__device__ inline real row_weight(const Params& p, const Sequence& sequence, int head, int i) {
-  const Dense& x = p.row_weights;
-  if (!x.data) return 1;
-  long long element = (PACKED ? 0 : sequence.batch * x.batch) + head * x.head + (sequence.q_start + i) * x.row;
-  return to_real(((const weight_element*)x.data)[element]);
-}
+// The steps are on tiles of scores of this engine, which are above.
+#include "../key_importance.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) key_importance(const __grid_constant__ Params p) {
-  extern __shared__ Chunk shared[];
-  __shared__ int pages_smem[2][BLOCK_KV];
-  real* smem = (real*)shared;
-  real *K_smem = smem + SharedMemory::K, *Q_smem = smem + SharedMemory::Q;
-
-  int head = blockIdx.y, kv_head = head / p.group;
-  Sequence sequence(p, blockIdx.z);
-  Band band(p, sequence);
-  Score score(p, sequence, head);
-  TilePages pages{sequence, pages_smem};
-  for (int kv_start = blockIdx.x * BLOCK_KV; kv_start < p.result_columns; kv_start += gridDim.x * BLOCK_KV) {
-    // Prologue.
-    __syncthreads();
-    Range keys = {band.kv_begin(0), sequence.q_len > 0 ? band.kv_end(sequence.q_len) : 0};
-    load_keys(K_smem, p, sequence, kv_head, pages, kv_start, keys);
-    real sums[ROWS] = {};
-
-    // Mainloop.
-    for (HeadTiles q_tiles(band, head, kv_start); q_tiles.valid(); q_tiles.next()) {
-      int q_start = q_tiles.start;
-      __syncthreads();
-      load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), q_tiles.visible);
-      __syncthreads();
-      real S_rmem[ROWS][COLS] = {};
-      scores<ROWS, COLS, HEAD_DIM>(S_rmem, K_smem, Q_smem);
-      modify(S_rmem, score, band,
-             [&](int r, int c) { return int2{q_start + lane_x() + c * LANES, kv_start + row_y() + r * ROW_THREADS}; });
-      real of_tile[ROWS] = {};  // a single running sum over all queries would round more often
-#pragma unroll
-      for (int c = 0; c < COLS; ++c) {
-        int i = q_start + lane_x() + c * LANES;
-        real lse = lse_of(p, sequence, head, i), weight = i < sequence.q_len ? row_weight(p, sequence, head, i) : 0;
-        // A row of weight 0 adds nothing, whatever its scores are.
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-          if (weight != 0) of_tile[r] += weight * probability(S_rmem[r][c], lse);  // @weights.weight-of-row
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) sums[r] += of_tile[r];
-    }
-
-    // Epilogue.
-    real* result = (real*)p.result.data + sequence.batch * p.result.batch + head * p.result.head;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      real sum = row_sum(sums[r]);
-      int j = kv_start + row_y() + r * ROW_THREADS;
-      if (lane_x() == 0 && j < p.result_columns) result[j] = sum;
-    }
-  }
+  extern __shared__ Chunk smem[];
+  sum_importance(p, (unsigned char*)smem);
 }

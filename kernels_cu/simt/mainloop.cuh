@@ -68,19 +68,42 @@ __device__ void sum_dQ(const Params& p, real* smem) {
     __syncthreads();
     queries.load(p, sequence, head, q_start, Range{0, sequence.q_len});
     real dQ_rmem[ROWS][columns_of(HEAD_DIM)] = {};
+#if WEIGHTS
+    real sums[ROWS] = {};  // of P dP over the keys
+#endif
 
     using Tile = Gradients<ROWS, COLS, false, true>;
     KvTiles<Order::FIRST_TO_LAST> kv_tiles(band, head, q_start);
-    visit_keys<Tile>(p, sequence, kv_head, q_start, kv_tiles, queries, keys, [&](Tile& tile, int2 start, bool masked) {
-      differentiate(tile, masked, score, band, dropout, queries, start);
-      tile.add_to(dQ_rmem, keys, P_smem);
-    });
+#if WEIGHTS
+    if (has_rows(p, sequence.q_start + q_start, sequence.q_start + min(q_start + BLOCK_Q, sequence.q_rows)))
+#endif
+      visit_keys<Tile>(p, sequence, kv_head, q_start, kv_tiles, queries, keys,
+                       [&](Tile& tile, int2 start, bool masked) {
+                         differentiate(tile, masked, score, band, dropout, queries, start);
+                         tile.add_to(dQ_rmem, keys, P_smem);
+#if WEIGHTS
+#pragma unroll
+                         for (int r = 0; r < ROWS; ++r) sums[r] += tile.sums[r];
+#endif
+                       });
 
     // Epilogue.
     for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
       // @simt.scale-dQ
       store_row<HEAD_DIM>(sequence.queries<element>(p.dq, head) + i * p.dq.row, dQ_rmem[r], (real)p.scale);
     });
+#if WEIGHTS
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) sums[r] = row_sum(sums[r]);
+    for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
+      if (lane_x() > 0) return;
+      int row = sequence.q_start + i;
+      real weight = GRADIENT_OF == 2 && sums[r] != 0 ? row_weight(p, sequence.batch, head, row) : 1;
+      sequence.queries<real>(p.dlse, head)[i * p.dlse.row] = 0 - weight * sums[r];  // @weights.dlse
+      const Dense& x = p.drow_sums;
+      if (x.data) ((real*)x.data)[(PACKED ? 0 : sequence.batch * x.batch) + head * x.head + row * x.row] = sums[r];
+    });
+#endif
   }
 }
 
@@ -120,6 +143,10 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
     // Mainloop.
     for (QTiles q_tiles(p, band, kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
       int head = q_tiles.head;
+#if WEIGHTS
+      int last = min(q_tiles.start + BLOCK_Q, sequence.q_rows);
+      if (!has_rows(p, sequence.q_start + q_tiles.start, sequence.q_start + last)) continue;
+#endif
       Score score(p, sequence, head);
       Dropout dropout(p, sequence.batch, head);
       __syncthreads();
@@ -139,7 +166,9 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
 #else
     for_each_row<ROWS>(kv_start, sequence.kv_rows, [&](int r, int j) {
       store_row<HEAD_DIM>(sequence.keys<element>(p.dk, kv_head) + j * p.dk.row, dK_rmem[r], (real)p.scale);
+#if !WEIGHTS
       store_row<HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head) + j * p.dv.row, dV_rmem[r], (real)1);
+#endif
     });
 #endif
   }

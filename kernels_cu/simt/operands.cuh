@@ -1,6 +1,9 @@
 // Tiles of queries and of keys in shared memory: the operands of a backward and (DIRECTION) of a double backward, which
 // also has the tangents of the inputs.
 #pragma once
+#if DSTATISTICS
+#include "../statistics.cuh"
+#endif
 #include "steps.cuh"
 
 // Offsets, in elements of type real, of the arrays of a tile of queries and of a tile of keys.
@@ -10,7 +13,12 @@ struct QuerySlot {
   static constexpr int dO = tQ + TQ * BLOCK_Q * row_stride(HEAD_DIM);
   static constexpr int LSE = dO + BLOCK_Q * row_stride(HEAD_DIM_V);
   static constexpr int DELTA = LSE + BLOCK_Q, LSE_TANGENT = DELTA + BLOCK_Q, DELTA_TANGENT = LSE_TANGENT + BLOCK_Q;
+#if DSTATISTICS
+  static constexpr int DENTROPY_ROWS = LSE_TANGENT, DMAX_ROWS = DENTROPY_ROWS + BLOCK_Q;
+  static constexpr int ARGMAX = DMAX_ROWS + BLOCK_Q, END = ARGMAX + BLOCK_Q;
+#else
   static constexpr int END = DIRECTION ? DELTA_TANGENT + BLOCK_Q : LSE_TANGENT;
+#endif
 };
 struct KeySlot {
   static constexpr int K = 0;
@@ -29,6 +37,13 @@ struct QueryTile {
   real* delta;          // [BLOCK_Q]; 0 for a row that sees no key, as are its two tangents
   real* lse_tangent;    // mu
   real* delta_tangent;  // eps
+#if DSTATISTICS
+  real* dentropy;  // [BLOCK_Q]; 0 for a row that sees no key
+  real* dmax;      // [BLOCK_Q]
+  int* argmax;     // [BLOCK_Q]; -1 for a row that sees no key
+
+  __device__ StatisticsGradients statistics() const { return {dentropy, dmax, argmax}; }
+#endif
 
   __device__ QueryTile(real* smem)
       : Q(smem + QuerySlot::Q),
@@ -37,7 +52,15 @@ struct QueryTile {
         lse(smem + QuerySlot::LSE),
         delta(smem + QuerySlot::DELTA),
         lse_tangent(smem + QuerySlot::LSE_TANGENT),
-        delta_tangent(smem + QuerySlot::DELTA_TANGENT) {}
+        delta_tangent(smem + QuerySlot::DELTA_TANGENT)
+#if DSTATISTICS
+        ,
+        dentropy(smem + QuerySlot::DENTROPY_ROWS),
+        dmax(smem + QuerySlot::DMAX_ROWS),
+        argmax((int*)(smem + QuerySlot::ARGMAX))
+#endif
+  {
+  }
 
   __device__ void load(const Params& p, const Sequence& sequence, int head, int q_start, Range queries) {
     auto rows = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
@@ -45,10 +68,12 @@ struct QueryTile {
 #if DIRECTION
     if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ, rows(p.tq), queries);
 #endif
+#if !WEIGHTS
     // A row that sees no key must not contribute, whatever its dO is.
     const real* lse_rows = sequence.queries<real>(p.lse, head);
     auto sees = [&](int i) { return queries(i) && lse_rows[i * p.lse.row] != -infinity(); };
     load_tile<BLOCK_Q, HEAD_DIM_V>(dO, rows(p.dout), sees);
+#endif
     load_numbers(p, sequence, head, q_start);
   }
   __device__ void load_numbers(const Params& p, const Sequence& sequence, int head, int q_start) {
@@ -57,7 +82,17 @@ struct QueryTile {
       int i = q_start + row;
       real x = i < sequence.q_len ? number(p.lse, i) : -infinity();
       lse[row] = x == -infinity() ? infinity() : x;  // @lse-of-no-key
+#if !WEIGHTS
       delta[row] = x == -infinity() ? 0 : number(p.delta, i);
+#endif
+#if DSTATISTICS
+      bool has_key = x != -infinity();
+      if constexpr (DENTROPY) dentropy[row] = has_key ? number(p.dentropy, i) : 0;
+      if constexpr (DMAX) {
+        dmax[row] = has_key ? number(p.dmax, i) : 0;
+        argmax[row] = has_key ? sequence.queries<int>(p.argmax, head)[i * p.argmax.row] : -1;
+      }
+#endif
     }
 #if DIRECTION
     // A separate loop, because a single loop over all numbers would take more registers.
@@ -87,7 +122,9 @@ struct KeyTile {
 #if DIRECTION
     if constexpr (TK) load_tile<BLOCK_KV, HEAD_DIM>(tK, rows(p.tk), keys);
 #endif
+#if !WEIGHTS
     load_tile<BLOCK_KV, HEAD_DIM_V>(V, rows(p.v), keys);
+#endif
 #if DIRECTION
     if constexpr (TV) load_tile<BLOCK_KV, HEAD_DIM_V>(tV, rows(p.tv), keys);
 #endif

@@ -1,39 +1,35 @@
-// Steps that attention_weights.cu, top_weights.cu and key_importance.cu share: probabilities from scores and a given
-// lse. These kernels read q, k and lse; there is no v.
+// Tiles of scores of the kernels of attention weights, as ../weights.cuh needs them.
 #pragma once
 #include "steps.cuh"
 
-// Turns q.k into scores; keys that a query does not see get -inf. place(r, c) is (query, key).
-template <int ROWS, int COLS, typename Place>
-__device__ void modify(real (&S)[ROWS][COLS], const Score& score, const Band& band, Place place) {
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) {
-      int2 at = place(r, c);
-      real derivative;
-      bool seen = at.x >= 0 && sees<true>(score, band, at.x, at.y);
-      S[r][c] = seen ? score.apply(S[r][c], at.x, at.y, derivative) : -infinity();
-    }
+using OperandAddress = real*;  // of a tile of Q or K in shared memory
+
+// Bytes of a tile of Q or K.
+__device__ constexpr int operand_bytes(int rows) {
+  return sizeof(real) * rows * row_stride(HEAD_DIM);
+}
+__device__ inline OperandAddress operand_at(unsigned char* smem, int offset) {
+  return (real*)(smem + offset);
 }
 
-// The probability of a score. lse is an input: it may be NaN, or -inf for a row that sees no key.
-__device__ inline real probability(real s, real lse) {
-  return s == -infinity() ? 0 : exp(s - (lse == -infinity() ? infinity() : lse));  // @weights.probability
+// Loads a tile with zeros for the rows of which read(position) is false. `stride` is that of rows in a line.
+template <int ROWS, typename Rows, typename Read>
+__device__ void load_operand(OperandAddress to, const Rows& rows, long long stride, Read read) {
+  load_tile<ROWS, HEAD_DIM>(to, rows, read);
 }
-
-// The lse of query i; -inf outside of the sequence.
-__device__ inline real lse_of(const Params& p, const Sequence& sequence, int head, int i) {
-  return i >= 0 && i < sequence.q_len ? sequence.queries<real>(p.lse, head)[i * p.lse.row] : -infinity();
-}
-
-// Loads the keys of a tile. The caller ensures that no thread still reads K_smem.
-__device__ inline void load_keys(real* K_smem, const Params& p, const Sequence& sequence, int kv_head, TilePages& pages,
-                                 int kv_start, Range visible) {
-  Range readable = sequence.readable(visible);
-  pages.look_up(kv_start, readable);
-  pages.store();
+__device__ inline void wait_for_operands() {
   __syncthreads();
-  load_tile<BLOCK_KV, HEAD_DIM>(K_smem, sequence.key_rows<element>(p.k, kv_head).tile(kv_start, pages.stored()),
-                                readable);
 }
+
+// The products of the rows of two tiles, of which a thread has ROWS x COLS; row(r) and column(c) are their places.
+template <int A_ROWS, int B_ROWS>
+struct ScoreTile {
+  static constexpr int ROWS = A_ROWS / ROW_THREADS, COLS = B_ROWS / LANES;
+
+  real s[ROWS][COLS] = {};
+
+  __device__ ScoreTile(OperandAddress A, OperandAddress B) { scores<ROWS, COLS, HEAD_DIM>(s, A, B); }
+  __device__ static int row(int r) { return row_y() + r * ROW_THREADS; }
+  __device__ static int column(int c) { return lane_x() + c * LANES; }
+  __device__ static bool is_first_of_row() { return lane_x() == 0; }
+};

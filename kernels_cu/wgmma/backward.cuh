@@ -204,9 +204,13 @@ struct Maps {
   TensorMap dout;
 };
 
-// lse2 and delta of a tile of queries; under a mask_mod also the tile's record: its start, plus CUT if the mask_mod
-// cuts the tile, and its head.
+// lse2 and delta of a tile of queries (DSTATISTICS: and dentropy, dmax and argmax); under a mask_mod also the tile's
+// record: its start, plus CUT if the mask_mod cuts the tile, and its head.
+#if DSTATISTICS
+constexpr int RECORD = 5 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16 : 0);
+#else
 constexpr int RECORD = 2 * 4 * BLOCK_Q, ROW_SLOT_BYTES = RECORD + (MASK_MOD ? 16 : 0);
+#endif
 using RowRing = SlotRing<2, ROW_SLOT_BYTES, WARP>;
 
 // A step leaves its tile unfinished: the next one computes its dK, from dS in shared memory, under the softmax. S of
@@ -336,6 +340,13 @@ __device__ void load_lse_delta(const Params& p, unsigned char* smem, Rings& ring
       };
       load(p.lse2, to, infinity());
       load(p.delta, to + BLOCK_Q, 0);
+#if DSTATISTICS
+      if constexpr (DENTROPY) load(p.dentropy, to + 2 * BLOCK_Q, 0);
+      if constexpr (DMAX) {
+        load(p.dmax, to + 3 * BLOCK_Q, 0);
+        load(p.argmax, to + 4 * BLOCK_Q, 0);  // numbers of keys, in 32 bits; dmax is 0 in the rows without one
+      }
+#endif
       mbarrier_arrive(rings.rows.full());
       ++rings.rows.index;
     }

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, Case, furthest, references
+from tiers import exhaustive
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import reference
+from cupy_flash import Statistics, reference
 from cupy_flash.arrays import as_array
 from cupy_flash.cpu.partials import merge
 from cupy_flash.engines.launch import require_grids
@@ -220,6 +221,32 @@ def test_kernel_is_the_twin_of_partials(twin, monkeypatch):
         assert actual.dtype == exact.dtype and actual.shape == exact.shape
         eps = float(ml_dtypes.finfo(actual.dtype).eps)  # rounding of the result, of the weights and of the exponential
         np.testing.assert_allclose(actual.astype(np.float64), exact.astype(np.float64), rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("layout", ["bshd", exhaustive("bhsd"), exhaustive("thd")])
+def test_the_kernel_merges_statistics_as_partials(layout):
+    """Rows with keys in both parts, in one, and in none, with equal maxima, and with NaN."""
+    rng = np.random.default_rng(4)
+    shape = {"bshd": (2, 7, 3, 8), "bhsd": (2, 3, 7, 8), "thd": (7, 3, 8)}[layout]
+    rows = (3, 7) if layout == "thd" else (2, 3, 7)
+    out = rng.normal(size=(2, *shape)).astype(np.float32)
+    lse, top, entropy = rng.normal(size=(3, 2, *rows)).astype(np.float32)
+    argmax = rng.integers(0, 9, (2, *rows)).astype(np.int32)
+    lse[0, ..., 1], lse[1, ..., 2], lse[..., 3] = -np.inf, -np.inf, -np.inf
+    dead = np.isneginf(lse)
+    top[..., 4], top[1, ..., 5], top[..., 6] = 0.5, np.nan, np.nan
+    entropy[1, ..., 5] = np.nan
+    top[dead], argmax[dead], entropy[dead] = -np.inf, -1, 0
+    entropy = abs(entropy)
+    parts = (out[0], lse[0], out[1], lse[1])
+    of_parts = tuple(Statistics(*x) for x in zip(top, argmax, entropy, strict=True))
+    layout = layout.replace("thd", "bshd")
+    given = dict(statistics_a=of_parts[0], statistics_b=of_parts[1], key_offset_b=9)
+    expected = cupy_flash.merge(*parts, layout=layout, **given)
+    layout, posed, statistics = pose_merge(parts, layout, of_parts)
+    merged = run_plan.merge(posed, layout, "sm_80", simulator.start, statistics, 9)
+    for actual, other in zip(merged, (*expected[:2], *expected[2]), strict=True):
+        np.testing.assert_allclose(actual.numpy(), other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(70000, 1, 2, 1), (1, 1, 70000, 1), (1, 70000, 1)], ids=str)

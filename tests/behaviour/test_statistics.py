@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cache_cases import CacheCase
 from cases import FEATURES, OPTIONS, Case
-from row_statistics import ALL, assert_are_of_the_scores, dense, statistics_of
+from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, dense, statistics_of
 
 import cupy_flash
 from cupy_flash import Statistics, UnsupportedError
@@ -221,6 +221,7 @@ def test_gradients_are_those_by_differences(name):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_array_equal(one, other)
+    assert_are_the_gradients(case, call._replace(dout=weights[0], dlse=weights[1]), of_function, *weights[2:])
 
 
 def test_statistics_of_two_parts_are_merged():
@@ -287,7 +288,7 @@ def test_what_has_no_statistics_refuses_them_by_name():
     with pytest.raises(UnsupportedError, match="it takes no gradients of max and entropy of rows"):
         cupy_flash.attention_backward(
             out, q, q, q, out, lse, statistics=Statistics(found.max, np.zeros((1, 2, 3), np.int32), found.entropy),
-            dmax=lse, dentropy=lse, backend="simulator",
+            dmax=lse, dentropy=lse, engine="aten",
         )  # fmt: skip
     with pytest.raises(UnsupportedError, match="statistics have no tangents"):
         cupy_flash.attention_jvp(q, q, q, q, **asked)

@@ -374,11 +374,11 @@ def test_a_backward_checks_its_gradient():
         cupy_flash.key_importance_vjp(*arguments)[1](zeros(2, 4, 3))
 
 
-def test_gpu_engines_refuse_gradients_by_name():
-    arguments = zeros(1, 3, 4, 16), zeros(1, 5, 4, 16), zeros(1, 4, 3)
-    _, vjp = cupy_flash.attention_weights_vjp(*arguments, backend="simulator")
-    with pytest.raises(UnsupportedError, match="simt: it computes no gradients of attention_weights in this version"):
-        vjp(zeros(1, 4, 3, 5))
+def test_tensor_cores_refuse_gradients_by_name():
+    arguments = *(zeros(1, n, 4, 16, dtype=np.float16) for n in (3, 5)), zeros(1, 4, 3)
+    _, vjp = cupy_flash.attention_weights_vjp(*arguments, backend="simulator", engine="mma")
+    with pytest.raises(UnsupportedError, match="mma: it computes no gradients of attention_weights in this version"):
+        vjp(zeros(1, 4, 3, 5, dtype=np.float16))
 
 
 def test_the_limit_is_checked_before_anything_is_allocated():

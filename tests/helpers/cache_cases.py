@@ -259,7 +259,7 @@ def run_kernels(
     engine: str = "mma_decode", tma: bool = False, cluster: int = 0, start: Any = start,
     spoil: Callable[[Operands], None] | None = None,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Return (out, lse, k_cache, v_cache) of an engine's kernels on the simulator.
+    """Return (out, lse, k_cache, v_cache) of an engine's kernels on the simulator, and the statistics of the call.
 
     blocks, rows and cluster replace the fields of a decode's planned tile; `tma` adds a producer warp.
     `start` runs the launches, as in `gpu.run_plan`. `spoil` changes the operands after the host has checked them.
@@ -277,9 +277,9 @@ def run_kernels(
         tile = tile._replace(blocks=blocks)
     if cluster:
         tile = tile._replace(cluster=cluster)
-    out, lse = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)
+    out, lse, *statistics = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)
     v_cache = None if call.v_cache is None else operands.v.numpy()
-    return out.numpy(), lse.numpy(), operands.k.numpy(), v_cache
+    return out.numpy(), lse.numpy(), operands.k.numpy(), v_cache, *(x.numpy() for x in statistics)
 
 
 def check(

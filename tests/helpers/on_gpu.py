@@ -11,6 +11,7 @@ import cupy_flash
 FUNCTIONS = (
     "attention", "attention_backward", "attention_double_backward", "attention_jvp", "attention_varlen",
     "attention_varlen_backward", "attention_varlen_double_backward", "attention_varlen_jvp", "attention_vjp",
+    "attention_weights", "attention_weights_vjp", "key_importance", "key_importance_vjp", "merge", "top_weights",
 )  # fmt: skip
 
 
@@ -78,6 +79,8 @@ def moving(function):
     import cupy
 
     def to_gpu(x):
+        if hasattr(x, "_fields"):  # a record, such as the statistics of a forward
+            return type(x)(*map(to_gpu, x))
         return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
     def to_host(x):

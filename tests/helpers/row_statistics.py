@@ -39,6 +39,39 @@ def dense(case, call):
     return scores, exact, low
 
 
+def drawn(lse):
+    """Return gradients of max and of the entropy; those of rows that see no key are NaN."""
+    gradients = np.random.default_rng(3).normal(size=(2, *lse.shape)).astype(lse.dtype)
+    return np.where(np.isneginf(lse), np.nan, gradients)
+
+
+def dense_gradients(case, call, dmax, dentropy):
+    """Return the gradients of the formula in float64, and the least accurate of low-precision runs."""
+    given = dict(dlse=call.dlse, dmax=dmax, dentropy=dentropy)
+    backward, bounds = reference.attention_backward, ()
+    if call.packed is not None:
+        backward, bounds = reference.attention_varlen_backward, call.packed[:2]
+
+    def run(dtype, order):
+        options = call.options | dict(dtype=dtype, order=order)
+        return backward(call.dout, call.q, call.k, call.v, *bounds, **given, **options)
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact, low = run(None, 0), run(DTYPES[case.dtype], 0)
+        for order in range(1, ORDERS):
+            low = map(furthest, exact, low, run(DTYPES[case.dtype], order))
+    return exact, reference.Gradients(*low)
+
+
+def assert_are_the_gradients(case, call, found, dmax, dentropy):
+    """Compare dq, dk, dv, dbias and dsink with the formula."""
+    exact, low = dense_gradients(case, call, dmax, dentropy)
+    for name, one, other in zip(exact._fields, exact, low, strict=True):
+        if one is not None:
+            actual = getattr(found, name)
+            assert_matches_reference(actual, one, other, actual.dtype, f"{name} of {case}")
+
+
 def assert_are_of_the_scores(case, call, found):
     """Compare the Statistics of a call with the formula.
 

@@ -1,7 +1,8 @@
 """Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
-ENGINE is simt, mma, wgmma, fp8, cache or derivatives; for the last two the plan chooses the engine. Without ENGINE all
-of them run, each in its own process, and the results are compared with the formula.
+ENGINE is simt, mma, wgmma, fp8, cache, derivatives or rows (statistics of rows, and attention weights); for the last
+three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and the results are compared
+with the formula.
 
 The driver allocates each array, because the tool does not detect out-of-bounds accesses inside a memory pool.
 """
@@ -19,13 +20,16 @@ import derivatives
 import fp8_cases
 import numpy as np
 import on_gpu
+import row_statistics
+import weights_cases
 from cache_cases import CacheCase
 from cache_cases import check as check_cache
 from cases import Call, Case, Result, check, compare, run
 from mods import arrays_of, mods_of
+from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash import device, dispatch
+from cupy_flash import Statistics, device, dispatch
 from cupy_flash.plan.plan import Plan, candidates, plan
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.records import Operands, Options, Saved
@@ -70,12 +74,24 @@ DERIVATIVES = {
         DIRECTION, dtype="bfloat16", q_len=1200, kv_len=1200
     ),  # shorter cases go to simt
 }
+# Statistics of rows with their gradients, and attention weights.
+ROWS = {
+    "rows": CASES["causal-sink"],
+    "rows on tensor cores": replace(CASES["bias-mask-alibi"], dtype="bfloat16"),
+}
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
 def engines() -> list[str]:
     """Return the engines that this GPU supports."""
-    return ["simt", "mma", "cache", "derivatives", *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else [])]
+    return [
+        "simt",
+        "mma",
+        "cache",
+        "derivatives",
+        "rows",
+        *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else []),
+    ]
 
 
 TileOf = Callable[[Plan], Any]
@@ -133,6 +149,8 @@ def sanitize(engine: str, *, checked: bool) -> None:
         setattr(cupy_flash, name, on_gpu.moving(getattr(cupy_flash, name)))
     if engine == "derivatives":
         return _derivatives(checked)
+    if engine == "rows":
+        return _rows(checked)
     for name, case, words, tile in calls(engine):
         call = _with_mods(case)
         call.options.update(engine=engine, **words)
@@ -181,6 +199,36 @@ def _derivatives(checked: bool) -> None:
         if checked:
             derivatives.check(case, result)
         print(f"derivatives: {name}", flush=True)
+
+
+def _rows(checked: bool) -> None:
+    for name, case in ROWS.items():
+        call, n = case.call(), 3
+        arrays, options = (call.q, call.k, call.v), call.options
+        asked = dict(return_lse=True, statistics=Statistics._fields)
+        out, lse, found = cupy_flash.attention(*arrays, **asked, **options)
+        dmax, dentropy = row_statistics.drawn(lse)
+        given = dict(dlse=call.dlse, statistics=found, dmax=dmax, dentropy=dentropy)
+        gradients = cupy_flash.attention_backward(call.dout, *arrays, out, lse, **given, **options)
+        twice = cupy_flash.merge(out, lse, out, lse, layout=case.layout, statistics_a=found, statistics_b=found)
+        weights = cupy_flash.attention_weights(call.q, call.k, lse, **options)
+        values, keys = cupy_flash.top_weights(call.q, call.k, lse, n, **options)
+        importance, vjp = cupy_flash.key_importance_vjp(
+            call.q, call.k, lse, row_weights=np.ones(case.q_len, np.float32), **options
+        )
+        of_importance = vjp(np.ones_like(importance))
+        if checked:
+            row_statistics.assert_are_of_the_scores(case, call, found)
+            row_statistics.assert_are_the_gradients(case, call, gradients, dmax, dentropy)
+            np.testing.assert_array_equal(twice[2].argmax, found.argmax)
+            P, low = weights_cases.dense(case, call)
+            assert_matches_reference(weights, P, low, weights.dtype, name)
+            np.testing.assert_array_equal(values, np.take_along_axis(weights, np.maximum(keys, 0), -1) * (keys >= 0))
+            exact, approximate = (x.astype(float).sum(axis=-2) for x in (P, low))
+            assert_matches_reference(importance, exact, approximate, case.accumulation, name)
+            low = low.astype(float).sum(axis=(0, 1, 3))
+            assert_matches_reference(of_importance.drow_weights, P.sum(axis=(0, 1, 3)), low, np.dtype(np.float32), name)
+        print(f"rows: {name}", flush=True)
 
 
 def _caches(checked: bool) -> None:

@@ -19,6 +19,7 @@ from tiles import small_tile
 from cupy_flash import dispatch
 from cupy_flash.dropout import keep_mask
 from cupy_flash.engines import simt
+from cupy_flash.engines.shared import PARAMS_SWITCHES
 from cupy_flash.gpu import run_plan
 from cupy_flash.gpu.params import dtypes
 from cupy_flash.jit import nvrtc
@@ -54,14 +55,12 @@ def layout_assertions(structs):
             yield f"static_assert(sizeof((({name}*)nullptr)->{member}) == {kind.itemsize});"
 
 
-@pytest.mark.parametrize("member", ["plain", "cache", "direction", "statistics"])
-def test_params_have_the_compilers_layout(member):
+@pytest.mark.parametrize("switches", [(), *((switch,) for switch in PARAMS_SWITCHES)], ids="-".join)
+def test_params_have_the_compilers_layout(switches):
     assert {"Operand", "Dense", "Params"} <= set(dtypes())
     text = (kernel_folder() / "params.cuh").read_text()
-    switches = {"cache": "KV_CACHE", "direction": "DIRECTION", "statistics": "STATISTICS"}
-    members = {member: True} if member in switches else {}
-    defines = [f"#define {switches[name]} 1" for name in members]
-    nvrtc.compile("\n".join([*defines, text, *layout_assertions(dtypes(**members))]), "params", "compute_80")
+    defines = [f"#define {name} 1" for name in switches]
+    nvrtc.compile("\n".join([*defines, text, *layout_assertions(dtypes("", switches))]), "params", "compute_80")
 
 
 def test_a_wrong_layout_of_params_is_found():

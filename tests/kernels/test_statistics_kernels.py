@@ -1,17 +1,23 @@
 """Statistics of rows from the forwards of simt, mma and wgmma in the simulator."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cache_cases import CacheCase
+from cache_cases import run_kernels as run_cache_kernels
 from cases import Case, planned
 from planting import change, planted, skip
-from row_statistics import ALL, assert_are_of_the_scores, statistics_of
+from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
 from tiers import exhaustive, in_tiers
 from tiles import small_tile
+from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import Statistics
+from cupy_flash.arrays import Array
 from cupy_flash.gpu import run_plan
+from cupy_flash.problem.records import Saved
 from cupy_flash.simulator.run import start
 
 ENGINES = {
@@ -55,6 +61,72 @@ def test_statistics_are_those_of_the_scores(row):
     assert_are_of_the_scores(case, call, Statistics(**run(engine, case, call)))
 
 
+GRADIENTS = {
+    **{name: feature for name, feature in FEATURES.items() if name not in ("hidden", "falling")},
+    "hidden": dict(bias="1hqk", bias_hides=True, mask="qk"),
+    "lengths": dict(batch=2, q_lengths=(19, 3), kv_lengths=(25, 40)),
+    "dropout": dict(dropout=0.3, bias="k"),
+    "mask-mod": dict(mask_mod="sliding", sink=True),
+    "packed": dict(batch=2, packed=True, q_lengths=(19, 3), kv_lengths=(20, 40), causal=True),
+    "no-dlse": dict(dlse=False),
+}
+GRADIENT_CASES = {f"{engine}-{name}": (engine, feature) for engine in ENGINES for name, feature in GRADIENTS.items()}
+
+
+def gradients(engine, case, call, names=("max", "entropy"), **how):
+    """Return the gradients of a call, with dmax and dentropy of these statistics, and dmax and dentropy."""
+    given = dict(call.options, return_lse=True, statistics=ALL)
+    if call.packed is None:
+        out, lse, found = cupy_flash.attention(call.q, call.k, call.v, **given)
+    else:
+        out, lse, found = cupy_flash.attention_varlen(call.q, call.k, call.v, *call.packed, **given)
+    of_names = dict(zip(("max", "entropy"), drawn(lse), strict=True))
+    dmax, dentropy = (of_names[name] if name in names else None for name in of_names)
+    saved = Saved(call.dout, out, lse, call.dlse, statistics=found, dmax=dmax, dentropy=dentropy)
+    tile = None if engine == "wgmma" else small_tile
+    chosen, operands = planned(case, saved, ENGINES[engine][0], tile, call, engine=engine, **how)
+    assert chosen.engine == engine
+    return run_plan.backward(chosen, operands, start).map(Array.numpy), dmax, dentropy
+
+
+@pytest.mark.parametrize("row", in_tiers(GRADIENT_CASES, ["simt-sink-causal", "mma-softcap-bias"]))
+def test_gradients_are_those_of_the_formula(row):
+    engine, feature = row
+    case = case_of(engine, **dict(kv_len=40) | feature)
+    call = case.call()
+    assert_are_the_gradients(case, call, *gradients(engine, case, call))
+
+
+@pytest.mark.parametrize("engine", [exhaustive(name) for name in ENGINES])
+@pytest.mark.parametrize("name", ["max", "entropy"])
+def test_gradients_of_one_statistic_are_those_of_the_formula(engine, name):
+    case = case_of(engine, kv_len=40, sink=True)
+    call = case.call()
+    assert_are_the_gradients(case, call, *gradients(engine, case, call, (name,), deterministic=name == "max"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("score_mod", ["relative", "learned-twice"])
+def test_gradients_by_captured_arrays_are_those_of_the_cpu(engine, score_mod):
+    case = case_of(engine, kv_len=40, score_mod=score_mod, causal=True)
+    call = case.call()
+    found, dmax, dentropy = gradients(engine, case, call)
+
+    def on_cpu(dtype):
+        q, k, v, dout = (x.astype(dtype) for x in (call.q, call.k, call.v, call.dout))
+        out, lse, statistics = cupy_flash.attention(q, k, v, return_lse=True, statistics=ALL, **call.options)
+        given = (x.astype(lse.dtype) for x in (call.dlse, dmax, dentropy))
+        rest = dict(zip(("dlse", "dmax", "dentropy"), given, strict=True), statistics=statistics)
+        return cupy_flash.attention_backward(dout, q, k, v, out, lse, **rest, **call.options)
+
+    low, exact = on_cpu(call.q.dtype), on_cpu(float)
+    for one, other, least in zip(found.dcaptured, exact.dcaptured, low.dcaptured, strict=True):
+        if one is None:  # an array of indices
+            continue
+        assert_matches_reference(one, other, least, one.dtype, f"captured array of {case}")
+
+
 @pytest.mark.parametrize("engine", [exhaustive("simt"), "mma", exhaustive("wgmma")])
 def test_of_equal_scores_the_lowest_key_is_the_argmax_and_of_nans_the_first(engine):
     case = case_of(engine, scores="signs", batch=2, sink=True)
@@ -67,24 +139,88 @@ def test_of_equal_scores_the_lowest_key_is_the_argmax_and_of_nans_the_first(engi
     np.testing.assert_allclose(found["entropy"][0], expected.entropy[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        CacheCase(q_len=2, page=8, appended=2, sink=True, rotary=(8, True), dtype="float16"),
-        exhaustive(CacheCase(packed=(3, 1), page=8, dtype="float16")),
-        exhaustive(CacheCase(q_len=2, leftpad=(2, 9))),
-    ],
-    ids=["paged-append", "packed", "leftpad"],
+APPENDED = CacheCase(q_len=2, page=8, appended=2, sink=True, rotary=(8, True), dtype="float16")
+SPLIT = CacheCase(
+    lengths=(5, 150), capacity=160, q_len=2, heads=2, kv_heads=1, sink=True, split_size=64, dtype="float16"
 )
-def test_argmax_on_a_cache_is_the_number_of_the_key_whatever_its_page(case):
+LONG = CacheCase(lengths=(700,), capacity=720, heads=2, kv_heads=1, scale=2.0, sink=True, dtype="float16")
+PACKED = CacheCase(packed=(3, 1), page=8, dtype="float16")
+LEFTPAD = CacheCase(q_len=2, leftpad=(2, 9), dtype="float16")
+CACHES = {
+    "mma-paged-append": (APPENDED, dict(engine="mma")),
+    "mma-packed": (PACKED, dict(engine="mma")),
+    "simt-leftpad": (LEFTPAD, dict(engine="simt")),
+    "decode-paged-append": (APPENDED, {}),
+    "decode-packed": (PACKED, {}),
+    "decode-leftpad": (LEFTPAD, {}),
+    "decode-pieces": (SPLIT, {}),
+    "decode-runs": (LONG, dict(blocks=2)),
+    "decode-producer": (LONG, dict(blocks=2, arch="sm_90a", tma=True)),
+    "decode-clusters": (LONG, dict(arch="sm_90", cluster=4)),
+    "decode-fp8": (CacheCase(q_len=2, page=8, dtype="float16", cache_dtype="float8_e4m3fn"), {}),
+    "decode-window": (CacheCase(lengths=(150, 20), capacity=160, window=(30, None), dtype="bfloat16", scale=-0.5), {}),
+}
+
+
+def of_cache(call, **how):
+    """Return the Statistics of a call on a cache in the simulator."""
+    call = call._replace(options=dict(call.options, return_lse=True, statistics=ALL))
+    return Statistics(*run_cache_kernels(call, **how)[4:])
+
+
+def assert_are_those_of_the_cpu(call, found):
+    """Compare the Statistics of a call on a cache with those of the CPU."""
+    in_float64 = call.map(lambda x: x.astype(float) if x.dtype in (call.q.dtype, call.k_cache.dtype) else x)
     asked = dict(return_lse=True, statistics=ALL)
-    expected, found = (
-        cupy_flash.attention_with_kv_cache(*call[:3], **call.options, **asked, backend=backend)
-        for backend, call in (("cpu", case.call()), ("simulator", case.call()))
+    exact, low = (
+        cupy_flash.attention_with_kv_cache(*each[:3], **each.options, **asked)[2]
+        for each in (in_float64, call.copied())
     )
-    np.testing.assert_array_equal(found[2].argmax, expected[2].argmax)
-    for one, other in zip((found[2].max, found[2].entropy), (expected[2].max, expected[2].entropy), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2**-10)  # rotated rows are rounded to float16
+    np.testing.assert_array_equal(found.argmax, exact.argmax)
+    for name in ("max", "entropy"):
+        one, other, least = (getattr(x, name) for x in (found, exact, low))
+        assert_matches_reference(one, other, least, one.dtype, name)
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in CACHES}, ["mma-paged-append"]))
+def test_statistics_on_a_cache_are_those_of_the_cpu(name):
+    case, how = CACHES[name]
+    call = case.call()
+    assert_are_those_of_the_cpu(call, of_cache(call, **how))
+
+
+def with_equal_scores(case):
+    """Return the call of a case whose keys repeat after 20, so that parts have equal maxima."""
+    call = case.call()
+    call.k_cache[:, 20:] = call.k_cache[:, np.arange(20, call.k_cache.shape[1]) % 20]
+    return call
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in ("decode-pieces", "decode-clusters")}, ["decode-pieces"]))
+def test_of_equal_scores_in_several_parts_the_lowest_key_is_the_argmax(name):
+    case, how = CACHES[name]
+    call = with_equal_scores(replace(case, lengths=(160,) * len(case.lengths)))
+    found = of_cache(call, **how)
+    assert (found.argmax < 20).all()
+    assert_are_those_of_the_cpu(call, found)
+
+
+CACHE_BUGS = {
+    "w-of-row-not-rescaled": ("decode-runs", skip("rescale-w-of-row")),
+    "w-of-warp-not-rescaled": ("decode-runs", skip("rescale-w-of-warp")),
+    "one-part-left-out": ("decode-runs", change("merge-statistics", "c < count", "c < count - 1")),
+    "shares-left-out": ("decode-runs", change("merge-entropy", "part.entropy - log_share", "part.entropy")),
+}
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in CACHE_BUGS}, []))
+def test_bugs_planted_in_a_decode_are_found(name, monkeypatch):
+    (case, how), bug = CACHES[CACHE_BUGS[name][0]], CACHE_BUGS[name][1]
+    call = case.call()
+    with planted(monkeypatch, bug):
+        found = of_cache(call, **how)
+    with pytest.raises(AssertionError):
+        assert_are_those_of_the_cpu(call, found)
 
 
 @pytest.mark.parametrize("names", [("max",), exhaustive(("argmax",)), exhaustive(("entropy",))])
@@ -121,6 +257,25 @@ def test_statistics_add_few_instructions_to_a_forward(engine, shape, names, most
 
 
 FIRST_COLUMN = ("S[m][n][e] == found", "S[m][n][e] == found && column == 0")
+GRADIENT_BUGS = {
+    "entropy-without-delta": ("simt", skip("entropy-in-delta")),
+    "entropy-without-log": ("mma", skip("gradient-of-entropy")),
+    "max-of-next-key": ("wgmma", change("gradient-of-max", "argmax[row] == j", "argmax[row] == j + 1")),
+    "entropy-without-sink": ("mma", skip("entropy-of-sink")),
+}
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in GRADIENT_BUGS}, []))
+def test_bugs_planted_in_gradients_are_found(name, monkeypatch):
+    engine, bug = GRADIENT_BUGS[name]
+    case = case_of(engine, kv_len=40, sink=True)
+    call = case.call()
+    with planted(monkeypatch, bug):
+        found = gradients(engine, case, call)
+    with pytest.raises(AssertionError):
+        assert_are_the_gradients(case, call, *found)
+
+
 BUGS = {
     "w-not-rescaled": ("mma", skip("rescale-w"), "entropy"),
     "w-not-shifted": ("simt", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),

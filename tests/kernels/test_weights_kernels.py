@@ -1,9 +1,11 @@
 """The kernels of attention_weights, top_weights and key_importance on the simulator: options, tiles, planted bugs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import DTYPES, PACKED_OPTIONS, Case
-from planting import always, change, planted
+from planting import always, change, planted, skip
 from tiers import in_tiers
 from tiles import SMALL_TILE
 from tolerance import assert_matches_reference
@@ -17,7 +19,7 @@ from cupy_flash.gpu import run_plan
 from cupy_flash.gpu import weights as gpu_weights
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
-from cupy_flash.problem.records import CacheOptions, Options, Packed
+from cupy_flash.problem.records import CacheOptions, Options, Packed, SavedWeights
 from cupy_flash.problem.weights import (
     IMPORTANCE,
     MEAN,
@@ -32,10 +34,10 @@ from cupy_flash.simulator.run import start
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def simulated(posed, tile=SMALL_TILE, arch="sm_80", start=start):
-    """Return the results of a posed call on the simulator."""
+def simulated(posed, tile=SMALL_TILE, arch="sm_80", start=start, engine="simt"):
+    """Return the results of a posed call on the simulator; mma in the tile of its plan."""
     problem, operands, asked = posed
-    chosen = plan(problem._replace(engine="simt"), device.named(arch), tile)
+    chosen = plan(problem._replace(engine=engine), device.named(arch), tile if engine == "simt" else None)
     return [x.numpy() for x in gpu_weights.forward(chosen, operands, asked, start)]
 
 
@@ -44,10 +46,11 @@ def run(call, lse, wish, **how):
     return simulated(pose_weights(wish.kind, (call.q, call.k, lse), Options(**call.options), wish), **how)
 
 
-def lse_of_kernel(call, tile=SMALL_TILE, arch="sm_80"):
+def lse_of_kernel(call, tile=SMALL_TILE, arch="sm_80", engine="simt"):
     """Return lse of the forward kernel, which sums the scores in the order of the kernels of this file."""
     problem, operands = pose("case", (call.q, call.k, call.v), Options(**call.options))
-    return run_plan.forward(plan(problem._replace(engine="simt"), device.named(arch), tile), operands, start)[1].numpy()
+    chosen = plan(problem._replace(engine=engine), device.named(arch), tile if engine == "simt" else None)
+    return run_plan.forward(chosen, operands, start)[1].numpy()
 
 
 def check(case, **how):
@@ -90,6 +93,27 @@ def test_every_option(case):
     check(case)
 
 
+TENSOR_CORES = {
+    "everything": replace(SIMULATED["everything"], dtype="bfloat16"),
+    "mods": SIMULATED["bfloat16-mods"],
+    "float16": Case(dtype="float16", q_len=70, kv_len=150, heads=2, kv_heads=1, batch=1, causal=True, head_dim=40),
+    "negative-scale": Case(dtype="bfloat16", scale=-0.7, window=(9, 3), q_len=70, kv_len=61, heads=2, batch=1),
+    "wide": Case(dtype="bfloat16", q_len=20, kv_len=70, heads=2, kv_heads=1, batch=1, head_dim=256),
+    "empty-rows": Case(dtype="bfloat16", causal=True, q_len=29, kv_len=17),
+}
+
+
+@pytest.mark.parametrize("case", in_tiers(TENSOR_CORES, ["everything"]))
+def test_tensor_cores(case):
+    check(case, engine="mma")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_tensor_cores_of_any_gpu(arch):
+    check(TENSOR_CORES["float16"], engine="mma", arch=arch)
+
+
 TILES = {"64x16": simt.Tile(64, 16, 128), "16x64": simt.Tile(16, 64, 64), "32x32": simt.Tile(32, 32, 64)}
 
 
@@ -129,12 +153,12 @@ def in_two_precisions(pose, arrays):
     return [[x.numpy() for x in dispatch.weights(*pose(*each))] for each in (wide, arrays)]
 
 
-def check_against_cpu(pose, arrays, dtype, is_close=False):
+def check_against_cpu(pose, arrays, dtype, is_close=False, **how):
     """Compare the results of a call, which `pose` poses, with those of the CPU in float64.
 
     is_close: scores are so close that their order is a matter of rounding, and with it the keys of the largest.
     """
-    actual = simulated(pose(*arrays))
+    actual = simulated(pose(*arrays), **how)
     exact, low = in_two_precisions(pose, arrays)
     assert_matches_reference(actual[0], exact[0], low[0], dtype, "result")
     for one, other in zip(actual[1:], exact[1:], strict=True):
@@ -149,6 +173,17 @@ ALL = (Wish(WEIGHTS), Wish(WEIGHTS, [4, 1, 2], MEAN), Wish(TOP, n=2), Wish(IMPOR
     "case", in_tiers({name: x for name, x in PACKED_OPTIONS.items() if x.dtype == "float32"}, ["window-causal"])
 )
 def test_packed_sequences(case):
+    check_packed(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["window-causal", "sink", "alibi", "zero-length-in-the-middle"])
+def test_packed_sequences_on_tensor_cores(name):
+    check_packed(replace(PACKED_OPTIONS[name], dtype="bfloat16"), engine="mma")
+
+
+def check_packed(case, **how):
+    """Compare all functions on packed sequences with the CPU."""
     call = case.call()
     _, lse = cupy_flash.attention_varlen(call.q, call.k, call.v, *call.packed, return_lse=True, **call.options)
     for wish in ALL if len(lse[0]) > 4 else ALL[::2]:
@@ -156,7 +191,7 @@ def test_packed_sequences(case):
         def pose(q, k, lse, wish=wish):
             return pose_weights(f"{wish.kind}_varlen", (q, k, lse), Options(**call.options), wish, Packed(*call.packed))
 
-        check_against_cpu(pose, (call.q, call.k, lse), call.q.dtype, is_close=case.softcap is not None)
+        check_against_cpu(pose, (call.q, call.k, lse), call.q.dtype, is_close=case.softcap is not None, **how)
 
 
 SERVED = {name: case for name, case in CACHES.items() if name not in ("fp8", "float16", "long")}
@@ -164,7 +199,17 @@ SERVED = {name: case for name, case in CACHES.items() if name not in ("fp8", "fl
 
 @pytest.mark.parametrize("name", in_tiers({name: name for name in SERVED}, ["tree"]))
 def test_caches(name):
-    case = SERVED[name]
+    check_cache(SERVED[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["paged", "leftpad", "packed", "rotary", "tree", "empty"])
+def test_caches_on_tensor_cores(name):
+    check_cache(replace(SERVED[name], dtype="float16"), engine="mma")
+
+
+def check_cache(case, **how):
+    """Compare all functions on a cache with the CPU."""
     call = case.call().copied()
     _, lse = cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
     options = {key: x for key, x in call.options.items() if key not in ("k", "v", "slots", "return_lse")}
@@ -178,7 +223,93 @@ def test_caches(name):
                 function, (q, k_cache, lse), CacheOptions.of_reading(function, options), wish
             )
 
-        check_against_cpu(pose, (call.q, call.k_cache, lse), call.q.dtype, is_close=case.softcap is not None)
+        check_against_cpu(pose, (call.q, call.k_cache, lse), call.q.dtype, is_close=case.softcap is not None, **how)
+
+
+DIFFERENTIATED = {
+    "repeated-rows-and-heads": (WEIGHTS, dict(rows=[4, 1, 12, 4], heads=[3, 1, 3])),
+    "slice": (WEIGHTS, dict(rows=slice(1, None, 3))),
+    "mean": (WEIGHTS, dict(rows=[7, 2, 3], heads=MEAN)),
+    "no-rows": (WEIGHTS, dict(rows=[])),
+    "top": (TOP, dict(n=3)),
+    "importance": (IMPORTANCE, {}),
+    "row-weights": (IMPORTANCE, dict(row_weights=np.linspace(-1, 1, 13, dtype=np.float32))),
+    "weights-of-heads": (IMPORTANCE, dict(row_weights=np.linspace(0.5, 2, 4, dtype=np.float32)[:, None])),
+}
+OF_CASES = {
+    "everything": replace(SIMULATED["everything"], q_lengths=None),
+    "lengths": SIMULATED["everything"],
+    "packed": replace(PACKED_OPTIONS["sink"], q_lengths=(4, 9), kv_lengths=(9, 5), batch=2, heads=4, kv_heads=2),
+    "relative": Case(score_mod="relative", mask_mod="document", **SMALL),
+    "bfloat16": Case(dtype="bfloat16", causal=True, **SMALL),
+    "two-tiles": Case(**SMALL | dict(q_len=13, kv_len=70), bias="1hqk"),
+}
+
+
+def gradients_of(case, kind, wanted, backend):
+    """Return a function of a dtype that returns the gradients of a call in it, on the simulator or the CPU."""
+    call = case.call()
+    packed = None if call.packed is None else Packed(*call.packed)
+    forward = cupy_flash.attention if packed is None else cupy_flash.attention_varlen
+    _, lse = forward(call.q, call.k, call.v, *(call.packed or ()), return_lse=True, **call.options)
+
+    def run(dtype):
+        accumulation = np.float64 if dtype == np.float64 else np.float32
+        arrays = (call.q.astype(dtype), call.k.astype(dtype), lse.astype(accumulation))
+        options, wish = Options(**call.options, backend=backend), Wish(kind, **wanted)
+        function = kind if packed is None else f"{kind}_varlen"
+        posed = pose_weights(function, arrays, replace(options, backend="cpu"), wish, packed)
+        results = [x.numpy() for x in dispatch.weights(*posed)]
+        gradient = np.random.default_rng(1).normal(size=results[0].shape).astype(results[0].dtype)
+        saved = SavedWeights(gradient, *results[1:])
+        return dispatch.weights_backward(*pose_weights("vjp", arrays, options, wish, packed, saved=saved)).results()
+
+    return run
+
+
+def check_gradients(case, kind, wanted):
+    """Compare the gradients of the kernels with those of the CPU in float64."""
+    dtype = DTYPES[case.dtype]
+    found = gradients_of(case, kind, wanted, "simulator")(dtype)
+    exact, low = (gradients_of(case, kind, wanted, "cpu")(each) for each in (np.dtype(float), dtype))
+    for name in ("dq", "dk", "dlse", "dbias", "drow_weights"):
+        actual, one, other = (getattr(x, name) for x in (found, exact, low))
+        assert (actual is None) == (one is None), name
+        if actual is not None:
+            assert actual.dtype == other.dtype and actual.shape == other.shape
+            assert_matches_reference(actual, one, other, actual.dtype, f"{name} of {kind} of {case}")
+    for actual, one, other in zip(found.dcaptured or (), exact.dcaptured or (), low.dcaptured or (), strict=True):
+        if one is not None:
+            assert_matches_reference(actual, one, other, actual.dtype, f"captured array of {kind} of {case}")
+
+
+@pytest.mark.parametrize("name", in_tiers({x: x for x in DIFFERENTIATED}, ["repeated-rows-and-heads", "row-weights"]))
+def test_gradients_are_those_of_the_cpu(name):
+    check_gradients(Case(causal=True, **SMALL), *DIFFERENTIATED[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wanted", ["slice", "mean", "top", "weights-of-heads"])
+@pytest.mark.parametrize("name", OF_CASES)
+def test_gradients_with_every_option(name, wanted):
+    check_gradients(OF_CASES[name], *DIFFERENTIATED[wanted])
+
+
+GRADIENT_BUGS = {
+    "place": change("weights.place", "place * step == distance", "true"),
+    "dlse": skip("weights.dlse"),
+    "weight": skip("weights.weight-of-gradient"),
+    "sum": change("weights.sum", "other_h * from.head", "h * from.head"),
+    "keys": change("weights.key-of-place", "== j", "== j + 1"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bug", GRADIENT_BUGS)
+def test_bugs_planted_in_gradients_are_found(bug, monkeypatch):
+    with planted(monkeypatch, GRADIENT_BUGS[bug]), pytest.raises(AssertionError):
+        for wanted in ("slice", "row-weights", "top"):
+            test_gradients_are_those_of_the_cpu(wanted)
 
 
 def check_nan():

@@ -164,6 +164,7 @@ FLOW = (
     "mask_blocks",
     "weights",
     "memory",
+    "dual_numbers",
     "reference",
     "simulator.asynchrony",
     "simulator.errors",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ...arrays import dtype_name
 from ...device import Device
-from ...problem.records import FORWARD, FP8, Problem
+from ...problem.records import BACKWARD, FORWARD, FP8, Problem
 from ..fragments import fragment_refusals
 from ..launch import Launch, Workspace
 from ..shared import ATTENTION_OPTIONS, ELEMENTS, grid_refusals
@@ -26,7 +26,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"q_descale", "k_descale", 
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
-STATISTICS: tuple[str, ...] = (FORWARD,)
+STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
 WEIGHTS: str | None = None
 ON_REQUEST = True
 MEASURED: str | None = None

@@ -454,7 +454,7 @@ class Call:
             )  # fmt: skip
         else:
             i, j = q_first + step * np.arange(*tile.queries), kv_first + step * np.arange(*tile.keys)
-            kept = keep_mask_at(self.seed, head_index, i, j, problem.dropout)
+            kept = keep_mask_at(self.seed, head_index, i[:, None], j, problem.dropout)
         return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
     def gradient_tasks(self, differentiate: Callable[[Sequence, slice], None]) -> list[Callable[[], None]]:

@@ -312,21 +312,27 @@ def _window(
 
 
 def _whole(
-    requirements: Requirements, feature: Feature, given: int | None, limits: np.finfo[np.floating]
+    requirements: Requirements, feature: Feature, given: Any, limits: np.finfo[np.floating]
 ) -> int | None:
-    """Return a whole number that is a multiple of `feature.multiple`; None if it is wrong, or checked elsewhere."""
+    """Return a whole number that is a multiple of `feature.multiple`, or the default, also in place of a wrong one.
+
+    One without a `multiple` is checked elsewhere: None.
+    """
     name, unit = feature.name, feature.multiple
-    if given is None or not unit:
+    default: Any = feature.default
+    if not unit or (given is None and default is None):
         return None
+    others = "None or " if default is None else ""
     try:
         number = operator.index(given)
     except Exception:  # a foreign object may raise anything
-        requirements.require_type(False, f"{name} must be None or a whole number, not {given!r}")
-        return None
-    legal = number > 0 and number % unit == 0 and not isinstance(given, bool)
-    requirements.require(legal, f"{name} must be a positive multiple of {unit}, not {given!r}")
+        requirements.require_type(False, f"{name} must be {others}a whole number, not {given!r}")
+        return default
+    legal = number > 0 and (number % unit == 0 or number == default) and not isinstance(given, bool)
+    words = f"{default} or " if default not in (None, unit) else ""
+    requirements.require(legal, f"{name} must be {words}a positive multiple of {unit}, not {given!r}")
     requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
-    return number
+    return number if legal else default
 
 
 def is_one_of(value: object, names: tuple[str, ...]) -> bool:

@@ -132,6 +132,17 @@ class Options:
     )
     score_mod: "ScoreMod" = common(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
     mask_mod: "MaskMod" = common(MOD, ranks=True, constant="MASK_MOD")
+    selected: AnyArray | None = option(
+        ARRAY,
+        axes=("Bxlw", "xuw"),
+        dtypes=("int32",),
+        shape_text="must be (B or 1, Hs, ceil(Sq / selected_rows), n), or packed (Hs, Tq // selected_rows + B, n), with "
+        "Hs 1, Hk or Hq: {shape}, not {given}",
+        host=True,
+    )
+    selected_block: int = option(INTEGER, 1, multiple=8, host=True)
+    selected_rows: int = option(INTEGER, 1, multiple=1, host=True)
+    check_selected: bool = option(FLAG, False, definition=False, host=True)
     dropout: float = common(NUMBER, 0.0, range=PROBABILITY, example=0.25, constant="DROPOUT")
     seed: int | AnyArray | None = common(SEED)
     q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
@@ -247,6 +258,10 @@ class CacheOptions:
     )
     score_mod: "ScoreMod" = _shared("score_mod")
     mask_mod: "MaskMod" = _shared("mask_mod")
+    selected: AnyArray | None = _shared("selected")
+    selected_block: int = _shared("selected_block")
+    selected_rows: int = _shared("selected_rows")
+    check_selected: bool = _shared("check_selected")
     k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
     split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
@@ -474,6 +489,24 @@ class Cache(NamedTuple):
         return ", ".join(texts)
 
 
+class Selection(NamedTuple):
+    """The facts of lists of selected keys: list l of a sequence is that of its rows l * rows to (l + 1) * rows - 1.
+
+    An entry e >= 0 names the keys e * block to (e + 1) * block - 1.
+    """
+
+    heads: int  # 1, Hk or Hq
+    entries: int  # of a list
+    block: int
+    rows: int
+
+    def __str__(self) -> str:
+        of = "keys" if self.block == 1 else f"blocks of {self.block} keys"
+        heads = "every head" if self.heads == 1 else f"each of {self.heads} heads"
+        rows = "row" if self.rows == 1 else f"{self.rows} rows"
+        return f"up to {self.entries} {of} for {heads} and {rows}"
+
+
 class Problem(NamedTuple):
     """A hashable description of a call without its arrays: shapes, dtype, device and features.
 
@@ -527,6 +560,7 @@ class Problem(NamedTuple):
     sink_dtype: str  # the dtype of out if there is no sink
     q_lengths: bool
     kv_lengths: bool
+    selected: Selection | None
     q_descale: bool
     k_descale: bool
     v_descale: bool
@@ -601,7 +635,7 @@ class Problem(NamedTuple):
         fact = getattr(self, feature.field)
         if feature.kind == NUMBER:
             return f"{feature.name} {fact:g}"
-        return f"{feature.name} {fact}" if feature.broadcast else feature.field
+        return feature.field if fact is True else f"{feature.name} {fact}"
 
 
 class CacheOperands(NamedTuple):
@@ -644,6 +678,7 @@ class Operands(NamedTuple):
     sink: Array | None = None
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
+    selected: Array | None = None
     q_descale: Array | None = None
     k_descale: Array | None = None
     v_descale: Array | None = None

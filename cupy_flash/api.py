@@ -151,8 +151,8 @@ def attention(
             to their dimensions. -inf hides a key. A `Mod` holds traced functions.
         mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with all other
             masks.
-        selected: int32 (B or 1, Hs, ceil(Sq / selected_rows), n), Hs 1, Hk or Hq: for each head and list of rows the keys
-            that it sees, beside all other masks. Entry e >= 0 names the keys e kb to e kb + kb - 1 with kb =
+        selected: int32 (B or 1, Hs, ceil(Sq / selected_rows), n), Hs 1, Hk or Hq: lists of the
+            keys that rows see, intersected with all masks. Entry e >= 0 names the keys e kb to e kb + kb - 1 with kb =
             selected_block, cut at Sk; entries below 0, in any place, name none. Nothing of the size Sq x Sk is
             allocated. Packed: (Hs, Tq // selected_rows + B, n), where row i of sequence b has the list
             cu_seqlens_q[b] // selected_rows + b + i // selected_rows, and entries count within the sequence. Lists in
@@ -208,7 +208,8 @@ def attention(
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
-        selected, selected_block, selected_rows, check_selected, dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, statistics, deterministic, backend, engine,
+        selected, selected_block, selected_rows, check_selected, dropout, seed,
+        q_descale, k_descale, v_descale, layout, return_lse, statistics, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 

@@ -179,7 +179,8 @@ def attention_with_kv_cache(
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
-        mask_mod, selected, selected_block, selected_rows, check_selected, k_descale, v_descale, split_size, layout, out, return_lse, statistics, backend, engine,
+        mask_mod, selected, selected_block, selected_rows, check_selected,
+        k_descale, v_descale, split_size, layout, out, return_lse, statistics, backend, engine,
     )  # fmt: skip
     if is_torch(q):
         from .adapters.torch import kv_cache

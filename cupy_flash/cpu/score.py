@@ -141,7 +141,7 @@ class ScoreTile(NamedTuple):
 
 
 class ScoreStep(Protocol):
-    """One score modification and its gradient on a tile: S, dS (queries, keys); in `apply` S may have a head axis, and in `gradient` one of lists too."""
+    """One score modification and its gradient on a tile: S, dS (queries, keys), with other axes before these if any."""
 
     bounded: bool  # |score| never exceeds |product|
     by_sequence: bool  # different sequences add to different elements of its gradients
@@ -427,7 +427,7 @@ def _times(dS: np.ndarray, factor: np.ndarray) -> np.ndarray:
 
 
 def _add_at(total: np.ndarray, indices: tuple[np.ndarray, ...], values: np.ndarray) -> None:
-    """Add values (..., rows, columns) to total at clamped indices, first summing over axes on which no index depends."""
+    """Add values (..., rows, columns) to total at clamped indices, first summed over axes on which no index depends."""
     clamped = [np.clip(index, 0, size - 1) for index, size in zip(indices, total.shape, strict=True)]
     shape = np.broadcast_shapes((1,) * values.ndim, *(index.shape for index in clamped))
     repeated = tuple(axis for axis, size in enumerate(shape) if size == 1)

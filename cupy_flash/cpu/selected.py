@@ -14,7 +14,7 @@ heads) as one axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ import numpy as np
 from ..arrays import Array, empty
 from ..dropout import keep_mask_at, keep_scale
 from ..plan.plan import Plan
-from ..problem.records import Gradients, Operands, Problem, Selection
-from ..problem.selection import lists_of, spans_of_queries
+from ..problem.mask import Band
+from ..problem.records import Gradients, Operands, Problem
+from ..problem.selection import places_of, spans_of_queries
 from .attention import Call, Sequence, hide_gradient, load_rows, rounded
 from .blas import product
 from .score import Positions
@@ -41,10 +42,14 @@ FLOP_OF_LIST, FLOP, SCORE, GATHER = 0.03, 0.0095, 1.5, 0.4
 class Unit(NamedTuple):
     """The lists of one sequence for one key/value head, and the query heads that share them."""
 
-    sequence: Sequence
+    batch: int
     kv_head: int
     heads: slice
     lists: np.ndarray  # int32 (lists, n)
+    q_len: int
+    kv_len: int
+    positions: Positions
+    q_idx: np.ndarray | None = None  # the positions (Sq,) that mods see in place of those
 
 
 class ListTile(NamedTuple):
@@ -58,6 +63,7 @@ class ListTile(NamedTuple):
     q_len: int
     kv_len: int
     positions: Positions
+    q_idx: np.ndarray | None
 
     @property
     def queries(self) -> slice:
@@ -81,15 +87,16 @@ class ListTile(NamedTuple):
         """The q_idx and kv_idx of mods, int32."""
         q, j = self.places
         first_q, first_kv, _, step = self.positions
-        return (first_q + step * q).astype(np.int32), (first_kv + step * j).astype(np.int32)
+        q = first_q + step * q if self.q_idx is None else self.q_idx[q]
+        return q.astype(np.int32), (first_kv + step * j).astype(np.int32)
 
-    def _index(self, dense: np.ndarray) -> tuple[Any, ...]:
+    def _index(self, dense: np.ndarray) -> tuple[int | np.ndarray, ...]:
         """Return the index of the tile's scores in an array (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
-        whole = (self.batch, self.head, *self.places)
+        whole: tuple[int | np.ndarray, ...] = (self.batch, self.head, *self.places)
         return tuple(index if size > 1 else 0 for index, size in zip(whole, dense.shape, strict=True))
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
-        """Return the elements of an array (B or 1, Hq or 1, Sq or 1, Sk or 1) for the scores, in a shape like theirs."""
+        """Return the elements of an array (B or 1, Hq or 1, Sq or 1, Sk or 1), in a shape that broadcasts to scores."""
         return np.asarray(dense[self._index(dense)])
 
     def add(self, total: np.ndarray, dS: np.ndarray) -> None:
@@ -98,7 +105,7 @@ class ListTile(NamedTuple):
         np.add.at(total, tuple(index), dS)
 
     def rows_of(self, X: np.ndarray, dtype: np.dtype, fill: float = 0) -> np.ndarray:
-        """Return numbers (heads, S) or rows (heads, S, D) of the tile as (lists, rows, heads), or with D; else `fill`."""
+        """Return (heads, S) or (heads, S, D) as (lists, rows, heads) or (..., D), with `fill` past the last row."""
         taken = X[:, self.queries].swapaxes(0, 1)
         rows = np.full((self.q.size, *taken.shape[1:]), fill, dtype)
         rows[: len(taken)] = taken
@@ -124,37 +131,34 @@ class ListTile(NamedTuple):
             total[keys] += rows
 
 
-class SelectedCall(Call):
-    """The operands of one call, its lists, and their tiles."""
+class Lists:
+    """The lists of a call, and their tiles."""
 
-    def __init__(self, plan: Plan, operands: Operands) -> None:
-        super().__init__(plan, operands)
-        assert operands.selected is not None and plan.problem.selected is not None
-        self.selection: Selection = plan.problem.selected
-        selected = operands.selected.numpy()
-        packed = plan.problem.layout == "thd"
-        places = lists_of(self.selection, selected.shape, spans_of_queries(plan.problem, operands), packed)
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        assert operands.selected is not None and problem.selected is not None
+        self.problem, self.selection = problem, problem.selected
+        selected, packed = operands.selected.numpy(), problem.layout == "thd"
+        places = places_of(self.selection, selected.shape, spans_of_queries(problem, operands), packed)
         self.lists = [place.of(selected) for place in places]  # (Hs, lists, n) of each sequence
-        self.has_sums = any(step.gradients() for step in self.score_steps)
 
-    def units(self, sequence: Sequence, kv_head: int) -> list[Unit]:
+    def units(
+        self, batch: int, kv_head: int, lengths: tuple[int, int], positions: Positions, q_idx: np.ndarray | None = None
+    ) -> list[Unit]:
         """Return the units of a key/value head: one, or with lists for each query head one for each of its group."""
-        group, lists = self.problem.group, self.lists[sequence.batch]
+        group, lists = self.problem.group, self.lists[batch]
         first = kv_head * group
         if self.selection.heads in (1, self.problem.kv_heads):
             shared = lists[kv_head if self.selection.heads > 1 else 0]
-            return [Unit(sequence, kv_head, slice(first, first + group), shared)]
-        return [Unit(sequence, kv_head, slice(head, head + 1), lists[head]) for head in range(first, first + group)]
-
-    def keys(self, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and values of a unit, (S, D) and (S, Dv), as the caller has them."""
-        place = (unit.sequence.row, unit.kv_head, unit.sequence.keys)
-        return self.k[place], self.v[place]
+            return [Unit(batch, kv_head, slice(first, first + group), shared, *lengths, positions, q_idx)]
+        return [
+            Unit(batch, kv_head, slice(head, head + 1), lists[head], *lengths, positions, q_idx)
+            for head in range(first, first + group)
+        ]
 
     def tiles(self, unit: Unit, start: int, stop: int) -> Iterator[ListTile]:
         """Yield the tiles of the lists [start, stop), of their union or with the keys of each of them."""
         block, count = self.selection.block, stop - start
-        kv_len = unit.sequence.kv_len
+        kv_len = unit.kv_len
         blocks = -(-kv_len // block)
         entries = unit.lists[start:stop].astype(np.int64)
         entries[(entries < 0) | (entries >= blocks)] = blocks  # the block after the last is that of no key
@@ -179,7 +183,7 @@ class SelectedCall(Call):
 
     def _merged(self, unit: Unit, start: int, entries: np.ndarray, union: np.ndarray) -> ListTile:
         """Return the tile of one list, the union of some, which hides from each row what its own does not name."""
-        block, rows, kv_len = self.selection.block, self.selection.rows, unit.sequence.kv_len
+        block, rows, kv_len = self.selection.block, self.selection.rows, unit.kv_len
         count = len(entries)
         j = _keys_of(union, block, kv_len)
         j = j[j < kv_len]
@@ -193,32 +197,85 @@ class SelectedCall(Call):
         return self._tile(unit, start, count, j[None], hidden)
 
     def _tile(self, unit: Unit, start: int, count: int, j: np.ndarray, hidden: np.ndarray | None) -> ListTile:
-        sequence, rows = unit.sequence, self.selection.rows
+        rows = self.selection.rows
         head = np.arange(unit.heads.start, unit.heads.stop, dtype=np.int32)[:, None]
         q = np.arange(start * rows, (start + count) * rows).reshape(len(j), -1, 1, 1)
         hidden = None if hidden is None else hidden[:, :, None]
         j = j[:, None, None]
-        return ListTile(
-            sequence.batch, head[None, None], q, j, hidden, sequence.q_len, sequence.kv_len, sequence.positions
-        )
+        return ListTile(unit.batch, head[None, None], q, j, hidden, unit.q_len, unit.kv_len, unit.positions, unit.q_idx)
 
-    def scores(self, tile: ListTile, band: Any, Q: np.ndarray, K: np.ndarray) -> tuple[np.ndarray, list[Any], bool]:
+
+def either(hidden: np.ndarray | None, other: np.ndarray) -> np.ndarray:
+    """Return which scores of a tile either mask hides."""
+    return other if hidden is None else hidden | other
+
+
+def outside(band: Band, tile: ListTile) -> np.ndarray:
+    """Return which scores of a tile a band hides."""
+    ahead = tile.j - tile.q
+    hidden: np.ndarray = (ahead < band.low) | (ahead > band.high)
+    return hidden
+
+
+def products_of_rows(Q: np.ndarray, K: np.ndarray) -> np.ndarray:
+    """Return Q K^T, (lists, rows, heads, keys), of rows (lists, rows, heads, D) and keys (lists, keys, D)."""
+    lists, rows, heads, dim = Q.shape
+    S: np.ndarray = np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2)).reshape(lists, rows, heads, -1)
+    return S
+
+
+def softmax(S: np.ndarray, sink: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Turn scores into unnormalised probabilities in place; return the sums of rows, 1 in place of 0, and lse."""
+    m = S.max(axis=-1, initial=-np.inf)
+    if sink is not None:
+        m = np.maximum(m, sink)
+    m[m == -np.inf] = 0  # the exponentials of a row that sees no key are then 0
+    S -= m[..., None]
+    np.exp(S, out=S)
+    l = S.sum(axis=-1)
+    if sink is not None:
+        l += np.exp(sink - m)
+    return np.where(l == 0, 1, l), m + np.log(l)
+
+
+def averaged(P: np.ndarray, V: np.ndarray, l: np.ndarray) -> np.ndarray:
+    """Return P V / l, (lists, rows, heads, Dv)."""
+    lists, rows, heads, keys = P.shape
+    O = product(P.reshape(lists, rows * heads, keys), V).reshape(lists, rows, heads, -1)
+    O /= l[..., None]
+    return O
+
+
+class SelectedCall(Call):
+    """The operands of one call, and its lists."""
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        super().__init__(plan, operands)
+        self.lists = Lists(plan.problem, operands)
+        self.has_sums = any(step.gradients() for step in self.score_steps)
+
+    def units(self, sequence: Sequence, kv_head: int) -> list[Unit]:
+        """Return the units of a key/value head of a sequence."""
+        lengths = (sequence.q_len, sequence.kv_len)
+        return self.lists.units(sequence.batch, kv_head, lengths, sequence.positions)
+
+    def keys(self, sequence: Sequence, kv_head: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values of a head, (S, D) and (S, Dv), as the caller has them."""
+        place = (sequence.row, kv_head, sequence.keys)
+        return self.k[place], self.v[place]
+
+    def scores(self, tile: ListTile, band: Band, Q: np.ndarray, K: np.ndarray) -> tuple[np.ndarray, list[Any], bool]:
         """Return S, what the gradients of the score modifications need, and whether a score is hidden (S is -inf)."""
-        lists, rows, heads, dim = Q.shape
-        S = np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2)).reshape(lists, rows, heads, -1)
+        S = products_of_rows(Q, K)
         self.scale(S)
         saved = [step.apply(S, tile, save=self.problem.backward) for step in self.score_steps]
         hidden = tile.hidden
         if self.problem.mask.edges:
-            ahead = tile.j - tile.q
-            beyond = (ahead < band.low) | (ahead > band.high)
-            hidden = beyond if hidden is None else hidden | beyond
+            hidden = either(hidden, outside(band, tile))
         if self.mask is not None:
-            unseen = ~tile.cut(self.mask)
-            hidden = unseen if hidden is None else hidden | unseen
+            hidden = either(hidden, ~tile.cut(self.mask))
         if self.mask_mod is not None:
-            unseen = ~self.mask_mod.visible(tile)
-            hidden = unseen if hidden is None else hidden | unseen
+            hidden = either(hidden, ~self.mask_mod.visible(tile))
         if hidden is not None:
             np.copyto(S, -np.inf, where=hidden)
         return S, saved, hidden is not None or self.bias is not None or self.problem.score_mod
@@ -252,34 +309,23 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     call, dtype = SelectedCall(plan, operands), problem.accumulation
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
 
-    def attend(unit: Unit, start: int, stop: int) -> None:
-        sequence, (k, v) = unit.sequence, call.keys(unit)
+    def attend(sequence: Sequence, unit: Unit, start: int, stop: int) -> None:
+        k, v = call.keys(sequence, unit.kv_head)
         here = (sequence.row, unit.heads, sequence.queries)
         sink = None if call.sink is None else call.sink[unit.heads]
-        for tile in call.tiles(unit, start, stop):
+        for tile in call.lists.tiles(unit, start, stop):
             call.stop.poll()
             Q = tile.rows_of(call.q[here], dtype)
             Q *= call.q_scale
             S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype))
-            m = S.max(axis=-1, initial=-np.inf)
-            if sink is not None:
-                m = np.maximum(m, sink)
-            m[m == -np.inf] = 0  # the exponentials of a row that sees no key are then 0
-            S -= m[..., None]
-            P = np.exp(S, out=S)
-            l = P.sum(axis=-1)
-            if sink is not None:
-                l += np.exp(sink - m)
+            l, row_lse = softmax(S, sink)
             if problem.dropout:
-                P *= call.kept(tile)
-            lists, rows, heads, keys = P.shape
-            O = product(P.reshape(lists, rows * heads, keys), tile.gather(v, dtype)).reshape(lists, rows, heads, -1)
-            O /= np.where(l == 0, 1, l)[..., None]
-            tile.store(O, out_rows[here])
-            tile.store(m + np.log(l), lse_rows[here])
+                S *= call.kept(tile)
+            tile.store(averaged(S, tile.gather(v, dtype), l), out_rows[here])
+            tile.store(row_lse, lse_rows[here])
 
     units = [
-        unit
+        (sequence, unit)
         for sequence in call.sequences
         for kv_head in range(problem.kv_heads)
         for unit in call.units(sequence, kv_head)
@@ -287,8 +333,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     run_tasks(
         plan.threads,
         [
-            partial(attend, unit, start, min(start + LISTS, len(unit.lists)))
-            for unit in units
+            partial(attend, sequence, unit, start, min(start + LISTS, len(unit.lists)))
+            for sequence, unit in units
             for start in range(0, len(unit.lists), LISTS)
         ],
         call.stop,
@@ -299,14 +345,15 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """Compute the gradients, as attention.backward; those of keys are summed in the order of the lists."""
     problem, q, dtype = plan.problem, operands.q, plan.problem.accumulation
-    results = [empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v)]
-    for gradient in results:
+    dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
+    for gradient in (dq, dk, dv):
         gradient.numpy()[...] = 0
     call = SelectedCall(plan, operands)
-    dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in results)
+    dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
     pieces = 1 if call.has_sums else max(1, min(PIECES, -(-2 * PIECES // max(problem.batch * problem.kv_heads, 1))))
     dsink = np.zeros((pieces, problem.batch, problem.heads), dtype)
-    sums = {(sequence.batch, head): OrderedSum(pieces) for sequence in call.sequences for head in range(problem.kv_heads)}
+    heads = range(problem.kv_heads)
+    sums = {(sequence.batch, head): OrderedSum(pieces) for sequence in call.sequences for head in heads}
 
     def differentiate(sequence: Sequence, kv_head: int, piece: int) -> None:
         """Compute the part of the gradients by every `pieces`-th group of lists."""
@@ -314,9 +361,11 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         total = np.zeros((sequence.kv_len + 1, problem.head_dim + problem.head_dim_v), dtype)
         for unit in call.units(sequence, kv_head):
             for start in range(piece * LISTS, len(unit.lists), pieces * LISTS):
-                for tile in call.tiles(unit, start, min(start + LISTS, len(unit.lists))):
+                for tile in call.lists.tiles(unit, start, min(start + LISTS, len(unit.lists))):
                     call.stop.poll()
-                    dsink[piece, sequence.batch, unit.heads] += _differentiate(call, unit, tile, dq_rows, total)
+                    dsink[piece, sequence.batch, unit.heads] += _differentiate(
+                        call, sequence, unit, tile, dq_rows, total
+                    )
         whole = sums[sequence.batch, kv_head].add(piece, total)
         if whole is not None:
             dK, dV = whole[:-1, : problem.head_dim], whole[:-1, problem.head_dim :]
@@ -324,10 +373,10 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
             dk_rows[sequence.row, kv_head, sequence.keys] = dK
             dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
-    tasks = [
+    tasks: list[Callable[[], None]] = [
         partial(differentiate, sequence, kv_head, piece)
         for sequence in call.sequences
-        for kv_head in range(problem.kv_heads)
+        for kv_head in heads
         for piece in range(pieces)
     ]
     # Gradients of a bias and of captured arrays are sums over all heads: one thread adds to them in order.
@@ -336,17 +385,17 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     if operands.sink is not None:
         found["sink"] = dsink.sum(axis=(0, 1))
     others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in found.items()}
-    return Gradients(*results, **others)
+    return Gradients(dq, dk, dv, **others)
 
 
 def _differentiate(
-    call: SelectedCall, unit: Unit, tile: ListTile, dq_rows: np.ndarray, total: np.ndarray
+    call: SelectedCall, sequence: Sequence, unit: Unit, tile: ListTile, dq_rows: np.ndarray, total: np.ndarray
 ) -> np.ndarray | float:
     """Store dQ of a tile, add dK / scale and dV to `total` (keys, D + Dv), and return the gradients of the sinks."""
-    problem, sequence, dtype = call.problem, unit.sequence, call.problem.accumulation
+    problem, dtype = call.problem, call.problem.accumulation
     here = (sequence.row, unit.heads, sequence.queries)
     assert call.dout is not None and call.out is not None and call.lse is not None
-    k, v = call.keys(unit)
+    k, v = call.keys(sequence, unit.kv_head)
     K, V = tile.gather(k, dtype), tile.gather(v, dtype)
     Q = tile.rows_of(call.q[here], dtype)
     Q *= call.q_scale

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # out and lse
     InputGradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
-# Options not supported over several ranks.
+# Options not supported over several ranks; those of lists of keys are refused with their lists.
 UNSERVED = tuple(feature.name for feature in (*ARRAYS, *MODS) if not feature.ranks)
 SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
 TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors

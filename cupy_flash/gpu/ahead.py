@@ -168,7 +168,11 @@ def _problem(
         if value is None or value is False:
             return None
         dtype = usual if feature.element else np.dtype(feature.dtypes[0])
-        shape = [1] if feature.broadcast else [sizes[axis] for axis in next(x for x in feature.axes if sizes.keys() >= {*x})]
+        shape = (
+            [1]
+            if feature.broadcast
+            else [sizes[axis] for axis in next(x for x in feature.axes if sizes.keys() >= {*x})]
+        )
         return array(dtype if value is True else element_dtype(value), *shape)
 
     batch = () if packed else (1,)

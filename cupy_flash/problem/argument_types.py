@@ -205,7 +205,9 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], OneDevice[T], SelectingKeys[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+class ReferenceOptions(
+    Definition[T], OneDevice[T], SelectingKeys[T], Padding[T], Mods, Descales[T], Ordering, total=False
+):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None

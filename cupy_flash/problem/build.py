@@ -144,14 +144,10 @@ def pose(
     check_values(requirements, call, checked.sizes)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.longest[1])
-    if "selected" in call and saved is None and checked.problem is not None and not requirements.unmet:
-        check_entries(requirements, checked.problem, call)
+    check_entries(requirements, checked.problem, call)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None  # holds because every requirement is met
-    if not drops:
-        seed = None
-    elif seed is None:
-        seed = drawn_seed()
+    seed = None if not drops else drawn_seed() if seed is None else seed
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
     named.setdefault("v", call["k"])
     if mod is not None:
@@ -244,8 +240,7 @@ def _pose_on_cache(
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
         table.check_contents(requirements, checked.problem, operands, bounds)
-        if "selected" in call and not requirements.unmet:
-            check_entries(requirements, checked.problem, call)
+        check_entries(requirements, checked.problem, call)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.sizes.kv_len)
     requirements.raise_if_unmet(call)

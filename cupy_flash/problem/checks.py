@@ -311,15 +311,13 @@ def _window(
     return None if left == -1 else left, None if right == -1 else right
 
 
-def _whole(
-    requirements: Requirements, feature: Feature, given: Any, limits: np.finfo[np.floating]
-) -> int | None:
+def _whole(requirements: Requirements, feature: Feature, given: Any, limits: np.finfo[np.floating]) -> int | None:
     """Return a whole number that is a multiple of `feature.multiple`, or the default, also in place of a wrong one.
 
     One without a `multiple` is checked elsewhere: None.
     """
     name, unit = feature.name, feature.multiple
-    default: Any = feature.default
+    default = feature.default if isinstance(feature.default, int) else None
     if not unit or (given is None and default is None):
         return None
     others = "None or " if default is None else ""

@@ -12,10 +12,10 @@ A Problem has shapes, dtypes and features, but no arrays and no decisions of a p
 
 # No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
 # the time of importing this package.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,12 @@ from .features import (
     option,
     table_of,
 )
-from .mask import Mask
+from .gradients import AnyGradient as AnyGradient
+from .gradients import Gradients as Gradients
+from .gradients import GradientT
+from .gradients import SecondGradients as SecondGradients
+from .gradients import applied as applied
+from .mask import Mask, Selection
 
 if TYPE_CHECKING:
     from .argument_types import Causal, Layout, MaskMod, Names, ScoreMod, Window
@@ -136,8 +141,8 @@ class Options:
         ARRAY,
         axes=("Bxlw", "xuw"),
         dtypes=("int32",),
-        shape_text="must be (B or 1, Hs, ceil(Sq / selected_rows), n), or packed (Hs, Tq // selected_rows + B, n), with "
-        "Hs 1, Hk or Hq: {shape}, not {given}",
+        shape_text="must be (B or 1, Hs, ceil(Sq / selected_rows), n), or packed (Hs, Tq // selected_rows + B, n), "
+        "with Hs 1, Hk or Hq, not {given}",
         host=True,
     )
     selected_block: int = option(INTEGER, 1, multiple=8, host=True)
@@ -297,11 +302,6 @@ class Packed(NamedTuple):
     max_seqlen_k: int | None
 
 
-AnyGradient = AnyArray | Array  # a caller's array, or inside the package its Array
-GradientT = TypeVar("GradientT", bound=AnyGradient)
-ReplacedT = TypeVar("ReplacedT", bound=AnyGradient)
-
-
 class _Statistics(NamedTuple):
     """The fields of Statistics, in a base class as those of Gradients."""
 
@@ -379,87 +379,6 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-def applied(function: Callable[..., object], gradients: object) -> Any:
-    """Return a nested tuple of arrays with the function applied to each array; None stays None."""
-    if isinstance(gradients, tuple):
-        return tuple(applied(function, gradient) for gradient in gradients)
-    return None if gradients is None else function(gradients)
-
-
-class _Gradients(NamedTuple):
-    """The fields of Gradients, in a base class: only from Python 3.11 on can a NamedTuple itself be generic."""
-
-    dq: AnyGradient
-    dk: AnyGradient
-    dv: AnyGradient
-    dbias: AnyGradient | None = None
-    dsink: AnyGradient | None = None
-    dcaptured: tuple[AnyGradient | None, ...] | None = None
-
-
-class Gradients(_Gradients, Generic[GradientT]):
-    """The gradients of a call, each with its input's shape and dtype; None for an input not given or not requested.
-
-    `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
-    """
-
-    __slots__ = ()
-
-    dq: GradientT
-    dk: GradientT
-    dv: GradientT
-    dbias: GradientT | None
-    dsink: GradientT | None
-    dcaptured: tuple[GradientT | None, ...] | None
-
-    def map(self, function: Callable[[GradientT], ReplacedT]) -> "Gradients[ReplacedT]":
-        """Return the record with a function applied to each of its arrays; None stays None.
-
-        Args:
-            function: returns the replacement of an array.
-        """
-        return Gradients(*applied(function, self))
-
-
-class _SecondGradients(NamedTuple):
-    """The fields of SecondGradients, in a base class as those of Gradients."""
-
-    dq: AnyGradient | None = None
-    dk: AnyGradient | None = None
-    dv: AnyGradient | None = None
-    dbias: AnyGradient | None = None
-    dsink: AnyGradient | None = None
-    dcaptured: tuple[AnyGradient | None, ...] | None = None
-    ddout: AnyGradient | None = None
-    ddlse: AnyGradient | None = None
-
-
-class SecondGradients(_SecondGradients, Generic[GradientT]):
-    """The gradients of sum(tq * dq) + sum(tk * dk) + ... with respect to the inputs of attention, dout and dlse.
-
-    Each has its input's shape and dtype, ddlse those of lse; None for an input not given or not requested.
-    """
-
-    __slots__ = ()
-
-    dq: GradientT | None
-    dk: GradientT | None
-    dv: GradientT | None
-    dbias: GradientT | None
-    dsink: GradientT | None
-    dcaptured: tuple[GradientT | None, ...] | None
-    ddout: GradientT | None
-    ddlse: GradientT | None
-
-    def map(self, function: Callable[[GradientT], ReplacedT]) -> "SecondGradients[ReplacedT]":
-        """Return the record with a function applied to each of its arrays; None stays None.
-
-        Args:
-            function: returns the replacement of an array.
-        """
-        return SecondGradients(*applied(function, self))
-
-
 class Cache(NamedTuple):
     """The facts of a KV cache that are not in its Problem, whose kv_len is the capacity.
 
@@ -487,24 +406,6 @@ class Cache(NamedTuple):
         if self.split_size is not None:
             texts.append(f"pieces of {self.split_size} keys")
         return ", ".join(texts)
-
-
-class Selection(NamedTuple):
-    """The facts of lists of selected keys: list l of a sequence is that of its rows l * rows to (l + 1) * rows - 1.
-
-    An entry e >= 0 names the keys e * block to (e + 1) * block - 1.
-    """
-
-    heads: int  # 1, Hk or Hq
-    entries: int  # of a list
-    block: int
-    rows: int
-
-    def __str__(self) -> str:
-        of = "keys" if self.block == 1 else f"blocks of {self.block} keys"
-        heads = "every head" if self.heads == 1 else f"each of {self.heads} heads"
-        rows = "row" if self.rows == 1 else f"{self.rows} rows"
-        return f"up to {self.entries} {of} for {heads} and {rows}"
 
 
 class Problem(NamedTuple):

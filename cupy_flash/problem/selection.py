@@ -12,22 +12,23 @@ import numpy as np
 
 from ..arrays import Array
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes
-from .records import LONGEST, Operands, Problem, Selection
+from .mask import Selection
+from .records import LONGEST, Operands, Problem
 
 CHUNK = 2**20  # entries that are checked at once, to bound memory
 
 
-class Lists(NamedTuple):
+class Place(NamedTuple):
     """The place of the lists of one sequence in `selected`."""
 
     batch: int  # index along the first axis, 0 if all sequences share it and in a packed batch
     first: int
-    count: int
+    number: int  # of lists
 
     def of(self, selected: np.ndarray) -> np.ndarray:
-        """Return the lists of the sequence, a view (Hs, count, n)."""
+        """Return the lists of the sequence, a view (Hs, number, n)."""
         one: np.ndarray = selected if selected.ndim == 3 else selected[self.batch]
-        return one[:, self.first : self.first + self.count]
+        return one[:, self.first : self.first + self.number]
 
 
 def axes_of_lists(settings: Settings, sizes: Sizes, packed: bool, tokens: int | None = None) -> dict[str, Length]:
@@ -47,12 +48,12 @@ def selection_of(lists: ArrayFacts | None, settings: Settings) -> Selection | No
     return Selection(lists.shape[-3], lists.shape[-1], block, rows)
 
 
-def lists_of(selection: Selection, shape: tuple[int, ...], spans: list[tuple[int, int]], packed: bool) -> list[Lists]:
+def places_of(selection: Selection, shape: tuple[int, ...], spans: list[tuple[int, int]], packed: bool) -> list[Place]:
     """Return the place of the lists of each sequence; `spans` are its first row among packed rows, and its rows."""
     rows = selection.rows
     if packed:
-        return [Lists(0, start // rows + b, -(-count // rows)) for b, (start, count) in enumerate(spans)]
-    return [Lists(b if shape[0] > 1 else 0, 0, -(-count // rows)) for b, (_, count) in enumerate(spans)]
+        return [Place(0, start // rows + b, -(-count // rows)) for b, (start, count) in enumerate(spans)]
+    return [Place(b if shape[0] > 1 else 0, 0, -(-count // rows)) for b, (_, count) in enumerate(spans)]
 
 
 def spans_of_queries(problem: Problem, operands: Operands) -> list[tuple[int, int]]:
@@ -65,13 +66,15 @@ def spans_of_queries(problem: Problem, operands: Operands) -> list[tuple[int, in
     return [(0, problem.q_len)] * problem.batch
 
 
-def check_entries(requirements: Requirements, problem: Problem, call: dict[str, Array]) -> None:
-    """Require that each list in host memory names no key twice and none past the longest sequence; once per call.
+def check_entries(requirements: Requirements, problem: Problem | None, call: dict[str, Array]) -> None:
+    """Require that each list in host memory names no key twice and none past the longest sequence.
 
-    Lists inside a traced program of jax are not checked, and those on a GPU only with check_selected, by a kernel.
+    A backward does not check the lists of its forward again. Those in a program of jax are never checked.
     """
+    if "selected" not in call or problem is None or problem.selected is None or problem.backward or requirements.unmet:
+        return
     array, selection = call["selected"], problem.selected
-    if array.device != "cpu" or array.framework == "xla" or selection is None:
+    if array.device != "cpu" or array.framework == "xla":
         return
     bounds = [call[name] for name in ("cu_seqlens_q", "q_lengths") if name in call]
     if any(x.device != "cpu" for x in bounds):
@@ -82,10 +85,10 @@ def check_entries(requirements: Requirements, problem: Problem, call: dict[str, 
     spans = spans_of_queries(problem, operands)
     blocks, selected = -(-problem.kv_len // selection.block), array.numpy()
     what = "key" if selection.block == 1 else "block"
-    for place in dict.fromkeys(lists_of(selection, array.shape, spans, problem.layout == "thd")):
+    for place in dict.fromkeys(places_of(selection, array.shape, spans, problem.layout == "thd")):
         for head, lists in enumerate(place.of(selected)):
             step = max(CHUNK // max(selection.entries, 1), 1)
-            for start in range(0, place.count, step):
+            for start in range(0, place.number, step):
                 wrong = _first_wrong(lists[start : start + step], blocks)
                 if wrong is None:
                     continue
@@ -105,7 +108,8 @@ def _first_wrong(lists: np.ndarray, blocks: int) -> tuple[int, int] | None:
         return index, int(lists[index, place])
     # Most lists are in ascending order, with the entries that name nothing at the end: these need no sort.
     late = lists[:, 1:]
-    unsorted = np.flatnonzero(~((late > lists[:, :-1]) | (late < 0)).all(axis=1) | _resumes(lists))
+    ascending = ((late > lists[:, :-1]) & (lists[:, :-1] >= 0)) | (late < 0)
+    unsorted = np.flatnonzero(~ascending.all(axis=1))
     if not unsorted.size:
         return None
     ordered = np.sort(lists[unsorted], axis=1)
@@ -114,9 +118,3 @@ def _first_wrong(lists: np.ndarray, blocks: int) -> tuple[int, int] | None:
         return None
     index, place = np.argwhere(twice)[0].tolist()
     return int(unsorted[index]), int(ordered[index, place])
-
-
-def _resumes(lists: np.ndarray) -> np.ndarray:
-    """Return whether an entry of each list follows one that names nothing."""
-    resumes: np.ndarray = ((lists[:, 1:] >= 0) & (lists[:, :-1] < 0)).any(axis=1)
-    return resumes

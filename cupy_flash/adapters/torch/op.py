@@ -21,7 +21,7 @@ from ... import dispatch
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...problem.build import pose
-from ...problem.features import CHOICE, record
+from ...problem.features import CHOICE, INTEGER, record
 from ...problem.records import ARRAYS, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, Options, Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
@@ -38,6 +38,7 @@ CAUSAL: dict[str, Any] = {
 ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # (name, whether None is legal)
 CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
+INTEGER_NAMES = tuple(feature.name for feature in FEATURES if feature.kind == INTEGER)
 FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
 FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
 
@@ -50,6 +51,7 @@ OTHERS = {
     "window_right": "int?",
     **{name: "float?" if optional else "float" for name, optional in NUMBER_NAMES},
     **{name: "str?" if optional else "str" for name, optional in CHOICE_NAMES},
+    **dict.fromkeys(INTEGER_NAMES, "int"),
     **dict.fromkeys(FLAG_NAMES, "bool"),
     "fp8": "bool",  # the forward rounds q, k and v to fp8 first
 }
@@ -58,6 +60,7 @@ UNCHANGED = (
     "seed",
     *dict(NUMBER_NAMES),
     *dict(CHOICE_NAMES),
+    *INTEGER_NAMES,
     *FLAG_NAMES,
 )  # arguments that the operators take from the caller unchanged
 _unchanged = operator.attrgetter(*UNCHANGED)
@@ -160,6 +163,7 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
             raise TypeError(f"{name} must be a string, not {choice!r}")
     left, right = window_sides(options.window)
     numbers = [as_number(getattr(options, name), optional) for name, optional in NUMBER_NAMES]
+    integers = [as_index(getattr(options, name)) for name in INTEGER_NAMES]
     q, k, v = _autocast(arrays)
     if fp8:
         require_roundable((q, k, v), [getattr(options, name) for name in FP8_NAMES])
@@ -173,6 +177,7 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
         None if right is None else as_index(right),
         *numbers,
         *choices,
+        *integers,
         *(bool(flag) for flag in flags.values()),
         bool(fp8),
     )  # fmt: skip

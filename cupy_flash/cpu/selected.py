@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -264,7 +264,7 @@ class SelectedCall(Call):
         place = (sequence.row, kv_head, sequence.keys)
         return self.k[place], self.v[place]
 
-    def scores(self, tile: ListTile, band: Band, Q: np.ndarray, K: np.ndarray) -> tuple[np.ndarray, list[Any], bool]:
+    def scores(self, tile: ListTile, band: Band, Q: np.ndarray, K: np.ndarray) -> tuple[np.ndarray, list[object], bool]:
         """Return S, what the gradients of the score modifications need, and whether a score is hidden (S is -inf)."""
         S = products_of_rows(Q, K)
         self.scale(S)
@@ -384,7 +384,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     found = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         found["sink"] = dsink.sum(axis=(0, 1))
-    others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in found.items()}
+    others = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in found.items()}
     return Gradients(dq, dk, dv, **others)
 
 

@@ -311,7 +311,9 @@ def _window(
     return None if left == -1 else left, None if right == -1 else right
 
 
-def _whole(requirements: Requirements, feature: Feature, given: Any, limits: np.finfo[np.floating]) -> int | None:
+def _whole(
+    requirements: Requirements, feature: Feature, given: int | None, limits: np.finfo[np.floating]
+) -> int | None:
     """Return a whole number that is a multiple of `feature.multiple`, or the default, also in place of a wrong one.
 
     One without a `multiple` is checked elsewhere: None.
@@ -322,8 +324,10 @@ def _whole(requirements: Requirements, feature: Feature, given: Any, limits: np.
         return None
     others = "None or " if default is None else ""
     try:
-        number = operator.index(given)
+        number = None if given is None else operator.index(given)
     except Exception:  # a foreign object may raise anything
+        number = None
+    if number is None:
         requirements.require_type(False, f"{name} must be {others}a whole number, not {given!r}")
         return default
     legal = number > 0 and (number % unit == 0 or number == default) and not isinstance(given, bool)

@@ -239,7 +239,7 @@ def test_the_backward_does_not_check_lists_again():
 REFUSED = {
     "it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(Q, K, V, Q, **o),
     "it computes no JVP with selected keys in this version": lambda **o: cupy_flash.attention_double_backward(
-        DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), Q, **o
+        Q, None, None, DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), **o
     ),
     "it computes no max with selected keys": lambda **o: cupy_flash.attention(
         Q, K, V, return_lse=True, statistics=("max",), **o

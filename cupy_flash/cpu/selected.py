@@ -26,7 +26,7 @@ from ..plan.plan import Plan
 from ..problem.mask import Band
 from ..problem.records import Gradients, Operands, Problem
 from ..problem.selection import places_of, spans_of_queries
-from .attention import Call, Sequence, hide_gradient, load_rows, rounded
+from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded
 from .blas import product
 from .score import Positions
 from .thread_pool import OrderedSum, run_tasks
@@ -345,11 +345,10 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
 def backward(plan: Plan, operands: Operands) -> Gradients:
     """Compute the gradients, as attention.backward; those of keys are summed in the order of the lists."""
     problem, q, dtype = plan.problem, operands.q, plan.problem.accumulation
-    dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
-    for gradient in (dq, dk, dv):
-        gradient.numpy()[...] = 0
+    gradients = empty_gradients(problem, operands)
     call = SelectedCall(plan, operands)
-    dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
+    dq_rows, dk_rows, dv_rows = (None if x is None else call.heads_first(x) for x in gradients)
+    assert dq_rows is not None and dk_rows is not None
     pieces = 1 if call.has_sums else max(1, min(PIECES, -(-2 * PIECES // max(problem.batch * problem.kv_heads, 1))))
     dsink = np.zeros((pieces, problem.batch, problem.heads), dtype)
     heads = range(problem.kv_heads)
@@ -370,8 +369,11 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
         if whole is not None:
             dK, dV = whole[:-1, : problem.head_dim], whole[:-1, problem.head_dim :]
             call.scale(dK)
+            if dv_rows is None:  # the values are inside the keys
+                dK[..., : problem.head_dim_v] += dV
+            else:
+                dv_rows[sequence.row, kv_head, sequence.keys] = dV
             dk_rows[sequence.row, kv_head, sequence.keys] = dK
-            dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
     tasks: list[Callable[[], None]] = [
         partial(differentiate, sequence, kv_head, piece)
@@ -385,7 +387,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     if operands.sink is not None:
         found["sink"] = dsink.sum(axis=(0, 1))
     others = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in found.items()}
-    return Gradients(dq, dk, dv, **others)
+    return Gradients(*gradients, **others)
 
 
 def _differentiate(

@@ -23,7 +23,7 @@ class _Gradients(NamedTuple):
 
     dq: AnyGradient
     dk: AnyGradient
-    dv: AnyGradient
+    dv: AnyGradient | None = None
     dbias: AnyGradient | None = None
     dsink: AnyGradient | None = None
     dcaptured: tuple[AnyGradient | None, ...] | None = None

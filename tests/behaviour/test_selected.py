@@ -294,3 +294,13 @@ def test_memory_is_linear_in_the_length():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < length * length / 4  # a boolean mask would have four times as many bytes
+
+
+def test_values_inside_keys():
+    lists = lists_of(np.random.default_rng(10), heads=HK)
+    out, lse, dq, dk, dv = results(lists, K, K[..., :DV])
+    options = dict(selected=lists, head_dim_v=DV)
+    shared = cupy_flash.attention(Q, K, None, return_lse=True, **options)
+    gradients = cupy_flash.attention_backward(DOUT, Q, K, None, *shared, **options)
+    dk[..., :DV] += dv
+    assert_close((*shared, gradients.dq, gradients.dk), (out, lse, dq, dk))

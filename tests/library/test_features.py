@@ -33,6 +33,8 @@ OPTIONS = {
     for name, parameter in inspect.signature(attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
+# Options that only some rows serve over several ranks
+OF_ONE_DEVICE = (*ARRAYS, *MODS, *(feature for feature in FEATURES if feature.kind == features.INTEGER))
 BY_NAME = pytest.mark.parametrize("feature", FEATURES, ids=NAMES)
 
 
@@ -78,7 +80,7 @@ def test_every_kind_of_option_has_its_type():
         features.INTEGER: "int",
     }
     mods = {"score_mod": "ScoreMod", "mask_mod": "MaskMod"}
-    optional = {features.NUMBER, features.CHOICE}
+    optional = {features.NUMBER, features.CHOICE, features.INTEGER}
     expected = {
         feature.name: mods.get(feature.name)
         or types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
@@ -89,7 +91,7 @@ def test_every_kind_of_option_has_its_type():
 
 def served_over_ranks(feature):
     """Return whether an option is one of attention over several ranks; those of lists of keys are not."""
-    return feature.ranks if feature in (*ARRAYS, *MODS) else not feature.host
+    return feature.ranks if feature in OF_ONE_DEVICE else not feature.host
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ FLOW = (
     "problem.mod_checks",
     "problem.selection",
     "problem.kv_cache",
+    "problem.shared_kv",
     "problem.statistics",
     "problem.build",
     "problem.weights",

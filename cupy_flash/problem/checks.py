@@ -6,6 +6,7 @@ Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain o
 
 # No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
 # the time of importing this package.
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -318,21 +319,18 @@ def _whole(
 
     One without a `multiple` is checked elsewhere: None.
     """
-    name, unit = feature.name, feature.multiple
+    name, unit, number = feature.name, feature.multiple, None
     default = feature.default if isinstance(feature.default, int) else None
     if not unit or (given is None and default is None):
         return None
-    others = "None or " if default is None else ""
-    try:
+    kind, exception = ("None or a", "") if default is None else ("a", "" if default == unit else f"{default} or ")
+    with contextlib.suppress(Exception):  # a foreign object may raise anything
         number = None if given is None else operator.index(given)
-    except Exception:  # a foreign object may raise anything
-        number = None
     if number is None:
-        requirements.require_type(False, f"{name} must be {others}a whole number, not {given!r}")
+        requirements.require_type(False, f"{name} must be {kind} whole number, not {given!r}")
         return default
     legal = number > 0 and (number % unit == 0 or number == default) and not isinstance(given, bool)
-    words = f"{default} or " if default not in (None, unit) else ""
-    requirements.require(legal, f"{name} must be {words}a positive multiple of {unit}, not {given!r}")
+    requirements.require(legal, f"{name} must be {exception}a positive multiple of {unit}, not {given!r}")
     requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
     return number if legal else default
 

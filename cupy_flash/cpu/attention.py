@@ -201,7 +201,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
-    others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
+    others = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
     return Gradients(*gradients, **others)
 
 

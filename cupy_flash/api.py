@@ -86,6 +86,10 @@ def attention(
     kv_lengths: AnyArray | None = None,
     score_mod: ScoreMod = None,
     mask_mod: MaskMod = None,
+    selected: AnyArray | None = None,
+    selected_block: int = 1,
+    selected_rows: int = 1,
+    check_selected: bool = False,
     dropout: float = 0.0,
     seed: int | AnyArray | None = None,
     q_descale: AnyArray | None = None,
@@ -149,6 +153,16 @@ def attention(
             to their dimensions. -inf hides a key. A `Mod` holds traced functions.
         mask_mod: a Python function (b, h, q_idx, kv_idx) -> bool, True = attend; likewise. Intersected with all other
             masks.
+        selected: int32 (B or 1, Hs, ceil(Sq / selected_rows), n), Hs 1, Hk or Hq: lists of the
+            keys that rows see, intersected with all masks. Entry e >= 0 names the keys e kb to e kb + kb - 1 with kb =
+            selected_block, cut at Sk; entries below 0, in any place, name none. Nothing of the size Sq x Sk is
+            allocated. Packed: (Hs, Tq // selected_rows + B, n), where row i of sequence b has the list
+            cu_seqlens_q[b] // selected_rows + b + i // selected_rows, and entries count within the sequence. Lists in
+            host memory that name a key twice, or one past the longest sequence, are refused; on a GPU the results of
+            their rows are unspecified.
+        selected_block: kb, 1 or a multiple of 8.
+        selected_rows: the number of neighbouring rows that share a list.
+        check_selected: on a GPU too, refuse what is refused in host memory, which waits for the GPU.
         dropout: probability p in [0, 1) of dropping an element of the softmax, rounded to 65536ths; kept elements are
             scaled by 1 / (1 - p).
         seed: seed of dropout, an int in [0, 2**64) or an int64 array of one element on the same device. The same seed
@@ -199,8 +213,8 @@ def attention(
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
-        dropout, seed, q_descale, k_descale, v_descale, head_dim_v, layout, return_lse, statistics, deterministic,
-        backend, engine,
+        selected, selected_block, selected_rows, check_selected, dropout, seed, q_descale, k_descale, v_descale,
+        head_dim_v, layout, return_lse, statistics, deterministic, backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 

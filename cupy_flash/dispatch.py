@@ -257,6 +257,7 @@ def explain(chosen: Plan, operands: Operands) -> str:
     return f"{products.planned(chosen).explain()}{products.line}"
 
 
+SELECTED = ".cpu.selected"  # the module of the CPU engine for calls with `selected`
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
@@ -300,7 +301,10 @@ def _module(chosen: Plan) -> ModuleType:
 def _code(chosen: Plan) -> str:
     """Return the name of the module that runs a plan."""
     backend = chosen.device.backend
-    return LAUNCHERS[backend] if backend in LAUNCHERS else f".{MODULES[chosen.engine].KERNELS}"
+    if backend in LAUNCHERS:
+        return LAUNCHERS[backend]
+    code = f".{MODULES[chosen.engine].KERNELS}"
+    return SELECTED if code == ATTENTION and chosen.problem.selected is not None else code
 
 
 @cache

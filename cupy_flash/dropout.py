@@ -84,10 +84,14 @@ def keep_mask(
 
 
 def keep_mask_at(
-    seed: int, head_index: int, queries: npt.NDArray[np.int64], keys: npt.NDArray[np.int64], p: float
+    seed: int,
+    head_index: int | npt.NDArray[np.integer],
+    queries: npt.NDArray[np.integer],
+    keys: npt.NDArray[np.integer],
+    p: float,
 ) -> npt.NDArray[np.bool_]:
-    """Return `keep_mask` at arbitrary positions, bool (len(queries), len(keys)), by one Philox call per element."""
-    i, j = queries[:, None], keys
+    """Return `keep_mask` at positions and heads that broadcast, by one Philox call per element."""
+    i, j = queries, keys
     words = philox(i // TILE, j // TILE, head_index, 4 * (i % 8) + (j % 8) // 2, seed)
     word = np.choose(2 * (i // 8 % 2) + j // 8 % 2, words)
     return (word >> (16 * (j % 2)).astype(np.uint32) & np.uint32(0xFFFF)) >= threshold(p)

@@ -83,6 +83,10 @@ def attention_with_kv_cache(
     mask: AnyArray | None = None,
     score_mod: ScoreMod = None,
     mask_mod: MaskMod = None,
+    selected: AnyArray | None = None,
+    selected_block: int = 1,
+    selected_rows: int = 1,
+    check_selected: bool = False,
     k_descale: AnyArray | None = None,
     v_descale: AnyArray | None = None,
     split_size: int | None = None,
@@ -135,6 +139,11 @@ def attention_with_kv_cache(
         score_mod: as in `cupy_flash.attention`, with q_idx = max(L_b - Sq + i, 0), or positions[b, i], and kv_idx = j
             whatever the page. Captured arrays must have room for every position below the capacity.
         mask_mod: likewise.
+        selected: int32 (B or 1, Hs, ceil(Sq / selected_rows), n), as in `cupy_flash.attention`; packed (Hs, T //
+            selected_rows + B, n). Entries are numbers of keys in their sequence, whatever the page.
+        selected_block: as in `cupy_flash.attention`.
+        selected_rows: as in `cupy_flash.attention`.
+        check_selected: as in `cupy_flash.attention`.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn: the factor of the stored keys. None is 1.
         v_descale: likewise.
         split_size: a multiple of 64: split-KV divides the keys of each sequence at multiples of it. The bits of a
@@ -174,7 +183,8 @@ def attention_with_kv_cache(
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
-        mask_mod, k_descale, v_descale, split_size, head_dim_v, layout, out, return_lse, statistics, backend, engine,
+        mask_mod, selected, selected_block, selected_rows, check_selected, k_descale, v_descale, split_size,
+        head_dim_v, layout, out, return_lse, statistics, backend, engine,
     )  # fmt: skip
     if is_torch(q):
         from .adapters.torch import kv_cache

@@ -611,7 +611,7 @@ def _scores(options: Options, first_batch: int, q: Array, k: Array, scale: np.fl
         scores = np.broadcast_to(modified.value, scores.shape).astype(compute)
         mod_slope, mod_curve = modified.slope, modified.curve
 
-    visible = _visible(options, i, j, q_lengths, kv_lengths, offset)
+    visible = _visible(options, q_heads, i, j, q_lengths, kv_lengths, offset)
     if options.mask_mod is not None:
         visible = visible & options.mask_mod(sequence, head, i, j)
     scores = np.where(visible, scores, -np.inf)
@@ -814,7 +814,7 @@ def _double_backward(
 
 
 def _visible(
-    options: Options, i: Array, j: Array, q_lengths: Array, kv_lengths: Array, offset: Array | int
+    options: Options, q_heads: int, i: Array, j: Array, q_lengths: Array, kv_lengths: Array, offset: Array | int
 ) -> npt.NDArray[np.bool_]:
     """Return the mask, True where query i sees key j, broadcastable to (B, Hq, Sq, Sk)."""
     visible: npt.NDArray[np.bool_] = (i < q_lengths) & (j < kv_lengths)
@@ -827,7 +827,19 @@ def _visible(
         visible = visible & (j <= i + offset + right)
     if options.mask is not None:
         visible = visible & np.asarray(options.mask)
+    if options.selected is not None:
+        visible = visible & _selected(options, len(i), len(j), q_heads)
     return visible
+
+
+def _selected(options: Options, q_length: int, kv_length: int, q_heads: int) -> npt.NDArray[np.bool_]:
+    """Return which keys the lists name, (B or 1, Hq, Sq, Sk)."""
+    lists, block = np.asarray(options.selected), options.selected_block
+    blocks = -(-kv_length // block)
+    named = np.zeros((*lists.shape[:3], blocks + 1), np.bool_)
+    np.put_along_axis(named, np.where(lists < 0, blocks, lists), True, axis=3)
+    rows = named[..., :-1].repeat(options.selected_rows, axis=2)[:, :, :q_length]
+    return rows.repeat(block, axis=3)[..., :kv_length].repeat(q_heads // lists.shape[1], axis=1)
 
 
 def _precision(q: npt.ArrayLike, dtype: npt.DTypeLike | None) -> tuple[np.dtype, np.dtype]:

@@ -25,7 +25,7 @@ def axes_of(name: str, rank: int, layout: str) -> str:
     if name in shared:
         return shared[name]
     if name in FEATURES:
-        longest = max(FEATURES[name].axes, key=len)
+        longest = max(FEATURES[name].axes, key=len).lower()
         return longest[len(longest) - rank :]
     if name == "starts":
         return "b."

@@ -37,7 +37,11 @@ def add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no-backward", dest="backward", action="store_false", help="forward only (all that fp8 has)")
     command.add_argument("--packed", action="store_true", help="for attention_varlen")
     for feature in FEATURES:
-        if feature.kind in KINDS and (feature.constant or feature.kind in CHOOSES_KERNELS or feature.name == "engine"):
+        if (
+            feature.kind in KINDS
+            and not feature.host
+            and (feature.constant or feature.kind in CHOOSES_KERNELS or feature.name == "engine")
+        ):
             KINDS[feature.kind](command, f"--{feature.name.replace('_', '-')}", feature)
 
 

@@ -201,7 +201,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
-    others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
+    others = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
     return Gradients(*gradients, **others)
 
 
@@ -469,7 +469,7 @@ class Call:
             )  # fmt: skip
         else:
             i, j = q_first + step * np.arange(*tile.queries), kv_first + step * np.arange(*tile.keys)
-            kept = keep_mask_at(self.seed, head_index, i, j, problem.dropout)
+            kept = keep_mask_at(self.seed, head_index, i[:, None], j, problem.dropout)
         return kept * problem.accumulation.type(keep_scale(problem.dropout))
 
     def gradient_tasks(self, differentiate: Callable[[Sequence, slice], None]) -> list[Callable[[], None]]:

@@ -73,6 +73,13 @@ class Coordinates(Protocol):
         """Return the tile's part of an array that has an element for each score of the call."""
 
 
+class DifferentiableCoordinates(Coordinates, Protocol):
+    """The coordinates of a tile whose scores have gradients."""
+
+    def add(self, total: np.ndarray, dS: np.ndarray) -> None:
+        """Add gradients of the scores to an array that has an element for each score of the call."""
+
+
 class ScoreTile(NamedTuple):
     """Coordinates of a tile of scores: sequence index, query head, half-open ranges of queries and keys."""
 
@@ -126,9 +133,15 @@ class ScoreTile(NamedTuple):
             self.kv_start if columns > 1 else 0 : self.kv_stop if columns > 1 else 1,
         ]
 
+    def add(self, total: np.ndarray, dS: np.ndarray) -> None:
+        """Add dS to this tile of an array as that of `cut`, summed over its dimensions of size 1."""
+        target = self.cut(total)
+        broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
+        target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
+
 
 class ScoreStep(Protocol):
-    """One score modification and its gradient on a tile: S, dS (queries, keys); in `apply` S may have a head axis."""
+    """One score modification and its gradient on a tile: S, dS (queries, keys), with other axes before these if any."""
 
     bounded: bool  # |score| never exceeds |product|
     by_sequence: bool  # different sequences add to different elements of its gradients
@@ -137,7 +150,7 @@ class ScoreStep(Protocol):
     def apply(self, S: np.ndarray, tile: Coordinates, save: bool) -> Any:
         """Modify S in place; with `save`, return the values that the gradient needs."""
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+    def gradient(self, dS: np.ndarray, tile: DifferentiableCoordinates, saved: Any) -> None:
         """Turn dS of the modified scores into dS of the unmodified ones, in place."""
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
@@ -187,7 +200,7 @@ class Softcap:
         S *= self.cap
         return slope
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: np.ndarray) -> None:
+    def gradient(self, dS: np.ndarray, tile: DifferentiableCoordinates, saved: np.ndarray) -> None:
         """Multiply dS by the derivative of the cap."""
         dS *= saved
 
@@ -229,7 +242,7 @@ class Alibi:
         slope = self.slopes[tile.batch if len(self.slopes) > 1 else 0, tile.head].astype(S.dtype)
         S -= slope * tile.distances
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+    def gradient(self, dS: np.ndarray, tile: DifferentiableCoordinates, saved: None) -> None:
         """Leave dS as it is, because apply adds a constant to each score."""
         pass
 
@@ -265,12 +278,10 @@ class Bias:
         if np.isnan(np.vdot(S, S)):  # NaN + -inf is NaN, which would not hide the key
             np.copyto(S, -np.inf, where=bias == -np.inf)
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+    def gradient(self, dS: np.ndarray, tile: DifferentiableCoordinates, saved: None) -> None:
         """Add dS to dbias, summed over the dimensions that bias broadcasts; dS itself is unchanged."""
         if self.dbias is not None:
-            target = tile.cut(self.dbias)
-            broadcast = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and dS.shape[axis] > 1)
-            target += dS.sum(axis=broadcast, keepdims=True) if broadcast else dS
+            tile.add(self.dbias, dS)
 
     def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
         """Add bias to S and tbias to tS."""
@@ -335,7 +346,7 @@ class Modified:
         S[...] = modified
         return slope, reads
 
-    def gradient(self, dS: np.ndarray, tile: ScoreTile, saved: tuple[np.ndarray, list[Read]]) -> None:
+    def gradient(self, dS: np.ndarray, tile: DifferentiableCoordinates, saved: tuple[np.ndarray, list[Read]]) -> None:
         """Multiply dS by the derivative, and add the gradients of the elements read to those of the captured arrays."""
         slope, reads = saved
         for slot, factor, indices in reads:
@@ -416,12 +427,12 @@ def _times(dS: np.ndarray, factor: np.ndarray) -> np.ndarray:
 
 
 def _add_at(total: np.ndarray, indices: tuple[np.ndarray, ...], values: np.ndarray) -> None:
-    """Add values (rows, columns) to total at clamped indices, first summing over axes on which no index depends."""
+    """Add values (..., rows, columns) to total at clamped indices, first summed over axes on which no index depends."""
     clamped = [np.clip(index, 0, size - 1) for index, size in zip(indices, total.shape, strict=True)]
-    shape = np.broadcast_shapes((1, 1), *(index.shape for index in clamped))
+    shape = np.broadcast_shapes((1,) * values.ndim, *(index.shape for index in clamped))
     repeated = tuple(axis for axis, size in enumerate(shape) if size == 1)
     sums = values.sum(axis=repeated, keepdims=True, dtype=total.dtype)
     if not indices:
-        total += sums[0, 0]
+        total += sums.reshape(())
         return
     np.add.at(total, tuple(np.broadcast_to(index, sums.shape) for index in clamped), sums)

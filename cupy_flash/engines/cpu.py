@@ -14,7 +14,7 @@ from .shared import forms as forms
 BACKENDS: tuple[str, ...] = ("cpu",)
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = FLOATING
-OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"selected"}
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
@@ -54,8 +54,12 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return a reason against fp8; [] for every other dtype."""
-    return dtype_refusals(problem)
+    """Return the reasons against fp8, and against what cpu/selected.py does not compute; [] if there are none."""
+    reasons = dtype_refusals(problem)
+    if problem.selected is not None:
+        absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)
+        reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]
+    return reasons
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
@@ -74,6 +78,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     They include the idle time of threads when the tasks do not divide evenly among THREADS.
     """
     backward = problem.backward
+    if problem.selected is not None:
+        pairs = min(pairs, problem.q_len * problem.selected.entries * problem.selected.block)
     block_q, block_kv = max(min(tile.block_q, problem.q_len), 1), max(min(tile.block_kv, problem.kv_len), 1)
     dims = problem.head_dim + problem.head_dim_v
     # Each edge of the mask adds half a tile of masked scores per query (backward: key) tile.

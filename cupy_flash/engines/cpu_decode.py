@@ -17,7 +17,7 @@ BACKENDS: tuple[str, ...] = ("cpu",)
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = FLOATING
 OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias", "score_mod", "mask_mod"}
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", "selected"}
 CACHE_DTYPES: tuple[str, ...] = (FP8,)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
@@ -44,6 +44,11 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     reasons = dtype_refusals(problem)
     if problem.backward:
         reasons.append("it has no backward")
+    if problem.selected is not None:
+        absent = [problem.weights, " and ".join(problem.statistics)]
+        if problem.cache is not None and problem.cache.split_size is not None:
+            absent.append("pieces of split_size")
+        reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]
     if problem.cache is None:
         if problem.weights:
             reasons.append(f"it computes {problem.weights} on a KV cache alone")

@@ -166,7 +166,9 @@ def _problem(
         return np.broadcast_to(np.zeros((), dtype), shape)  # all elements share the memory of one
 
     usual = element if element.name in DTYPES else named_dtype("bfloat16")
-    sizes = {"b": 1, "h": group, "g": 1}
+    sizes = {"b": 1, "h": group, "g": 1, "x": 1, "w": 1}
+    rows = settings.selected_rows
+    sizes |= {"u": group // rows + 1} if packed else {"B": 1, "l": -(-group // rows)}
 
     def given(feature: Feature) -> np.ndarray | None:
         """Return a placeholder for an array option, for which the caller passed True (the usual dtype) or a dtype."""
@@ -174,7 +176,11 @@ def _problem(
         if value is None or value is False:
             return None
         dtype = usual if feature.element else np.dtype(feature.dtypes[0])
-        shape = [1] if feature.broadcast else [sizes[axis] for axis in feature.axes[0]]
+        shape = (
+            [1]
+            if feature.broadcast
+            else [sizes[axis] for axis in next(x for x in feature.axes if sizes.keys() >= {*x})]
+        )
         return array(dtype if value is True else element_dtype(value), *shape)
 
     batch = () if packed else (1,)

@@ -235,6 +235,7 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
     return {name: (size,) for name, size in sizes.items()}
 
 
+IN_PARAMS = tuple(feature for feature in ARRAYS if not feature.host)
 SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
 
 
@@ -252,7 +253,7 @@ def _forms() -> dict[str, Form]:
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
     for feature in CACHE_FEATURES:
         forms.setdefault(feature.name, _pointer)
-    for feature in ARRAYS:
+    for feature in IN_PARAMS:
         form = _pointer
         if has_strides(feature.name):
             form = _dense if feature.broadcast else _per_head

@@ -18,8 +18,19 @@ from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
-from ..problem.records import ARRAYS, Gradients, Operands, Problem, Statistics
-from .params import Address, Encode, dtypes, has_strides, pack, pack_maps, pack_partials, switches_of, with_lengths
+from ..problem.records import Gradients, Operands, Problem, Statistics
+from .params import (
+    IN_PARAMS,
+    Address,
+    Encode,
+    dtypes,
+    has_strides,
+    pack,
+    pack_maps,
+    pack_partials,
+    switches_of,
+    with_lengths,
+)
 
 if TYPE_CHECKING:
     from .captured import Captured
@@ -196,7 +207,7 @@ def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: i
 # Arrays for which kernels take a stride per axis; the last dimension of all others must be contiguous.
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
-    strided = [feature.name for feature in ARRAYS if has_strides(feature.name)]
+    strided = [feature.name for feature in IN_PARAMS if has_strides(feature.name)]
     return frozenset(("lse", "dlse", "tlse", "seed", *strided, *(f"t{name}" for name in strided)))
 
 

@@ -107,13 +107,27 @@ class Execution(TypedDict, total=False):
     engine: str | None
 
 
+class SelectingKeys(TypedDict, Generic[T], total=False):
+    """The options of lists of selected keys that define what attention computes."""
+
+    selected: T | None
+    selected_block: int
+    selected_rows: int
+
+
+class Selecting(SelectingKeys[T], total=False):
+    """The options of lists of selected keys."""
+
+    check_selected: bool
+
+
 class OneDevice(TypedDict, Generic[T], total=False):
     """Options of padded and packed batches that several ranks do not support."""
 
     bias: T | None
 
 
-class OptionsWithoutValues(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
+class OptionsWithoutValues(Definition[T], OneDevice[T], Selecting[T], Mods, Descales[T], Execution, total=False):
     """Options of `attention_varlen` except head_dim_v, return_lse and statistics."""
 
 
@@ -161,7 +175,7 @@ class RanksOptions(RanksOptionsWithoutLse[T], Result, total=False):
     """Options of `ring_attention` and `ulysses_attention`."""
 
 
-class CacheReading(Ordering, Mods, Generic[T], total=False):
+class CacheReading(Ordering, Mods, Selecting[T], Generic[T], total=False):
     """Options of `attention_with_kv_cache` that do not write to arrays, except return_lse and statistics."""
 
     cache_seqlens: T | int | None
@@ -206,7 +220,9 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], Values, OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+class ReferenceOptions(
+    Definition[T], Values, OneDevice[T], SelectingKeys[T], Padding[T], Mods, Descales[T], Ordering, total=False
+):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None

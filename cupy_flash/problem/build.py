@@ -59,6 +59,7 @@ from .records import (
     Tangents,
     out_dtype,
 )
+from .selection import axes_of_lists, check_entries, selection_of
 from .shared_kv import VALUES, share
 from .statistics import check_asked, check_statistics, differentiated_statistics, gradients_of_statistics
 
@@ -144,12 +145,10 @@ def pose(
     check_values(requirements, call, checked.sizes)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.longest[1])
+    check_entries(requirements, checked.problem, call)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None  # holds because every requirement is met
-    if not drops:
-        seed = None
-    elif seed is None:
-        seed = drawn_seed()
+    seed = None if not drops else drawn_seed() if seed is None else seed
     named: dict[str, Any] = {name: x for name, x in call.items() if name in OPERANDS}
     named.setdefault("v", call["k"])
     if mod is not None:
@@ -242,6 +241,7 @@ def _pose_on_cache(
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
         table.check_contents(requirements, checked.problem, operands, bounds)
+        check_entries(requirements, checked.problem, call)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.sizes.kv_len)
     requirements.raise_if_unmet(call)
@@ -471,13 +471,13 @@ def _check_facts(facts: Facts) -> CheckedFacts:
     requirements.unmet += unmet_options
     requirements.about_type |= about_type
     longest: tuple[int | None, int | None] = (sizes.q_len, sizes.kv_len)
-    lengths, names = sizes.lengths, SIZES
+    lengths, names = sizes.lengths | axes_of_lists(settings, sizes, facts.longest != ()), SIZES
     if facts.longest:
         longest = check_packed(requirements, arrays, (facts.longest[0], facts.longest[1]))
         lengths, names = lengths | _positions(longest), PACKED_SIZES
     if sizes.known and facts.on_cache is not None:
         on_cpu = facts.backend in (None, "cpu") and arrays["k_cache"].device == "cpu"
-        readable &= kv_cache.check_arrays(requirements, arrays, layout, sizes, on_cpu)
+        readable &= kv_cache.check_arrays(requirements, arrays, settings, layout, sizes, on_cpu)
         cache = kv_cache.facts_of_cache(arrays, settings, layout, sizes)
     elif sizes.known:
         check_features(requirements, FEATURES, arrays, lengths, names=names)
@@ -495,6 +495,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         others = {
             **mods,
             **numbers,
+            "selected": selection_of(arrays.get("selected"), settings),
             "statistics": statistics,
             "engine": options["engine"],
             "shared_kv": options["head_dim_v"] is not None,
@@ -556,8 +557,7 @@ def _problem(
         backend=facts.backend,
         cache=cache,
         bias_gradient=facts.bias_gradient,
-        **others,
-        **array_facts(arrays, like.dtype),
+        **{**array_facts(arrays, like.dtype), **others},
     )
 
 

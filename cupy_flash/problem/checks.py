@@ -6,6 +6,7 @@ Checks of facts (shapes, dtypes, devices, options) read `ArrayFacts` and plain o
 
 # No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
 # the time of importing this package.
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -314,19 +315,24 @@ def _window(
 def _whole(
     requirements: Requirements, feature: Feature, given: int | None, limits: np.finfo[np.floating]
 ) -> int | None:
-    """Return a whole number that is a multiple of `feature.multiple`; None if it is wrong, or checked elsewhere."""
-    name, unit = feature.name, feature.multiple
-    if given is None or not unit:
+    """Return a whole number that is a multiple of `feature.multiple`, or the default, also in place of a wrong one.
+
+    One without a `multiple` is checked elsewhere: None.
+    """
+    name, unit, number = feature.name, feature.multiple, None
+    default = feature.default if isinstance(feature.default, int) else None
+    if not unit or (given is None and default is None):
         return None
-    try:
-        number = operator.index(given)
-    except Exception:  # a foreign object may raise anything
-        requirements.require_type(False, f"{name} must be None or a whole number, not {given!r}")
-        return None
-    legal = number > 0 and number % unit == 0 and not isinstance(given, bool)
-    requirements.require(legal, f"{name} must be a positive multiple of {unit}, not {given!r}")
+    kind, exception = ("None or a", "") if default is None else ("a", "" if default == unit else f"{default} or ")
+    with contextlib.suppress(Exception):  # a foreign object may raise anything
+        number = None if given is None else operator.index(given)
+    if number is None:
+        requirements.require_type(False, f"{name} must be {kind} whole number, not {given!r}")
+        return default
+    legal = number > 0 and (number % unit == 0 or number == default) and not isinstance(given, bool)
+    requirements.require(legal, f"{name} must be {exception}a positive multiple of {unit}, not {given!r}")
     requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
-    return number
+    return number if legal else default
 
 
 def is_one_of(value: object, names: tuple[str, ...]) -> bool:

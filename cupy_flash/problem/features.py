@@ -22,7 +22,7 @@ WINDOW = "window"  # None, or a pair of whole numbers or None
 SEED = "seed"  # None, an int, or an int64 array of one element
 MOD = "mod"  # None, a Python function of a score and its indices, or a Mod
 LENGTHS = "lengths"  # None, an int for all sequences, or an int32 array
-INTEGER = "integer"  # None, or a whole number
+INTEGER = "integer"  # a whole number, or None if that is the default
 STATISTICS = "statistics"  # None, or names of the fields of records.Statistics
 
 # Legal ranges of numbers, which checks.py checks.
@@ -33,6 +33,8 @@ PROBABILITY = "probability"  # [0, 1) in steps of 1/65536
 # {axis letter: its name in messages}; "n" is the rows of k that are appended, "t" the tokens of a packed batch, "d" and
 # "e" are the head dimensions.
 SIZES = {"b": "B", "h": "Hq", "g": "Hk", "i": "Sq", "j": "Sk", "n": "S", "t": "T", "d": "D", "e": "D"}
+# Axes of `selected`: sequences or 1, heads, lists of a sequence and of a packed batch, entries.
+SIZES |= {"B": "B or 1", "x": "Hs", "l": "ceil(Sq / selected_rows)", "u": "Tq // selected_rows + B", "w": "n"}
 # The names of options' axes in a packed batch, whose positions are those inside a sequence.
 PACKED_SIZES = SIZES | {"i": "max_seqlen_q", "j": "max_seqlen_k"}
 
@@ -55,6 +57,7 @@ class Feature(NamedTuple):
     definition: bool = True  # changes what is computed; False: only how, or which results are returned
     result: bool = False  # only selects results; engines need not know of it, except of statistics
     common: bool = False  # all engines implement it; if only some do, each names it in OPTIONS or CACHE_OPTIONS
+    host: bool = False  # no kernel reads it: only engines of the CPU implement it, or the checks of a call
 
     # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES
@@ -81,7 +84,7 @@ class Feature(NamedTuple):
     # Columns of numbers
     range: str = ""
     example: float = 0.0  # the value that compile, check and tune use: kernels serve all values
-    multiple: int = 0  # a whole number must be a positive multiple of this
+    multiple: int = 0  # a whole number must be a positive multiple of this, or the default
 
     # In a Problem and in the kernels
     # The field of Problem or Cache (default: the name): a number, a shape (broadcast), or whether it is given.

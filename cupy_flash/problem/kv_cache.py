@@ -13,6 +13,7 @@ from typing import Any
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
 from .features import FLOATING
 from .records import CACHE_FEATURES, CACHES, FP8, INDICES, LONGEST, Cache
+from .selection import axes_of_lists
 
 Arrays = dict[str, ArrayFacts]
 
@@ -230,10 +231,15 @@ def _check_written(requirements: Requirements, arrays: Arrays) -> None:
             )
 
 
-def check_arrays(requirements: Requirements, arrays: Arrays, layout: str, sizes: Sizes, on_cpu: bool) -> bool:
+def check_arrays(
+    requirements: Requirements, arrays: Arrays, settings: Settings, layout: str, sizes: Sizes, on_cpu: bool
+) -> bool:
     """Check dtypes, and the shapes of all other arrays; return whether the arrays of indices can be read."""
     require, attends = requirements.require, "q" in arrays
     lengths = _lengths(sizes, arrays)
+    if attends:
+        tokens = arrays["q"].shape[0] if sizes.packed else None
+        lengths |= axes_of_lists(settings, sizes, sizes.packed, tokens)
     wrong = check_features(requirements, CHECKED, arrays, lengths, "thd" if sizes.packed else layout)
     readable = not wrong & {*INDICES, "cu_seqlens"}
     if "positions" in arrays and not sizes.packed and sizes.appended is not None:

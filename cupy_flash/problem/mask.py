@@ -123,6 +123,24 @@ class Band(NamedTuple):
         return _tiles(*self.q_range(kv_start, kv_stop), block)
 
 
+class Selection(NamedTuple):
+    """The facts of lists of selected keys: list l of a sequence is that of its rows l * rows to (l + 1) * rows - 1.
+
+    An entry e >= 0 names the keys e * block to (e + 1) * block - 1.
+    """
+
+    heads: int  # 1, Hk or Hq
+    entries: int  # of a list
+    block: int
+    rows: int
+
+    def __str__(self) -> str:
+        of = "keys" if self.block == 1 else f"blocks of {self.block} keys"
+        heads = "every head" if self.heads == 1 else f"each of {self.heads} heads"
+        rows = "row" if self.rows == 1 else f"{self.rows} rows"
+        return f"up to {self.entries} {of} for {heads} and {rows}"
+
+
 def _tiles(start: int, stop: int, block: int) -> list[tuple[int, int]]:
     """Split [start, stop) at multiples of `block`."""
     grid = range(start - start % block, stop, block) if start < stop else ()

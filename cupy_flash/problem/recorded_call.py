@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 # A value that JSON can hold.
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 # The options of which a Trial records only that they are given: arrays, and numbers without a field of their own.
-OPTIONS = tuple(feature.name for feature in FEATURES if feature.kind in (ARRAY, NUMBER) and feature.name != "scale")
+OPTIONS = tuple(
+    feature.name
+    for feature in FEATURES
+    if feature.kind in (ARRAY, NUMBER) and not (feature.host or feature.name == "scale")
+)
 STATED = ("causal", "layout", "deterministic")  # options that are fields of a Trial with the same meaning
 NOT_REPLAYED, DESCRIPTION = "not_replayed", "call"  # the fields of the record of a call that has no Trial
 
@@ -392,6 +396,8 @@ def obstacle(problem: Problem) -> str:
         return "with split_size its tile does not depend on measurements"
     if problem.cache is not None and any(is_given(problem.cache, feature) for feature in NOT_RECORDED):
         return "the record of a call lacks an option of its cache"
+    if problem.selected is not None:
+        return "its time depends on the selected keys, which are not recorded"
     if problem.mods:
         from ..mods.ir import order, parse
 

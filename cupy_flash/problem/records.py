@@ -12,10 +12,10 @@ A Problem has shapes, dtypes and features, but no arrays and no decisions of a p
 
 # No `from __future__ import annotations`: NamedTuple compiles annotations that are strings, which would take a tenth of
 # the time of importing this package.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,12 @@ from .features import (
     option,
     table_of,
 )
-from .mask import Mask
+from .gradients import AnyGradient as AnyGradient
+from .gradients import Gradients as Gradients
+from .gradients import GradientT
+from .gradients import SecondGradients as SecondGradients
+from .gradients import applied as applied
+from .mask import Mask, Selection
 
 if TYPE_CHECKING:
     from .argument_types import Causal, Layout, MaskMod, Names, ScoreMod, Window
@@ -132,6 +137,17 @@ class Options:
     )
     score_mod: "ScoreMod" = common(MOD, ranks=True, constant="SCORE_MOD", changes_score=True)
     mask_mod: "MaskMod" = common(MOD, ranks=True, constant="MASK_MOD")
+    selected: AnyArray | None = option(
+        ARRAY,
+        axes=("Bxlw", "xuw"),
+        dtypes=("int32",),
+        shape_text="must be (B or 1, Hs, ceil(Sq / selected_rows), n), or packed (Hs, Tq // selected_rows + B, n), "
+        "with Hs 1, Hk or Hq, not {given}",
+        host=True,
+    )
+    selected_block: int = option(INTEGER, 1, multiple=8, host=True)
+    selected_rows: int = option(INTEGER, 1, multiple=1, host=True)
+    check_selected: bool = option(FLAG, False, definition=False, host=True)
     dropout: float = common(NUMBER, 0.0, range=PROBABILITY, example=0.25, constant="DROPOUT")
     seed: int | AnyArray | None = common(SEED)
     q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
@@ -248,6 +264,10 @@ class CacheOptions:
     )
     score_mod: "ScoreMod" = _shared("score_mod")
     mask_mod: "MaskMod" = _shared("mask_mod")
+    selected: AnyArray | None = _shared("selected")
+    selected_block: int = _shared("selected_block")
+    selected_rows: int = _shared("selected_rows")
+    check_selected: bool = _shared("check_selected")
     k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
     split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
@@ -282,11 +302,6 @@ class Packed(NamedTuple):
     cu_seqlens_k: AnyArray
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-
-
-AnyGradient = AnyArray | Array  # a caller's array, or inside the package its Array
-GradientT = TypeVar("GradientT", bound=AnyGradient)
-ReplacedT = TypeVar("ReplacedT", bound=AnyGradient)
 
 
 class _Statistics(NamedTuple):
@@ -364,87 +379,6 @@ class Shard(NamedTuple):
 
 
 WHOLE = Shard()
-
-
-def applied(function: Callable[..., object], gradients: object) -> Any:
-    """Return a nested tuple of arrays with the function applied to each array; None stays None."""
-    if isinstance(gradients, tuple):
-        return tuple(applied(function, gradient) for gradient in gradients)
-    return None if gradients is None else function(gradients)
-
-
-class _Gradients(NamedTuple):
-    """The fields of Gradients, in a base class: only from Python 3.11 on can a NamedTuple itself be generic."""
-
-    dq: AnyGradient
-    dk: AnyGradient
-    dv: AnyGradient | None = None
-    dbias: AnyGradient | None = None
-    dsink: AnyGradient | None = None
-    dcaptured: tuple[AnyGradient | None, ...] | None = None
-
-
-class Gradients(_Gradients, Generic[GradientT]):
-    """The gradients of a call, each with its input's shape and dtype; None for an input not given or not requested.
-
-    `dcaptured` has one for each array that score_mod and mask_mod capture, in the order of `Mod.arrays`.
-    """
-
-    __slots__ = ()
-
-    dq: GradientT
-    dk: GradientT
-    dv: GradientT
-    dbias: GradientT | None
-    dsink: GradientT | None
-    dcaptured: tuple[GradientT | None, ...] | None
-
-    def map(self, function: Callable[[GradientT], ReplacedT]) -> "Gradients[ReplacedT]":
-        """Return the record with a function applied to each of its arrays; None stays None.
-
-        Args:
-            function: returns the replacement of an array.
-        """
-        return Gradients(*applied(function, self))
-
-
-class _SecondGradients(NamedTuple):
-    """The fields of SecondGradients, in a base class as those of Gradients."""
-
-    dq: AnyGradient | None = None
-    dk: AnyGradient | None = None
-    dv: AnyGradient | None = None
-    dbias: AnyGradient | None = None
-    dsink: AnyGradient | None = None
-    dcaptured: tuple[AnyGradient | None, ...] | None = None
-    ddout: AnyGradient | None = None
-    ddlse: AnyGradient | None = None
-
-
-class SecondGradients(_SecondGradients, Generic[GradientT]):
-    """The gradients of sum(tq * dq) + sum(tk * dk) + ... with respect to the inputs of attention, dout and dlse.
-
-    Each has its input's shape and dtype, ddlse those of lse; None for an input not given or not requested.
-    """
-
-    __slots__ = ()
-
-    dq: GradientT | None
-    dk: GradientT | None
-    dv: GradientT | None
-    dbias: GradientT | None
-    dsink: GradientT | None
-    dcaptured: tuple[GradientT | None, ...] | None
-    ddout: GradientT | None
-    ddlse: GradientT | None
-
-    def map(self, function: Callable[[GradientT], ReplacedT]) -> "SecondGradients[ReplacedT]":
-        """Return the record with a function applied to each of its arrays; None stays None.
-
-        Args:
-            function: returns the replacement of an array.
-        """
-        return SecondGradients(*applied(function, self))
 
 
 class Cache(NamedTuple):
@@ -530,6 +464,7 @@ class Problem(NamedTuple):
     sink_dtype: str  # the dtype of out if there is no sink
     q_lengths: bool
     kv_lengths: bool
+    selected: Selection | None
     q_descale: bool
     k_descale: bool
     v_descale: bool
@@ -604,7 +539,7 @@ class Problem(NamedTuple):
         fact = getattr(self, feature.field)
         if feature.kind == NUMBER:
             return f"{feature.name} {fact:g}"
-        return f"{feature.name} {fact}" if feature.broadcast else feature.field
+        return feature.field if fact is True else f"{feature.name} {fact}"
 
 
 class CacheOperands(NamedTuple):
@@ -647,6 +582,7 @@ class Operands(NamedTuple):
     sink: Array | None = None
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
+    selected: Array | None = None
     q_descale: Array | None = None
     k_descale: Array | None = None
     v_descale: Array | None = None

@@ -495,6 +495,10 @@ def invalid_calls_are_refused_with_a_reason(world):
         ValueError, match="bias is not served over several ranks\n  - mask is not served.*\n  - dropout needs"
     ):
         ring_attention(q, q, q, bias=q[0], mask=q[0] > 0, dropout=0.1)
+    lists = torch.zeros(1, 1, 8, 1, dtype=torch.int32)
+    for attend in (ring_attention, ulysses_attention):
+        with pytest.raises(ValueError, match="selected is not served over several ranks"):
+            attend(q, q, q, selected=lists)
     fp8 = q.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="v_descale is not served over several ranks\n  - fp8 is not served over"):
         ring_attention(fp8, fp8, fp8, v_descale=torch.ones(1, 4))

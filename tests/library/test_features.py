@@ -89,15 +89,20 @@ def test_every_kind_of_option_has_its_type():
     assert types_of(argument_types.PaddedOptions) == expected | {"layout": "Layout"}
 
 
+def served_over_ranks(feature):
+    """Return whether an option is one of attention over several ranks; those of lists of keys are not."""
+    return feature.ranks if feature in OF_ONE_DEVICE else not feature.host
+
+
 @pytest.mark.parametrize(
     ("options", "serves"),
     [
         (argument_types.PaddedOptions, lambda feature: True),
         (argument_types.PackedOptions, lambda feature: not feature.padded and feature.name != "layout"),
-        (argument_types.RanksOptions, lambda feature: feature not in OF_ONE_DEVICE or feature.ranks),
+        (argument_types.RanksOptions, served_over_ranks),
         (
             argument_types.PackedRanksOptions,
-            lambda feature: (feature not in OF_ONE_DEVICE or feature.ranks) and feature.name != "layout",
+            lambda feature: served_over_ranks(feature) and feature.name != "layout",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -153,7 +158,8 @@ def test_kernels_define_the_constants_and_members_of_a_feature(feature):
     if feature.element:
         assert f"using {feature.element} = " in config
     if feature in ARRAYS:
-        assert feature.name in members and feature.name in Operands._fields and feature.field in Problem._fields
+        assert (feature.name in members) != feature.host
+        assert feature.name in Operands._fields and feature.field in Problem._fields
         assert (f"d{feature.name}" in members) == feature.gradient
     for member in filter(None, (feature.member, feature.leading_stride)):
         assert member in members
@@ -189,7 +195,7 @@ def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
         assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     if feature.kind == features.ARRAY and feature.name != "out":
         member = "cu_seqlens_q" if feature.name == "cu_seqlens_q" else FIELDS.get(feature.name, feature.name)
-        assert member in members and member in (*CacheOperands._fields, *Operands._fields)
+        assert (member in members) != feature.host and member in (*CacheOperands._fields, *Operands._fields)
     assert {conflict.other for conflict in feature.conflicts} <= set(names)
     if feature.rows:
         assert [len(axes) for axes in feature.axes] == [4]

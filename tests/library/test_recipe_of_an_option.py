@@ -38,7 +38,13 @@ IMPLEMENTED = (
         "class Alibi:",
     ),
 )
-NAMED = (("cupy_flash/engines/cpu.py", "= ATTENTION_OPTIONS\n", '= ATTENTION_OPTIONS | {"temperature"}\n'),)
+NAMED = (
+    (
+        "cupy_flash/engines/cpu.py",
+        '= ATTENTION_OPTIONS | {"selected"}',
+        '= ATTENTION_OPTIONS | {"selected", "temperature"}',
+    ),
+)
 COMMON = (("cupy_flash/problem/records.py", "= option(NUMBER, range=CAP,", "= common(NUMBER, range=CAP,"),)
 
 CALLS = """

@@ -138,13 +138,17 @@ def types(call: Any, operands: Any) -> list[Any]:
 def _check(call: Call, operands: Any) -> None:
     """Raise the call's errors: about shapes, dtypes and options, or because no engine serves it."""
     named = zip(call.names, operands, strict=True)
-    problem, _ = call.pose({name: _stand_in(x) for name, x in named if name not in NUMBERS})
+    problem, _ = call.pose({name: _stand_in(x, name) for name, x in named if name not in NUMBERS})
     dispatch.plan_for(problem)
 
 
-def _stand_in(x: Any) -> Array:
-    """Return zeros with a tracer's shape and dtype, all of which share the memory of one element."""
-    array = as_array(np.broadcast_to(np.zeros((), x.dtype), x.shape), "operand")
+def _stand_in(x: Any, name: str) -> Array:
+    """Return zeros with a tracer's shape and dtype, all of which share the memory of one element.
+
+    Entries of `selected` name no key instead, as lists of zeros would name the first key several times.
+    """
+    value = np.asarray(-1 if name == "selected" else 0).astype(x.dtype)
+    array = as_array(np.broadcast_to(value, x.shape), "operand")
     array.framework = "jax"
     return array
 

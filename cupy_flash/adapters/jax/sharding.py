@@ -87,6 +87,8 @@ def rule(call: Call, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     sizes = call.sizes(shapes)
     group = sizes.get("h", sizes["g"]) // sizes["g"]
     whole: list[str] = ["r"] if group > 1 else []  # factors that are not sharded
+    if "selected" in call.names:
+        whole.append("g")
 
     def factors(name: str, shape: tuple[int, ...]) -> str:
         written = []
@@ -178,6 +180,8 @@ def _split(call: Call, mesh: Any, operands: Any) -> _Split:
                 )
             if axes:
                 given.setdefault(letter, axes)
+    if "selected" in named:  # its lists say of which heads they are by their number alone
+        given.pop("g", None)
     batch, heads = (_dividing(given.get(letter, ()), sizes[letter], mesh) if letter in sizes else () for letter in "bg")
     return _Split(mesh, call, sizes, batch, tuple(axis for axis in heads if axis not in batch))
 

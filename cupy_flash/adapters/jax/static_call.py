@@ -140,6 +140,8 @@ class Call(NamedTuple):
     def fold_axis(self, mapped: set[str]) -> str | None:
         """Return the axis, "b" or "h", into which vmap can fold its own, if it maps these operands; else None."""
         static = self.static
+        if "selected" in self.names:
+            return None
         if static.dropout or "dropout" in self.names or mapped & set(NUMBERS):
             return None
         if "sink" not in self.names and static.layout_of_arrays != "thd":

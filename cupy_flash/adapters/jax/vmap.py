@@ -2,8 +2,8 @@
 
 It is folded into the batch, but into the heads for a sink, which has no batch axis, and for packed sequences. Mods are
 rewritten so that each instance sees its own batch and head indices and its own captured arrays. The instances run one
-by one with dropout, whose random bits depend on these indices, with mapped numbers such as scale, and where an operand
-has neither axis.
+by one with dropout, whose random bits depend on these indices, with mapped numbers such as scale, with lists
+of selected keys, and where an operand has neither axis.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def _call(arrays: Iterable[Any], dropout: float, scale: float | None, causal: st
     absent: dict[str, Any] = dict.fromkeys(Call._fields)
     q, k, v = arrays
     arguments = dict(
-        q=q, k=k, v=v, dropout=dropout, scale=scale, causal=causal, layout="bshd",
-        deterministic=torch.are_deterministic_algorithms_enabled(), fp8=False,
+        q=q, k=k, v=v, dropout=dropout, scale=scale, causal=causal, layout="bshd", selected_block=1, selected_rows=1,
+        check_selected=False, deterministic=torch.are_deterministic_algorithms_enabled(), fp8=False,
     )  # fmt: skip
     return Call(**absent | arguments | features)
 

@@ -90,6 +90,8 @@ def _divides(call: Any, axes: str) -> bool:
         return False
     if axes == "b":
         return True
+    if call.selected is not None:  # the lists of some heads say of which heads they are by their number alone
+        return False
     sizes = {x: n for name in "qk" for x, n in zip(_letters(call, name), getattr(call, name).shape, strict=True)}
     heads = sizes["h"] if sizes["g"] == 1 else sizes["g"]
     mesh = call.q.mesh.shape
@@ -114,6 +116,8 @@ def _refuse_unserved(call: Any) -> None:
             )
         if sharded & set("bhg") and call.dropout:
             raise ShardingError(f"{given}, and the dropout mask of a shard depends on its place in the whole batch")
+        if sharded & set("hg") and call.selected is not None:
+            raise ShardingError(f"{given}, and heads with selected keys are not sharded in this version")
         if sharded & set("hg") and not _divides(call, "hg"):
             shapes = f"q {tuple(call.q.shape)}, k {tuple(call.k.shape)}"
             raise ShardingError(

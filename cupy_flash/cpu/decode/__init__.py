@@ -74,6 +74,11 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
             appending.append(problem, operands, spans)
             sequences = sequences_of_cache(problem, operands, spans, *rows)
         call = Call(problem, operands)
+        if problem.selected is not None:
+            from . import selected  # imported by the first call with selected keys
+
+            selected.attend(plan, operands, call, sequences)
+            return out, lse
 
         def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
             """Return the chunks of a piece [first, last) from key `start` on; with split_size all have full size."""

@@ -45,6 +45,16 @@ class Keys:
             rows = chunk
         return rows.transpose(1, 0, 2)
 
+    def take(self, pool: np.ndarray, head: int, j: np.ndarray) -> np.ndarray:
+        """Return the rows (..., D) of keys `j` of one head below self.stop, in the accumulation dtype."""
+        if isinstance(self.place, tuple):
+            block, row = self.place
+            rows = pool[block, row + j, head]
+        else:
+            page = pool.shape[1]
+            rows = pool[self.place[j // page], j % page, head]
+        return in_accumulation(rows, self.dtype)
+
     def _rows(self, pool: np.ndarray, first: int, last: int) -> np.ndarray:
         """Return rows (last - first, Hk, D), a view if the keys are in one block."""
         if isinstance(self.place, tuple):

@@ -1,0 +1,442 @@
+"""Attention to selected keys on the CPU: the keys of each list are gathered, and no Sq x Sk array exists.
+
+A tile is some lists and the rows that share each of them, for the query heads that share the lists and a key/value
+head. Either every list has gathered keys of its own, and the products are batched over the lists; or the tile has one
+list, the union of all, and hides from each row what its own list does not name. The smaller predicted time decides, so
+that lists of neighbouring queries, which often name the same keys, become one large product.
+
+A row sees its whole list at once, so that its softmax needs no running maximum. Tiles and the order of all sums depend
+on shapes and lists alone. NaN and infinities in keys and values that the list of a row does not name do not reach it.
+
+Names are the paper's, as in attention.py; a tile's scores are (lists, rows, heads, keys), in products with (rows,
+heads) as one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, empty
+from ..dropout import keep_mask_at, keep_scale
+from ..plan.plan import Plan
+from ..problem.mask import Band
+from ..problem.records import Gradients, Operands, Problem
+from ..problem.selection import places_of, spans_of_queries
+from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded
+from .blas import product
+from .score import Positions
+from .thread_pool import OrderedSum, run_tasks
+
+LISTS = 64  # lists of which tiles are made together
+TILE_BYTES = 2**23  # of gathered keys and scores in a tile of several lists
+PIECES = 4  # into which a backward splits the lists of a key/value head if there are few heads
+# Cost model in nanoseconds on one core, as in engines/cpu.py: per floating-point operation of a product of one list's
+# rows and of a large one, per score between the products, and per number of a gathered key.
+FLOP_OF_LIST, FLOP, SCORE, GATHER = 0.03, 0.0095, 1.5, 0.4
+
+
+class Unit(NamedTuple):
+    """The lists of one sequence for one key/value head, and the query heads that share them."""
+
+    batch: int
+    kv_head: int
+    heads: slice
+    lists: np.ndarray  # int32 (lists, n)
+    q_len: int
+    kv_len: int
+    positions: Positions
+    q_idx: np.ndarray | None = None  # the positions (Sq,) that mods see in place of those
+
+
+class ListTile(NamedTuple):
+    """The score.Coordinates of scores (lists, rows, heads, keys); rows past the last query count as the last one."""
+
+    batch: int
+    head: np.ndarray  # int32 (1, 1, heads, 1)
+    q: np.ndarray  # queries, int64 (lists, rows, 1, 1)
+    j: np.ndarray  # keys, int64 (lists, 1, 1, keys); where an entry names none, the number of keys
+    hidden: np.ndarray | None  # of which rows the lists do not name the key, (lists, rows or 1, 1, keys)
+    q_len: int
+    kv_len: int
+    positions: Positions
+    q_idx: np.ndarray | None
+
+    @property
+    def queries(self) -> slice:
+        """The queries of the tile."""
+        first = int(self.q[0, 0, 0, 0])
+        return slice(first, min(first + self.q.size, self.q_len))
+
+    @property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The indices of queries and keys, at most the last ones."""
+        return np.minimum(self.q, self.q_len - 1), np.minimum(self.j, self.kv_len - 1)
+
+    @property
+    def distances(self) -> np.ndarray:
+        """The distances in positions between queries and keys."""
+        q, j = self.places
+        return np.abs((q - j) * self.positions.step + self.positions.offset)
+
+    @property
+    def indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """The q_idx and kv_idx of mods, int32."""
+        q, j = self.places
+        first_q, first_kv, _, step = self.positions
+        q = first_q + step * q if self.q_idx is None else self.q_idx[q]
+        return q.astype(np.int32), (first_kv + step * j).astype(np.int32)
+
+    def _index(self, dense: np.ndarray) -> tuple[int | np.ndarray, ...]:
+        """Return the index of the tile's scores in an array (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
+        whole: tuple[int | np.ndarray, ...] = (self.batch, self.head, *self.places)
+        return tuple(index if size > 1 else 0 for index, size in zip(whole, dense.shape, strict=True))
+
+    def cut(self, dense: np.ndarray) -> np.ndarray:
+        """Return the elements of an array (B or 1, Hq or 1, Sq or 1, Sk or 1), in a shape that broadcasts to scores."""
+        return np.asarray(dense[self._index(dense)])
+
+    def add(self, total: np.ndarray, dS: np.ndarray) -> None:
+        """Add gradients of the scores to an array (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
+        index = np.broadcast_arrays(*self._index(total), np.empty(dS.shape, np.bool_))[:-1]
+        np.add.at(total, tuple(index), dS)
+
+    def rows_of(self, X: np.ndarray, dtype: np.dtype, fill: float = 0) -> np.ndarray:
+        """Return (heads, S) or (heads, S, D) as (lists, rows, heads) or (..., D), with `fill` past the last row."""
+        taken = X[:, self.queries].swapaxes(0, 1)
+        rows = np.full((self.q.size, *taken.shape[1:]), fill, dtype)
+        rows[: len(taken)] = taken
+        return rows.reshape(*self.q.shape[:2], *taken.shape[1:])
+
+    def store(self, X: np.ndarray, to: np.ndarray) -> None:
+        """Write numbers (lists, rows, heads), or rows (..., D), to (heads, S) or (heads, S, D)."""
+        flat = X.reshape(self.q.size, *X.shape[2:])
+        queries = self.queries
+        to[:, queries] = flat[: queries.stop - queries.start].swapaxes(0, 1)
+
+    def gather(self, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Return the rows (S, D) of the keys, (lists, keys, D), in the accumulation dtype; a view of all of them."""
+        j = self.j[:, 0, 0]
+        if len(j) == 1 and j.size == len(rows):
+            return load_rows(rows, dtype)[None]
+        taken = np.take(rows, j, axis=0, mode="clip") if rows.flags.c_contiguous else rows[self.places[1][:, 0, 0]]
+        return load_rows(taken, dtype)
+
+    def scatter(self, total: np.ndarray, X: np.ndarray) -> None:
+        """Add X (lists, keys, D) to the rows of the keys; a last row takes what belongs to no key."""
+        for keys, rows in zip(self.j[:, 0, 0], X, strict=True):
+            total[keys] += rows
+
+
+class Lists:
+    """The lists of a call, and their tiles."""
+
+    def __init__(self, problem: Problem, operands: Operands) -> None:
+        assert operands.selected is not None and problem.selected is not None
+        self.problem, self.selection = problem, problem.selected
+        selected, packed = operands.selected.numpy(), problem.layout == "thd"
+        places = places_of(self.selection, selected.shape, spans_of_queries(problem, operands), packed)
+        self.lists = [place.of(selected) for place in places]  # (Hs, lists, n) of each sequence
+
+    def units(
+        self, batch: int, kv_head: int, lengths: tuple[int, int], positions: Positions, q_idx: np.ndarray | None = None
+    ) -> list[Unit]:
+        """Return the units of a key/value head: one, or with lists for each query head one for each of its group."""
+        group, lists = self.problem.group, self.lists[batch]
+        first = kv_head * group
+        if self.selection.heads in (1, self.problem.kv_heads):
+            shared = lists[kv_head if self.selection.heads > 1 else 0]
+            return [Unit(batch, kv_head, slice(first, first + group), shared, *lengths, positions, q_idx)]
+        return [
+            Unit(batch, kv_head, slice(head, head + 1), lists[head], *lengths, positions, q_idx)
+            for head in range(first, first + group)
+        ]
+
+    def tiles(self, unit: Unit, start: int, stop: int) -> Iterator[ListTile]:
+        """Yield the tiles of the lists [start, stop), of their union or with the keys of each of them."""
+        block, count = self.selection.block, stop - start
+        kv_len = unit.kv_len
+        blocks = -(-kv_len // block)
+        entries = unit.lists[start:stop].astype(np.int64)
+        entries[(entries < 0) | (entries >= blocks)] = blocks  # the block after the last is that of no key
+        named = np.zeros(blocks + 1, np.bool_)
+        named[entries] = True
+        union = np.flatnonzero(named[:-1])
+        rows = count * self.selection.rows * (unit.heads.stop - unit.heads.start)
+        dims, itemsize = self.problem.head_dim + self.problem.head_dim_v, self.problem.accumulation.itemsize
+        merged, gathered = len(union) * block, entries.size * block
+        one = rows * (2 * dims * FLOP + SCORE) + dims * GATHER
+        each = rows // count * (2 * dims * FLOP_OF_LIST + SCORE) + dims * GATHER
+        if count == 1 or (merged * one <= gathered * each and merged * rows * itemsize <= TILE_BYTES):
+            yield self._merged(unit, start, entries, union)
+        elif gathered * (rows // count + dims) * itemsize <= TILE_BYTES:
+            j = _keys_of(entries, block, kv_len)
+            hidden = j == kv_len
+            yield self._tile(unit, start, count, j, hidden[:, None] if hidden.any() else None)
+        else:
+            middle = start + count // 2
+            yield from self.tiles(unit, start, middle)
+            yield from self.tiles(unit, middle, stop)
+
+    def _merged(self, unit: Unit, start: int, entries: np.ndarray, union: np.ndarray) -> ListTile:
+        """Return the tile of one list, the union of some, which hides from each row what its own does not name."""
+        block, rows, kv_len = self.selection.block, self.selection.rows, unit.kv_len
+        count = len(entries)
+        j = _keys_of(union, block, kv_len)
+        j = j[j < kv_len]
+        place = np.full(-(-kv_len // block) + 1, len(union))
+        place[union] = np.arange(len(union))
+        named = np.zeros((count, len(union) + 1), np.bool_)
+        named[np.arange(count)[:, None], place[entries]] = True
+        hidden = None
+        if not named[:, :-1].all():
+            hidden = ~named[:, :-1].repeat(block, axis=1)[None, :, : len(j)].repeat(rows, axis=1)
+        return self._tile(unit, start, count, j[None], hidden)
+
+    def _tile(self, unit: Unit, start: int, count: int, j: np.ndarray, hidden: np.ndarray | None) -> ListTile:
+        rows = self.selection.rows
+        head = np.arange(unit.heads.start, unit.heads.stop, dtype=np.int32)[:, None]
+        q = np.arange(start * rows, (start + count) * rows).reshape(len(j), -1, 1, 1)
+        hidden = None if hidden is None else hidden[:, :, None]
+        j = j[:, None, None]
+        return ListTile(unit.batch, head[None, None], q, j, hidden, unit.q_len, unit.kv_len, unit.positions, unit.q_idx)
+
+
+def either(hidden: np.ndarray | None, other: np.ndarray) -> np.ndarray:
+    """Return which scores of a tile either mask hides."""
+    return other if hidden is None else hidden | other
+
+
+def outside(band: Band, tile: ListTile) -> np.ndarray:
+    """Return which scores of a tile a band hides."""
+    ahead = tile.j - tile.q
+    hidden: np.ndarray = (ahead < band.low) | (ahead > band.high)
+    return hidden
+
+
+def products_of_rows(Q: np.ndarray, K: np.ndarray) -> np.ndarray:
+    """Return Q K^T, (lists, rows, heads, keys), of rows (lists, rows, heads, D) and keys (lists, keys, D)."""
+    lists, rows, heads, dim = Q.shape
+    S: np.ndarray = np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2)).reshape(lists, rows, heads, -1)
+    return S
+
+
+def softmax(S: np.ndarray, sink: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Turn scores into unnormalised probabilities in place; return the sums of rows, 1 in place of 0, and lse."""
+    m = S.max(axis=-1, initial=-np.inf)
+    if sink is not None:
+        m = np.maximum(m, sink)
+    m[m == -np.inf] = 0  # the exponentials of a row that sees no key are then 0
+    S -= m[..., None]
+    np.exp(S, out=S)
+    l = S.sum(axis=-1)
+    if sink is not None:
+        l += np.exp(sink - m)
+    return np.where(l == 0, 1, l), m + np.log(l)
+
+
+def averaged(P: np.ndarray, V: np.ndarray, l: np.ndarray) -> np.ndarray:
+    """Return P V / l, (lists, rows, heads, Dv)."""
+    lists, rows, heads, keys = P.shape
+    O = product(P.reshape(lists, rows * heads, keys), V).reshape(lists, rows, heads, -1)
+    O /= l[..., None]
+    return O
+
+
+class SelectedCall(Call):
+    """The operands of one call, and its lists."""
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        super().__init__(plan, operands)
+        self.lists = Lists(plan.problem, operands)
+        self.has_sums = any(step.gradients() for step in self.score_steps)
+
+    def units(self, sequence: Sequence, kv_head: int) -> list[Unit]:
+        """Return the units of a key/value head of a sequence."""
+        lengths = (sequence.q_len, sequence.kv_len)
+        return self.lists.units(sequence.batch, kv_head, lengths, sequence.positions)
+
+    def keys(self, sequence: Sequence, kv_head: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values of a head, (S, D) and (S, Dv), as the caller has them."""
+        place = (sequence.row, kv_head, sequence.keys)
+        return self.k[place], self.v[place]
+
+    def scores(self, tile: ListTile, band: Band, Q: np.ndarray, K: np.ndarray) -> tuple[np.ndarray, list[object], bool]:
+        """Return S, what the gradients of the score modifications need, and whether a score is hidden (S is -inf)."""
+        S = products_of_rows(Q, K)
+        self.scale(S)
+        saved = [step.apply(S, tile, save=self.problem.backward) for step in self.score_steps]
+        hidden = tile.hidden
+        if self.problem.mask.edges:
+            hidden = either(hidden, outside(band, tile))
+        if self.mask is not None:
+            hidden = either(hidden, ~tile.cut(self.mask))
+        if self.mask_mod is not None:
+            hidden = either(hidden, ~self.mask_mod.visible(tile))
+        if hidden is not None:
+            np.copyto(S, -np.inf, where=hidden)
+        return S, saved, hidden is not None or self.bias is not None or self.problem.score_mod
+
+    def kept(self, tile: ListTile) -> np.ndarray:
+        """Return the dropout factors of the tile: 0 where dropped, else keep_scale."""
+        problem, (q_first, kv_first, _, step) = self.problem, tile.positions
+        heads = (problem.first_batch + tile.batch) * problem.whole_heads + problem.first_head + tile.head
+        q, j = tile.places
+        kept = keep_mask_at(self.seed, heads, q_first + step * q, kv_first + step * j, problem.dropout)
+        return kept * problem.accumulation.type(keep_scale(problem.dropout))
+
+
+def _keys_of(blocks: np.ndarray, block: int, kv_len: int) -> np.ndarray:
+    """Return the keys of blocks (..., n), (..., n * block); those past the last one are `kv_len`."""
+    if block == 1:
+        return blocks
+    keys = blocks[..., None] * block + np.arange(block)
+    keys = keys.reshape(*blocks.shape[:-1], -1)
+    np.minimum(keys, kv_len, out=keys)
+    return keys
+
+
+def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
+    """Compute attention to the selected keys, as attention.forward."""
+    problem, q = plan.problem, operands.q
+    out = empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q)
+    lse = empty(problem.lse_shape(q), problem.accumulation, q)
+    out.numpy()[...] = 0
+    lse.numpy()[...] = -np.inf
+    call, dtype = SelectedCall(plan, operands), problem.accumulation
+    out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
+
+    def attend(sequence: Sequence, unit: Unit, start: int, stop: int) -> None:
+        k, v = call.keys(sequence, unit.kv_head)
+        here = (sequence.row, unit.heads, sequence.queries)
+        sink = None if call.sink is None else call.sink[unit.heads]
+        for tile in call.lists.tiles(unit, start, stop):
+            call.stop.poll()
+            Q = tile.rows_of(call.q[here], dtype)
+            Q *= call.q_scale
+            S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype))
+            l, row_lse = softmax(S, sink)
+            if problem.dropout:
+                S *= call.kept(tile)
+            tile.store(averaged(S, tile.gather(v, dtype), l), out_rows[here])
+            tile.store(row_lse, lse_rows[here])
+
+    units = [
+        (sequence, unit)
+        for sequence in call.sequences
+        for kv_head in range(problem.kv_heads)
+        for unit in call.units(sequence, kv_head)
+    ]
+    run_tasks(
+        plan.threads,
+        [
+            partial(attend, sequence, unit, start, min(start + LISTS, len(unit.lists)))
+            for sequence, unit in units
+            for start in range(0, len(unit.lists), LISTS)
+        ],
+        call.stop,
+    )
+    return out, lse
+
+
+def backward(plan: Plan, operands: Operands) -> Gradients:
+    """Compute the gradients, as attention.backward; those of keys are summed in the order of the lists."""
+    problem, q, dtype = plan.problem, operands.q, plan.problem.accumulation
+    gradients = empty_gradients(problem, operands)
+    call = SelectedCall(plan, operands)
+    dq_rows, dk_rows, dv_rows = (None if x is None else call.heads_first(x) for x in gradients)
+    assert dq_rows is not None and dk_rows is not None
+    pieces = 1 if call.has_sums else max(1, min(PIECES, -(-2 * PIECES // max(problem.batch * problem.kv_heads, 1))))
+    dsink = np.zeros((pieces, problem.batch, problem.heads), dtype)
+    heads = range(problem.kv_heads)
+    sums = {(sequence.batch, head): OrderedSum(pieces) for sequence in call.sequences for head in heads}
+
+    def differentiate(sequence: Sequence, kv_head: int, piece: int) -> None:
+        """Compute the part of the gradients by every `pieces`-th group of lists."""
+        # One more row takes the gradients at entries that name no key, which are 0.
+        total = np.zeros((sequence.kv_len + 1, problem.head_dim + problem.head_dim_v), dtype)
+        for unit in call.units(sequence, kv_head):
+            for start in range(piece * LISTS, len(unit.lists), pieces * LISTS):
+                for tile in call.lists.tiles(unit, start, min(start + LISTS, len(unit.lists))):
+                    call.stop.poll()
+                    dsink[piece, sequence.batch, unit.heads] += _differentiate(
+                        call, sequence, unit, tile, dq_rows, total
+                    )
+        whole = sums[sequence.batch, kv_head].add(piece, total)
+        if whole is not None:
+            dK, dV = whole[:-1, : problem.head_dim], whole[:-1, problem.head_dim :]
+            call.scale(dK)
+            if dv_rows is None:  # the values are inside the keys
+                dK[..., : problem.head_dim_v] += dV
+            else:
+                dv_rows[sequence.row, kv_head, sequence.keys] = dV
+            dk_rows[sequence.row, kv_head, sequence.keys] = dK
+
+    tasks: list[Callable[[], None]] = [
+        partial(differentiate, sequence, kv_head, piece)
+        for sequence in call.sequences
+        for kv_head in heads
+        for piece in range(pieces)
+    ]
+    # Gradients of a bias and of captured arrays are sums over all heads: one thread adds to them in order.
+    run_tasks(1 if call.has_sums else plan.threads, tasks, call.stop)
+    found = {name: total for step in call.score_steps for name, total in step.gradients().items()}
+    if operands.sink is not None:
+        found["sink"] = dsink.sum(axis=(0, 1))
+    others = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in found.items()}
+    return Gradients(*gradients, **others)
+
+
+def _differentiate(
+    call: SelectedCall, sequence: Sequence, unit: Unit, tile: ListTile, dq_rows: np.ndarray, total: np.ndarray
+) -> np.ndarray | float:
+    """Store dQ of a tile, add dK / scale and dV to `total` (keys, D + Dv), and return the gradients of the sinks."""
+    problem, dtype = call.problem, call.problem.accumulation
+    here = (sequence.row, unit.heads, sequence.queries)
+    assert call.dout is not None and call.out is not None and call.lse is not None
+    k, v = call.keys(sequence, unit.kv_head)
+    K, V = tile.gather(k, dtype), tile.gather(v, dtype)
+    Q = tile.rows_of(call.q[here], dtype)
+    Q *= call.q_scale
+    lse = tile.rows_of(call.lse[here], dtype, -np.inf)
+    dead = lse == -np.inf  # a row that sees no key: replacing its lse by inf makes P = exp(S - lse) = 0
+    lse[dead] = np.inf
+    dO = tile.rows_of(call.dout[here], dtype)
+    dO[dead] = 0
+    delta = np.vecdot(dO, tile.rows_of(call.out[here], dtype))
+    if call.dlse is not None:
+        delta -= np.where(dead, 0, tile.rows_of(call.dlse[here], dtype))
+    S, saved, may_hide = call.scores(tile, sequence.band, Q, K)
+    unseen = np.isneginf(S) if np.isnan(lse).any() else False  # -inf - NaN is NaN
+    S -= lse[..., None]
+    P = np.exp(S, out=S)
+    np.copyto(P, 0, where=unseen)
+    lists, rows, heads, keys = P.shape
+    in_product = (lists, rows * heads)
+    dS = np.matmul(dO.reshape(*in_product, -1), V.swapaxes(1, 2)).reshape(P.shape)
+    kept = call.kept(tile) if problem.dropout else None
+    if kept is not None:
+        dS *= kept
+    dS -= delta[..., None]
+    dS *= P
+    if may_hide:
+        hide_gradient(dS, P)
+    for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
+        step.gradient(dS, tile, value)
+    if may_hide and saved:
+        hide_gradient(dS, P)  # softcap's derivative is NaN at a masked NaN
+    if kept is not None:
+        P *= kept
+    dS, P, Q, dO = (x.reshape(*in_product, -1) for x in (dS, P, Q, dO))
+    dQ = product(dS, K)
+    dQ *= dtype.type(problem.scale)
+    tile.store(dQ.reshape(lists, rows, heads, -1), dq_rows[here])
+    dK, dV = product(dS.swapaxes(1, 2), Q), product(P.swapaxes(1, 2), dO)
+    tile.scatter(total, np.concatenate([dK, dV], axis=2))
+    if call.sink is None:
+        return 0.0
+    gradients: np.ndarray = -(np.exp(call.sink[unit.heads] - lse) * delta).sum(axis=(0, 1))
+    return gradients

@@ -1,0 +1,74 @@
+"""attention to selected keys on torch tensors: autograd, compile, transforms and what is refused."""
+
+import pytest
+import torch
+
+import cupy_flash
+from cupy_flash.adapters.torch import attention, attention_varlen
+
+torch.manual_seed(0)
+Q, K, V = (torch.randn(1, 9, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+LISTS = torch.stack([torch.randperm(9)[:4] for _ in range(9)]).int()[None, None]
+LISTS[0, 0, 3] = -1
+
+
+def attend(q, k, v):
+    return attention(q, k, v, selected=LISTS, causal=True)
+
+
+def dense(q, k, v):
+    named = torch.zeros(9, 10, dtype=torch.bool).scatter(1, LISTS[0, 0].long() % 10, True)[:, :9]
+    return attention(q, k, v, mask=named, causal=True)
+
+
+def test_gradients_are_those_of_finite_differences():
+    assert torch.autograd.gradcheck(attend, (Q, K, V), fast_mode=True)
+
+
+def test_gradients_are_those_of_a_mask():
+    found, expected = (torch.autograd.grad(f(Q, K, V).square().sum(), (Q, K, V)) for f in (attend, dense))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_compiled_and_vmapped_calls():
+    expected = attend(Q, K, V)
+    assert torch.equal(torch.compile(attend, backend="aot_eager", fullgraph=True)(Q, K, V), expected)
+    torch.testing.assert_close(torch.func.vmap(attend)(Q[None], K[None], V[None])[0], expected)
+
+
+def test_packed_blocks_of_keys():
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lists = torch.tensor([[[0], [-1], [0], [-1]]], dtype=torch.int32)  # rows 0 to 3 of the first, 0 to 3 of the second
+    out = attention_varlen(Q[0], K[0], V[0], bounds, bounds, 5, 5, selected=lists, selected_block=8, selected_rows=4)
+    torch.testing.assert_close(out[:4], attention(Q[:, :4], K[:, :4], V[:, :4])[0])
+    torch.testing.assert_close(out[4:8], attention(Q[:, 4:8], K[:, 4:], V[:, 4:])[0])
+    assert not out[8].any()
+
+
+def test_a_derivative_that_no_engine_has_is_refused_by_name():
+    (gradient,) = torch.autograd.grad(attend(Q, K, V).square().sum(), Q, create_graph=True)
+    with pytest.raises(cupy_flash.UnsupportedError, match="it computes no JVP with selected keys"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (dict(selected=LISTS.long()), "selected must be int32, not int64: pass selected.to"),
+        (dict(selected=LISTS * 0), "names key 0 twice"),
+        (dict(selected=LISTS, selected_rows=1.5), "selected_rows must be a whole number"),
+    ],
+    ids=["dtype", "twice", "rows"],
+)
+def test_wrong_lists_are_refused(options, reason):
+    with pytest.raises((TypeError, ValueError), match=reason):
+        attention(Q, K, V, **options)
+
+
+def test_lists_of_keys_in_a_cache():
+    with torch.no_grad():
+        out = cupy_flash.attention_with_kv_cache(Q, K, V, selected=LISTS)
+        torch.testing.assert_close(out, attend(Q, K, V))
+        compiled = torch.compile(cupy_flash.attention_with_kv_cache, backend="aot_eager")
+        assert torch.equal(compiled(Q, K, V, selected=LISTS), out)

@@ -1,0 +1,306 @@
+"""Attention to selected keys: a list of keys, or of blocks of keys, for each row or block of rows."""
+
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+from cases import Case, check
+
+import cupy_flash
+from cupy_flash import reference
+from cupy_flash.cpu import selected as engine
+from cupy_flash.engines import cpu
+from cupy_flash.plan import plan
+
+B, SQ, SK, HQ, HK, D, DV = 2, 19, 43, 4, 2, 16, 8
+
+
+def lists_of(rng, heads=1, block=1, rows=1, n=7, batch=B, q_len=SQ, kv_len=SK):
+    """Return random lists; a fifth of the entries names no key, and the first list is empty."""
+    blocks, n = -(-kv_len // block), min(n, -(-kv_len // block))
+    shape = (batch, heads, -(-q_len // rows))
+    lists = np.argsort(rng.random((*shape, blocks)), axis=-1)[..., :n].astype(np.int32)
+    lists[rng.random(lists.shape) < 0.2] = -1
+    lists[0, 0, 0] = -1
+    return lists
+
+
+CASES = {
+    "keys": dict(),
+    "keys-causal-heads": dict(heads=HK, case=dict(causal=True)),
+    "query-heads-bias": dict(heads=HQ, case=dict(bias="1hqk", bias_hides=True)),
+    "blocks-window": dict(block=8, case=dict(window=(20, 3))),
+    "rows-sink": dict(block=8, rows=4, heads=HK, case=dict(sink=True)),
+    "last-list-and-block-are-cut": dict(block=16, rows=8, heads=HQ, case=dict(softcap=2.0)),
+    "dropout-mask": dict(rows=3, case=dict(dropout=0.3, mask="b1qk")),
+    "lengths-alibi": dict(block=8, case=dict(q_lengths=(19, 8), kv_lengths=(30, 43), alibi="bh")),
+    "bhsd": dict(heads=HK, case=dict(layout="bhsd", causal="top_left")),
+    "one-sequence-of-lists": dict(batch=1, n=43),
+    "bfloat16": dict(n=30, case=dict(dtype="bfloat16")),
+}
+
+
+def call_of(name):
+    """Return the case of a name and its call with lists."""
+    made = dict(CASES[name])
+    case = Case(q_len=SQ, kv_len=SK, batch=B, heads=HQ, kv_heads=HK, head_dim=D, head_dim_v=DV, **made.pop("case", {}))
+    call = case.call()
+    selected = dict(selected=lists_of(np.random.default_rng(1), **made))
+    selected |= dict(selected_block=made.get("block", 1), selected_rows=made.get("rows", 1))
+    return case, call._replace(options=call.options | selected)
+
+
+@pytest.fixture(params=[0.0, 1e9], ids=["union", "each"])
+def tiles(request, monkeypatch):
+    """Make all tiles of one kind: the union of lists, or with gathered keys for each list."""
+    monkeypatch.setattr(engine, "FLOP", request.param)
+    monkeypatch.setattr(engine, "FLOP_OF_LIST", 1e9 - request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_the_reference(name, tiles):
+    case, call = call_of(name)
+    check(case, call=call)
+
+
+def normal(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape) for shape in shapes]
+
+
+Q, K, V, DOUT = normal(0, (B, SQ, HQ, D), (B, SK, HK, D), (B, SK, HK, DV), (B, SQ, HQ, DV))
+
+
+def results(lists, k=K, v=V, **options):
+    """Return out, lse, dq, dk and dv with lists."""
+    options |= dict(selected=lists)
+    out, lse = cupy_flash.attention(Q, k, v, return_lse=True, **options)
+    return out, lse, *cupy_flash.attention_backward(DOUT, Q, k, v, out, lse, **options)[:3]
+
+
+def assert_close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
+
+
+def test_lists_of_all_keys_are_dense_attention():
+    options = dict(causal=True, softcap=3.0)
+    out, lse = cupy_flash.attention(Q, K, V, return_lse=True, **options)
+    dense = (out, lse, *cupy_flash.attention_backward(DOUT, Q, K, V, out, lse, **options)[:3])
+    keys = np.broadcast_to(np.arange(SK, dtype=np.int32), (1, 1, SQ, SK))
+    assert_close(results(keys, **options), dense)
+    blocks = np.broadcast_to(np.arange(6, dtype=np.int32), (1, 1, SQ, 6))
+    assert_close(results(blocks, selected_block=8, **options), dense)
+
+
+def test_the_order_of_a_list_and_the_place_of_its_negative_entries_change_no_more_than_rounding(tiles):
+    lists = lists_of(np.random.default_rng(2), heads=HK)
+    mixed = np.random.default_rng(3).permuted(lists, axis=-1)
+    mixed[mixed < 0] = -7
+    assert (mixed != lists).any()
+    assert_close(results(mixed), results(lists))
+
+
+@pytest.mark.parametrize("sink", [None, np.arange(4.0)], ids=["", "sink"])
+def test_a_row_with_an_empty_list_sees_nothing(sink):
+    lists = np.full((1, 1, SQ, 3), -1, np.int32)
+    out, lse, *gradients = results(lists, sink=sink)
+    assert not out.any() and not any(x.any() for x in gradients)
+    np.testing.assert_array_equal(lse, -np.inf if sink is None else np.broadcast_to(sink[:, None], lse.shape))
+    none = np.zeros((B, 1, SQ, 0), np.int32)  # lists without entries
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(results(none), results(lists), strict=True))
+
+
+def test_a_key_that_the_list_of_a_row_does_not_name_never_reaches_it(tiles):
+    """Other rows of the same tile name the keys that are NaN and infinite."""
+    lists = lists_of(np.random.default_rng(4))
+    k, v = K.copy(), V.copy()
+    bad = [3, 11, 30]
+    k[:, bad], v[:, bad[0]], v[:, bad[1:]] = np.nan, np.inf, np.nan
+    names = np.isin(lists, bad).any(axis=-1)[:, 0]  # (B, Sq)
+    assert 0 < names.sum() < names.size
+    clean, dirty = results(lists), results(lists, k, v)
+    for index in (0, 2):  # out and dq
+        assert np.isnan(dirty[index][names]).any()
+        np.testing.assert_allclose(dirty[index][~names], clean[index][~names], rtol=1e-11)
+    of_others = np.isin(lists[..., None], np.arange(SK)) & (lists[..., None] == np.arange(SK))
+    touched = (of_others.any(axis=3)[:, 0] & names[..., None]).any(axis=1)  # keys in a list with a bad one
+    for x, y in zip(dirty[3:], clean[3:], strict=True):
+        np.testing.assert_allclose(x[~touched], y[~touched], rtol=1e-10, atol=1e-13)
+
+
+def test_lists_of_a_packed_batch():
+    lengths, kv_lengths, rows = (19, 5), (43, 17), 4
+    lists = lists_of(np.random.default_rng(5), heads=HK, block=8, rows=rows, n=4)
+    padded = dict(q_lengths=np.array(lengths, np.int32), kv_lengths=np.array(kv_lengths, np.int32))
+    options = dict(causal=True, selected_block=8, selected_rows=rows)
+    out, lse = cupy_flash.attention(Q, K, V, return_lse=True, selected=lists, **padded, **options)
+    expected = cupy_flash.attention_backward(DOUT, Q, K, V, out, lse, selected=lists, **padded, **options)
+
+    packed = np.full((HK, sum(lengths) // rows + B, 4), 99, np.int32)  # unused lists are ignored
+    for b, first in enumerate((0, 19)):
+        count = -(-lengths[b] // rows)
+        packed[:, first // rows + b :][:, :count] = lists[b, :, :count]
+    q, dout = (np.concatenate([x[b, :n] for b, n in enumerate(lengths)]) for x in (Q, DOUT))
+    k, v = (np.concatenate([x[b, :n] for b, n in enumerate(kv_lengths)]) for x in (K, V))
+    bounds = (np.array([0, 19, 24], np.int32), np.array([0, 43, 60], np.int32), 19, 43)
+    options |= dict(selected=packed)
+    out_t, lse_t = cupy_flash.attention_varlen(q, k, v, *bounds, return_lse=True, **options)
+    found = cupy_flash.attention_varlen_backward(dout, q, k, v, out_t, lse_t, *bounds, **options)
+    for b, (start, n, first, m) in enumerate(((0, 19, 0, 43), (19, 5, 43, 17))):
+        rows_of = ((out_t, out, start, n), (found.dq, expected.dq, start, n))
+        for x, y, at, count in (*rows_of, (found.dk, expected.dk, first, m), (found.dv, expected.dv, first, m)):
+            np.testing.assert_allclose(x[at : at + count], y[b, :count], rtol=1e-12, atol=1e-14)
+
+
+PAGE, CAPACITY, LENGTHS = 8, 40, (29, 17)
+ON_CACHE = {
+    "keys-mods-mask": dict(mods=True, mask=True),
+    "blocks-sink": dict(block=8, rows=2, heads=HQ, sink=np.arange(4.0)),
+    "packed-window": dict(heads=HK, packed=True, window=(9, None)),
+}
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("name", ON_CACHE)
+def test_lists_of_keys_in_a_cache(name, paged):
+    """Keys past the lengths are NaN, and entries that name them are hidden."""
+    made = dict(ON_CACHE[name])
+    lists = dict(block=made.pop("block", 1), rows=made.pop("rows", 1), heads=made.pop("heads", 1))
+    packed, mods, masked = (made.pop(x, False) for x in ("packed", "mods", "mask"))
+    rng, count = np.random.default_rng(6), 5
+    lists["lists"] = lists_of(rng, **lists, n=9, q_len=count, kv_len=CAPACITY)
+    q, k, v = normal(7, (B, count, HQ, D), (B, CAPACITY, HK, D), (B, CAPACITY, HK, DV))
+    options = made | dict(cache_seqlens=np.array(LENGTHS, np.int32))
+    mask = rng.random((B, 1, count, 6)) < 0.6
+    options |= {"mask": mask} if masked else {}
+    caches = [
+        np.where(np.arange(CAPACITY)[:, None, None] < np.array(LENGTHS)[:, None, None, None], x, np.nan) for x in (k, v)
+    ]
+    if paged:
+        table = rng.permutation(B * CAPACITY // PAGE).reshape(B, -1).astype(np.int32)
+        pages = [np.empty((table.size, PAGE, HK, x.shape[-1])) for x in caches]
+        for pool, x in zip(pages, caches, strict=True):
+            pool[table.ravel()] = x.reshape(-1, *pool.shape[1:])
+        caches, options = pages, options | dict(block_table=table)
+    selected, rows = lists["lists"], lists["rows"]
+    queries, given = q, selected
+    if packed:
+        queries = q.reshape(-1, HQ, D)
+        options |= dict(cu_seqlens_q=np.array([0, count, 2 * count], np.int32), max_seqlen_q=count)
+        given = np.zeros((selected.shape[1], B * count // rows + B, selected.shape[-1]), np.int32)
+        for b in range(B):
+            given[:, b * count // rows + b :][:, : selected.shape[2]] = selected[b]
+    modified = {"score_mod": lambda s, b, h, i, j: s * 0.5 + (i - j) * 0.01 + h} if mods else {}
+    out = cupy_flash.attention_with_kv_cache(
+        queries, *caches, selected=given, selected_block=lists["block"], selected_rows=rows, **options, **modified
+    ).reshape(B, count, HQ, DV)
+    for b, length in enumerate(LENGTHS):
+        seen = np.ones((1, 1, count, length), bool)
+        if masked:
+            seen[..., -6:] = mask[b]
+        own = np.where(selected[b : b + 1] >= -(-length // lists["block"]), -1, selected[b : b + 1])
+        if mods:
+            modified["score_mod"] = lambda s, b, h, i, j, at=length - count: s * 0.5 + (i + at - j) * 0.01 + h
+        expected, _ = reference.attention(
+            q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length], causal=True, mask=seen, selected=own,
+            selected_block=lists["block"], selected_rows=rows, **made, **modified,
+        )  # fmt: skip
+        np.testing.assert_allclose(out[b], expected[0], rtol=1e-10, atol=1e-13)
+
+
+LISTS = np.array([[[[0, 5, 2, -1]]]], np.int32).repeat(SQ, axis=2)
+WRONG = {
+    "names key 5 twice": dict(selected=np.where(LISTS == 2, 5, LISTS)),
+    "names key 43 of 43": dict(selected=np.where(LISTS == 2, SK, LISTS)),
+    "names block 6 of 6": dict(selected=np.where(LISTS == 2, 6, LISTS), selected_block=8),
+    "selected must be int32, not int64": dict(selected=LISTS.astype(np.int64)),
+    "with Hs 1, Hk or Hq, not (1, 3, 19, 4)": dict(selected=LISTS.repeat(3, axis=1)),
+    "with Hs 1, Hk or Hq, not (1, 1, 18, 4)": dict(selected=LISTS[:, :, 1:]),
+    "selected_block must be 1 or a positive multiple of 8, not 12": dict(selected=LISTS, selected_block=12),
+    "selected_rows must be a positive multiple of 1, not 0": dict(selected=LISTS, selected_rows=0),
+    "selected_rows must be a whole number, not 'two'": dict(selected=LISTS, selected_rows="two"),
+    "check_selected must be True or False, not 2": dict(selected=LISTS, check_selected=2),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_wrong_lists_are_refused(reason):
+    with pytest.raises((ValueError, TypeError), match=re.escape(reason)):
+        cupy_flash.attention(Q, K, V, **WRONG[reason])
+
+
+def test_the_backward_does_not_check_lists_again():
+    out, lse = cupy_flash.attention(Q, K, V, return_lse=True, selected=LISTS)
+    cupy_flash.attention_backward(DOUT, Q, K, V, out, lse, selected=WRONG["names key 5 twice"]["selected"])
+
+
+REFUSED = {
+    "it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(Q, K, V, Q, **o),
+    "it computes no JVP with selected keys in this version": lambda **o: cupy_flash.attention_double_backward(
+        Q, None, None, DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), **o
+    ),
+    "it computes no max with selected keys": lambda **o: cupy_flash.attention(
+        Q, K, V, return_lse=True, statistics=("max",), **o
+    ),
+    "it computes no key_importance with selected keys": lambda **o: cupy_flash.key_importance(
+        Q, K, np.zeros((B, HQ, SQ)), **o
+    ),
+    "simt: it takes no selected": lambda **o: cupy_flash.attention(Q, K, V, backend="simulator", **o),
+    "it computes no pieces of split_size with selected keys": lambda **o: cupy_flash.attention_with_kv_cache(
+        Q, K, V, split_size=64, **o
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_no_engine_computes_is_refused_by_name(reason):
+    with pytest.raises(cupy_flash.UnsupportedError, match=reason):
+        REFUSED[reason](selected=LISTS)
+
+
+def test_the_words_of_a_plan():
+    text = str(cupy_flash.explain(Q, K, V, selected=LISTS, selected_block=8))
+    assert "selected up to 4 blocks of 8 keys for every head and row" in re.sub(r"\s+", " ", text)
+
+
+def test_bits_do_not_depend_on_threads_or_repetition(monkeypatch):
+    rng = np.random.default_rng(8)
+    q, dout = rng.normal(size=(2, 1, 300, 2, 16))
+    k, v = rng.normal(size=(2, 1, 300, 1, 16))
+    lists = lists_of(rng, n=20, batch=1, q_len=300, kv_len=300)
+
+    def bits(threads):
+        monkeypatch.setattr(cpu, "worth", lambda work, available: threads)
+        plan.plan.cache_clear()
+        out, lse = cupy_flash.attention(q, k, v, return_lse=True, selected=lists)
+        return b"".join(x.tobytes() for x in (out, lse, *cupy_flash.attention_backward(
+            dout, q, k, v, out, lse, selected=lists)[:3]))  # fmt: skip
+
+    assert len({bits(threads) for threads in (1, 2, 3, 3)}) == 1
+    monkeypatch.undo()
+    plan.plan.cache_clear()
+
+
+def test_memory_is_linear_in_the_length():
+    length = 8192
+    rng = np.random.default_rng(9)
+    q, k, v = (rng.standard_normal((1, length, heads, 16), np.float32) for heads in (2, 1, 1))
+    lists = np.sort(rng.integers(0, length // 8, (1, 1, length, 8), np.int32) * 8 + np.arange(8, dtype=np.int32))
+    tracemalloc.start()
+    out, lse = cupy_flash.attention(q, k, v, return_lse=True, selected=lists)
+    cupy_flash.attention_backward(out, q, k, v, out, lse, selected=lists)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < length * length / 4  # a boolean mask would have four times as many bytes
+
+
+def test_values_inside_keys():
+    lists = lists_of(np.random.default_rng(10), heads=HK)
+    out, lse, dq, dk, dv = results(lists, K, K[..., :DV])
+    options = dict(selected=lists, head_dim_v=DV)
+    shared = cupy_flash.attention(Q, K, None, return_lse=True, **options)
+    gradients = cupy_flash.attention_backward(DOUT, Q, K, None, *shared, **options)
+    dk[..., :DV] += dv
+    assert_close((*shared, gradients.dq, gradients.dk), (out, lse, dq, dk))

@@ -13,34 +13,44 @@
 #include "blackwell.cuh"
 #include "fragments.cuh"
 
-// Bit n of the result: the range has n.
-__device__ inline unsigned int bits_of(Range range) {
-  unsigned int from_begin = __funnelshift_lc(0, 0xFFFFFFFF, max(range.begin, 0));
-  return from_begin & ~__funnelshift_lc(0, 0xFFFFFFFF, max(range.end, 0));
+// Hides with -inf the columns of a row from `limit` on, or those before it. A byte of a word of bits stands for 7
+// columns: one instruction moves so many bits to predicates.
+template <bool FROM_LIMIT, int N>
+__device__ void hide(float (&S)[N], int limit) {
+  limit = max(limit, 0);
+  int bit = limit + __umulhi(limit, 0x24924925);  // limit / 7
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    unsigned int from_limit = __funnelshift_lc(0, 0xFFFFFFFF, max(bit - n / 28 * 32, 0));
+    bool is_from_limit = from_limit >> (n % 28 + n % 28 / 7) & 1;
+    S[n] = is_from_limit == FROM_LIMIT ? -infinity() : S[n];
+  }
 }
 
 // Masks keys that query i does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED, int N>
 __device__ void modify(float (&S)[N], const Score& score, const Band& band, int i, int kv_start) {
-  Range keys = band.keys(i);
+  constexpr bool READS = BIAS || DENSE_MASK;  // at positions that must exist
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    int j = kv_start + n;
-    unsigned int visible = bits_of({keys.begin - (j - n % 32), keys.end - (j - n % 32)});  // @visible-bits
-    bool seen = !MASKED || visible >> n % 32 & 1;
-    Position key_in_bounds(band.key(j), 0, n);
-    if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
+    int query_read = READS ? band.query(i) : i, j = READS ? band.key(kv_start + n) : kv_start + n;  // @read-in-bounds
+    bool seen = true;
+    Position key_in_bounds(band.key(kv_start + n), 0, n);
+    if constexpr (DENSE_MASK) seen = DenseMask::sees(score.p, band, score.batch, score.head, query_read, j);
     if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
     float derivative;
     if constexpr (SCORE_MOD) {
       Position query(i), key(kv_start, n, n);
       if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
-      float s = score.apply(S[n], query, key, derivative);
-      S[n] = seen ? s : -infinity();
+      S[n] = score.apply(S[n], query, key, derivative);
     } else if constexpr (MODIFIED)
-      S[n] = seen ? score.apply(S[n], i, j, derivative) : -infinity();
-    else
-      S[n] = seen ? S[n] : -infinity();
+      S[n] = score.apply(S[n], query_read, j, derivative);
+    S[n] = seen ? S[n] : -infinity();
+  }
+  if constexpr (MASKED) {
+    Range keys = band.keys(i);
+    if (keys.end < kv_start + N) hide<true>(S, keys.end - kv_start);   // @visible-end
+    if (keys.begin > kv_start) hide<false>(S, keys.begin - kv_start);  // @visible-begin
   }
 }
 

@@ -197,7 +197,10 @@ def _most(name: str) -> tuple[int, int, int]:
 
 
 def _best_path(instructions: list[str], labels: dict[str, int], head: int, back: int, worth: Worth) -> list[int]:
-    """Return the indices of the path from `head` to `back` whose summed `worth` of opcodes is the greatest in lexicographic order."""
+    """Return the indices of the path from `head` to `back` whose summed `worth` of opcodes is the greatest.
+
+    Sums are compared in lexicographic order.
+    """
     best: dict[int, tuple[int, ...]] = {head: (0, 0, 0)}
     predecessor: dict[int, int] = {}
     for n in range(head, back):

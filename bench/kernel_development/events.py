@@ -340,21 +340,21 @@ def stale(stored: Sequence[dict[str, Any]]) -> list[str]:
 
 def table(predictions: Iterable[dict[str, Any]]) -> Table:
     """Return the table of predictions."""
-    rows, best = [], set()
-    for n, each in enumerate(predictions):
+    rows = []
+    for each in predictions:
         mark, step = FIRST_MARKS.get(tuple(each["dims"])), each["step"]
         fractions = (f"{x:.2f}" for x in each["fractions"])
         clocks = (f"{step[unit]:.0f}" for unit in UNITS)
         first = NOTHING if mark is None else f"{mark:.2f}"
         bound = max(UNITS, key=step.__getitem__)
-        rows.append(["{}/{}".format(*each["dims"]), each["arch"], *fractions, first, bound, *clocks])
-        best.add((n, 2 + SHARES.index(each["planned"])))
-    columns = ["D", "arch", *(f"{share} of 16" for share in SHARES), "first mark", "bound by", *UNITS]
+        share = f"{each['planned']} of 16"
+        rows.append(["{}/{}".format(*each["dims"]), each["arch"], share, *fractions, first, bound, *clocks])
+    columns = ["D", "arch", "planned", *(f"{share} of 16" for share in SHARES), "first mark", "bound by", *UNITS]
     title = (
         "Forward of tcgen05, full mask, 4096 keys: predicted fraction of the tensor cores' peak by the exponentials "
-        "that a polynomial computes (bold: as planned), and clocks of a step of 128 x 128 scores"
+        "that a polynomial computes, and clocks that each unit needs for a step of 128 x 128 scores, as planned"
     )
-    return Table(title, columns, rows, frozenset(best))
+    return Table(title, columns, rows)
 
 
 UNITS = ("tensor cores", "MUFU", "issue", "shared memory", "FMA", "ALU")

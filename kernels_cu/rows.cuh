@@ -13,34 +13,44 @@
 #include "blackwell.cuh"
 #include "fragments.cuh"
 
-// Bit n of the result: the range has n.
-__device__ inline unsigned int bits_of(Range range) {
-  unsigned int from_begin = __funnelshift_lc(0, 0xFFFFFFFF, max(range.begin, 0));
-  return from_begin & ~__funnelshift_lc(0, 0xFFFFFFFF, max(range.end, 0));
+// Hides with -inf the columns of a row from `limit` on, or those before it. A byte of a word of bits stands for 7
+// columns: one instruction moves so many bits to predicates.
+template <bool FROM_LIMIT, int N>
+__device__ void hide(float (&S)[N], int limit) {
+  limit = max(limit, 0);
+  int bit = limit + __umulhi(limit, 0x24924925);  // limit / 7
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    unsigned int from_limit = __funnelshift_lc(0, 0xFFFFFFFF, max(bit - n / 28 * 32, 0));
+    bool is_from_limit = from_limit >> (n % 28 + n % 28 / 7) & 1;
+    S[n] = is_from_limit == FROM_LIMIT ? -infinity() : S[n];
+  }
 }
 
 // Masks keys that query i does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED, int N>
 __device__ void modify(float (&S)[N], const Score& score, const Band& band, int i, int kv_start) {
-  Range keys = band.keys(i);
+  constexpr bool READS = BIAS || DENSE_MASK;  // at positions that must exist
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    int j = kv_start + n;
-    unsigned int visible = bits_of({keys.begin - (j - n % 32), keys.end - (j - n % 32)});  // @visible-bits
-    bool seen = !MASKED || visible >> n % 32 & 1;
-    Position key_in_bounds(band.key(j), 0, n);
-    if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(score.p, band, score.batch, score.head, i, j);
+    int query_read = READS ? band.query(i) : i, j = READS ? band.key(kv_start + n) : kv_start + n;  // @read-in-bounds
+    bool seen = true;
+    Position key_in_bounds(band.key(kv_start + n), 0, n);
+    if constexpr (DENSE_MASK) seen = DenseMask::sees(score.p, band, score.batch, score.head, query_read, j);
     if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
     float derivative;
     if constexpr (SCORE_MOD) {
       Position query(i), key(kv_start, n, n);
       if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
-      float s = score.apply(S[n], query, key, derivative);
-      S[n] = seen ? s : -infinity();
+      S[n] = score.apply(S[n], query, key, derivative);
     } else if constexpr (MODIFIED)
-      S[n] = seen ? score.apply(S[n], i, j, derivative) : -infinity();
-    else
-      S[n] = seen ? S[n] : -infinity();
+      S[n] = score.apply(S[n], query_read, j, derivative);
+    S[n] = seen ? S[n] : -infinity();
+  }
+  if constexpr (MASKED) {
+    Range keys = band.keys(i);
+    if (keys.end < kv_start + N) hide<true>(S, keys.end - kv_start);   // @visible-end
+    if (keys.begin > kv_start) hide<false>(S, keys.begin - kv_start);  // @visible-begin
   }
 }
 
@@ -72,13 +82,35 @@ struct RowSum {
   }
 };
 
+// 2^x and 2^y on the FMA pipe: a polynomial of degree 5 errs by 2.1e-7 at most, as ex2.approx does. What is below
+// 2^-126 becomes 0, and NaN stays NaN.
+__device__ inline void exp2_by_polynomial(float& x, float& y) {
+  constexpr float COEFFICIENTS[] = {1.0000001f, 0.69314694f, 0.2402212f, 0.05550713f, 0.009675542f, 0.0013276472f};
+  constexpr float TO_INTEGER = 12582912;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits have
+  Pair exponent = {max_nan(x, -127), max_nan(y, -127)}, shifted = exponent;
+  shifted += {TO_INTEGER, TO_INTEGER};
+  Pair integer = shifted;
+  integer += {-TO_INTEGER, -TO_INTEGER};
+  Pair rest = fma_rn(integer, {-1, -1}, exponent);  // in [-1/2, 1/2]
+  Pair power = {COEFFICIENTS[5], COEFFICIENTS[5]};
+#pragma unroll
+  for (int n = 4; n >= 0; --n) power = fma_rn(power, rest, {COEFFICIENTS[n], COEFFICIENTS[n]});  // @polynomial
+  shifted.get(x, y);
+  Pair scale = {__uint_as_float((__float_as_uint(x) << 23) + 0x3F800000),
+                __uint_as_float((__float_as_uint(y) << 23) + 0x3F800000)};
+  fma_rn(power, scale, {0, 0}).get(x, y);
+}
+
 template <int N>
 __device__ void exponentiate(float (&S)[N], RowSum& sum, const Softmax2& softmax, float scale_log2) {
   Pair scale = {scale_log2, scale_log2}, reference = {-softmax.reference, -softmax.reference};
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     fma_rn({S[n], S[n + 1]}, scale, reference).get(S[n], S[n + 1]);
-    S[n] = ex2_approx(S[n]), S[n + 1] = ex2_approx(S[n + 1]);
+    if (n / 2 * POLYNOMIALS % 16 < POLYNOMIALS)
+      exp2_by_polynomial(S[n], S[n + 1]);
+    else
+      S[n] = ex2_approx(S[n]), S[n + 1] = ex2_approx(S[n + 1]);
     (n % 4 ? sum.odd : sum.even) += {S[n], S[n + 1]};
   }
 }

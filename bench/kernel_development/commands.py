@@ -16,7 +16,20 @@ from .. import gpu
 from ..arguments import add_out, positive
 from ..report import count, progress, show
 from ..results import ROOT, describe, write
-from . import bounds, costs, marks, peers, predict, static, static_mods, static_tables, sweep, sweep_plot, tables
+from . import (
+    bounds,
+    costs,
+    events,
+    marks,
+    peers,
+    predict,
+    static,
+    static_mods,
+    static_tables,
+    sweep,
+    sweep_plot,
+    tables,
+)
 
 
 def run(arguments: list[str]) -> int:
@@ -74,12 +87,14 @@ def _predict(options: argparse.Namespace, arguments: list[str]) -> int:
     regimes = [regime for regime in marks.MARKS if regime.dtype in predict.DTYPES]
     path = options.out / "predict.json"
     if options.check:
-        stored = json.loads(path.read_text(encoding="utf-8"))["predict"]
-        return _report(predict.stale(stored, regimes), "stale row", path)
-    with progress("compile", len(regimes)) as step:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return _report(predict.stale(stored["predict"], regimes) + events.stale(stored["tcgen05"]), "stale row", path)
+    with progress("compile", len(regimes) + len(events.ARCHS) * len(events.DIMS)) as step:
         predictions = [each._asdict() for each in predict.predict(regimes, step)]
-    write(describe(arguments, 1) | {"predict": predictions}, path)
+        of_blackwell = [each._asdict() for each in events.predict(step)]
+    write(describe(arguments, 1) | {"predict": predictions, "tcgen05": of_blackwell}, path)
     show(predict.table(predictions))
+    show(events.table(of_blackwell))
     return 0
 
 

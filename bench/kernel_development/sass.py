@@ -11,14 +11,15 @@ from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
-# Instruction classes; all other opcodes ("rest") are address arithmetic, predicates and branches.
+# Instruction classes; all other opcodes ("rest") are address arithmetic, predicates, branches, and accesses to tensor
+# memory.
 CLASSES = {
-    "products": ("HMMA", "HGMMA", "QGMMA"),
+    "products": ("HMMA", "HGMMA", "QGMMA", "UTCHMMA"),
     "ldmatrix": ("LDSM",),
     "copies": ("LDGSTS", "UTMALDG"),
     "reductions": ("RED", "REDG", "UBLKRED", "UTMAREDG"),
     "exp": ("MUFU",),
-    "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSETP"),
+    "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FMNMX3", "FSEL", "FSETP", "FADD2", "FMUL2", "FFMA2"),
     "convert": ("F2FP", "F2F", "HADD2"),
     "shared": ("LDS",),
 }
@@ -104,6 +105,34 @@ def mainloop(cubin: bytes) -> Mainloop:
     return Mainloop(shortest_round(instructions, labels, head, back), longest_round(instructions, labels, head, back))
 
 
+def row_loop(cubin: bytes, columns: int) -> Mainloop:
+    """Return the loop of a role that has a row of `columns` scores in each thread: the innermost one that waits.
+
+    Loops over parts of the row, inside it, are repeated until they have loaded all columns from tensor memory.
+    """
+    instructions, labels = disassemble(cubin)
+    found = [loop for loop in loops(instructions, labels) if shortest_round(instructions, labels, *loop)]
+
+    def has(name: str, head: int, back: int) -> int:
+        return sum(name in each for each in instructions[head : back + 1])
+
+    waiting = [loop for loop in found if has("EX2", *loop) >= 16 and has("TRYWAIT", *loop)]
+    row = min(waiting, key=lambda loop: loop[1] - loop[0])
+    parts = {back: head for head, back in found if row[0] < head and back < row[1] and has("LDTM", head, back)}
+
+    def whole(worth: Worth) -> list[str]:
+        path: list[int] = []
+        for n in _best_path(instructions, labels, *row, worth):
+            path.append(n)
+            if n in parts:
+                part = path[path.index(parts[n]) :]
+                loaded = sum(int(re.findall(r"LDTM\.x(\d+)", instructions[each] + "LDTM.x0")[0]) for each in part)
+                path += part * (columns // loaded - 1)
+        return [instructions[n] for n in path]
+
+    return Mainloop(whole(_steadiest), whole(_most))
+
+
 def parse(text: str) -> tuple[list[str], dict[str, int]]:
     """Return the instructions of a disassembly and, for each label, the index of the instruction after it."""
     instructions: list[str] = []
@@ -147,23 +176,31 @@ def shortest_round(instructions: list[str], labels: dict[str, int], head: int, b
     Inner loops count once. Empty if `back` is unreachable: a retry block at the end of the text branches back but is no
     loop.
     """
-    moves = (*CLASSES["copies"], *CLASSES["reductions"])
-    return _best_round(instructions, labels, head, back, lambda name: (name in CLASSES["products"], name in moves, -1))
+    return [instructions[n] for n in _best_path(instructions, labels, head, back, _steadiest)]
 
 
 def longest_round(instructions: list[str], labels: dict[str, int], head: int, back: int) -> list[str]:
     """Return the instructions on the path from `head` to the branch `back` with the most instructions."""
-    return _best_round(instructions, labels, head, back, lambda name: (1, 0, 0))
+    return [instructions[n] for n in _best_path(instructions, labels, head, back, _most)]
 
 
-def _best_round(
-    instructions: list[str],
-    labels: dict[str, int],
-    head: int,
-    back: int,
-    worth: Callable[[str], tuple[int, int, int]],
-) -> list[str]:
-    """Return the path from `head` to `back` whose summed `worth` of opcodes is the greatest in lexicographic order."""
+Worth = Callable[[str], tuple[int, int, int]]
+MOVES = (*CLASSES["copies"], *CLASSES["reductions"])
+
+
+def _steadiest(name: str) -> tuple[int, int, int]:
+    return name in CLASSES["products"], name in MOVES, -1
+
+
+def _most(name: str) -> tuple[int, int, int]:
+    return 1, 0, 0
+
+
+def _best_path(instructions: list[str], labels: dict[str, int], head: int, back: int, worth: Worth) -> list[int]:
+    """Return the indices of the path from `head` to `back` whose summed `worth` of opcodes is the greatest.
+
+    Sums are compared in lexicographic order.
+    """
     best: dict[int, tuple[int, ...]] = {head: (0, 0, 0)}
     predecessor: dict[int, int] = {}
     for n in range(head, back):
@@ -186,4 +223,4 @@ def _best_round(
     path = [back]
     while path[-1] != head:
         path.append(predecessor[path[-1]])
-    return [instructions[n] for n in reversed(path)]
+    return path[::-1]

@@ -19,13 +19,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash import attention, device
-from cupy_flash.engines import Tile, mma_decode
+from cupy_flash.engines import Tile, mma_decode, tcgen05
 from cupy_flash.engines.launch import Launch
 from cupy_flash.engines.wgmma.resources import ARCH as HOPPER
 from cupy_flash.gpu import ahead, run_plan
@@ -42,10 +42,13 @@ from ..run import Progress
 from . import sass, static_mods
 from .fingerprint import fingerprint
 
-ARCHS = ("sm_75", "sm_80", "sm_90a")
-# The architectures whose tile steps are counted: the second one is for the engine wgmma, the first for all others.
-STEP_ARCHS = ("sm_80", HOPPER)
+BLACKWELL = "sm_100a"
+ARCHS = ("sm_75", "sm_80", HOPPER, BLACKWELL)
+# The architectures whose tile steps are counted, for all engines but those of ARCH_OF_ENGINE, and for these.
+ARCH_OF_ENGINE = {"wgmma": HOPPER, "tcgen05": BLACKWELL}
+STEP_ARCHS = ("sm_80", *ARCH_OF_ENGINE.values())
 EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+FIRST_RELEASE = {"sm_103a": (12, 9)}  # of NVRTC for an architecture, if it is later than the first that is supported
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
     q_lengths=True, kv_lengths=True, dropout=0.1, return_lse=True,
@@ -105,8 +108,24 @@ PROBLEMS: dict[str, dict[str, Any]] = {
             "e4m3 D 256": dict(dtype=FP8, head_dim=256, backward=False),
         }.items()
     },
+    # tcgen05 and tensor memory, on sm_100a and sm_103a only: plain, with one option each, and with all of them.
+    **{
+        f"Blackwell {name}": config | dict(engine="tcgen05", backward=False)
+        for name, config in {
+            "bf16 D 64": dict(dtype="bfloat16", head_dim=64),
+            "fp16 D 96": dict(dtype="float16", head_dim=96),
+            "bf16 D 128": dict(dtype="bfloat16", head_dim=128),
+            "bf16 D 192/128": dict(dtype="bfloat16", head_dim=192, head_dim_v=128),
+            "bf16 D 128 bias": dict(dtype="bfloat16", head_dim=128, bias=True),
+            "bf16 D 128 mask": dict(dtype="bfloat16", head_dim=128, mask=True),
+            "bf16 D 128 dropout": dict(dtype="bfloat16", head_dim=128, dropout=0.1),
+            "bf16 D 128 table": dict(dtype="bfloat16", head_dim=128, **static_mods.MODS["table"]),
+            "fp16 D 128 all options": dict(dtype="float16", head_dim=128) | EVERY_OPTION,
+        }.items()
+    },
 }
-# The problems with the highest register pressure: --all compiles only these, for every architecture and compiler.
+# The problems with the highest register pressure: --all compiles only these, for every architecture and compiler. Those
+# of Blackwell, whose rows are not stored, are compiled without --all.
 SCARCE = (
     "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 96", "fp16 D 128", "fp16 D 64 all options",
     "KV cache fp16 D 64", "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128",
@@ -251,7 +270,7 @@ class Result:
         compilers = dict.fromkeys(kernel.compiler for kernel in self.kernels)
         for name, arch in tasks(problems, archs):
             today = {key: _name(name, launch, arch) for key, launch in _launches(name, arch).items()}
-            for compiler in compilers:
+            for compiler in filter(partial(knows, arch), compilers):
                 rows = {key: kernel.name for key, kernel in stored[name, arch][compiler].items()}
                 yield from _differences(f"NVRTC {compiler}", rows, today)
 
@@ -302,6 +321,8 @@ def compile_all(
                 made_of_tasks = pool.map(_compile, *zip(*todo, strict=True), [rows[task] for task in todo])
                 for task, made in zip(todo, made_of_tasks, strict=True):
                     progress(", ".join(task))
+                    if not made:  # the compiler does not know the architecture
+                        continue
                     today = {kernel.fingerprint for kernel in made}
                     others = [each for each in rows[task] if each.compiler != made[0].compiler]
                     rows[task] = [each for each in others if each.fingerprint in today] + made
@@ -314,12 +335,20 @@ def compile_all(
 
 def step_arch(name: str) -> str:
     """Return the architecture for which the tile steps of a problem are counted."""
-    return STEP_ARCHS[PROBLEMS[name].get("engine") == "wgmma"]
+    return ARCH_OF_ENGINE.get(PROBLEMS[name].get("engine", ""), STEP_ARCHS[0])
 
 
 def is_served(name: str, arch: str) -> bool:
-    """Return whether the engine of a problem runs on an architecture."""
-    return step_arch(name) != HOPPER or arch == HOPPER
+    """Return whether a problem is compiled for an architecture: its engine runs there, with instructions of its own."""
+    of_tcgen05 = tcgen05.ARCHES or ()
+    if step_arch(name) == BLACKWELL:
+        return arch in of_tcgen05
+    return arch == HOPPER if step_arch(name) == HOPPER else arch not in of_tcgen05
+
+
+def knows(arch: str, release: str) -> bool:
+    """Return whether a release of NVRTC compiles for an architecture."""
+    return tuple(map(int, release.split(".")[:2])) >= FIRST_RELEASE.get(arch, ())
 
 
 def _use(library: str | None) -> None:
@@ -330,6 +359,8 @@ def _use(library: str | None) -> None:
 
 def _compile(name: str, arch: str, stored: Sequence[Kernel]) -> list[Kernel]:
     """Return the rows of a problem: from `stored` if this compiler compiled the same text, otherwise compiled now."""
+    if not knows(arch, _release()):
+        return []
     known = {kernel.fingerprint: kernel for kernel in stored if kernel.compiler == _release()}
     return [
         known[key] if key in known else _compile_launch(name, launch, arch)
@@ -505,7 +536,7 @@ def _count(counted: Counted) -> Step:
     bytes_moved = sum(min(32 * access.sectors, access.bytes) for access in base.global_.values())
     if launch.boxes:
         bytes_moved = base.global_bytes_read + base.global_bytes_written
-    least = None if "mask" in config else _least_bytes(launch, config, blocks)
+    least = None if config.keys() & {"bias", "mask", "score_mod"} else _least_bytes(launch, config, blocks)
     over = None if least is None else bytes_moved / least
     return Step(
         name, counted.label, tile, fingerprint(launch), per_score, base.bank_conflicts, over, _sass(launch, arch)
@@ -514,13 +545,16 @@ def _count(counted: Counted) -> Step:
 
 def _sass(launch: Launch, arch: str) -> Sass | None:
     tile = launch.tile
-    if tile is None or not launch.kernel.startswith(("mma/", "wgmma/")):
+    if tile is None or not launch.kernel.startswith(("mma/", "wgmma/", "tcgen05/")):
         return None
     text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
+    code = nvrtc.compile(text, launch.kernel, arch).code
     block_q, block_kv, threads = tile
-    if launch.kernel.startswith("wgmma/"):
-        threads -= 128  # the producer warpgroup has no mainloop math
-    mainloop = sass.mainloop(nvrtc.compile(text, launch.kernel, arch).code)
+    if launch.kernel.startswith("tcgen05/"):  # a thread of the softmax has a row
+        threads, mainloop = block_q, sass.row_loop(code, block_kv)
+    else:
+        threads -= 128 * launch.kernel.startswith("wgmma/")  # the producer warpgroup has no mainloop math
+        mainloop = sass.mainloop(code)
     of_score = threads / (block_q * block_kv)
     per_score = {name: count * of_score for name, count in mainloop.counts().items()}
     return Sass(per_score, len(mainloop.longest) * of_score, mainloop.waits())
@@ -559,13 +593,15 @@ def _run(counted: Counted, lengths: tuple[int, int]) -> Counters:
 
     dim_v = config.get("head_dim_v", dim)
     arrays = array(q_len, dim), array(kv_len, dim), array(kv_len, dim_v)
-    if "mask" in options:  # pass every option that is an array; causal and window are off, so that no tile is skipped
-        options |= dict(
-            alibi_slopes=np.ones(1, np.float32), bias=np.zeros((q_len, kv_len), element),
-            mask=np.ones((q_len, kv_len), bool), sink=np.zeros(1, element), seed=1,
-            q_lengths=np.array([q_len], np.int32), kv_lengths=np.array([kv_len], np.int32),
-            causal=False, window=None,
-        )  # fmt: skip
+    arguments = dict(  # causal and window are off, so that no tile is skipped
+        alibi_slopes=np.ones(1, np.float32), bias=np.zeros((q_len, kv_len), element),
+        mask=np.ones((q_len, kv_len), bool), sink=np.zeros(1, element),
+        q_lengths=np.array([q_len], np.int32), kv_lengths=np.array([kv_len], np.int32),
+        causal=False, window=None,
+    )  # fmt: skip
+    options |= {name: argument for name, argument in arguments.items() if name in options}
+    if "dropout" in options:
+        options["seed"] = 1
     counters: dict[str, Counters] = {}
 
     def counting(work: run_plan.Work) -> None:

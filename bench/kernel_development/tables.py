@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import decode, decode_gpu, first, overhead, ring
 from ..report import Table, left_out, provenance, tables
-from . import bounds, marks, predict, static_tables, sweep
+from . import bounds, events, marks, predict, static_tables, sweep
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
@@ -30,7 +30,10 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "first": lambda result: [first.table(result["first"])],
     "decode": lambda result: [decode.table(result["decode"])],
     "decode_gpu": lambda result: [decode_gpu.table(result["decode_gpu"])],
-    "predict": lambda result: predict.table(result["predict"]).split("bound by", "What bounds the mainloop"),
+    "predict": lambda result: [
+        *predict.table(result["predict"]).split("bound by", "What bounds the mainloop"),
+        *events.table(result["tcgen05"]).split("bound by", "What bounds a step of 128 x 128 scores", shared=2),
+    ],
     "bounds": lambda result: [bounds.table(result["bounds"])],
 }
 SWEEP, MARKS, SASS = "sweep-", "-marks", "static-sass"

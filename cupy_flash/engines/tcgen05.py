@@ -39,6 +39,7 @@ MOST_STAGES = 8  # slots of K and V together
 WARP_ROWS = 32  # rows of a tile that a warp stores
 
 # Cost model, per SM and clock, from data sheets and published measurements: not measured here yet.
+POLYNOMIALS = {64: 5, 96: 5, 128: 2}  # of 16 exponentials, by the padded head dimension, where MUFU is the bottleneck
 MULTIPLY_ADDS = 4096
 EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
 PRODUCT_COST = 1.2  # clocks of the products over those at the peak, in a public study of mma with N 128
@@ -134,7 +135,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     blocks = q_tiles * problem.heads * (1 if packed else problem.batch)
     if not (problem.mask.edges or problem.mask_mod or problem.has_lengths):
         blocks = min(blocks, device.units)
-    constants = known_constants(kernel, _tile_constants(problem, tile))
+    constants = known_constants(kernel, _tile_constants(problem, tile) | {"POLYNOMIALS": _polynomials(problem, device)})
     launch = Launch(kernel, constants, (blocks, 1, 1), THREADS, _shared_bytes(problem, tile), tuple(boxes))
     return nonempty(with_mods(problem, [launch]))
 
@@ -149,6 +150,11 @@ def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "PERSISTENT": True,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
+
+
+def _polynomials(problem: Problem, device: Device) -> int:
+    """Return how many of 16 exponentials a polynomial computes: none where MUFU is twice as fast."""
+    return POLYNOMIALS.get(-(-problem.head_dim // 32) * 32, 0) if device.arch != "sm_103a" else 0
 
 
 def _is_stored_in_boxes(problem: Problem) -> bool:

@@ -17,22 +17,33 @@ struct Maps {
 #endif
 };
 
-// The role of the loads. L2 policy: Q is read once, K and V by every tile of queries.
+// The role of the loads. K of a tile is loaded before V of the one before, whose slot is free later. L2 policy: Q is
+// read once, K and V by every tile of queries.
 __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers) {
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
   for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
     const Sequence sequence = scheduler.sequence;
     int q_start = scheduler.tile * BLOCK_Q, batch = PACKED ? 0 : sequence.batch, kv_head = scheduler.head / p.group;
     Band band(p, sequence);
-    bool first = true;
-    for (BlockKvTiles kv_tiles(band, scheduler.head, q_start); kv_tiles.valid(); kv_tiles.next(), first = false) {
-      if (!issues_loads()) continue;
-      Box keys = sequence.key_box(kv_tiles.start);
-      barriers.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+    BlockKvTiles kv_tiles(band, scheduler.head, q_start);
+    auto load_K = [&](int kv_start) {
+      Box keys = sequence.key_box(kv_start);
+      if (issues_loads()) barriers.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+    };
+    auto load_V = [&](int kv_start) {
+      Box keys = sequence.key_box(kv_start);
+      if (issues_loads()) barriers.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+    };
+    if (!kv_tiles.valid()) continue;
+    load_K(kv_tiles.start);
 #pragma unroll
-      for (int t = 0; first && t < TILES; ++t)
-        Q[t].load(maps.q, sequence.q_start + q_start + t * ROWS, scheduler.head, batch, EVICT_FIRST);
-      barriers.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+    for (int t = 0; t < TILES; ++t)
+      if (issues_loads()) Q[t].load(maps.q, sequence.q_start + q_start + t * ROWS, scheduler.head, batch, EVICT_FIRST);
+    while (kv_tiles.valid()) {
+      int kv_start = kv_tiles.start;
+      kv_tiles.next();
+      if (kv_tiles.valid()) load_K(kv_tiles.start);
+      load_V(kv_start);
     }
   }
   if (!issues_loads()) return;

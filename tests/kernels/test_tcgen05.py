@@ -37,8 +37,8 @@ def forward(case, tile=TWO, blocks=None, start=start, arch="sm_100a"):
     """Return (out, lse) of a case in a tile (None: the planned one), computed by so many blocks (None: as planned)."""
     chosen, operands = planned(case, None, arch, tile, engine="tcgen05")
     if blocks is not None:
-        (step,) = chosen.launches
-        chosen = chosen._replace(launches=(step._replace(grid=(blocks, 1, 1)),))
+        *classes, step = chosen.launches
+        chosen = chosen._replace(launches=(*classes, step._replace(grid=(blocks, 1, 1))))
     out, lse = (array.numpy() for array in run_plan.forward(chosen, operands, start))
     return Result(out, lse, *[None] * 5)
 
@@ -188,7 +188,9 @@ PLANTED = {
     "Q kept": (skip("release-Q"), errors.Deadlock),
     "no S": (skip("commit-S"), errors.Deadlock),
     "past the keys": (never("mask-row"), AssertionError),
-    "visible keys": (change("visible-bits", "keys.end -", "keys.end - 1 -"), AssertionError),
+    "visible keys": (change("visible-end", "keys.end - kv_start", "keys.end - 1 - kv_start"), AssertionError),
+    "keys past the end": (never("visible-end"), AssertionError),
+    "the wrong coefficients": (change("polynomial", "COEFFICIENTS[n],", "COEFFICIENTS[n + 1],"), AssertionError),
 }  # fmt: skip
 # name -> (bug, errors), with row maxima that grow from step to step
 PLANTED_IN_RESCALING = {
@@ -216,6 +218,14 @@ BUGS = {
         (Case(**LONG | dict(scores="falling")), PLANTED_IN_RESCALING),
         (LENGTHS, PLANTED_IN_LENGTHS),
         (DROPPED, PLANTED_IN_DROPOUT),
+        (
+            Case(**LONG | dict(heads=1, window=(60, 20))),
+            {"keys before the window": (never("visible-begin"), AssertionError)},
+        ),
+        (
+            Case(**LONG | dict(heads=1, mask="b1qk")),
+            {"mask read past its rows": (change("read-in-bounds", "band.query(i)", "i"), errors.OutOfBounds)},
+        ),
         (Case(**LONG | dict(heads=1, softcap=5.0)), {"modified S in flight": (skip("wait-stored-S"), ORDERING)}),
         (
             Case(**LONG | dict(batch=2, q_lengths=(60, 61), kv_lengths=(100, 30), packed=True)),

@@ -28,7 +28,7 @@ BUDGET = {
         (130, "attention_weights, top_weights, key_importance on simt: launches 29, their arguments 62, Params 39"),
         (141, "gradients of statistics and weights on kernels, merge() of statistics on a GPU, weights on mma"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
-        (113, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
+        (119, "the engine tcgen05: what it refuses, its tiles, cost model, share of polynomials and launch"),
         (625, "selected=: the option, its types and checks 275, on the CPU 250, on its caches 55, torch and jax 35"),
         (
             123,
@@ -46,6 +46,7 @@ BUDGET = {
         (8, "overhead: a score_mod that captures a table"),
         (1, "overhead: out and lse of a forward that may return statistics"),
         (16, "torch tensors beside NumPy arrays, medians of ratios, and a budget for implementations beside others"),
+        (340, "Blackwell: its model of events 270; rows of static and the softmax's loop in SASS 70"),
     ],
 }
 LARGEST = 500

@@ -42,6 +42,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
         "KV_CACHE": problem.cache is not None,
+        "PAGE_DIVISION": problem.cache is not None and problem.cache.divides,
         "CAPTURED_GRADIENT": False,
         "SHARED_KV": problem.shared_kv and (problem.backward or problem.cache is not None),
         "DIRECTION": problem.derivative != "",
@@ -61,7 +62,14 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
 
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = ("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD")
-CACHE_CONSTANTS = ("KV_CACHE", "STATISTICS", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
+CACHE_CONSTANTS = (
+    "KV_CACHE",
+    "PAGE_DIVISION",
+    "STATISTICS",
+    *(feature.constant for feature in CACHE_FACTS),
+    "HEAD_DIM",
+    "HEAD_DIM_V",
+)
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DIRECTION"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),

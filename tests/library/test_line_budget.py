@@ -28,7 +28,10 @@ BUDGET = {
         (130, "attention_weights, top_weights, key_importance on simt: launches 29, their arguments 62, Params 39"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
         (113, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
-        (123, "values inside keys: views and their checks 55, backends 20, torch and jax 35, compile and its command 13"),
+        (
+            123,
+            "values inside keys: views and their checks 55, backends 20, torch and jax 35, compile and its command 13",
+        ),
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
     ],
     "bench": [

@@ -18,6 +18,7 @@ import numpy as np
 from .. import dropout
 from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Workspace
+from ..engines.shared import divides
 from ..jit.source import chosen_lines, kernel_folder
 from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem, Statistics
 from .tensor_map import DATA_TYPES, TensorMap
@@ -244,7 +245,7 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
 
 def _page_number(cache: Cache) -> int:
     """Return log2 of the keys of a page; if they are no power of two, the int32 with the bits of their reciprocal."""
-    if cache.page is None or not cache.divides:
+    if cache.page is None or not divides(cache.page):
         return 0 if cache.page is None else cache.page.bit_length() - 1
     return (1 << 31 + (cache.page - 1).bit_length()) // cache.page + 1 - 2**32
 

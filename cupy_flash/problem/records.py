@@ -463,11 +463,6 @@ class Cache(NamedTuple):
     split_size: int | None
     rotary_dtypes: tuple[str, str] | None = None  # dtypes of the tables, cos and sin
 
-    @property
-    def divides(self) -> bool:
-        """Whether the keys of a page are no power of two, so that kernels divide by them."""
-        return self.page is not None and self.page & (self.page - 1) != 0
-
     def __str__(self) -> str:
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
         if self.dtype.itemsize == 1:

@@ -32,7 +32,7 @@ BUDGET = {
             123,
             "values inside keys: views and their checks 55, backends 20, torch and jax 35, compile and its command 13",
         ),
-        (19, "pages of any number of keys: their reciprocal, and when kernels divide by it"),
+        (16, "pages of any number of keys: their reciprocal, and when kernels divide by it"),
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
     ],
     "bench": [

@@ -167,7 +167,7 @@ def test_an_invalid_call_writes_nothing():
         ({}, dict(engine="mma"), 'cpu_decode: engine="mma" was asked for'),
         ({}, dict(engine="cpu"), "cpu: it reads no KV cache in this version"),
     ],
-    ids=["page-size", "leftpad-paged", "simulator", "mma", "cpu"],
+    ids=["leftpad-paged", "simulator", "mma", "cpu"],
 )
 def test_unsupported_calls(sizes, options, text):
     assert text in failure(UnsupportedError, CacheCase(**sizes).call(), **options)

@@ -107,7 +107,7 @@ def attention_with_kv_cache(
 
     Args:
         q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q; float16, bfloat16, float32 or float64.
-        k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table, P a power of two. The dtype of q, or
+        k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table, of any P. The dtype of q, or
             float8_e4m3fn beside a q of 16 bit. The capacity is Sc, or columns of block_table times P.
         v_cache: (Bc, Sc, Hk, Dv) or (pages, P, Hk, Dv); None with head_dim_v.
         k: rows to append: (B, Snew, Hk, D), or packed as q. They become the keys n_b to L_b - 1.

@@ -105,6 +105,7 @@ using weight_element = float;   // dtype of the row weights of key_importance
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table
+#define PAGE_DIVISION 0        // PAGED: the keys of a page are no power of two
 constexpr int SPLIT_SIZE = 0;  // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
 constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
 constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated

@@ -19,8 +19,14 @@ struct TilePages {
 #pragma unroll
     for (int n = 0; PAGED && n < EACH; ++n) {
       // The keys of this tile on the page: [key, end).
+#if PAGE_DIVISION
+      long long first = (blocks.page_of(start) + threadIdx.x + n * THREADS) * (long long)blocks.page_keys;
+      long long key = max(first, (long long)start);
+      long long end = min(first + blocks.page_keys, (long long)start + BLOCK_KV);
+#else
       long long key = start + ((long long)(threadIdx.x + n * THREADS) << blocks.page_log2);
       long long end = min(key + (1LL << blocks.page_log2), (long long)start + BLOCK_KV);  // @pages-of-tile
+#endif
       bool needed = max(key, (long long)keys.begin) < min(end, (long long)keys.end);
       looked_up[n] = needed ? blocks.block_of(key) : -1;
     }

@@ -31,7 +31,16 @@ from .mma import (
     SHARED_BYTES,
     multiply_refusals,
 )
-from .shared import ELEMENTS, KV_CACHE_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
+from .shared import (
+    ELEMENTS,
+    KV_CACHE_OPTIONS,
+    divides,
+    grid_refusals,
+    known_constants,
+    nonempty,
+    sequences,
+    with_mods,
+)
 
 ROWS = 16, 32, 64  # rows of a tile
 
@@ -158,12 +167,12 @@ def advantage(problem: Problem) -> str:
 
 
 def _has_tma(problem: Problem, device: Device) -> bool:
-    """Return whether TMA can load the caches: pages have at least 8 keys, and rows are whole swizzled panels."""
+    """Return whether TMA can load the caches: pages are powers of two from 8 on, and rows are whole swizzled panels."""
     cache = problem.cache
     assert cache is not None
     loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
     panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
-    return loads and panels and (cache.page is None or cache.page >= LEAST_PAGE)
+    return loads and panels and not divides(cache.page) and (cache.page is None or cache.page >= LEAST_PAGE)
 
 
 def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = False) -> list[Tile]:

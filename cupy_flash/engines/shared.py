@@ -25,6 +25,11 @@ Grid = tuple[int, int, int]
 T = TypeVar("T")
 
 
+def divides(page: int | None) -> bool:
+    """Return whether kernels divide by the keys of a page, which are no power of two."""
+    return page is not None and page & (page - 1) != 0
+
+
 @lru_cache(maxsize=64)
 def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     """Return the constants of every tile kernel; an engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
@@ -42,6 +47,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DLSE": problem.dlse,
         "MODS": problem.mods != "",
         "KV_CACHE": problem.cache is not None,
+        "PAGE_DIVISION": problem.cache is not None and divides(problem.cache.page),
         "CAPTURED_GRADIENT": False,
         "SHARED_KV": problem.shared_kv and (problem.backward or problem.cache is not None),
         "DIRECTION": problem.derivative != "",
@@ -70,7 +76,7 @@ SEQUENCE_CONSTANTS = (
     *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
     *PARAMS_SWITCHES,
 )
-CACHE_CONSTANTS = (*(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
+CACHE_CONSTANTS = ("PAGE_DIVISION", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DENTROPY"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),

@@ -18,7 +18,7 @@ import numpy as np
 from .. import dropout
 from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Constant, Workspace
-from ..engines.shared import PARAMS_SWITCHES, shared_constants
+from ..engines.shared import PARAMS_SWITCHES, divides, shared_constants
 from ..jit.source import chosen_lines, kernel_folder
 from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem, Statistics
 from .tensor_map import DATA_TYPES, TensorMap
@@ -227,7 +227,7 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
         "cache_capacity": problem.kv_len,
         "cache_blocks": cache.blocks,
         "cache_rows": _unpacked(arrays["k"].shape, cache.layout, 1)[1],
-        "page_log2": 0 if cache.page is None else cache.page.bit_length() - 1,
+        "page_log2": _page_number(cache),
         "appended": 0 if problem.layout == "thd" else cache.appended or 0,
         "rotary_rows": arrays["rotary_cos"].shape[0] if "rotary_cos" in arrays else 0,
         "mask_keys": 0 if problem.dense_mask is None else problem.dense_mask[-1],
@@ -236,6 +236,15 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
 
 
 IN_PARAMS = tuple(feature for feature in ARRAYS if not feature.host)
+
+
+def _page_number(cache: Cache) -> int:
+    """Return log2 of the keys of a page; if they are no power of two, the int32 with the bits of their reciprocal."""
+    if cache.page is None or not divides(cache.page):
+        return 0 if cache.page is None else cache.page.bit_length() - 1
+    return (1 << 31 + (cache.page - 1).bit_length()) // cache.page + 1 - 2**32
+
+
 SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
 
 

@@ -253,11 +253,6 @@ def check_arrays(
     if {"rotary_cos", "rotary_sin"} <= arrays.keys():
         shapes = (arrays["rotary_cos"].shape, arrays["rotary_sin"].shape)
         require(shapes[0] == shapes[1], f"rotary_cos and rotary_sin must have one shape, not {shapes[0]}, {shapes[1]}")
-    is_power = sizes.rows > 0 and sizes.rows & (sizes.rows - 1) == 0
-    if "p" in own_axes(arrays) and not is_power:
-        requirements.unsupported.append(
-            f"pages of {sizes.rows} keys, which is no power of two; FlashAttention 3 serves any page size"
-        )
     _check_dtypes(requirements, arrays, attends)
     if "out" in arrays and not on_cpu:
         require(arrays["out"].has_rows, "the last dimension of out must be contiguous on a GPU")

@@ -71,8 +71,6 @@ class CacheTrial:
         for name in ("slots", "rotary_interleaved", "fp8"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} of the cache must be True or False, not {getattr(self, name)!r}")
-        if not wrong and self.page is not None and self.page & (self.page - 1):
-            wrong.append(f"page of the cache must be a power of two, not {self.page}")
         if not wrong and self.slots and self.appended is None:
             wrong.append("slots of the cache are for appended rows")
         if wrong:

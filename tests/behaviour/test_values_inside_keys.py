@@ -33,7 +33,9 @@ def test_every_backend_adds_the_gradient_of_the_value(backend):
 
 
 def test_tensor_cores_add_the_gradient_of_the_value():
-    check(replace(PADDED, dtype="float16"), run_kernels(replace(PADDED, dtype="float16")))
+    case = replace(PADDED, dtype="float16")
+    assert planned(case, engine="mma")[0].engine == "mma"
+    check(case, run_kernels(case, engine="mma"))
 
 
 def test_gradients_are_rounded_once():

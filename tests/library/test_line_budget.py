@@ -34,6 +34,7 @@ BUDGET = {
             123,
             "values inside keys: views and their checks 55, backends 20, torch and jax 35, compile and its command 13",
         ),
+        (16, "pages of any number of keys: their reciprocal, and when kernels divide by it"),
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
     ],

@@ -626,7 +626,6 @@ LINES = {
     '{"options": "mask"}': "options must be a list of names",
     '{"length": 5}': "a call has no field 'length'; the fields are dtype, head_dim",
     '{"cache": 5}': "cache must be a mapping of names to values, not 5",
-    '{"backward": false, "cache": {"page": 12}}': "page of the cache must be a power of two, not 12",
     '{"backward": false, "cache": {"pages": 12}}': "cache has no field 'pages'; the fields are page, blocks",
     '{"backward": false, "cache": {"slots": true}}': "slots of the cache are for appended rows",
     '{"backward": false, "cache": {"appended": -1, "slots": 1}}': "appended of the cache must be a whole number of at",

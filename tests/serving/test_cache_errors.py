@@ -162,13 +162,12 @@ def test_an_invalid_call_writes_nothing():
 @pytest.mark.parametrize(
     "sizes, options, text",
     [
-        (dict(page=6), {}, "pages of 6 keys, which is no power of two; FlashAttention 3"),
         (dict(page=8), dict(cache_leftpad=np.zeros(2, np.int32)), "cache_leftpad with block_table; FlashAttention 3"),
         ({}, dict(backend="simulator", split_size=64), "simt: it does not compute the keys in pieces of split_size"),
         ({}, dict(engine="mma"), 'cpu_decode: engine="mma" was asked for'),
         ({}, dict(engine="cpu"), "cpu: it reads no KV cache in this version"),
     ],
-    ids=["page-size", "leftpad-paged", "simulator", "mma", "cpu"],
+    ids=["leftpad-paged", "simulator", "mma", "cpu"],
 )
 def test_unsupported_calls(sizes, options, text):
     assert text in failure(UnsupportedError, CacheCase(**sizes).call(), **options)

@@ -35,6 +35,7 @@ CASES = {
     "interleaved": CacheCase(pool="interleaved", appended=2),
     "paged": CacheCase(page=8, appended=1),
     "paged-holes": CacheCase(page=4, hole=2**31 - 1, appended=3, q_len=3),
+    "paged-of-six": CacheCase(page=6, appended=3, q_len=3),
     "paged-bhsd": CacheCase(page=8, layout="bhsd", appended=2, q_len=2),
     "paged-interleaved": CacheCase(page=16, pool="interleaved", appended=2),
     "paged-interleaved-bhsd": CacheCase(page=4, pool="interleaved", layout="bhsd", q_len=3),

@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
   Band band(p, sequence);
   int row = row_warp() * M * 16, column = column_warp() * N * 8;
   ProductLanes lanes(row);
-  auto shared_lane = Tile<BLOCK_Q>::lane_of_A(row);
+  auto shared_lane = Tile<BLOCK_Q>::lane_of_A(row).first_kept();
   auto QT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto dOT_lane = Tile<HEAD_DIM_V>::lane_of_X();
 

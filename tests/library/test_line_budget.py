@@ -27,6 +27,7 @@ BUDGET = {
         (61, "output_attentions of transformers 22, and multi_head_attention_forward with its weights 39"),
         (130, "attention_weights, top_weights, key_importance on simt: launches 29, their arguments 62, Params 39"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
+        (22, "mma: the tiles of a backward whose warps share their scores, and what they read of shared memory"),
         (113, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
     ],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .jit.nvrtc import Compiled
     from .problem.argument_types import (
         Causal,
+        CompileOptions,
         DType,
         Layout,
         MaskMod,
@@ -37,33 +38,33 @@ if TYPE_CHECKING:
     )
     from .problem.records import CacheOptions, Problem
 
-    Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT]  # q, k and v
+    Inputs: TypeAlias = tuple[ArrayT, ArrayT, ArrayT | None]  # q, k and v
     Results: TypeAlias = ArrayT | tuple[ArrayT, ArrayT] | tuple[ArrayT, ArrayT, Statistics[ArrayT]]
 
 
 @overload
 def attention(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[False] = False,
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, return_lse: Literal[False] = False,
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> ArrayT: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True],
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, return_lse: Literal[True],
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]]
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
 
 
 @overload
 def attention(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, return_lse: Literal[True], statistics: Sequence[Statistic],
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, return_lse: Literal[True], statistics: Sequence[Statistic],
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
 
@@ -71,7 +72,7 @@ def attention(
 def attention(
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     *,
     causal: Causal = False,
     window: Window = None,
@@ -90,6 +91,7 @@ def attention(
     q_descale: AnyArray | None = None,
     k_descale: AnyArray | None = None,
     v_descale: AnyArray | None = None,
+    head_dim_v: int | None = None,
     layout: Layout = "bshd",
     return_lse: bool = False,
     statistics: Names = None,
@@ -109,7 +111,7 @@ def attention(
         q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64, with any strides, here and below; float8_e4m3fn (of
             ml_dtypes, torch, jax or DLPack) has a forward only, on Hopper.
         k: (B, Sk, Hk, D), the dtype of q.
-        v: (B, Sk, Hk, Dv), the dtype of q.
+        v: (B, Sk, Hk, Dv), the dtype of q; None with head_dim_v.
         causal: True or "bottom_right" hides the keys after a query, so that the last query sees all keys; "top_left"
             aligns the first query with the first key instead (as in torch's SDPA). The masks of True and of "top_left"
             (1 = seen) for 2 queries x 5 keys, then for 5 queries x 2 keys:
@@ -156,6 +158,9 @@ def attention(
             and GQA group. None is 1.
         k_descale: float32 (B, Hk), likewise for k.
         v_descale: float32 (B, Hk), likewise for v.
+        head_dim_v: Dv, at most D, if v is None: the values are inside the keys, v = k[..., :head_dim_v], as in
+            multi-head latent attention (DeepSeek, Kimi, GLM). The gradient of k then has that of v. The default scale
+            stays 1 / sqrt(D): a model whose keys are absorbed into a latent passes its own scale.
         layout: "bshd" as above, or "bhsd": (B, H, S, D) for q, k, v and out.
         return_lse: also return lse (B, Hq, Sq), float32 (float64 for float64): the natural logarithm of every row's
             denominator, with the sink and before dropout.
@@ -194,14 +199,15 @@ def attention(
     """
     options = Options(
         causal, window, scale, softcap, alibi_slopes, bias, mask, sink, q_lengths, kv_lengths, score_mod, mask_mod,
-        dropout, seed, q_descale, k_descale, v_descale, layout, return_lse, statistics, deterministic, backend, engine,
+        dropout, seed, q_descale, k_descale, v_descale, head_dim_v, layout, return_lse, statistics, deterministic,
+        backend, engine,
     )  # fmt: skip
     return _forward("attention", (q, k, v), options)
 
 
 @overload
 def attention_varlen(
-    q: ArrayT, k: ArrayT, v: ArrayT,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
     cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: Literal[False] = False, **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
 ) -> ArrayT: ...  # fmt: skip
@@ -209,7 +215,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: ArrayT, k: ArrayT, v: ArrayT,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
     cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: Literal[True], **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
@@ -217,7 +223,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: ArrayT, k: ArrayT, v: ArrayT,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
     cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: bool, **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
@@ -225,7 +231,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: ArrayT, k: ArrayT, v: ArrayT,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
     cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: Literal[True], statistics: Sequence[Statistic], **options: Unpack[PackedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
@@ -234,7 +240,7 @@ def attention_varlen(
 def attention_varlen(
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     cu_seqlens_q: AnyArray,
     cu_seqlens_k: AnyArray,
     max_seqlen_q: int,
@@ -246,7 +252,7 @@ def attention_varlen(
     Args:
         q: (Tq, Hq, D).
         k: (Tk, Hk, D).
-        v: (Tk, Hk, Dv).
+        v: (Tk, Hk, Dv); None with head_dim_v.
         cu_seqlens_q: int32 (B + 1,): sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. Lengths of 0
             are legal. Rows past cu_seqlens_q[-1] belong to no sequence: their out is 0, their lse -inf.
         cu_seqlens_k: likewise for the rows of k and v.
@@ -269,7 +275,7 @@ def attention_backward(
     dout: ArrayT,
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     out: ArrayT,
     lse: AnyArray,
     *,
@@ -300,7 +306,8 @@ def attention_backward(
         Gradients(dq, dk, dv, dbias, dsink, dcaptured), each in the shape and dtype of its input; dbias and dsink None
         without a bias or sink; dcaptured a tuple in the order of `Mod.arrays`, None without a score_mod, and None in
         the place of an array that is not floating. Sums over heads of a group, over broadcast dimensions and over
-        reads of one element are in float32 (float64 for float64), rounded once.
+        reads of one element are in float32 (float64 for float64), rounded once. With head_dim_v, dv is None and dk is
+        the whole gradient of the keys, summed likewise.
     """
     saved = Saved(dout, out, lse, dlse, statistics=statistics, dmax=dmax, dentropy=dentropy)
     return _backward("attention_backward", (q, k, v), Options.of("attention_backward", options), saved)
@@ -310,7 +317,7 @@ def attention_varlen_backward(
     dout: ArrayT,
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     out: ArrayT,
     lse: AnyArray,
     cu_seqlens_q: AnyArray,
@@ -355,34 +362,35 @@ def attention_varlen_backward(
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: Literal[False] = False,
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, return_lse: Literal[False] = False,
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: Literal[True],
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, return_lse: Literal[True],
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: bool,
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, return_lse: bool,
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT | tuple[ArrayT, ArrayT], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 @overload
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, return_lse: Literal[True], statistics: Sequence[Statistic],
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, return_lse: Literal[True],
+    statistics: Sequence[Statistic],
     **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[tuple[ArrayT, ArrayT, Statistics[ArrayT]], Callable[..., Gradients[ArrayT]]]: ...  # fmt: skip
 
 
 def attention_vjp(
-    q: ArrayT, k: ArrayT, v: ArrayT, *, copy: bool = False, **options: Unpack[PaddedOptions[AnyArray]]
+    q: ArrayT, k: ArrayT, v: ArrayT | None, *, copy: bool = False, **options: Unpack[PaddedOptions[AnyArray]]
 ) -> tuple[Results[ArrayT], Callable[..., Gradients[ArrayT]]]:
     """Return the result of `attention`, and a function that computes its gradients.
 
@@ -421,7 +429,7 @@ def attention_vjp(
     settings.statistics = None  # an option of the forward
     kept: Any = (q, k, v, out, lse)
     if copy:
-        kept, statistics = tuple(map(_copied, kept)), Statistics(*applied(_copied, statistics))
+        kept, statistics = applied(_copied, kept), Statistics(*applied(_copied, statistics))
         _copy_options(settings)
 
     def vjp(
@@ -436,7 +444,8 @@ def attention_vjp(
 
 @overload
 def attention_jvp(
-    q: ArrayT, k: ArrayT, v: ArrayT, tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
+    tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
     tbias: AnyArray | None = None, tsink: AnyArray | None = None, tcaptured: Sequence[AnyArray | None] | None = None,
     return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
@@ -444,7 +453,8 @@ def attention_jvp(
 
 @overload
 def attention_jvp(
-    q: ArrayT, k: ArrayT, v: ArrayT, tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
+    q: ArrayT, k: ArrayT, v: ArrayT | None,
+    tq: ArrayT | None = None, tk: ArrayT | None = None, tv: ArrayT | None = None, *,
     tbias: AnyArray | None = None, tsink: AnyArray | None = None, tcaptured: Sequence[AnyArray | None] | None = None,
     return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ...]: ...  # fmt: skip
@@ -453,7 +463,7 @@ def attention_jvp(
 def attention_jvp(
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     tq: ArrayT | None = None,
     tk: ArrayT | None = None,
     tv: ArrayT | None = None,
@@ -476,7 +486,7 @@ def attention_jvp(
         v: as in `attention`.
         tq: the tangent of q, with its shape and dtype; None means 0 and skips its terms, here and below.
         tk: the tangent of k.
-        tv: the tangent of v.
+        tv: the tangent of v; None with head_dim_v, as tk has it.
         tbias: the tangent of the option bias.
         tsink: the tangent of the option sink.
         tcaptured: the tangents of the arrays that score_mod captures, in the order of `Mod.arrays`; None for an array
@@ -504,7 +514,7 @@ def attention_jvp(
 def attention_varlen_jvp(
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     cu_seqlens_q: AnyArray,
     cu_seqlens_k: AnyArray,
     max_seqlen_q: int,
@@ -552,7 +562,7 @@ def attention_double_backward(
     dout: ArrayT,
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     out: ArrayT,
     lse: AnyArray,
     *,
@@ -603,7 +613,7 @@ def attention_varlen_double_backward(
     dout: ArrayT,
     q: ArrayT,
     k: ArrayT,
-    v: ArrayT,
+    v: ArrayT | None,
     out: ArrayT,
     lse: AnyArray,
     cu_seqlens_q: AnyArray,
@@ -710,6 +720,7 @@ def compile(
     dtype: DType,
     head_dim: int,
     head_dim_v: int | None = None,
+    shared_kv: bool = False,
     group: int = 1,
     arch: str | None = None,
     backward: bool = True,
@@ -720,7 +731,7 @@ def compile(
     rotary: Presence = None,
     rotary_dim: int | None = None,
     rotary_interleaved: bool = True,
-    **options: Unpack[PaddedOptions[Presence]],
+    **options: Unpack[CompileOptions[Presence]],
 ) -> tuple[Compiled, ...]:
     """Compile the kernels of later calls on a GPU ahead of time.
 
@@ -733,6 +744,7 @@ def compile(
         dtype: dtype of q, k and v: "bfloat16", np.float32, torch.float16, ... float8_e4m3fn needs backward=False.
         head_dim: D.
         head_dim_v: Dv; None means D.
+        shared_kv: compile for v=None, with head_dim_v: the values are inside the keys.
         group: Hq // Hk.
         arch: an architecture such as "sm_80", or "sm_90a" for Hopper. None means the current GPU of this machine.
         backward: also compile the backward, and with return_lse=True the backward that takes a gradient of lse.
@@ -765,8 +777,8 @@ def compile(
 
     on = ahead.device_for(arch)
     launches = ahead.launches(
-        on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, group=group, backward=backward, packed=packed,
-        cache=cache, kv_dtype=kv_dtype, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim,
+        on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, shared_kv=shared_kv, group=group, backward=backward,
+        packed=packed, cache=cache, kv_dtype=kv_dtype, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim,
         rotary_interleaved=rotary_interleaved, **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
@@ -775,7 +787,7 @@ def compile(
     return results
 
 
-def explain(q: AnyArray, k: AnyArray, v: AnyArray, **options: Unpack[PaddedOptions[AnyArray]]) -> Explanation:
+def explain(q: AnyArray, k: AnyArray, v: AnyArray | None, **options: Unpack[PaddedOptions[AnyArray]]) -> Explanation:
     """Describe how `attention` with these arguments would run, without computing it.
 
     Args:

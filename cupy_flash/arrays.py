@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -213,7 +213,14 @@ def contiguous(array: Array) -> Array:
 
     with cupy.cuda.Device(_device_index(array.device)):
         source = cupy.from_dlpack(array.owner) if array.framework in BY_DLPACK else cupy.asarray(array.owner)
-        return as_array(cupy.array(source, order="C"), "operand")
+        rows = source[..., : array.shape[-1]]  # the owner of a view of columns has all of them
+        return as_array(cupy.array(rows, order="C"), "operand")
+
+
+def columns(array: Array, stop: int) -> Array:
+    """Return a view of the first `stop` numbers of the last dimension."""
+    owner = array.owner[..., :stop] if array.framework in ("numpy", "torch", "cupy") else array.owner
+    return replace(array, shape=(*array.shape[:-1], stop), owner=owner)
 
 
 def copied(array: Array) -> Array:

@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
-from .problem.build import PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
+from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
 from .problem.checks import Requirements
 from .problem.records import Options
+from .problem.shared_kv import views_of
 from .problem.statistics import selected
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu
 
 Call: TypeAlias = tuple[Hashable, list[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
 Read: TypeAlias = Callable[[list[AnyArray]], "tuple[list[Hashable], list[AnyArray], list[int]] | None"]
-Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray]  # q, and k and v or their caches
+Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray | None]  # q, and k and v or their caches
 # (index, index of another array, low, high): they overlap if low < address of the other - address of the first < high
 Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
@@ -138,8 +139,12 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
         table = of_cache()
         plain, given = table.plain_of(options), [*arrays, *table.read_of(options)]
         if type(options.cache_seqlens) is int:
-            length, given[len(arrays) + table.length] = options.cache_seqlens, None
+            length, given[len(arrays) + table.names.index(LENGTH)] = options.cache_seqlens, None
             longest = (0,)
+    if arrays[2] is None:  # values inside keys are at the addresses of the keys
+        given[2] = given[1]
+        for of, view in views_of((TABLE if isinstance(options, Options) else of_cache()).names):
+            given[len(arrays) + view] = given[len(arrays) + of]
     if mod is not None:
         given += mod.arrays
     window = options.window
@@ -238,21 +243,23 @@ def _entry(
     work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
     longest = None if cache is None else of_cache().longest_length(problem, operands)
     kept = KeptLaunches(work, allocator, has_length=longest is not None)
-    return Entry(backend, kept, _distances(operands, kept.inputs), longest)
+    return Entry(backend, kept, _distances(problem, operands, kept.inputs), longest)
 
 
-def _distances(operands: Operands, names: tuple[str, ...]) -> Distances:
+def _distances(problem: Problem, operands: Operands, names: tuple[str, ...]) -> Distances:
     """Return the distances at which arrays overlap that must not; `names` are those of a call's arrays in order."""
     if operands.cache is None:
         return ()
     arrays = operands.arrays() | {"out": operands.cache.out}
     call = {name: x for name, member in MEMBERS.items() if (x := arrays.get(member)) is not None}
+    if problem.shared_kv:
+        del call["v_cache"]
     place = {name: names.index(MEMBERS[name]) for name in call}
     return tuple([(place[name], place[other], low, high) for name, other, low, high in of_cache().distances(call)])
 
 
 def forward(
-    function: str, arrays: tuple[ArrayT, ArrayT, ArrayT], options: Options, packed: Packed | None
+    function: str, arrays: tuple[ArrayT, ArrayT, ArrayT | None], options: Options, packed: Packed | None
 ) -> tuple[ArrayT, ...]:
     """Return (out, lse) of a call on arrays other than torch's, followed by the statistics that it asks for."""
     call = call_on_cupy(arrays, options, packed)

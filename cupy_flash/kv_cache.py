@@ -29,28 +29,29 @@ if TYPE_CHECKING:
 
 @overload
 def attention_with_kv_cache(
-    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: Literal[False] = False,
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray | None, *, return_lse: Literal[False] = False,
     **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
 ) -> ArrayT: ...  # fmt: skip
 
 
 @overload
 def attention_with_kv_cache(
-    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: Literal[True],
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray | None, *, return_lse: Literal[True],
     **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT]: ...  # fmt: skip
 
 
 @overload
 def attention_with_kv_cache(
-    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: bool,
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray | None, *, return_lse: bool,
     **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...  # fmt: skip
 
 
 @overload
 def attention_with_kv_cache(
-    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray, *, return_lse: Literal[True], statistics: Sequence[Statistic],
+    q: ArrayT, k_cache: AnyArray, v_cache: AnyArray | None, *, return_lse: Literal[True],
+    statistics: Sequence[Statistic],
     **options: Unpack[CacheArgumentsWithoutLse[AnyArray]],
 ) -> tuple[ArrayT, ArrayT, Statistics[ArrayT]]: ...  # fmt: skip
 
@@ -58,7 +59,7 @@ def attention_with_kv_cache(
 def attention_with_kv_cache(
     q: ArrayT,
     k_cache: AnyArray,
-    v_cache: AnyArray,
+    v_cache: AnyArray | None,
     *,
     k: AnyArray | None = None,
     v: AnyArray | None = None,
@@ -85,6 +86,7 @@ def attention_with_kv_cache(
     k_descale: AnyArray | None = None,
     v_descale: AnyArray | None = None,
     split_size: int | None = None,
+    head_dim_v: int | None = None,
     layout: Layout = "bshd",
     out: AnyArray | None = None,
     return_lse: bool = False,
@@ -103,9 +105,9 @@ def attention_with_kv_cache(
         q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q; float16, bfloat16, float32 or float64.
         k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table, P a power of two. The dtype of q, or
             float8_e4m3fn beside a q of 16 bit. The capacity is Sc, or columns of block_table times P.
-        v_cache: (Bc, Sc, Hk, Dv) or (pages, P, Hk, Dv).
+        v_cache: (Bc, Sc, Hk, Dv) or (pages, P, Hk, Dv); None with head_dim_v.
         k: rows to append: (B, Snew, Hk, D), or packed as q. They become the keys n_b to L_b - 1.
-        v: likewise, (B, Snew, Hk, Dv).
+        v: likewise, (B, Snew, Hk, Dv); None with head_dim_v.
         cache_seqlens: n_b, int32 (B,) or one int for all sequences. None means that all caches are full.
         cache_batch_idx: int32 (B,): sequence b is row cache_batch_idx[b] of a contiguous cache instead of row b.
         cache_leftpad: int32 (B,): keys before this position are not seen; only for contiguous caches.
@@ -138,6 +140,8 @@ def attention_with_kv_cache(
         split_size: a multiple of 64: split-KV divides the keys of each sequence at multiples of it. The bits of a
             query's result then depend only on its own sequence and the options: not on the batch, its order or padding,
             page numbers, or the number of queries in the call. None divides the work equally among the processors.
+        head_dim_v: Dv, if v_cache and v are None: the value of a key is its first head_dim_v numbers, as they are
+            stored. The default scale stays 1 / sqrt(D), which is not that of a model whose keys are absorbed.
         layout: "bshd" as above, or "bhsd": q (B, Hq, Sq, D), caches (Bc, Hk, Sc, D) or (pages, Hk, P, D).
         out: an array for the result, of its shape and the dtype of q, in memory of its own. None allocates one.
         return_lse: also return lse, float32 (float64 for float64), (B, Hq, Sq) or (Hq, T).
@@ -170,7 +174,7 @@ def attention_with_kv_cache(
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
-        mask_mod, k_descale, v_descale, split_size, layout, out, return_lse, statistics, backend, engine,
+        mask_mod, k_descale, v_descale, split_size, head_dim_v, layout, out, return_lse, statistics, backend, engine,
     )  # fmt: skip
     if is_torch(q):
         from .adapters.torch import kv_cache
@@ -183,7 +187,7 @@ def attention_with_kv_cache(
 
 
 def explain_with_kv_cache(
-    q: AnyArray, k_cache: AnyArray, v_cache: AnyArray, **options: Unpack[CacheArguments[AnyArray]]
+    q: AnyArray, k_cache: AnyArray, v_cache: AnyArray | None, **options: Unpack[CacheArguments[AnyArray]]
 ) -> Explanation:
     """Describe how `attention_with_kv_cache` with these arguments would run, without computing or writing anything.
 
@@ -217,9 +221,9 @@ def explain_with_kv_cache(
 
 def append_to_kv_cache(
     k: AnyArray,
-    v: AnyArray,
+    v: AnyArray | None,
     k_cache: AnyArray,
-    v_cache: AnyArray,
+    v_cache: AnyArray | None,
     *,
     cache_seqlens: AnyArray | int | None = None,
     slots: AnyArray | None = None,
@@ -238,7 +242,7 @@ def append_to_kv_cache(
 
     Args:
         k: (B, S, Hk, D), or packed (T, Hk, D) with cu_seqlens or slots.
-        v: (B, S, Hk, Dv) or (T, Hk, Dv).
+        v: (B, S, Hk, Dv) or (T, Hk, Dv); None if v_cache is None, for values inside keys.
         k_cache: as in `attention_with_kv_cache`.
         v_cache: as in `attention_with_kv_cache`.
         cache_seqlens: n_b, int32 (B,) or an int: the number of keys of each sequence before the append.

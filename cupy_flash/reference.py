@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
 
     dq: Array
     dk: Array
-    dv: Array
+    dv: Array | None  # None for values inside keys
     dbias: Array | None
     dsink: Array | None
 
@@ -73,7 +73,7 @@ class SecondGradients(NamedTuple):
 
     dq: Array
     dk: Array
-    dv: Array
+    dv: Array | None  # None for values inside keys
     dbias: Array | None
     dsink: Array | None
     ddout: Array
@@ -107,7 +107,7 @@ class Forward(NamedTuple):
 
 
 def attention(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike | None, **options: Unpack[ReferenceOptions[npt.ArrayLike]]
 ) -> tuple[Array, Array]:
     """Attention: out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
@@ -136,7 +136,7 @@ def attention(
     (True, True)
     """
     settings = Options(**options)
-    forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, v)))
+    forward = _forward(settings, 0, *(_heads_first(x, settings.layout) for x in (q, k, _values(k, v, settings))))
     storage, _ = _precision(q, settings.dtype)
     return _from_heads_first(forward.out, settings.layout).astype(_out_dtype(storage)), forward.lse
 
@@ -145,7 +145,7 @@ def attention_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     *,
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
@@ -161,16 +161,16 @@ def attention_backward(
         **options: those of the forward.
     """
     settings = Options(**options)
-    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
+    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
     gradients = _backward(settings, 0, dlse, *arrays)
     dq, dk, dv = (_from_heads_first(x, settings.layout) for x in gradients[:3])
-    return gradients._replace(dq=dq, dk=dk, dv=dv)
+    return gradients._replace(dq=dq, dk=dk, dv=dv if settings.head_dim_v is None else None)
 
 
 def attention_jvp(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     tangents: Tangents,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
 ) -> tuple[Array, Array, Array, Array]:
@@ -200,7 +200,7 @@ def attention_jvp(
     settings = Options(**options)
     storage, _ = _precision(q, settings.dtype)
     heads_first = _direction_heads_first(tangents, settings.layout)
-    jvp = _jvp(settings, 0, heads_first, *(_heads_first(x, settings.layout) for x in (q, k, v)))
+    jvp = _jvp(settings, 0, heads_first, *(_heads_first(x, settings.layout) for x in (q, k, _values(k, v, settings))))
     out, tout = (_from_heads_first(x, settings.layout).astype(storage) for x in (jvp.forward.out, jvp.tout))
     return out, jvp.forward.lse, tout, jvp.tlse[..., 0]
 
@@ -210,7 +210,7 @@ def attention_double_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     *,
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
@@ -227,19 +227,16 @@ def attention_double_backward(
         **options: those of the forward.
     """
     settings = Options(**options)
-    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, v))
+    arrays = (_heads_first(x, settings.layout) for x in (dout, q, k, _values(k, v, settings)))
     gradients = _double_backward(settings, 0, _direction_heads_first(tangents, settings.layout), dlse, *arrays)
-    dq, dk, dv, ddout = (_from_heads_first(getattr(gradients, name), settings.layout) for name in _AS_INPUTS)
-    return gradients._replace(dq=dq, dk=dk, dv=dv, ddout=ddout)
-
-
-_AS_INPUTS = ("dq", "dk", "dv", "ddout")
+    dq, dk, dv, ddout = (_from_heads_first(x, settings.layout) for x in (*gradients[:3], gradients.ddout))
+    return gradients._replace(dq=dq, dk=dk, dv=dv if settings.head_dim_v is None else None, ddout=ddout)
 
 
 def attention_varlen(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     **options: Unpack[ReferenceOptions[npt.ArrayLike]],
@@ -258,9 +255,7 @@ def attention_varlen(
         **options: those of `attention` except mask, q_lengths, kv_lengths and layout; bias broadcasts to
             (B, Hq, max_seqlen_q, max_seqlen_k), and only the elements inside the sequences are read.
     """
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
-    settings = _varlen_options(options)
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (q, k, v) = _packed(_varlen_options(options), q, k, v)
     out = np.zeros((*q.shape[:2], v.shape[2]), _out_dtype(storage))
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, compute)
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
@@ -274,7 +269,7 @@ def attention_varlen_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     *,
@@ -293,9 +288,7 @@ def attention_varlen_backward(
         dlse: (Hq, Tq); None is 0.
         **options: those of the forward.
     """
-    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
-    settings = _varlen_options(options)
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (dout, q, k, v) = _packed(_varlen_options(options), dout, q, k, v)
     dq, dk, dv = (np.zeros(x.shape, storage) for x in (q, k, v))
     dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
@@ -303,18 +296,18 @@ def attention_varlen_backward(
         dlse_b = None if dlse is None else np.asarray(dlse)[None, :, rows]
         gradients = _backward(options_b, b, dlse_b, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
-            whole[here] = part[0].swapaxes(0, 1)
+            whole[here] = np.asarray(part)[0].swapaxes(0, 1)
         if dsink is not None:
             dsink += gradients.dsink
         if dbias is not None:
             dbias[_inside_sequence(dbias.shape, b, rows, columns)] += gradients.dbias
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Gradients(dq, dk, dv if settings.head_dim_v is None else None, dbias, dsink)
 
 
 def attention_varlen_jvp(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     tangents: Tangents,
@@ -331,9 +324,7 @@ def attention_varlen_jvp(
         tangents: the direction, tq, tk and tv packed too.
         **options: those of `attention_varlen`.
     """
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
-    settings = _varlen_options(options)
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (q, k, v) = _packed(_varlen_options(options), q, k, v)
     out, tout = (np.zeros((*q.shape[:2], v.shape[2]), storage) for _ in range(2))
     lse, tlse = np.full((q.shape[1], q.shape[0]), -np.inf, compute), np.zeros((q.shape[1], q.shape[0]), compute)
     for b, rows, columns, options_b in _sequences(settings, cu_seqlens_q, cu_seqlens_k):
@@ -349,7 +340,7 @@ def attention_varlen_double_backward(
     dout: npt.ArrayLike,
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    v: npt.ArrayLike,
+    v: npt.ArrayLike | None,
     cu_seqlens_q: npt.ArrayLike,
     cu_seqlens_k: npt.ArrayLike,
     *,
@@ -369,9 +360,7 @@ def attention_varlen_double_backward(
         dlse: (Hq, Tq); None is 0.
         **options: those of the forward.
     """
-    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
-    settings = _varlen_options(options)
-    storage, compute = _precision(q, settings.dtype)
+    settings, storage, compute, (dout, q, k, v) = _packed(_varlen_options(options), dout, q, k, v)
     dq, dk, dv, ddout = (np.zeros(x.shape, storage) for x in (q, k, v, dout))
     ddlse = np.zeros((q.shape[1], q.shape[0]), compute)
     dsink, dbias = (None if x is None else np.zeros(np.shape(x), compute) for x in (settings.sink, settings.bias))
@@ -381,19 +370,19 @@ def attention_varlen_double_backward(
         direction = _direction_of_sequence(tangents, b, rows, columns)
         gradients = _double_backward(options_b, b, direction, dlse_b, *arrays)
         for whole, part, here in zip((dq, dk, dv), gradients[:3], (rows, columns, columns), strict=True):
-            whole[here] = part[0].swapaxes(0, 1)
+            whole[here] = np.asarray(part)[0].swapaxes(0, 1)
         ddout[rows], ddlse[:, rows] = gradients.ddout[0].swapaxes(0, 1), gradients.ddlse[0]
         if dsink is not None:
             dsink += gradients.dsink
         if dbias is not None:
             dbias[_inside_sequence(dbias.shape, b, rows, columns)] += gradients.dbias
-    return SecondGradients(dq, dk, dv, dbias, dsink, ddout, ddlse)
+    return SecondGradients(dq, dk, dv if settings.head_dim_v is None else None, dbias, dsink, ddout, ddlse)
 
 
 def attention_with_kv_cache(
     q: npt.ArrayLike,
     k_cache: npt.ArrayLike,
-    v_cache: npt.ArrayLike,
+    v_cache: npt.ArrayLike | None,
     *,
     k: npt.ArrayLike | None = None,
     v: npt.ArrayLike | None = None,
@@ -416,13 +405,13 @@ def attention_with_kv_cache(
 
     Arguments as in `cupy_flash.attention_with_kv_cache`; `dtype` as in `Options`. Every key is looked up separately.
     """
-    k, v = (None if x is None else np.asarray(x) for x in (k, v))
-    q = np.asarray(q)
-    caches = [np.array(_heads_first(x, "bshd" if layout == "bhsd" else "")) for x in (k_cache, v_cache)]
+    q, k, v = np.asarray(q), *(None if x is None else np.asarray(x) for x in (k, v))
+    given = [x for x in (k_cache, v_cache) if x is not None]
+    caches = [np.array(_heads_first(x, "bshd" if layout == "bhsd" else "")) for x in given]
+    caches = [caches[0], caches[-1][..., : options.get("head_dim_v")]]  # of values inside keys a view
     if layout == "bhsd" and cu_seqlens_q is None:
         q, k, v = q.swapaxes(1, 2), *(None if x is None else x.swapaxes(1, 2) for x in (k, v))
-    storage, compute = _precision(q, dtype)
-    width = caches[0].shape[1]
+    (storage, compute), width = _precision(q, dtype), caches[0].shape[1]
     # The rows after the last packed sequence are treated as one more sequence, number `batch`, with length 0.
     bounds = [*np.asarray([] if cu_seqlens_q is None else cu_seqlens_q).tolist(), len(q)]
     batch = len(q) if cu_seqlens_q is None else len(bounds) - 2
@@ -461,7 +450,7 @@ def attention_with_kv_cache(
             where = place(b, lengths[b] + i) if slots is None else divmod(int(np.asarray(slots).ravel()[slot]), width)
             slot += 1
             for cache, rows, name in zip(caches, new, ("k_descale", "v_descale"), strict=True):
-                if where[0] >= 0:
+                if where[0] >= 0 and rows is not None:
                     descale = 1 if b == batch or options.get(name) is None else np.asarray(options[name])[b, :, None]
                     row = np.asarray(rows[i]).astype(compute) / descale
                     cache[where] = (np.clip(row, -448, 448) if cache.dtype.name == FP8 else row).astype(cache.dtype)
@@ -670,6 +659,7 @@ def _backward(
         dsink = -sums.sum(sink_probability * (delta - dlse), (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
+    dk[..., : options.head_dim_v or 0] += dv[..., : options.head_dim_v or 0]  # values inside keys
     return Gradients(dq.astype(storage), dk.astype(storage), dv.astype(storage), dbias, dsink)
 
 
@@ -693,9 +683,10 @@ def _jvp(options: Options, first_batch: int, tangents: Tangents, q: Array, k: Ar
     group, q_heads = q.shape[1] // k.shape[1], q.shape[1]
     i, j = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[:, None]
     rows, columns = i < _lengths(options.q_lengths, len(i)), j < _lengths(options.kv_lengths, len(j))
+    tv = tangents.tv if options.head_dim_v is None or tangents.tk is None else tangents.tk[..., : options.head_dim_v]
     tq, tk, tv = (
         np.zeros(x.shape, compute) if t is None else np.where(here, t.astype(storage).astype(compute), 0)
-        for t, x, here in zip(tangents[:3], (q, k, v), (rows, columns, columns), strict=True)
+        for t, x, here in zip((*tangents[:2], tv), (q, k, v), (rows, columns, columns), strict=True)
     )
     tk, tv = (x.repeat(group, axis=1) for x in (tk, tv))
     probabilities = forward.probabilities
@@ -775,6 +766,7 @@ def _double_backward(
         dsink = -sums.sum(tsink_probability * delta + sink_probability * tdelta, (0, 2, 3), keepdims=False)
         dsink = dsink.astype(compute if options.dtype is None else np.asarray(options.sink).dtype)
     dk, dv = (_sum_groups(x, k.shape[1], sums) for x in (dk, dv))
+    dk[..., : options.head_dim_v or 0] += dv[..., : options.head_dim_v or 0]  # values inside keys
     dq, dk, dv, ddout = (x.astype(storage) for x in (dq, dk, dv, jvp.tout))
     return SecondGradients(dq, dk, dv, dbias, dsink, ddout, jvp.tlse[..., 0])
 
@@ -919,12 +911,17 @@ def _lengths(lengths: npt.ArrayLike | None, whole: int) -> Array:
     return np.asarray(whole if lengths is None else lengths, np.int64).reshape(-1, 1, 1, 1)
 
 
+def _values(k: npt.ArrayLike, v: npt.ArrayLike | None, options: Options) -> npt.ArrayLike:
+    """Return v, or the values inside the keys k."""
+    return np.asarray(k)[..., : options.head_dim_v] if v is None else v
+
+
 def _heads_first(x: npt.ArrayLike, layout: str) -> Array:
     return np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
 
 
-def _from_heads_first(x: Array, layout: str) -> Array:
-    return x.swapaxes(1, 2) if layout == "bshd" else x
+def _from_heads_first(x: Array | None, layout: str) -> Array:
+    return np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
 
 
 def _direction_heads_first(tangents: Tangents, layout: str) -> Tangents:
@@ -968,6 +965,13 @@ def _sum_to_shape(x: Array, shape: tuple[int, ...], sums: _Sums) -> Array:
     aligned = (1,) * (x.ndim - len(shape)) + shape
     expanded = tuple(axis for axis, size in enumerate(aligned) if size == 1)
     return sums.sum(x, expanded).reshape(shape)
+
+
+def _packed(settings: Options, *given: npt.ArrayLike | None) -> tuple[Options, np.dtype, np.dtype, list[Array]]:
+    """Return the options, storage and compute dtype of a packed call, and its arrays, which end with q, k and v."""
+    arrays = [np.asarray(x) for x in given[:-1]]
+    arrays.append(np.asarray(_values(arrays[-1], given[-1], settings)))
+    return settings, *_precision(arrays[-3], settings.dtype), arrays
 
 
 def _varlen_options(options: ReferenceOptions[npt.ArrayLike]) -> Options:

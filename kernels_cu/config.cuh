@@ -71,6 +71,7 @@ constexpr bool SCORE_MOD = false;          // a score_mod changes the scores
 constexpr bool MASK_MOD = false;           // a mask_mod hides some scores
 constexpr bool CAPTURED_GRADIENT = false;  // backward_bias sums the gradient of an array that score_mod reads
 constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read from shared memory; 0: none is staged
+#define SHARED_KV 0            // values are inside the keys: their gradients, and appended rows, are those of the keys
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 

@@ -89,7 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
       if (place.block >= 0) {
         Descales descales(p, sequence.batch, head);
         for (int d = lane_id(); d < HEAD_DIM; d += WARP) append<ROTARY_DIM != 0>(K + d, p, k, d, position, descales.qk);
+#if !SHARED_KV
         for (int d = lane_id(); d < HEAD_DIM_V; d += WARP) append<false>(V + d, p, v, d, position, descales.v);
+#endif
       }
     }
     if (ROTARY_DIM && p.q_unrotated.data && i < sequence.q_rows) {

@@ -10,7 +10,7 @@ from .. import dispatch, keyed_plan
 from ..arrays import Array
 from ..problem.build import captured_names, drawn_seed, pose, traced_mod
 from ..problem.checks import Requirements
-from ..problem.records import Options, Saved, Tangents
+from ..problem.records import Options, Saved, Tangents, UnsupportedError
 
 
 class TapeCall:
@@ -25,6 +25,8 @@ class TapeCall:
     def __init__(self, function: str, options: dict[str, Any], is_input: Callable[[object], bool]) -> None:
         self._function = function
         self._options = Options.of("attention", options | {"return_lse": True})
+        if self._options.head_dim_v is not None:
+            raise UnsupportedError(f"{function}: head_dim_v; give v=k[..., :head_dim_v], whose gradient the tape adds")
         if self._options.dropout and self._options.seed is None:  # the backward needs the seed of the forward
             self._options.seed = drawn_seed()
         # The forward reports a mod that cannot be traced, with all else that is wrong.

@@ -31,6 +31,7 @@ def add_problem(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=(*DTYPES, FP8), default="bfloat16", help="default: bfloat16")
     command.add_argument("--head-dim", type=size, required=True, metavar="D")
     command.add_argument("--head-dim-v", type=size, metavar="DV", help="default: D")
+    command.add_argument("--shared-kv", action="store_true", help="values inside keys: v=None, with head_dim_v")
     text = "query heads per key/value head; default: 1"
     command.add_argument("--group", type=size, default=1, metavar="N", help=text)
     command.add_argument("--no-backward", dest="backward", action="store_false", help="forward only (all that fp8 has)")

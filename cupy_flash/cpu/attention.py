@@ -143,13 +143,11 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     Each gradient has the shape and dtype of its input; sums run in the accumulation dtype and are rounded once.
     """
     problem, q = plan.problem, operands.q
-    dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
+    gradients = empty_gradients(problem, operands)
     call = Call(plan, operands)
     plan, products = call.plan, call.products
-    if problem.has_lengths:
-        for gradient in (dq, dk, dv):
-            gradient.numpy()[...] = 0
-    dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
+    dq_rows, dk_rows, dv_rows = (None if x is None else call.heads_first(x) for x in gradients)
+    assert dq_rows is not None and dk_rows is not None
     dsink = np.zeros((problem.batch, problem.heads), problem.accumulation)
 
     pieces = engine.pieces(problem, plan.block_kv)
@@ -193,15 +191,32 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 dsink[sequence.batch, heads] = rows.dsink(call.sink[heads])
         for keys, dK_tile, dV_tile in zip(tiles, dK, dV, strict=True):
             call.scale(dK_tile)
+            if dv_rows is None:  # the values are inside the keys
+                dK_tile[..., : problem.head_dim_v] += dV_tile
+            else:
+                dv_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dV_tile
             dk_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dK_tile
-            dv_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dV_tile
 
     run_tasks(plan.threads, _gradient_tasks(plan, call, pieces, differentiate), call.stop, products.region)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
     others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
-    return Gradients(dq, dk, dv, **others)
+    return Gradients(*gradients, **others)
+
+
+def empty_gradients(problem: Problem, operands: Operands) -> tuple[Array, Array, Array | None]:
+    """Return arrays for dq, dk and dv; dv is None if the values are inside the keys.
+
+    Rows that belong to no sequence are 0.
+    """
+    q, inputs = operands.q, (operands.q, operands.k, None if problem.shared_kv else operands.v)
+    dq, dk, dv = (None if x is None else empty(x.shape, problem.dtype, q) for x in inputs)
+    assert dq is not None and dk is not None
+    if problem.has_lengths:
+        for gradient in filter(None, (dq, dk, dv)):
+            gradient.numpy()[...] = 0
+    return dq, dk, dv
 
 
 def _gradient_tasks(

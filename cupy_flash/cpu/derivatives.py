@@ -28,7 +28,7 @@ import numpy as np
 from ..arrays import Array, empty
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands
-from .attention import Call, Sequence, hide_gradient, load_rows, rounded, run_query_tiles
+from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded, run_query_tiles
 from .blas import product
 from .score import ScoreTile
 from .softmax import Softmax
@@ -99,13 +99,11 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
     Each has the shape and dtype of its input. `operands` has the results of the forward and of the JVP.
     """
     problem, q = plan.problem, operands.q
-    dq, dk, dv = (empty(operand.shape, problem.dtype, q) for operand in (operands.q, operands.k, operands.v))
+    gradients = empty_gradients(problem, operands)
     call = Call(plan, operands)
     direction = _Direction(call, operands)
-    if problem.has_lengths:
-        for gradient in (dq, dk, dv):
-            gradient.numpy()[...] = 0
-    dq_rows, dk_rows, dv_rows = (call.heads_first(gradient) for gradient in (dq, dk, dv))
+    dq_rows, dk_rows, dv_rows = (None if x is None else call.heads_first(x) for x in gradients)
+    assert dq_rows is not None and dk_rows is not None
     dsink = np.zeros((problem.batch, problem.heads), problem.accumulation)
 
     def differentiate(sequence: Sequence, kv_heads: slice) -> None:
@@ -136,15 +134,18 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
                 tsink = 0 if direction.tsink is None else direction.tsink[head]
                 dsink[sequence.batch, head] = statistics.dsink(call.sink[head], tsink)
         call.scale(dK)
+        if dv_rows is None:  # the values are inside the keys
+            dK[..., : problem.head_dim_v] += dV
+        else:
+            dv_rows[sequence.row, kv_head, sequence.keys] = dV
         dk_rows[sequence.row, kv_head, sequence.keys] = dK
-        dv_rows[sequence.row, kv_head, sequence.keys] = dV
 
     run_tasks(plan.threads, call.gradient_tasks(differentiate), call.stop)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
     if operands.sink is not None:
         sums["sink"] = dsink.sum(axis=0)
     others: dict[str, Any] = {f"d{name}": rounded(total, getattr(operands, name), q) for name, total in sums.items()}
-    return Gradients(dq, dk, dv, **others)
+    return Gradients(*gradients, **others)
 
 
 def _follow_mean(

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     InputGradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
 # Options not supported over several ranks.
-UNSERVED = tuple(feature.name for feature in (*ARRAYS, *MODS) if not feature.ranks)
+UNSERVED = (*(feature.name for feature in (*ARRAYS, *MODS) if not feature.ranks), "head_dim_v")
 SERVED = tuple(feature for feature in ARRAYS if feature.ranks)
 TENSORS = (*(feature.name for feature in SERVED), "seed")  # options that may be tensors
 ALIKE = tuple(feature.name for feature in FEATURES if feature.kind != SEED and not feature.result)
@@ -219,7 +219,7 @@ def read_options(
 ) -> Options:
     """Return the options of a call over several ranks; TypeError or ValueError lists unsupported ones."""
     settings = Options.of(function, options)
-    for x in arrays:
+    for x in arrays[:2] if arrays[2] is None and settings.head_dim_v is not None else arrays:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{function}: q, k and v must be torch tensors, not {type(x)}")
     unmet = [f"{name} is not served over several ranks" for name in unserved if getattr(settings, name) is not None]

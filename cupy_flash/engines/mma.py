@@ -44,7 +44,7 @@ GROUP_ROWS: tuple[int, ...] = ()
 MICRO_KERNELS: tuple[str, ...] = ("mma",)
 KERNELS = "mma"
 
-LARGEST = 512  # maximum head dimension
+LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 # Maximum registers per thread for accumulators and fragments that are live across a mainloop step; the rest of the 255
 # are for operands and addresses. bench/results/static.json shows no spills up to these limits.
 LIVE = {
@@ -127,8 +127,9 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > LARGEST:
-        reasons.append(f"head dimension {largest} is larger than {LARGEST}")
+    limit = LARGEST_ON_TURING if device.arch == "sm_75" else LARGEST
+    if largest > limit:
+        reasons.append(f"head dimension {largest} is larger than {limit}")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
     return reasons

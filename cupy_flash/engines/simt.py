@@ -47,6 +47,7 @@ GROUP_ROWS: tuple[int, ...] = ()
 MICRO_KERNELS: tuple[str, ...] = ()
 KERNELS = "simt"
 
+LARGEST = 576  # maximum head dimension
 LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.cuh
 # Maximum 32-bit accumulator registers per thread, by itemsize of the accumulation dtype; the rest of the 255 are for
 # operands and addresses. bench/results/static.json shows no spills up to these limits; with 128 the fp64 backward
@@ -67,13 +68,13 @@ class Tile(NamedTuple):
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against fp8, a grid that is too large, and head dimensions above 256."""
+    """Return reasons against fp8, a grid that is too large, and D or Dv > LARGEST."""
     reasons = dtype_refusals(problem) + grid_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > 256:
-        reasons.append(f"head dimension {largest} is larger than 256")
+    if largest > LARGEST:
+        reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif problem.weights and problem.backward:
         reasons.append(f"it computes no gradients of {problem.weights} in this version")
     elif device.backend in BACKENDS and not tiles(problem, device):

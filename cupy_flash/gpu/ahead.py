@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
 
-    from ..problem.argument_types import DType, PaddedOptions, Presence
+    from ..problem.argument_types import CompileOptions, DType, Presence
 
 CAPACITY = 2**20  # a capacity at which several blocks share a sequence, so that merge is compiled too
 
@@ -71,6 +71,7 @@ def problems(
     dtype: DType,
     head_dim: int,
     head_dim_v: int | None = None,
+    shared_kv: bool = False,
     group: int = 1,
     backward: bool = True,
     packed: bool = False,
@@ -80,7 +81,7 @@ def problems(
     rotary: Presence = None,
     rotary_dim: int | None = None,
     rotary_interleaved: bool = True,
-    **options: Unpack[PaddedOptions[Presence]],
+    **options: Unpack[CompileOptions[Presence]],
 ) -> list[Problem]:
     """Return the problems (forward, backward without and with dlse) of calls with these options, at the smallest size.
 
@@ -96,11 +97,11 @@ def problems(
             raise TypeError(f"compile: {name} must be a whole number, not {size!r}") from error
         if not in_range:
             raise ValueError(f"compile: {name} must be at least 1 and less than 2**31, not {size}")
-    for name, chosen in dict(backward=backward, packed=packed, cache=cache).items():
+    for name, chosen in dict(shared_kv=shared_kv, backward=backward, packed=packed, cache=cache).items():
         if not isinstance(chosen, (bool, np.bool_)):
             raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
     settings = Options.of("compile", options)
-    forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed)
+    forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed, shared_kv=bool(shared_kv))
     if not cache and any(x is not None for x in (kv_dtype, split_size, rotary, rotary_dim)):
         raise ValueError("compile: kv_dtype, split_size, rotary and rotary_dim are for a KV cache, with cache=True")
     if cache:
@@ -150,7 +151,14 @@ def _contiguous_cache(
 
 
 def _problem(
-    settings: Options, element: np.dtype, head_dim: int, head_dim_v: int, group: int, *, packed: bool
+    settings: Options,
+    element: np.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    *,
+    packed: bool,
+    shared_kv: bool,
 ) -> Problem:
     """Return the forward problem of placeholder arrays, with one key, and Sq = Hq so that layouts have equal shapes."""
 
@@ -175,8 +183,12 @@ def _problem(
     q, k, v = (
         array(element, *batch, rows, rows, dim) for rows, dim in ((group, head_dim), (1, head_dim), (1, head_dim_v))
     )
+    if shared_kv:
+        call.head_dim_v = head_dim_v
     bounds = array(np.int32, 2)
-    problem, _ = pose("compile", (q, k, v), call, Packed(bounds, bounds, group, 1) if packed else None)
+    problem, _ = pose(
+        "compile", (q, k, None if shared_kv else v), call, Packed(bounds, bounds, group, 1) if packed else None
+    )
     # Assume 16-byte aligned arrays on a GPU.
     return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
 

@@ -180,7 +180,7 @@ def tune_key(problem: Problem) -> "dict[str, Json]":
     """
     mask = problem.mask
     given = [feature.field for feature in FEATURES if feature.constant and is_given(problem, feature)]
-    facts = ("bias_gradient", "deterministic", "shard", "statistics")
+    facts = ("bias_gradient", "deterministic", "shard", "shared_kv", "statistics")
     return {
         "queries": bucket_of(problem.q_len)[1],
         "keys": bucket_of(problem.kv_len)[1],

@@ -52,6 +52,12 @@ class Definition(TypedDict, Generic[T], total=False):
     seed: int | T | None
 
 
+class Values(TypedDict, total=False):
+    """The option of values that are inside the keys."""
+
+    head_dim_v: int | None
+
+
 class Padding(TypedDict, Generic[T], total=False):
     """Options of padded batches."""
 
@@ -107,7 +113,11 @@ class OneDevice(TypedDict, Generic[T], total=False):
     bias: T | None
 
 
-class PackedOptionsWithoutLse(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
+class OptionsWithoutValues(Definition[T], OneDevice[T], Mods, Descales[T], Execution, total=False):
+    """Options of `attention_varlen` except head_dim_v, return_lse and statistics."""
+
+
+class PackedOptionsWithoutLse(OptionsWithoutValues[T], Values, total=False):
     """Options of `attention_varlen` except return_lse and statistics."""
 
 
@@ -129,6 +139,10 @@ class PaddedBackwardOptions(PaddedOptionsWithoutLse[T], Lse, total=False):
 
 class PaddedOptions(PaddedOptionsWithoutLse[T], Result, total=False):
     """Options of `attention`."""
+
+
+class CompileOptions(OptionsWithoutValues[T], Padding[T], Ordering, Result, total=False):
+    """Options of `compile`, which has a head_dim_v of its own."""
 
 
 class PackedRanksOptionsWithoutLse(Definition[T], Mods, Execution, total=False):
@@ -184,6 +198,7 @@ class CacheArgumentsWithoutLse(CacheReading[T], total=False):
     k: T | None
     v: T | None
     slots: T | None
+    head_dim_v: int | None
     out: T | None
 
 
@@ -191,7 +206,7 @@ class CacheArguments(CacheArgumentsWithoutLse[T], Result, total=False):
     """Options of `attention_with_kv_cache`."""
 
 
-class ReferenceOptions(Definition[T], OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
+class ReferenceOptions(Definition[T], Values, OneDevice[T], Padding[T], Mods, Descales[T], Ordering, total=False):
     """Options of `cupy_flash.reference`: those of `attention` that define it, the precision and the order of sums."""
 
     dtype: npt.DTypeLike | None

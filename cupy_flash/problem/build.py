@@ -59,6 +59,7 @@ from .records import (
     Tangents,
     out_dtype,
 )
+from .shared_kv import VALUES, share
 from .statistics import check_asked, check_statistics, differentiated_statistics, gradients_of_statistics
 
 if TYPE_CHECKING:
@@ -114,7 +115,6 @@ def pose(
     if packed is not None:
         given |= {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
     if beside is not None:
-        del given["v"]
         given |= beside.arrays
     elif isinstance(saved, Saved):
         given |= {"dout": saved.dout, "out": saved.out, "lse": saved.lse}
@@ -128,6 +128,7 @@ def pose(
     if tangents is not None:
         given |= _direction(requirements, tangents, mod)
     call = read(requirements, given)
+    share(requirements, given if beside is None else call, call, options, {"k": "v", "tk": "tv"})
     facts = _facts(
         options, mod,
         tuple([(name, x.shape, x.dtype, x.device, x.framework) for name, x in call.items()]),
@@ -175,16 +176,15 @@ def pose_with_cache(
     """Return `pose` of `attention_with_kv_cache`, or of a function of weights, which has `beside` and no v_cache."""
     given = _given(("q", *CACHES), (q, k_cache, v_cache), options, of_cache())
     if beside is not None:
-        del given["v_cache"]
         given |= beside.arrays
     return _pose_on_cache(function, given, options, "cu_seqlens_q", reasons, beside)
 
 
 def pose_append(
     k: "Given",
-    v: "Given",
+    v: "Given | None",
     k_cache: "Given",
-    v_cache: "Given",
+    v_cache: "Given | None",
     cu_seqlens: "Given | None",
     options: CacheOptions,
     reasons: tuple[str, ...] = (),
@@ -214,6 +214,8 @@ def _pose_on_cache(
         given |= zip(captured_names(mod), mod.arrays, strict=True)
     attends = "q" in given
     call = read(requirements, given)
+    table.check_overlap(requirements, call)
+    options = share(requirements, given, call, options, {"k_cache": "v_cache", "k": "v"})
     facts = _facts(
         options, mod,
         tuple([
@@ -236,7 +238,6 @@ def _pose_on_cache(
     if mod is not None:
         named |= {"captured": tuple(call[x] for x in captured_names(mod) if x in call), "numbers": mod.numbers}
     operands = Operands(**named, cache=table.operands(**nested))
-    table.check_overlap(requirements, call)
     if checked.readable:
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
@@ -308,10 +309,10 @@ class _Table:
 
     def __init__(self, features: tuple[Feature, ...]) -> None:
         self.features = features
-        self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
+        self.arrays = self.names = tuple(feature.name for feature in features if feature.kind == ARRAY)
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
-        self.read_of = self.arrays_of  # all that may be arrays, in the order of Operands
+        self.read_of = self.arrays_of  # all that may be arrays, `names`, in the order of Operands
 
 
 TABLE = _Table(FEATURES)
@@ -328,7 +329,7 @@ class _OfCache(_Table):
         super().__init__(CACHE_FEATURES)
         names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
         names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
-        self.length, self.read_of = names.index(LENGTH), operator.attrgetter(*names)
+        self.names, self.read_of = tuple(names), operator.attrgetter(*names)
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap
@@ -342,8 +343,8 @@ of_cache = lru_cache(maxsize=1)(_OfCache)
 def _given(
     names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: Options | CacheOptions, table: _Table
 ) -> dict[str, object]:
-    """Return the arrays of a call by name, as the caller passed them, without options that are None."""
-    given: dict[str, object] = dict(zip(names, arrays, strict=True))
+    """Return the arrays of a call by name, as the caller passed them, without v and options that are None."""
+    given: dict[str, object] = {n: x for n, x in zip(names, arrays, strict=True) if x is not None or n not in VALUES}
     for name, value in zip(table.arrays, table.arrays_of(options), strict=True):
         if value is not None:
             given[name] = value
@@ -496,6 +497,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
             **numbers,
             "statistics": statistics,
             "engine": options["engine"],
+            "shared_kv": options["head_dim_v"] is not None,
             "deterministic": bool(options.get("deterministic")),
         }
         layout = "thd" if packed else layout

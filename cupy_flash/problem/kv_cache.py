@@ -132,6 +132,8 @@ def _check_longest(requirements: Requirements, longest: Any, packed: bool, sizes
 
 def _check_rows(requirements: Requirements, arrays: Arrays, layout: str, sizes: Sizes) -> Sizes | None:
     """Return the sizes of `append_to_kv_cache` from k and v: a batch, packed tokens, or with slots one sequence."""
+    if "v_cache" in arrays and "k" in arrays:
+        requirements.require("v" in arrays, "v is None, and v_cache is not: values are inside both keys and caches")
     if not {"k", "v"} <= arrays.keys():
         return None
     k, v = arrays["k"].shape, arrays["v"].shape

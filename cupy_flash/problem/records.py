@@ -137,6 +137,7 @@ class Options:
     q_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     k_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
     v_descale: AnyArray | None = option(ARRAY, axes=("bg",), dtypes=("float32",), not_negative=True, fp8=True)
+    head_dim_v: int | None = common(INTEGER, fact="shared_kv")
     layout: "Layout" = common(CHOICE, "bshd")
     return_lse: bool = option(FLAG, False, definition=False, result=True)
     statistics: "Names" = option(STATISTICS, definition=False, result=True)
@@ -250,6 +251,7 @@ class CacheOptions:
     k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
     split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
+    head_dim_v: int | None = _shared("head_dim_v")
     layout: "Layout" = _shared("layout", appends=True)
     out: AnyArray | None = common(ARRAY, axes=("bihe",), rows=True, dtypes=FLOATING, shape_text=OF_SEQUENCES)
     return_lse: bool = _shared("return_lse")
@@ -265,7 +267,7 @@ class CacheOptions:
     @classmethod
     def of_reading(cls, function: str, options: Mapping[str, object]) -> "CacheOptions":
         """Make the options of a function of weights, which takes no array that a call writes or appends."""
-        others = ("k", "v", "slots", "out", "statistics")
+        others = ("k", "v", "slots", "out", "statistics", "head_dim_v")
         return cls(**known(function, options, tuple(x for x in CACHE_FEATURES if x.name not in others)))
 
 
@@ -376,7 +378,7 @@ class _Gradients(NamedTuple):
 
     dq: AnyGradient
     dk: AnyGradient
-    dv: AnyGradient
+    dv: AnyGradient | None = None
     dbias: AnyGradient | None = None
     dsink: AnyGradient | None = None
     dcaptured: tuple[AnyGradient | None, ...] | None = None
@@ -496,6 +498,7 @@ class Problem(NamedTuple):
     kv_heads: int
     head_dim: int
     head_dim_v: int
+    shared_kv: bool  # v is the first head_dim_v numbers of k, whose gradient has that of v
     mask: Mask  # causal and window
     mods: str  # text of the traced score_mod and mask_mod (mods/ir.py), or ""
     captured_gradient: tuple[bool, ...]  # whether a backward computes the gradient of each captured array
@@ -566,7 +569,7 @@ class Problem(NamedTuple):
     @property
     def differentiated(self) -> tuple[str, ...]:
         """The inputs whose gradients a backward returns."""
-        return ("q", "k", "v", *(feature.name for feature in WITH_GRADIENT if self._is_differentiated(feature)))
+        return (*("q", "k", "v")[: 3 - self.shared_kv], *(x.name for x in WITH_GRADIENT if self._is_differentiated(x)))
 
     def _is_differentiated(self, feature: Feature) -> bool:
         requested: bool = not feature.optional_gradient or getattr(self, f"{feature.field}_gradient")
@@ -580,7 +583,7 @@ class Problem(NamedTuple):
         heads = f"{self.heads} heads" if self.group == 1 else f"{self.heads} query and {self.kv_heads} key/value heads"
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim}, Dv {self.head_dim_v}"
         features = [str(self.mask), *(self._describe(feature) for feature in FEATURES if self._is_described(feature))]
-        features += [name for name in ("deterministic", "shard") if getattr(self, name)]
+        features += [name for name in ("shared_kv", "deterministic", "shard") if getattr(self, name)]
         features += [f"{'gradients of ' * self.backward}{' and '.join(self.statistics)}"] if self.statistics else []
         features += [] if self.cache is None else [str(self.cache)]
         step = self.derivative or (BACKWARD if self.backward else FORWARD)

@@ -89,6 +89,24 @@ __device__ void sum_dQ(const Params& p, unsigned char* smem) {
   }
 }
 
+#if SHARED_KV
+// Multiplies dK by the scale and adds dV: values are inside the keys, and their sum is rounded once. Fragments of both
+// have the same columns.
+template <int M>
+__device__ void add_dV(float (&dK)[M][fragments_of(HEAD_DIM)][4], const float (&dV)[M][fragments_of(HEAD_DIM_V)][4],
+                       float scale) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int n = 0; n < fragments_of(HEAD_DIM); ++n) dK[m][n][e] *= scale;
+#pragma unroll
+      for (int n = 0; n < fragments_of(HEAD_DIM_V); ++n) dK[m][n][e] += dV[m][n][e];
+    }
+}
+#endif
+
 // A block owns tiles of BLOCK_KV keys of one key/value head, and visits all queries that see them, head after head of
 // the GQA group. ADD_DQ: it also adds its part of dQ to the workspace.
 template <int M, int N>
@@ -137,6 +155,13 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
     // Epilogue.
     cp_async_wait_group<0>();  // the keys may be in flight if no query was visited
     __syncthreads();
+#if SHARED_KV
+    add_dV<M>(dK_rmem, dV_rmem, (float)p.scale);
+    store_fragments<M, HEAD_DIM>(smem + ByKey::dK, dK_rmem, row, [&](int, int) { return scale.inverse(); });
+    __syncthreads();
+    store_tile<BLOCK_KV, HEAD_DIM>(sequence.keys<element>(p.dk, kv_head), p.dk, smem + ByKey::dK, kv_start,
+                                   sequence.kv_rows);
+#else
     // @scale-dK
     store_fragments<M, HEAD_DIM>(smem + ByKey::dK, dK_rmem, row,
                                  [&](int, int) { return (float)p.scale * scale.inverse(); });
@@ -147,6 +172,7 @@ __device__ void sum_dK_dV(const Params& p, unsigned char* smem) {
                                    sequence.kv_rows);
     store_tile<BLOCK_KV, HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head), p.dv, smem + ByKey::dV, kv_start,
                                      sequence.kv_rows);
+#endif
   }
 }
 

@@ -84,6 +84,22 @@ __device__ void sum_dQ(const Params& p, real* smem) {
   }
 }
 
+#if SHARED_KV
+// Multiplies dK by the scale and adds dV: values are inside the keys, and their sum is rounded once.
+template <int ROWS>
+__device__ void add_dV(real (&dK)[ROWS][columns_of(HEAD_DIM)], const real (&dV)[ROWS][columns_of(HEAD_DIM_V)],
+                       real scale) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int n = 0; n < columns_of(HEAD_DIM); ++n) dK[r][n] *= scale;
+#pragma unroll
+    for (int n = 0; n < columns_of(HEAD_DIM_V); ++n)
+      if (column_of(n) < HEAD_DIM_V) dK[r][n] += dV[r][n];
+  }
+}
+#endif
+
 // A block owns tiles of BLOCK_KV keys of one key/value head, and visits all queries that see them, head after head of
 // the GQA group.
 template <int ROWS, int COLS>
@@ -115,10 +131,17 @@ __device__ void sum_dK_dV(const Params& p, real* smem) {
     }
 
     // Epilogue.
+#if SHARED_KV
+    add_dV<ROWS>(dK_rmem, dV_rmem, (real)p.scale);
+    for_each_row<ROWS>(kv_start, sequence.kv_rows, [&](int r, int j) {
+      store_row<HEAD_DIM>(sequence.keys<element>(p.dk, kv_head) + j * p.dk.row, dK_rmem[r], (real)1);
+    });
+#else
     for_each_row<ROWS>(kv_start, sequence.kv_rows, [&](int r, int j) {
       store_row<HEAD_DIM>(sequence.keys<element>(p.dk, kv_head) + j * p.dk.row, dK_rmem[r], (real)p.scale);
       store_row<HEAD_DIM_V>(sequence.keys<element>(p.dv, kv_head) + j * p.dv.row, dV_rmem[r], (real)1);
     });
+#endif
   }
 }
 

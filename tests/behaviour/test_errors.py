@@ -445,8 +445,8 @@ def cuda_arguments(function="attention"):
             id="cuda",
         ),
         pytest.param(
-            dict(backend="simulator", q=zeros(1, 1, 1, 257), k=zeros(1, 1, 1, 257), v=zeros(1, 1, 1, 8)),
-            ["simt: head dimension 257 is larger than 256", "cpu: the call goes to backend simulator"],
+            dict(backend="simulator", q=zeros(1, 1, 1, 577), k=zeros(1, 1, 1, 577), v=zeros(1, 1, 1, 8)),
+            ["simt: head dimension 577 is larger than 576", "cpu: the call goes to backend simulator"],
             id="head-dimension-of-simt",
         ),
         pytest.param(

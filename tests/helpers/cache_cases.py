@@ -32,7 +32,7 @@ class CacheCall(NamedTuple):
 
     q: np.ndarray
     k_cache: np.ndarray
-    v_cache: np.ndarray
+    v_cache: np.ndarray | None
     options: dict[str, Any]
 
     def copied(self) -> CacheCall:
@@ -42,7 +42,7 @@ class CacheCall(NamedTuple):
     def map(self, function: Callable[[np.ndarray], Any]) -> CacheCall:
         """Return the same call with `function` applied to every array."""
         options = {name: function(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
-        return CacheCall(*map(function, self[:3]), options)
+        return CacheCall(*(None if x is None else function(x) for x in self[:3]), options)
 
     def in_wider_arrays(self) -> CacheCall:
         """Return the same call with every array in a wider one, which gives it strides of its own."""
@@ -66,6 +66,8 @@ def in_a_wider_array(x: np.ndarray, padding: int) -> np.ndarray:
 
 
 def _copied(cache):
+    if cache is None:
+        return None
     base = cache if cache.base is None else cache.base
     same = base.copy(order="K")
     offset = cache.__array_interface__["data"][0] - base.__array_interface__["data"][0]
@@ -106,6 +108,7 @@ class CacheCase:
     mask: str | None = None  # axes: letters of bhqs, or 1; s stands for the last 3 keys
     split_size: int | None = None
     descales: bool = False
+    shared: bool = False  # values inside keys: v_cache and v are None
     seed: int = 0
 
     @property
@@ -190,6 +193,9 @@ class CacheCase:
         if self.pool == "interleaved":  # FlashInfer's layout: one pool of shape (blocks, 2, ...)
             both = np.stack([k_cache, v_cache], axis=1)
             k_cache, v_cache = both[:, 0], both[:, 1]
+        if self.shared:
+            v_cache, options["head_dim_v"] = None, self.head_dim_v
+            options.pop("v", None)
         return CacheCall(q, k_cache, v_cache, options)
 
     def _blocks(self, rng):
@@ -272,7 +278,8 @@ def run_kernels(
     if cluster:
         tile = tile._replace(cluster=cluster)
     out, lse = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)
-    return out.numpy(), lse.numpy(), operands.k.numpy(), operands.v.numpy()
+    v_cache = None if call.v_cache is None else operands.v.numpy()
+    return out.numpy(), lse.numpy(), operands.k.numpy(), v_cache
 
 
 def check(
@@ -288,9 +295,14 @@ def check(
     for name, actual, expected, approximate in zip(
         ("out", "lse", "k_cache", "v_cache"), results, exact, low, strict=True
     ):
+        if actual is None:
+            assert name == "v_cache" and case.shared
+            continue
         of = accumulation if name == "lse" else actual.dtype
         assert_matches_reference(actual, expected, approximate, of, f"{name} of {case}")
     for actual, before in zip(results[2:], call[1:3], strict=True):
+        if actual is None:
+            continue
         rows = np.count_nonzero(call.options["slots"] >= 0) if case.slots else sum(case.rows)
         written = rows * case.kv_heads * before.shape[-1]
         assert np.count_nonzero(actual.view(f"u{actual.itemsize}") != before.view(f"u{actual.itemsize}")) <= written
@@ -302,7 +314,8 @@ def assert_append_writes_the_bits_of_the_cpu(call, options, monkeypatch):
     for backend in ("cpu", "simulator"):
         monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
         ours = call.copied()
-        cupy_flash.append_to_kv_cache(call.options["k"], call.options["v"], *ours[1:3], **options)
+        cupy_flash.append_to_kv_cache(call.options["k"], call.options.get("v"), *ours[1:3], **options)
         results.append(ours)
-    for a, b, before in zip(results[0][1:3], results[1][1:3], call[1:3], strict=True):
+    caches = 2 if call.v_cache is None else 3
+    for a, b, before in zip(results[0][1:caches], results[1][1:caches], call[1:caches], strict=True):
         assert a.tobytes() == b.tobytes() != before.tobytes()

@@ -39,7 +39,7 @@ class Result(NamedTuple):
     lse: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
-    dv: np.ndarray
+    dv: np.ndarray | None
     dbias: np.ndarray | None
     dsink: np.ndarray | None
     dcaptured: tuple[np.ndarray | None, ...] | None = None
@@ -82,6 +82,7 @@ class Case:
     dlse: bool = True
     dout_size: float = 1.0  # factor of dout and dlse
     tangent_size: float = 1.0  # factor of the tangents in derivatives.py, a power of two
+    shared: bool = False  # values inside keys: v is None
     seed: int = 0
 
     def call(self) -> Call:
@@ -133,6 +134,8 @@ class Case:
         if self.layout == "bhsd":
             q, k, v, dout = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, dout))
         q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+        if self.shared:
+            v, options["head_dim_v"] = None, self.head_dim_v
         return Call(q, k, v, options, dout, dlse.astype(self.accumulation) if self.dlse else None, packed)
 
     @property

@@ -119,7 +119,7 @@ def test_gradients_of_lse_cost_one_small_kernel():
         pytest.param(dict(arch=[]), "unknown GPU architecture", id="no-word"),
         pytest.param(dict(window=3), "window must be", id="a-call-would-refuse"),
         pytest.param(dict(colour=1), "unknown option 'colour'", id="unknown-option"),
-        pytest.param(dict(head_dim=257), "larger than 256", id="no-engine"),
+        pytest.param(dict(head_dim=577), "larger than 576", id="no-engine"),
         pytest.param(dict(backend="cpu"), 'backend="cpu" was asked for', id="other-backend"),
         pytest.param(dict(arch="sm_42"), "unknown GPU architecture", id="unknown-gpu"),
         pytest.param(dict(packed=True, mask=True), "mask is for padded batches", id="packed-mask"),
@@ -155,5 +155,5 @@ def test_command(folder, capsys):
     count = len(lines)
     assert lines[0].startswith(f"1/{count} simt/forward, tile ") and "registers" in lines[0]
     assert last.startswith(f"{folder}, {count} entries")
-    assert main(["compile", "--arch", "sm_75", "--head-dim", "300"]) == 1
-    assert "larger than 256" in capsys.readouterr().err
+    assert main(["compile", "--arch", "sm_75", "--head-dim", "577"]) == 1
+    assert "larger than 576" in capsys.readouterr().err

@@ -33,6 +33,8 @@ OPTIONS = {
     for name, parameter in inspect.signature(attention).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
+# Options that only some rows serve over several ranks
+OF_ONE_DEVICE = (*ARRAYS, *MODS, *(feature for feature in FEATURES if feature.kind == features.INTEGER))
 BY_NAME = pytest.mark.parametrize("feature", FEATURES, ids=NAMES)
 
 
@@ -75,9 +77,10 @@ def test_every_kind_of_option_has_its_type():
         features.WINDOW: "Window",
         features.SEED: "int | AnyArray | None",
         features.STATISTICS: "Names",
+        features.INTEGER: "int",
     }
     mods = {"score_mod": "ScoreMod", "mask_mod": "MaskMod"}
-    optional = {features.NUMBER, features.CHOICE}
+    optional = {features.NUMBER, features.CHOICE, features.INTEGER}
     expected = {
         feature.name: mods.get(feature.name)
         or types[feature.kind] + " | None" * (feature.kind in optional and feature.default is None)
@@ -91,10 +94,10 @@ def test_every_kind_of_option_has_its_type():
     [
         (argument_types.PaddedOptions, lambda feature: True),
         (argument_types.PackedOptions, lambda feature: not feature.padded and feature.name != "layout"),
-        (argument_types.RanksOptions, lambda feature: feature not in (*ARRAYS, *MODS) or feature.ranks),
+        (argument_types.RanksOptions, lambda feature: feature not in OF_ONE_DEVICE or feature.ranks),
         (
             argument_types.PackedRanksOptions,
-            lambda feature: (feature not in (*ARRAYS, *MODS) or feature.ranks) and feature.name != "layout",
+            lambda feature: (feature not in OF_ONE_DEVICE or feature.ranks) and feature.name != "layout",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

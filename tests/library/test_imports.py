@@ -53,6 +53,7 @@ FLOW = (
     "problem.merge",
     "problem.mod_checks",
     "problem.kv_cache",
+    "problem.shared_kv",
     "problem.statistics",
     "problem.build",
     "problem.weights",

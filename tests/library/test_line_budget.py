@@ -29,6 +29,7 @@ BUDGET = {
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
         (22, "mma: the tiles of a backward whose warps share their scores, and what they read of shared memory"),
         (113, "the engine tcgen05: what it refuses, its tiles, cost model and launch"),
+        (123, "values inside keys: views and their checks 55, backends 20, torch and jax 35, compile and its command 13"),
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
     ],
     "bench": [

@@ -185,8 +185,8 @@ def test_explain():
 
 
 def test_compile_refuses_a_cache_with_reasons():
-    with pytest.raises(UnsupportedError, match="simt: head dimension 320 is larger than 256"):
-        cupy_flash.compile(dtype="float32", head_dim=320, arch="sm_80", cache=True)
+    with pytest.raises(UnsupportedError, match="simt: head dimension 640 is larger than 576"):
+        cupy_flash.compile(dtype="float32", head_dim=640, arch="sm_80", cache=True)
     with pytest.raises(TypeError, match="compile: cache must be True or False"):
         cupy_flash.compile(dtype="float16", head_dim=64, arch="sm_80", cache=1)
 

@@ -58,14 +58,16 @@ class CacheCall(NamedTuple):
     @property
     def result_names(self) -> tuple[str, ...]:
         """The names of the results, in order."""
-        return CACHES if self.step == APPEND else ("out", "lse", *(self.static.statistics or ()))
+        if self.step == APPEND:
+            return tuple(name for name in CACHES if name in self.names)
+        return ("out", "lse", *(self.static.statistics or ()))
 
     @property
     def aliases(self) -> dict[int, int]:
         """{operand: result} by index: the results of an append that reuse the buffer of an operand."""
         if self.step != APPEND:
             return {}
-        return {self.names.index(name): place for place, name in enumerate(CACHES)}
+        return {self.names.index(name): place for place, name in enumerate(self.result_names)}
 
     @property
     def text(self) -> str:
@@ -115,15 +117,14 @@ class CacheCall(NamedTuple):
     def results(self, operands: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shape and dtype of each result, by name."""
         if self.step == APPEND:
-            return {name: (tuple(operands[name].shape), operands[name].dtype) for name in CACHES}
-        q, v_cache = operands["q"], operands["v_cache"]
+            return {name: (tuple(operands[name].shape), operands[name].dtype) for name in self.result_names}
+        q, v_cache = operands["q"], operands.get("v_cache")
         axes = (1, 0) if q.ndim == 3 else (0, 1, 2) if self.static.layout == "bhsd" else (0, 2, 1)
         accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         shape = tuple(q.shape[axis] for axis in axes)
         dtypes = {name: np.dtype(np.int32) if name == "argmax" else accumulation for name in self.result_names[1:]}
-        return {"out": ((*q.shape[:-1], v_cache.shape[-1]), q.dtype)} | {
-            name: (shape, dtype) for name, dtype in dtypes.items()
-        }
+        columns = self.static.head_dim_v if v_cache is None else v_cache.shape[-1]
+        return {"out": ((*q.shape[:-1], columns), q.dtype)} | {name: (shape, dtype) for name, dtype in dtypes.items()}
 
     def pose(self, operands: dict[str, Any]) -> Any:
         """Return the problem and its operands, or raise one error with every requirement that is not met."""
@@ -131,9 +132,10 @@ class CacheCall(NamedTuple):
         given |= {name: x for name, x in operands.items() if name in (*ARRAY_NAMES, "cache_seqlens")}
         given["slots"] = _as_int64(operands.get("slots"))
         if self.step == CACHED:
-            return pose_with_cache(operands["q"], operands["k_cache"], operands["v_cache"], CacheOptions(**given))
+            caches = (operands["k_cache"], operands.get("v_cache"))
+            return pose_with_cache(operands["q"], *caches, CacheOptions(**given))
         options = CacheOptions(**given | {"k": None, "v": None})
-        arrays = (operands["k"], operands["v"], operands["k_cache"], operands["v_cache"])
+        arrays = (operands["k"], operands.get("v"), operands["k_cache"], operands.get("v_cache"))
         return pose_append(*arrays, operands.get("cu_seqlens"), options)
 
     def named(self, results: Any) -> dict[str, Array]:
@@ -144,7 +146,7 @@ class CacheCall(NamedTuple):
         """Compute the results; an append writes to `results`, whose buffers alias the given caches."""
         if self.step == CACHED:
             return self.named(dispatch.forward(*self.pose(operands)))
-        named = dict(zip(CACHES, results, strict=True))
+        named = dict(zip(self.result_names, results, strict=True))
         for name, cache in named.items():
             if cache.pointer != operands[name].pointer:  # the pure_callback fallback aliases no buffers
                 cache.numpy()[...] = operands[name].numpy()
@@ -171,13 +173,13 @@ def _words(slots: Any) -> Any:
 
 def append_to_kv_cache(
     k: JaxArray,
-    v: JaxArray,
+    v: JaxArray | None,
     k_cache: JaxArray,
-    v_cache: JaxArray,
+    v_cache: JaxArray | None,
     *,
     cu_seqlens: JaxArray | None = None,
     **options: JaxArray | int | str | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the caches with the rows of k and v appended, as `cupy_flash.append_to_kv_cache` writes them in place.
 
     An eager call donates both caches: the given arrays are deleted, and the results reuse their memory. Under jit,
@@ -192,7 +194,7 @@ def append_to_kv_cache(
         **options: those of `cupy_flash.append_to_kv_cache`. cache_seqlens may be one traced number, slots int32.
 
     Returns:
-        (k_cache, v_cache).
+        (k_cache, v_cache), v_cache None if values are inside keys.
 
     Raises:
         TypeError: as `cupy_flash.append_to_kv_cache`.
@@ -203,13 +205,13 @@ def append_to_kv_cache(
         raise TypeError(f"append_to_kv_cache: unknown option {', '.join(unknown)}; they are {', '.join(OF_APPEND)}")
     given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
     results = _call(APPEND, "append_to_kv_cache", given, options, k)
-    return results["k_cache"], results["v_cache"]
+    return results["k_cache"], results.get("v_cache")
 
 
 def attention_with_kv_cache(
     q: JaxArray,
     k_cache: JaxArray,
-    v_cache: JaxArray,
+    v_cache: JaxArray | None,
     *,
     return_lse: bool = False,
     statistics: Names = None,

@@ -35,27 +35,27 @@ JaxArray: TypeAlias = jax.Array | np.ndarray
 
 @overload
 def attention(
-    q: JaxArray, k: JaxArray, v: JaxArray, *,
+    q: JaxArray, k: JaxArray, v: JaxArray | None, *,
     return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[JaxArray]],
 ) -> jax.Array: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: JaxArray, k: JaxArray, v: JaxArray, *,
+    q: JaxArray, k: JaxArray, v: JaxArray | None, *,
     return_lse: Literal[True], **options: Unpack[PaddedOptionsWithoutLse[JaxArray]],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: JaxArray, k: JaxArray, v: JaxArray, *,
+    q: JaxArray, k: JaxArray, v: JaxArray | None, *,
     return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[JaxArray]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 
 
 def attention(
-    q: JaxArray, k: JaxArray, v: JaxArray, **options: Unpack[PaddedOptions[JaxArray]]
+    q: JaxArray, k: JaxArray, v: JaxArray | None, **options: Unpack[PaddedOptions[JaxArray]]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute `cupy_flash.attention` on jax arrays, with the same arguments and results.
 
@@ -87,7 +87,7 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: JaxArray, k: JaxArray, v: JaxArray,
+    q: JaxArray, k: JaxArray, v: JaxArray | None,
     cu_seqlens_q: JaxArray, cu_seqlens_k: JaxArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: Literal[False] = False, **options: Unpack[PackedOptionsWithoutLse[JaxArray]],
 ) -> jax.Array: ...  # fmt: skip
@@ -95,7 +95,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: JaxArray, k: JaxArray, v: JaxArray,
+    q: JaxArray, k: JaxArray, v: JaxArray | None,
     cu_seqlens_q: JaxArray, cu_seqlens_k: JaxArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: Literal[True], **options: Unpack[PackedOptionsWithoutLse[JaxArray]],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -103,7 +103,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: JaxArray, k: JaxArray, v: JaxArray,
+    q: JaxArray, k: JaxArray, v: JaxArray | None,
     cu_seqlens_q: JaxArray, cu_seqlens_k: JaxArray, max_seqlen_q: int, max_seqlen_k: int, *,
     return_lse: bool, **options: Unpack[PackedOptionsWithoutLse[JaxArray]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -112,7 +112,7 @@ def attention_varlen(
 def attention_varlen(
     q: JaxArray,
     k: JaxArray,
-    v: JaxArray,
+    v: JaxArray | None,
     cu_seqlens_q: JaxArray,
     cu_seqlens_k: JaxArray,
     max_seqlen_q: int,
@@ -141,7 +141,7 @@ def attention_varlen(
 def attention_jvp(
     q: JaxArray,
     k: JaxArray,
-    v: JaxArray,
+    v: JaxArray | None,
     tq: JaxArray | None = None,
     tk: JaxArray | None = None,
     tv: JaxArray | None = None,
@@ -208,6 +208,8 @@ def read(
     settings = Options.of(function, options)
     captured: tuple[Any, ...] = ()
     text: str | None = None  # the text of the mods
+    if operands.get("v") is None and settings.head_dim_v is not None:
+        operands = {name: x for name, x in operands.items() if name != "v"}
     operands |= {name: getattr(settings, name) for name in ARRAYS if getattr(settings, name) is not None}
     if isinstance(settings.seed, (jax.Array, np.ndarray)):
         operands["seed"], settings.seed = seed_words(function, settings.seed), None

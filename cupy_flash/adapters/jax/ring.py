@@ -32,7 +32,11 @@ SERVED = tuple(feature.name for feature in records.ARRAYS if feature.ranks)
 ONCE = tuple(
     feature.name for feature in records.ARRAYS if feature.once
 )  # operands that must count once per query (a sink), so only the call with the query's own keys gets them
-UNSERVED = (*(feature.name for feature in (*records.ARRAYS, *records.MODS) if not feature.ranks), "statistics")
+UNSERVED = (
+    *(feature.name for feature in (*records.ARRAYS, *records.MODS) if not feature.ranks),
+    "statistics",
+    "head_dim_v",
+)
 
 
 def ring_positions(length: int, devices: int, sharding: Sharding = "zigzag") -> npt.NDArray[np.int64]:

@@ -78,11 +78,11 @@ class Call(NamedTuple):
         """Return the shape and dtype of each result by name; operands need only a shape and a dtype."""
         if self.step in WITH_GRADIENTS:
             return {name: (tuple(operands[name[1:]].shape), operands[name[1:]].dtype) for name in self.result_names}
-        q, v, layout = operands["q"], operands["v"], self.static.layout_of_arrays
+        q, v, layout = operands["q"], operands.get("v"), self.static.layout_of_arrays
         lse = {"thd": (1, 0), "bshd": (0, 2, 1), "bhsd": (0, 1, 2)}[layout]
         accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         described = {
-            "out": ((*q.shape[:-1], v.shape[-1]), out_dtype(q.dtype)),
+            "out": ((*q.shape[:-1], self.static.head_dim_v if v is None else v.shape[-1]), out_dtype(q.dtype)),
             "lse": (tuple(q.shape[axis] for axis in lse), accumulation),
         }
         return {name: described[name.removeprefix("t")] for name in self.result_names}
@@ -151,7 +151,7 @@ class Call(NamedTuple):
         saved = None
         if self.step in WITH_GRADIENTS:
             saved = Saved(operands["dout"], operands["out"], operands["lse"], operands.get("dlse"))
-        arrays = (operands["q"], operands["k"], operands["v"])
+        arrays = (operands["q"], operands["k"], operands.get("v"))
         return pose(
             self.static.function, arrays, self.options(operands), self.packed(operands), saved, self.shard(operands),
             self._tangents(operands),

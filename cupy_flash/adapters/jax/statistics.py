@@ -65,7 +65,7 @@ class StatisticsCall(Call):
             statistics = Statistics(argmax=operands.get("argmax"), entropy=operands.get("entropy"))
             gradients: Any = {name: operands.get(name) for name in ("dlse", "dmax", "dentropy")}
             saved = Saved(operands["dout"], operands["out"], operands["lse"], statistics=statistics, **gradients)
-        arrays = (operands["q"], operands["k"], operands["v"])
+        arrays = (operands["q"], operands["k"], operands.get("v"))
         return pose(self.static.function, arrays, options, self.packed(operands), saved, self.shard(operands))
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, *,
     fp8: bool = False, return_lse: Literal[False] = False, **options: Unpack[PaddedOptionsWithoutLse[torch.Tensor]],
 ) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, *,
     fp8: bool = False, return_lse: Literal[True], **options: Unpack[PaddedOptionsWithoutLse[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, *,
     fp8: bool = False, return_lse: bool, **options: Unpack[PaddedOptionsWithoutLse[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -39,7 +39,7 @@ def attention(
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     *,
     fp8: bool = False,
     **options: Unpack[PaddedOptions[torch.Tensor]],
@@ -68,7 +68,7 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
     fp8: bool = False, return_lse: Literal[False] = False, **options: Unpack[PackedOptionsWithoutLse[torch.Tensor]],
 ) -> torch.Tensor: ...  # fmt: skip
@@ -76,7 +76,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
     fp8: bool = False, return_lse: Literal[True], **options: Unpack[PackedOptionsWithoutLse[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
@@ -84,7 +84,7 @@ def attention_varlen(
 
 @overload
 def attention_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
     fp8: bool = False, return_lse: bool, **options: Unpack[PackedOptionsWithoutLse[torch.Tensor]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
@@ -93,7 +93,7 @@ def attention_varlen(
 def attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,

@@ -80,7 +80,7 @@ def _fake_jvp(*arguments: Any) -> tuple[Any, ...]:
     call, captured, _, _ = _split_jvp(arguments)
     require_tensors_on_one_device(call, captured=captured)
     lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    out, tout = (call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1])) for _ in range(2))
+    out, tout = (call.q.new_empty((*call.q.shape[:-1], call.columns_of_out)) for _ in range(2))
     lse, tlse = (call.q.new_empty(call.lse_shape, dtype=lse_dtype) for _ in range(2))
     return out, lse, tout, tlse
 

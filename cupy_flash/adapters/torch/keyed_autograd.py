@@ -32,6 +32,8 @@ COUNT = len(TENSORS)  # the place of the first array that mods captured, behind 
 PLACES = tuple(TENSORS.index(name) for name in DIFFERENTIATED)
 PLACE_OF_OUTPUT = {f"d{name}": place for name, place in zip(DIFFERENTIATED, PLACES, strict=True)}
 BIAS = TENSORS.index("bias")
+# The places of values inside keys, for which a call has its keys twice: {place: that of the tensor at it}
+VIEWS = {TENSORS.index(view): TENSORS.index(of) for of, view in (("k", "v"), ("k_descale", "v_descale"))}
 BACKEND = Call._fields.index("backend") - COUNT  # that of the arguments that are not tensors
 
 
@@ -53,7 +55,10 @@ def keep_recorded(
     entry = keyed_plan.entry_of(call)
     if entry is not None and entry.others is None:
         arguments, mod = arguments_of(arrays, options, packed, False), mod_of_options(options)
-        places = [n for n in range(COUNT) if arguments[n] is not None]
+        given = {n: n for n in range(COUNT) if arguments[n] is not None}
+        if arrays[2] is None:
+            given |= {place: of for place, of in VIEWS.items() if of in given}
+        places = [given[n] for n in sorted(given)]
         if mod is not None:
             places += range(COUNT, COUNT + len(mod.arrays))
             entry.mods = mod.encoded
@@ -75,8 +80,8 @@ def _backward(ctx: Any, dout: Any, dlse: Any) -> Any:
     by_bias = BIAS in places and needed[places.index(BIAS)]
     by_captured = tuple([asked for place, asked in zip(places, needed, strict=False) if place >= COUNT])
     gradients = _gradients(ctx.entry, tensors, (dout, out, lse, dlse, by_bias), by_captured)
-    return (
-        *[gradients.get(place) if asked else None for place, asked in zip(places, needed, strict=False)],
+    return (  # of two places of one tensor, the first has its gradient
+        *[gradients.pop(place, None) if asked else None for place, asked in zip(places, needed, strict=False)],
         None,
         None,
     )

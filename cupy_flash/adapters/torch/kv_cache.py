@@ -29,7 +29,8 @@ TYPES = {FLAG: "bool", NUMBER: "float?", INTEGER: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
 WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}
-REQUIRED = ("q", "k_cache", "v_cache")
+INPUTS = ("q", "k_cache", "v_cache")
+REQUIRED = ("q", "k_cache")  # without v_cache, values are inside keys
 
 library = torch.library.Library("cupy_flash", "FRAGMENT")
 
@@ -41,12 +42,12 @@ def _schema(tensors: tuple[str, ...], required: tuple[str, ...]) -> str:
     )
 
 
-ATTEND = (*REQUIRED, *ARRAY_NAMES)
+ATTEND = (*INPUTS, *ARRAY_NAMES)
 APPEND = ("k", "v", "k_cache", "v_cache", "cu_seqlens", *(x for x in ARRAY_NAMES if x not in ("k", "v", "out")))
 for schema in (
     f"attention_with_kv_cache({_schema(ATTEND, REQUIRED)}) -> (Tensor result, Tensor lse)",
     f"append_then_attend({_schema(ATTEND, REQUIRED)}, bool advance) -> (Tensor result, Tensor lse)",
-    f"append_to_kv_cache({_schema(APPEND, ('k', 'v', 'k_cache', 'v_cache'))}) -> ()",
+    f"append_to_kv_cache({_schema(APPEND, ('k', 'k_cache'))}) -> ()",
 ):
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention_with_kv_cache = torch.ops.cupy_flash.attention_with_kv_cache.default
@@ -304,7 +305,8 @@ def _fake_attend(*arguments: Any) -> tuple[Any, Any]:
     else:
         heads, rows = (1, 2) if options.layout == "bhsd" else (2, 1)
         lse_shape = (q.shape[0], q.shape[heads], q.shape[rows])
-    result = q.new_empty((0,) if options.out is not None else (*q.shape[:-1], given["v_cache"].shape[-1]))
+    columns = options.head_dim_v if given["v_cache"] is None else given["v_cache"].shape[-1]
+    result = q.new_empty((0,) if options.out is not None else (*q.shape[:-1], columns))
     return result, q.new_empty(lse_shape, dtype=lse_dtype)
 
 

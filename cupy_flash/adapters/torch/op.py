@@ -21,7 +21,7 @@ from ... import dispatch
 from ...mods.derive import floating_reads
 from ...mods.trace import Mod, decoded, mod_of
 from ...problem.build import pose
-from ...problem.features import CHOICE, record
+from ...problem.features import CHOICE, INTEGER, record
 from ...problem.records import ARRAYS, DIFFERENTIATED, FEATURES, FLAGS, NUMBERS, Options, Packed, Saved, Tangents
 from .autograd_kernel import register_autograd
 from .fp8 import require_roundable, rounded
@@ -38,6 +38,7 @@ CAUSAL: dict[str, Any] = {
 ARRAY_NAMES = tuple(feature.name for feature in ARRAYS)
 NUMBER_NAMES = tuple((feature.name, feature.default is None) for feature in NUMBERS)  # (name, whether None is legal)
 CHOICE_NAMES = tuple((feature.name, feature.default is None) for feature in FEATURES if feature.kind == CHOICE)
+INTEGER_NAMES = tuple(feature.name for feature in FEATURES if feature.kind == INTEGER)
 FLAG_NAMES = tuple(feature.name for feature in FLAGS if not feature.result)
 FP8_NAMES = tuple(feature.name for feature in ARRAYS if feature.fp8)
 
@@ -49,6 +50,7 @@ OTHERS = {
     "window_left": "int?",
     "window_right": "int?",
     **{name: "float?" if optional else "float" for name, optional in NUMBER_NAMES},
+    **dict.fromkeys(INTEGER_NAMES, "SymInt?"),
     **{name: "str?" if optional else "str" for name, optional in CHOICE_NAMES},
     **dict.fromkeys(FLAG_NAMES, "bool"),
     "fp8": "bool",  # the forward rounds q, k and v to fp8 first
@@ -57,6 +59,7 @@ UNCHANGED = (
     *ARRAY_NAMES,
     "seed",
     *dict(NUMBER_NAMES),
+    *INTEGER_NAMES,
     *dict(CHOICE_NAMES),
     *FLAG_NAMES,
 )  # arguments that the operators take from the caller unchanged
@@ -74,6 +77,12 @@ class Call(_Call):
     def is_packed(self) -> bool:
         """Whether the batch is packed: (T, H, D) with cu_seqlens."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def columns_of_out(self) -> int:
+        """Dv, by which the values may be inside the keys."""
+        size: int = self.head_dim_v if self.v is None else self.v.shape[-1]
+        return size
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -109,7 +118,7 @@ class Call(_Call):
 
 SEED, DROPOUT = (Call._fields.index(name) for name in ("seed", "dropout"))
 SCHEMA = ", ".join(
-    [f"Tensor{'?' * (name not in ('q', 'k', 'v'))} {name}" for name in TENSORS]
+    [f"Tensor{'?' * (name not in ('q', 'k'))} {name}" for name in TENSORS]  # without v, values are inside keys
     + [f"{kind} {name}" for name, kind in OTHERS.items()]
 )
 GRADIENTS = ", ".join(f"Tensor d{name}" for name in DIFFERENTIATED)
@@ -147,7 +156,8 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
     bounds = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     longest = (None, None) if packed is None else (_length(packed.max_seqlen_q), _length(packed.max_seqlen_k))
     features = [getattr(options, name) for name in ARRAY_NAMES]
-    required = arrays if packed is None else (*arrays, *bounds)
+    inputs = arrays[:2] if arrays[2] is None and options.head_dim_v is not None else arrays
+    required = inputs if packed is None else (*inputs, *bounds)
     for array in (*required, *(feature for feature in features if feature is not None)):
         require_tensor(array)
     flags = {name: getattr(options, name) for name in FLAG_NAMES}
@@ -160,7 +170,10 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
             raise TypeError(f"{name} must be a string, not {choice!r}")
     left, right = window_sides(options.window)
     numbers = [as_number(getattr(options, name), optional) for name, optional in NUMBER_NAMES]
+    integers = [None if x is None else _length(x) for x in (getattr(options, name) for name in INTEGER_NAMES)]
     q, k, v = _autocast(arrays)
+    if fp8 and v is None:
+        raise ValueError("fp8=True takes no head_dim_v: it rounds k and v with factors of their own")
     if fp8:
         require_roundable((q, k, v), [getattr(options, name) for name in FP8_NAMES])
     flags["deterministic"] = flags["deterministic"] or torch.are_deterministic_algorithms_enabled()
@@ -172,6 +185,7 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
         None if left is None else as_index(left),
         None if right is None else as_index(right),
         *numbers,
+        *integers,
         *choices,
         *(bool(flag) for flag in flags.values()),
         bool(fp8),
@@ -273,7 +287,9 @@ def _autocast(arrays: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return arrays
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays)
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x for x in arrays
+    )
 
 
 def on_device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
@@ -389,7 +405,7 @@ def _fake_modified_forward(*arguments: Any) -> tuple[Any, Any]:
 
 def _fake_results(call: Call) -> tuple[Any, Any]:
     lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    out = call.q.new_empty((*call.q.shape[:-1], call.v.shape[-1]), dtype=_dtype_of_out(call))
+    out = call.q.new_empty((*call.q.shape[:-1], call.columns_of_out), dtype=_dtype_of_out(call))
     return out, call.q.new_empty(call.lse_shape, dtype=lse_dtype)
 
 
@@ -489,7 +505,7 @@ def _lengths(cu_seqlens: Any, longest: int | None) -> list[Any]:
 )
 def _forward_flops(*arguments: Any, **_: Any) -> int:
     call = Call(*arguments[: len(Call._fields)])
-    return _score_products(call) * (call.q.shape[-1] + call.v.shape[-1])
+    return _score_products(call) * (call.q.shape[-1] + call.columns_of_out)
 
 
 @register_flop_formula(
@@ -497,4 +513,4 @@ def _forward_flops(*arguments: Any, **_: Any) -> int:
 )
 def _backward_flops(*arguments: Any, **_: Any) -> int:
     call = Call(*arguments[: len(Call._fields)])
-    return _score_products(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+    return _score_products(call) * (3 * call.q.shape[-1] + 2 * call.columns_of_out)

@@ -103,7 +103,7 @@ def _letters(call: Any, name: str) -> str:
 
 def _refuse_unserved(call: Any) -> None:
     """Raise ShardingError if q, k or v is sharded along an axis that its ranks cannot share."""
-    for name in "qkv":
+    for name in "qk" if call.v is None else "qkv":
         letters, placements = _letters(call, name), getattr(call, name).placements
         sharded = {letters[x.dim] for x in placements if hasattr(x, "dim")}
         given = f"{'attention_varlen' if call.is_packed else 'attention'}: {name} is {placements}"

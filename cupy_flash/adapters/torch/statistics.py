@@ -138,7 +138,7 @@ def _fake_forward(*arguments: Any) -> tuple[Any, ...]:
     call = Call(*plain)
     require_tensors_on_one_device(call, captured=captured)
     q, shape = call.q, call.lse_shape
-    out, lse = q.new_empty((*q.shape[:-1], call.v.shape[-1])), q.new_empty(shape, dtype=_dtype(call, "lse"))
+    out, lse = q.new_empty((*q.shape[:-1], call.columns_of_out)), q.new_empty(shape, dtype=_dtype(call, "lse"))
     sizes = zip(NAMES, [shape if asked else (0,) for asked in wanted], strict=True)
     return out, lse, *(q.new_empty(size, dtype=_dtype(call, name)) for name, size in sizes)
 

@@ -85,7 +85,7 @@ def _is_unobserved(arrays: tuple[Any, Any, Any], options: Options, packed: Packe
 
     A call with mods or dropout counts as observed, because captured arrays and the seed may have to be saved.
     """
-    tensors = [*arrays, *[x for x in _arrays_of(options) if x is not None]]
+    tensors = [x for x in (*arrays, *_arrays_of(options)) if x is not None]
     if packed is not None:
         tensors += packed[:2]
     return not (

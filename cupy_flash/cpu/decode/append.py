@@ -26,7 +26,8 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
         known = positions_of_keys(problem, operands, spans)
         positions[: len(known)] = known
         K = rotated(K.astype(problem.accumulation), positions, problem, operands)
-    for name, X, array in (("k_descale", K, operands.k), ("v_descale", V, operands.v)):
+    written_to = [("k_descale", K, operands.k), ("v_descale", V, operands.v)]
+    for name, X, array in written_to[:1] if problem.shared_kv else written_to:
         if cache.dtype.name == FP8:
             X = X.astype(np.float32)
             descale = getattr(operands, name)

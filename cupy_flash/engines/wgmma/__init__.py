@@ -71,6 +71,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons += [f"it returns no {' and '.join(problem.statistics)} of fp8 rows"] if problem.statistics else []
     elif problem.dtype.name not in DTYPES:
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16, nor {FP8}")
+    if problem.backward and problem.shared_kv:
+        reasons.append("it computes no gradient of values inside keys in this version")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:

@@ -312,9 +312,10 @@ def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool 
 def _sharing_tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the legal tiles of a backward whose warps share their scores, which reads less shared memory.
 
-    Where mma.sync has half of the rate, tensor cores take longer than any reads of shared memory.
+    Where mma.sync has half of the rate, tensor cores take longer than any reads of shared memory. The kernel does not
+    add the gradient of values that are inside the keys.
     """
-    if device.arch in MULTIPLY_ADDS:
+    if device.arch in MULTIPLY_ADDS or problem.shared_kv:
         return []
     shapes = (Tile(128, step, 256, 2, 1, add_dq=True, shares_scores=True) for step in (64, 128))
     return [tile for shape in shapes if (tile := _legal("backward", problem, device, shape))]

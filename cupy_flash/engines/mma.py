@@ -49,7 +49,7 @@ LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 # Maximum registers per thread for accumulators and fragments that are live across a mainloop step; the rest of the 255
 # are for operands and addresses. bench/results/static.json shows no spills up to these limits.
 LIVE = {
-    "forward": 164, "jvp": 180, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
+    "forward": 164, "jvp": 180, "backward": 200, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
     "key_importance": 128,
 }  # fmt: skip
@@ -76,12 +76,12 @@ INSTRUCTIONS = 4  # warp instructions issued
 # Instructions beyond mma and its loads, counted in SASS (python -m bench static): per thread and score, and per warp
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
-    "forward": 4.6, "jvp": 9, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
+    "forward": 4.6, "jvp": 9, "backward": 6.5, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
     "attention_weights": 12, "top_weights": 12, "key_importance": 12,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
-    "forward": 80, "jvp": 330, "backward_q": 120, "backward_kv": 200, "second_q": 200, "second_kv": 230,
-    "attention_weights": 80, "top_weights": 80, "key_importance": 80,
+    "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
+    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -93,7 +93,7 @@ class Tile(NamedTuple):
     """Tile of one kernel: a block owns `rows` rows along one axis and loops over the other in steps of `step` rows.
 
     Warps form a grid: row warps split the rows; `column_warps` split the columns of the accumulators, and each of
-    these recomputes the scores of its rows.
+    these recomputes the scores of its rows or, with `shares_scores`, computes a part of them for all.
     """
 
     rows: int
@@ -103,6 +103,12 @@ class Tile(NamedTuple):
     stages: int
     q_in_registers: bool = False
     add_dq: bool = False
+    shares_scores: bool = False
+
+    @property
+    def score_warps(self) -> int:
+        """The number of warps that compute the same scores."""
+        return 1 if self.shares_scores else self.column_warps
 
 
 class Tiles(NamedTuple):
@@ -161,7 +167,7 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
         for kv in _legal_tiles(f"{step}_kv", problem, device)
     ]
     if not problem.deterministic and not problem.derivative:
-        kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True)
+        kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True) + _sharing_tiles(problem, device)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
 
@@ -177,7 +183,12 @@ def _row_kernel(problem: Problem) -> str:
 
 def _owns_keys(kernel: str) -> bool:
     """Return whether the blocks of a kernel own tiles of keys."""
-    return kernel.endswith("_kv") or kernel == "key_importance"
+    return kernel.endswith("_kv") or kernel in ("backward", "key_importance")
+
+
+def _key_kernel(problem: Problem, tile: Tile) -> str:
+    """Return the kernel whose blocks own key tiles."""
+    return "backward" if tile.shares_scores else f"{_backward(problem)}_kv"
 
 
 def _backward(problem: Problem) -> str:
@@ -215,7 +226,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
         total += _seconds(kernel, problem, device, tile.q_tile, heads, length, pairs)
     if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
-        kernel = f"{_backward(problem)}_kv"
+        kernel = _key_kernel(problem, tile.kv_tile)
         total += _seconds(kernel, problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
     return total
 
@@ -248,7 +259,7 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
         steps.append(_launch(_row_kernel(problem), problem, q_tile, grid))
         return nonempty(with_mods(problem, steps))
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch(f"{_backward(problem)}_kv", problem, kv_tile, kv_grid)]
+    backward = [_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid)]
     if q_tile is not None:
         backward.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
@@ -316,15 +327,28 @@ def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool 
     return []
 
 
+def _sharing_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Return the legal tiles of a backward whose warps share their scores, which reads less shared memory.
+
+    Where mma.sync has half of the rate, tensor cores take longer than any reads of shared memory. The kernel does not
+    add the gradient of values that are inside the keys.
+    """
+    if device.arch in MULTIPLY_ADDS or problem.shared_kv:
+        return []
+    shapes = (Tile(128, step, 256, 2, 1, add_dq=True, shares_scores=True) for step in (64, 128))
+    return [tile for shape in shapes if (tile := _legal("backward", problem, device, shape))]
+
+
 def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile | None:
     """Complete a shape: Q in registers if it fits, then the most stages that do not lower occupancy; None if illegal.
 
     Two or more stages are preferred to one even at lower occupancy.
     """
     limit = LIVE[kernel]
+    hides = problem.dense_mask is not None or problem.mask_mod
     if problem.mods and kernel == "forward":
         limit -= LIVE_OF_MODS
-    elif problem.is_modified or problem.dropout:
+    elif problem.is_modified or problem.dropout or kernel == "backward" and hides:
         limit -= LIVE_IN_OPTIONS
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
@@ -366,22 +390,23 @@ def _fragment_rows(tile: Tile) -> int:
 
 def _scores(tile: Tile) -> int:
     """Return the number of scores of a thread."""
-    return _fragment_rows(tile) * tile.step // 2
+    return _fragment_rows(tile) * tile.step // 2 * tile.score_warps // tile.column_warps
 
 
 def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     """Return the registers per thread that hold score tiles, accumulators and Q."""
     m = _fragment_rows(tile)
     k, v = _padded(problem, tile.column_warps)
-    # fp32 score tiles live at once: S; S + dP + their packed halves; plus the dbias accumulator.
-    # JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
+    # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
+    # accumulator. JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
-        "forward": 1, "jvp": 3, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
+        "forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
         "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
         "key_importance": 1,
     }[kernel]  # fmt: skip
     columns = {
-        "forward": v, "jvp": 2 * v, "backward_q": k, "backward_kv": k + v, "second_q": k, "second_kv": k + v,
+        "forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
+        "second_kv": k + v,
     }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
     return int(copies * _scores(tile)) + m * columns // (2 * tile.column_warps) + q
@@ -405,12 +430,12 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     k, v = _padded(problem, tile.column_warps)
     v = 0 if problem.weights else v
     scores, sums = {
-        "forward": (k, v), "jvp": (3 * k, 3 * v), "backward_q": (k + v, k), "backward_kv": (k + v, k + v),
-        "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
+        "forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
+        "backward_kv": (k + v, k + v), "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
     }.get(kernel, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps
     loaded = 2 * tile.step * (k + v) * (2 if problem.derivative else 1)
-    read = 2 * tile.step * row_warps * (scores * tile.column_warps + sums) + (
+    read = 2 * tile.step * row_warps * (scores * tile.score_warps + sums) + (
         0 if tile.q_in_registers else 2 * tile.rows * scores * tile.column_warps
     )
     elements = tile.rows * tile.step
@@ -418,9 +443,14 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     added = 4 * tile.step * k if tile.add_dq else 0
     if tile.add_dq:  # dQ += dS K also loads dS and K from shared memory
         sums += k
-        read += 2 * elements + 2 * elements * k // 32 * 2
-    dims = scores * tile.column_warps + sums  # multiply-adds per score, over all column warps
-    issued = elements * tile.column_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
+        if tile.shares_scores:  # 32 queries a warp; P and dS are written once, and read by all column warps
+            queries = tile.step // 32
+            read += 2 * elements * (tile.threads // 32 // queries + 2 + 2 * tile.column_warps)
+            read += 2 * tile.rows * k * queries
+        else:
+            read += 2 * elements + 2 * elements * k // 32 * 2
+    dims = scores * tile.score_warps + sums  # multiply-adds per score, over all warps that compute it
+    issued = elements * tile.score_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
     issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel] + added / (512 if vectors else 128)
     clocks = (  # clocks of one mainloop step of one block, for each resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),

@@ -29,7 +29,7 @@ def fragments(tile, dq="own"):
     """Return a function from a plan to its mma tiles: `tile` for every kernel, with the fields that the kernel has.
 
     A pipeline that exceeds the shared memory gets one stage. dq="own" computes dQ in a kernel of its own; dq="added"
-    adds dQ atomically in the kernel of dK and dV.
+    adds dQ atomically in the kernel of dK and dV, dq="shared" in the one whose warps share their scores.
     """
 
     def tiles(chosen: Plan) -> mma.Tiles:
@@ -45,6 +45,9 @@ def fragments(tile, dq="own"):
         bias = None if chosen.problem.bias is None else of("backward_bias")
         if dq == "added":
             return mma.Tiles(tile.step, tile.rows, None, of("backward_kv", add_dq=True), bias)
+        if dq == "shared":
+            shared = of("backward", add_dq=True, shares_scores=True)
+            return mma.Tiles(tile.step, tile.rows, None, shared, bias)
         return mma.Tiles(tile.rows, tile.rows, of("backward_q"), of("backward_kv"), bias)
 
     return tiles

@@ -106,7 +106,7 @@ def test_instructions_of_the_steady_loop(steps):
         ("mma/forward", 2, 9.0),
         ("mma/backward_kv", 4, 16.0),
         ("mma/backward_q", 3, 13.0),
-        ("mma/backward_kv + dQ", 5, 24.0),
+        ("mma/backward", 5, 14.0),
     ):
         assert sass[kernel]["products"] == 64 * products / 64
         assert sass[kernel]["exp"] == 1

@@ -28,6 +28,7 @@ BUDGET = {
         (130, "attention_weights, top_weights, key_importance on simt: launches 29, their arguments 62, Params 39"),
         (141, "gradients of statistics and weights on kernels, merge() of statistics on a GPU, weights on mma"),
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
+        (22, "mma: the tiles of a backward whose warps share their scores, and what they read of shared memory"),
         (119, "the engine tcgen05: what it refuses, its tiles, cost model, share of polynomials and launch"),
         (625, "selected=: the option, its types and checks 275, on the CPU 250, on its caches 55, torch and jax 35"),
         (
@@ -48,6 +49,7 @@ BUDGET = {
         (1, "overhead: out and lse of a forward that may return statistics"),
         (16, "torch tensors beside NumPy arrays, medians of ratios, and a budget for implementations beside others"),
         (340, "Blackwell: its model of events 270; rows of static and the softmax's loop in SASS 70"),
+        (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
     ],
 }
 LARGEST = 500

@@ -83,6 +83,7 @@ USED = [
     ("sm_90a", "wgmma/forward_fp8", dict(head_dim=96, dtype="float8_e4m3fn", engine=None, backward=False)),
     ("sm_80", "mma/forward", dict(head_dim=64, engine="mma")),
     ("sm_90", "mma/backward_kv", dict(head_dim=64, engine="mma")),
+    ("sm_80", "mma/backward", dict(head_dim=128, engine="mma", backward=True)),
 ]
 
 

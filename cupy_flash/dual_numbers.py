@@ -36,7 +36,9 @@ class Dual(np.lib.mixins.NDArrayOperatorsMixin):
                 curve = curve + times(x.slope**2, xx) + times(2 * x.slope * y.slope, xy) + times(y.slope**2, yy)
         return Dual(value, slope, curve)
 
-    def __array_function__(self, function: Any, types: object, args: tuple[Any, ...], kwargs: object) -> Dual:
+    def __array_function__(
+        self, function: Callable[..., object], types: object, args: tuple[Any, ...], kwargs: object
+    ) -> Dual:
         if function is np.clip:
             x, low, high = (Dual.of(arg) for arg in args)
             inside = (x.value >= low.value) & (x.value <= high.value)

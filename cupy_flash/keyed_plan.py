@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -316,7 +316,7 @@ def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None
     return call_of(arrays, options, packed, _read_numpy)
 
 
-def _read_numpy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
+def _read_numpy(arrays: Iterable[object]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
     facts: list[Hashable] = []
     inputs: list[AnyArray] = []
     addresses: list[int] = []

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from ..arrays import Array, as_array, empty
+from ..arrays import AnyArray, Array, as_array, empty
 from ..device import torch_flash
 from ..engines.aten import KEYS, ROWS, hides_later_keys, packs_groups
 from ..plan.plan import Plan, plan
@@ -286,7 +286,7 @@ def kept(plan: Plan, operands: Operands) -> Kept | None:
     return Kept(Form.of(problem), problem.framework)
 
 
-def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[Any] | None:
+def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray] | None:
     """Return (out, lse) of a kept call on other arrays; None if the process or the contents need more than that."""
     if torch_flash():
         return None

@@ -64,7 +64,7 @@ def wrong_decode(task, announce):
 
 
 def wrong_in_clusters(task, announce):
-    return work_with(change("part-of-rank", "c)};", "0)};"), task, patiently(announce))
+    return work_with(change("part-of-rank", "c)}; }", "0)}; }"), task, patiently(announce))
 
 
 def hangs(task, announce):

@@ -165,7 +165,7 @@ WRONG_BITS = AssertionError
 BUGS = {
     "exit-before-the-others-have-read": (skip("wait-parts-read"), EarlyExit),
     "merge-before-the-parts-are-stored": (skip("wait-parts-stored"), Race),
-    "parts-of-other-ranks": (change("part-of-rank", "mapa(row_smem, c)};", "mapa(row_smem, c ^ 1)};"), WRONG_BITS),
+    "parts-of-other-ranks": (change("part-of-rank", "c)}; }", "c ^ 1)}; }"), WRONG_BITS),
     "runs-of-other-ranks": (change("run-of-rank", "rank * run", "(rank ^ 1) * run"), WRONG_BITS),
     "rows-of-one-rank": (change("rows-of-rank", "+ cluster_ctarank()", ""), WRONG_BITS),
     "part-without-a-weight": (change("weight-of-part", "exp(lse - largest)", "1"), WRONG_BITS),

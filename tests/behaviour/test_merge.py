@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import DTYPES, Case, furthest, references
+from planting import change, planted
 from tiers import exhaustive
 from tolerance import assert_matches_reference
 
@@ -247,6 +248,12 @@ def test_the_kernel_merges_statistics_as_partials(layout):
     merged = run_plan.merge(posed, layout, "sm_80", simulator.start, statistics, 9)
     for actual, other in zip(merged, (*expected[:2], *expected[2]), strict=True):
         np.testing.assert_allclose(actual.numpy(), other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_a_kernel_that_adds_no_offset_is_found(monkeypatch):
+    with planted(monkeypatch, change("key-offset", " + key_offset", "")), pytest.raises(AssertionError):
+        test_the_kernel_merges_statistics_as_partials("bshd")
 
 
 @pytest.mark.parametrize("shape", [(70000, 1, 2, 1), (1, 1, 70000, 1), (1, 70000, 1)], ids=str)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -265,7 +265,8 @@ def forward(
     function: str, arrays: tuple[ArrayT, ArrayT, ArrayT | None], options: Options, packed: Packed | None
 ) -> tuple[ArrayT, ...]:
     """Return (out, lse) of a call on arrays other than torch's, followed by the statistics that it asks for."""
-    call = call_on_numpy(arrays, options, packed) or call_on_cupy(arrays, options, packed)
+    call_on = call_on_numpy if type(arrays[0]) is np.ndarray else call_on_cupy
+    call = call_on(arrays, options, packed)
     outputs: Any = run(call)
     if outputs is not None:
         return outputs[0], outputs[1]
@@ -310,24 +311,21 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
 
 
 def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
-    """Return the call if it is on NumPy's arrays, torch is imported and it has a key, else None."""
-    if type(arrays[0]) is not np.ndarray or "torch" not in sys.modules:
-        return None
-    return call_of(arrays, options, packed, _read_numpy)
+    """Return the call on NumPy's arrays if torch is imported and it has a key, else None."""
+    return call_of(arrays, options, packed, _read_numpy) if "torch" in sys.modules else None
 
 
-def _read_numpy(arrays: Iterable[object]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
-    facts: list[Hashable] = []
+def _read_numpy(arrays: Sequence[object]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
+    facts: list[Hashable] = [None] * len(arrays)
     inputs: list[AnyArray] = []
     addresses: list[int] = []
-    for x in arrays:
+    for place, x in enumerate(arrays):
         if x is None:
-            facts.append(None)
             continue
         if type(x) is not np.ndarray:
             return None
         address = x.__array_interface__["data"][0]
-        facts.append((x.shape, x.strides, x.dtype, address % NUMPY_ALIGNMENT))
+        facts[place] = (x.shape, x.strides, x.dtype, address % NUMPY_ALIGNMENT)
         inputs.append(x)
         addresses.append(address)
     return facts, inputs, addresses
@@ -335,16 +333,15 @@ def _read_numpy(arrays: Iterable[object]) -> tuple[list[Hashable], list[AnyArray
 
 def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
     ndarray = sys.modules["cupy"].ndarray
-    facts: list[Hashable] = []
+    facts: list[Hashable] = [None] * len(arrays)
     inputs: list[AnyArray] = []
     addresses: list[int] = []
-    for x in arrays:
+    for place, x in enumerate(arrays):
         if x is None:
-            facts.append(None)
             continue
         if type(x) is not ndarray or not (address := x.data.ptr):
             return None
-        facts.append((x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT))
+        facts[place] = (x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT)
         inputs.append(x)
         addresses.append(address)
     return facts, inputs, addresses

@@ -74,7 +74,7 @@ def test_steps_of_a_decode_are_served() -> None:
 def test_results_are_those_of_the_arrays_of_the_call() -> None:
     for seed in range(3):
         inputs = arrays(seed)
-        expected = cupy_flash.attention(*inputs.get(), causal=True)
+        expected = cupy_flash.attention(*inputs.get(), causal=True, engine="cpu")  # aten keeps plans of its own
         np.testing.assert_allclose(attention(inputs, causal=True).get(), expected, atol=1e-5)
         assert served() == seed
 

@@ -7,14 +7,14 @@ from ..device import Device
 from ..problem.features import FLOATING
 from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .launch import Launch, Workspace
-from .shared import ATTENTION_OPTIONS, dtype_refusals
+from .shared import ATTENTION_OPTIONS, SELECTION, dtype_refusals
 from .shared import advantage as advantage
 from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cpu",)
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = FLOATING
-OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | {"selected"}
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | SELECTION
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)

@@ -9,7 +9,7 @@ from .cpu import FLOP, LOAD, SCORE, TILE, Tile, worth
 from .cpu import alike as alike
 from .cpu import launches as launches
 from .cpu import workspaces as workspaces
-from .shared import ATTENTION_OPTIONS, KV_CACHE_OPTIONS, dtype_refusals
+from .shared import ATTENTION_OPTIONS, KV_CACHE_OPTIONS, SELECTION, dtype_refusals
 from .shared import advantage as advantage
 from .shared import forms as forms
 
@@ -17,7 +17,7 @@ BACKENDS: tuple[str, ...] = ("cpu",)
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = FLOATING
 OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias", "score_mod", "mask_mod"}
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", "selected"}
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION | {"split_size", "k_descale", "v_descale"}
 CACHE_DTYPES: tuple[str, ...] = (FP8,)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)

@@ -194,7 +194,7 @@ def test_every_option_is_named_by_an_engine():
     A plan cannot refuse an option that it does not see, because it is part of another fact or an array that is only
     read: such a row needs an entry here.
     """
-    part_of_a_fact = {"causal", "window", "seed"}
+    part_of_a_fact = {"causal", "window", "seed", "selected_block", "selected_rows"}
     only_read = {"v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "positions", "rotary_sin", "out"}
     only_read |= {"cu_seqlens_q", "max_seqlen_q", "rotary_interleaved"}
     for table, attribute, fields in (

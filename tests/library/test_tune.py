@@ -201,12 +201,12 @@ def test_a_default_that_cannot_be_measured_stores_nothing():
 
 
 def test_a_call_that_no_engine_serves_lists_their_reasons():
-    results = run(Card(), [replace(CALL, cache=CacheTrial(), head_dim=320)])
+    results = run(Card(), [replace(CALL, cache=CacheTrial(), head_dim=640)])
     (result,) = results.results
     assert not results.complete and result.tune is None
     assert set(result.left_out) == {"simt", "mma", "mma_decode", "wgmma", "tcgen05"}
     assert (
-        "left out simt: head dimension 320 is larger" in str(results)
+        "left out simt: head dimension 640 is larger" in str(results)
         and "float32 is not" in result.left_out["mma_decode"]
     )
 

@@ -358,7 +358,8 @@ def _base(view: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(numbers: np.ndarray) -> bool:
-    return math.isfinite(np.add.reduce(numbers, axis=None))
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum that overflows counts as infinite
+        return math.isfinite(np.add.reduce(numbers, axis=None))
 
 
 def _of_cpu(chosen: Plan) -> Plan:

@@ -217,7 +217,7 @@ def test_attention_of_few_queries(options):
 
 def test_attention_of_few_queries_chooses_cpu_decode():
     call = Case(q_len=1, kv_len=130).call()
-    assert "engine     cpu_decode" in cupy_flash.explain(*call[:3])
+    assert "engine     cpu_decode" in cupy_flash.explain(*call[:3], softcap=3.0)  # which aten refuses
     short = Case(q_len=1, kv_len=30).call()
     assert "not cpu_decode without a KV cache it takes at least 64 keys" in cupy_flash.explain(*short[:3])
 

@@ -145,7 +145,9 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
         if type(options.cache_seqlens) is int:
             length, given[len(arrays) + table.names.index(LENGTH)] = options.cache_seqlens, None
             longest = (0,)
+    absent: tuple[bool, ...] = ()
     if arrays[2] is None:  # values inside keys are at the addresses of the keys
+        absent = tuple([x is None for x in given])
         given[2] = given[1]
         for of, view in views_of((TABLE if isinstance(options, Options) else of_cache()).names):
             given[len(arrays) + view] = given[len(arrays) + of]
@@ -163,7 +165,7 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     if length is not None:
         addresses.append(length)
     encoded = "" if mod is None else mod.encoded
-    return (types, plain, window, longest, encoded, *facts_of_process(options.backend), *facts), inputs, addresses
+    return (types, plain, window, longest, absent, encoded, *facts_of_process(options.backend), *facts), inputs, addresses
 
 
 def _traced(options: Options | CacheOptions) -> Mod | None:

@@ -312,8 +312,9 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
 
 
 def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
-    """Return the call if it is on NumPy's arrays, torch is imported and it has a key, else None."""
-    if type(arrays[0]) is not np.ndarray or "torch" not in sys.modules:
+    """Return the call if it is on NumPy's arrays and the CPU, torch is imported and it has a key, else None."""
+    on_cpu = (environment.backend() if options.backend is None else options.backend) in (None, "cpu")
+    if type(arrays[0]) is not np.ndarray or not on_cpu or "torch" not in sys.modules:
         return None
     return call_of(arrays, options, packed, _read_numpy)
 

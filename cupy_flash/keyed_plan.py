@@ -165,7 +165,8 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     if length is not None:
         addresses.append(length)
     encoded = "" if mod is None else mod.encoded
-    return (types, plain, window, longest, absent, encoded, *facts_of_process(options.backend), *facts), inputs, addresses
+    of_call = (types, plain, window, longest, absent, encoded)
+    return (*of_call, *facts_of_process(options.backend), *facts), inputs, addresses
 
 
 def _traced(options: Options | CacheOptions) -> Mod | None:

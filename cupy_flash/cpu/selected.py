@@ -156,8 +156,7 @@ class Lists:
             shared = lists[kv_head if self.selection.heads > 1 else 0]
             return [Unit(batch, kv_head, slice(first, first + group), shared, *after)]
         return [
-            Unit(batch, kv_head, slice(head, head + 1), lists[head], *after)
-            for head in range(first, first + group)
+            Unit(batch, kv_head, slice(head, head + 1), lists[head], *after) for head in range(first, first + group)
         ]
 
     def tiles(self, unit: Unit, start: int, stop: int) -> Iterator[ListTile]:

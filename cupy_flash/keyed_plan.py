@@ -145,7 +145,9 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
         if type(options.cache_seqlens) is int:
             length, given[len(arrays) + table.names.index(LENGTH)] = options.cache_seqlens, None
             longest = (0,)
+    absent: tuple[bool, ...] = ()
     if arrays[2] is None:  # values inside keys are at the addresses of the keys
+        absent = tuple([x is None for x in given])
         given[2] = given[1]
         for of, view in views_of((TABLE if isinstance(options, Options) else of_cache()).names):
             given[len(arrays) + view] = given[len(arrays) + of]
@@ -163,7 +165,8 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     if length is not None:
         addresses.append(length)
     encoded = "" if mod is None else mod.encoded
-    return (types, plain, window, longest, encoded, *facts_of_process(options.backend), *facts), inputs, addresses
+    of_call = (types, plain, window, longest, absent, encoded)
+    return (*of_call, *facts_of_process(options.backend), *facts), inputs, addresses
 
 
 def _traced(options: Options | CacheOptions) -> Mod | None:
@@ -236,8 +239,7 @@ def _entry(
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
-    # The simulator has no memory of its own for the results of NumPy's arrays.
-    if operands.q.framework == "numpy" or run_plan.copied(chosen, operands):
+    if run_plan.copied(chosen, operands):
         return None
     works: list[Work] = []
     if problem.backward:
@@ -312,8 +314,9 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
 
 
 def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
-    """Return the call on NumPy's arrays if torch is imported and it has a key, else None."""
-    return call_of(arrays, options, packed, _read_numpy) if "torch" in sys.modules else None
+    """Return the call on NumPy's arrays if it is on the CPU, torch is imported and it has a key, else None."""
+    on_cpu = (environment.backend() if options.backend is None else options.backend) in (None, "cpu")
+    return call_of(arrays, options, packed, _read_numpy) if on_cpu and "torch" in sys.modules else None
 
 
 def _read_numpy(arrays: Sequence[object]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:

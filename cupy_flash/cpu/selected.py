@@ -49,7 +49,9 @@ class Unit(NamedTuple):
     q_len: int
     kv_len: int
     positions: Positions
-    q_idx: np.ndarray | None = None  # the positions (Sq,) that mods see in place of those
+    q_idx: np.ndarray | None  # the positions (Sq,) that mods see in place of those
+    block: int  # of keys, at most all of them
+    rows: int  # of a list, at most all queries
 
 
 class ListTile(NamedTuple):
@@ -93,7 +95,7 @@ class ListTile(NamedTuple):
     def _index(self, dense: np.ndarray) -> tuple[int | np.ndarray, ...]:
         """Return the index of the tile's scores in an array (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
         whole: tuple[int | np.ndarray, ...] = (self.batch, self.head, *self.places)
-        return tuple(index if size > 1 else 0 for index, size in zip(whole, dense.shape, strict=True))
+        return tuple(0 if size == 1 else index for index, size in zip(whole, dense.shape, strict=True))
 
     def cut(self, dense: np.ndarray) -> np.ndarray:
         """Return the elements of an array (B or 1, Hq or 1, Sq or 1, Sk or 1), in a shape that broadcasts to scores."""
@@ -147,43 +149,57 @@ class Lists:
         """Return the units of a key/value head: one, or with lists for each query head one for each of its group."""
         group, lists = self.problem.group, self.lists[batch]
         first = kv_head * group
+        q_len, kv_len = lengths
+        block, rows = min(self.selection.block, max(kv_len, 1)), min(self.selection.rows, q_len)
+        after = (q_len, kv_len, positions, q_idx, block, rows)
         if self.selection.heads in (1, self.problem.kv_heads):
             shared = lists[kv_head if self.selection.heads > 1 else 0]
-            return [Unit(batch, kv_head, slice(first, first + group), shared, *lengths, positions, q_idx)]
+            return [Unit(batch, kv_head, slice(first, first + group), shared, *after)]
         return [
-            Unit(batch, kv_head, slice(head, head + 1), lists[head], *lengths, positions, q_idx)
-            for head in range(first, first + group)
+            Unit(batch, kv_head, slice(head, head + 1), lists[head], *after) for head in range(first, first + group)
         ]
 
     def tiles(self, unit: Unit, start: int, stop: int) -> Iterator[ListTile]:
         """Yield the tiles of the lists [start, stop), of their union or with the keys of each of them."""
-        block, count = self.selection.block, stop - start
-        kv_len = unit.kv_len
+        block, kv_len, count = unit.block, unit.kv_len, stop - start
         blocks = -(-kv_len // block)
         entries = unit.lists[start:stop].astype(np.int64)
         entries[(entries < 0) | (entries >= blocks)] = blocks  # the block after the last is that of no key
         named = np.zeros(blocks + 1, np.bool_)
         named[entries] = True
         union = np.flatnonzero(named[:-1])
-        rows = count * self.selection.rows * (unit.heads.stop - unit.heads.start)
+        rows = count * unit.rows * (unit.heads.stop - unit.heads.start)
         dims, itemsize = self.problem.head_dim + self.problem.head_dim_v, self.problem.accumulation.itemsize
         merged, gathered = len(union) * block, entries.size * block
         one = rows * (2 * dims * FLOP + SCORE) + dims * GATHER
         each = rows // count * (2 * dims * FLOP_OF_LIST + SCORE) + dims * GATHER
-        if count == 1 or (merged * one <= gathered * each and merged * rows * itemsize <= TILE_BYTES):
+        if count == 1:
+            yield from self._parts(unit, start, union)
+        elif merged * one <= gathered * each and merged * rows * itemsize <= TILE_BYTES:
             yield self._merged(unit, start, entries, union)
         elif gathered * (rows // count + dims) * itemsize <= TILE_BYTES:
             j = _keys_of(entries, block, kv_len)
             hidden = j == kv_len
-            yield self._tile(unit, start, count, j, hidden[:, None] if hidden.any() else None)
+            queries = np.arange(start * unit.rows, stop * unit.rows)
+            yield self._tile(unit, queries, j, hidden[:, None] if hidden.any() else None)
         else:
             middle = start + count // 2
             yield from self.tiles(unit, start, middle)
             yield from self.tiles(unit, middle, stop)
 
+    def _parts(self, unit: Unit, index: int, blocks: np.ndarray) -> Iterator[ListTile]:
+        """Yield the tiles of one list, of some of its rows each: all may be as many as there are queries."""
+        j = _keys_of(blocks, unit.block, unit.kv_len)
+        j = j[j < unit.kv_len]
+        row = max(len(j), 1) * (unit.heads.stop - unit.heads.start) * self.problem.accumulation.itemsize
+        first, step = index * unit.rows, max(TILE_BYTES // row, LISTS)
+        stop = min(first + unit.rows, unit.q_len)
+        for at in range(first, stop, step):
+            yield self._tile(unit, np.arange(at, min(at + step, stop)), j[None], None)
+
     def _merged(self, unit: Unit, start: int, entries: np.ndarray, union: np.ndarray) -> ListTile:
         """Return the tile of one list, the union of some, which hides from each row what its own does not name."""
-        block, rows, kv_len = self.selection.block, self.selection.rows, unit.kv_len
+        block, rows, kv_len = unit.block, unit.rows, unit.kv_len
         count = len(entries)
         j = _keys_of(union, block, kv_len)
         j = j[j < kv_len]
@@ -194,12 +210,11 @@ class Lists:
         hidden = None
         if not named[:, :-1].all():
             hidden = ~named[:, :-1].repeat(block, axis=1)[None, :, : len(j)].repeat(rows, axis=1)
-        return self._tile(unit, start, count, j[None], hidden)
+        return self._tile(unit, np.arange(start * rows, (start + count) * rows), j[None], hidden)
 
-    def _tile(self, unit: Unit, start: int, count: int, j: np.ndarray, hidden: np.ndarray | None) -> ListTile:
-        rows = self.selection.rows
+    def _tile(self, unit: Unit, queries: np.ndarray, j: np.ndarray, hidden: np.ndarray | None) -> ListTile:
         head = np.arange(unit.heads.start, unit.heads.stop, dtype=np.int32)[:, None]
-        q = np.arange(start * rows, (start + count) * rows).reshape(len(j), -1, 1, 1)
+        q = queries.reshape(len(j), -1, 1, 1)
         hidden = None if hidden is None else hidden[:, :, None]
         j = j[:, None, None]
         return ListTile(unit.batch, head[None, None], q, j, hidden, unit.q_len, unit.kv_len, unit.positions, unit.q_idx)

@@ -126,3 +126,23 @@ def test_a_kept_plan_has_head_dim_v_in_its_key():
             expected = cupy_flash.attention(q[:, :3], k[:, : 3 * step + 3], None, causal=True, head_dim_v=8)
             np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     keyed_plan.forget()
+
+
+def test_a_kept_plan_has_in_its_key_which_arrays_are_given():
+    """A call that is refused is refused after one with the same arrays in all places, and after one without v."""
+    from cupy_flash import keyed_plan
+
+    keyed_plan.forget()
+    for k in (K, torch.tensor(K)):
+        cupy_flash.attention(k, k, k)
+        cupy_flash.attention(k, k, None, head_dim_v=12)
+        with pytest.raises(TypeError, match="without v, head_dim_v must say"):
+            cupy_flash.attention(k, k, None)
+        with pytest.raises(ValueError, match="head_dim_v is for v=None"):
+            cupy_flash.attention(k, k, k, head_dim_v=12)
+    q, cache = torch.zeros(1, 1, 1, 16), torch.zeros(1, 8, 1, 16)
+    row, on = torch.ones(1, 1, 1, 16), dict(cache_seqlens=2, head_dim_v=16, backend="simulator")
+    cupy_flash.attention_with_kv_cache(q, cache, None, k=row, **on)
+    with pytest.raises(ValueError, match="v must be None, as v_cache is"):
+        cupy_flash.attention_with_kv_cache(q, cache, None, k=row, v=row, **on)
+    keyed_plan.forget()

@@ -296,6 +296,32 @@ def test_memory_is_linear_in_the_length():
     assert peak < length * length / 4  # a boolean mask would have four times as many bytes
 
 
+@pytest.mark.parametrize("length, rows, block", [(4096, 4096, 64), (16, 2**24, 2**24)])
+def test_memory_does_not_grow_with_the_rows_of_a_list_or_the_keys_of_a_block(length, rows, block):
+    """One list of all keys, for all rows; rows and blocks past the last query and key take nothing."""
+    q, k = (np.random.default_rng(11).standard_normal((1, length, heads, 8), np.float32) for heads in (2, 1))
+    lists = np.arange(-(-length // block), dtype=np.int32)[None, None, None]
+    options = dict(selected=lists, selected_block=block, selected_rows=rows)
+    tracemalloc.start()
+    out, lse = cupy_flash.attention(q, k, k, return_lse=True, **options)
+    found = cupy_flash.attention_backward(out, q, k, k, out, lse, **options)
+    on_cache = cupy_flash.attention_with_kv_cache(q, k, k, causal=False, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**26
+    dense = cupy_flash.attention(q, k, k, return_lse=True)
+    expected = (*dense, dense[0], *cupy_flash.attention_backward(dense[0], q, k, k, *dense)[:3])
+    for x, y in zip((out, lse, on_cache, *found[:3]), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_lists_without_keys():
+    """With a bias and a mask whose last dimension is the number of keys, 0."""
+    options = dict(bias=np.zeros((1, HQ, 1, 0)), mask=np.ones((1, 1, SQ, 0), bool))
+    out, lse, *gradients = results(np.full((1, 1, SQ, 2), -1, np.int32), K[:, :0], V[:, :0], **options)
+    assert not out.any() and (lse == -np.inf).all() and not gradients[0].any()
+
+
 def test_values_inside_keys():
     lists = lists_of(np.random.default_rng(10), heads=HK)
     out, lse, dq, dk, dv = results(lists, K, K[..., :DV])

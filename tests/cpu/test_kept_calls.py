@@ -244,3 +244,13 @@ def test_without_an_operator_no_call_is_kept():
     for options in (dict(engine="cpu"), dict(engine="cpu_decode")):
         for _ in range(2):
             assert not outcome((Q, K, V), options)[1]
+
+
+@pytest.mark.parametrize("by_option", [True, False], ids=["option", "environment"])
+def test_arrays_on_the_simulator_are_posed(by_option, monkeypatch):
+    x = np.ones((1, 2, 1, 16), np.float32)
+    if not by_option:
+        monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+    options = {"backend": "simulator"} if by_option else {}
+    for _ in range(2):
+        np.testing.assert_array_equal(cupy_flash.attention(x, x, x, **options), x)

@@ -141,6 +141,7 @@ MAY_SPILL = {
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_100", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.9.86"): 8,
+    ("mma/backward, fp16 D 64, tile 128x128/256, sm_80", "13.5.37"): 36,
     ("mma/backward, fp16 D 128, tile 64x128/256, sm_80", "12.8.93"): 12,
     ("wgmma/backward, Hopper fp16 D 256, tile 64x64/384, sm_90a", "12.8.93"): 8,
 }

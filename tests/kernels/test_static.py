@@ -453,7 +453,15 @@ def test_stored_result_has_no_spill():
 
 @pytest.mark.parametrize(("name", "compiler"), static.MAY_SPILL)
 def test_only_named_rows_may_spill_and_do(name, compiler):
+    _, problem, _, arch = name.split(", ")
     rows = [kernel for kernel in static.Result.of(stored(STORED)).kernels if kernel.name == name]
+    if not rows:  # of a problem that is not stored: only the compiler itself can tell
+        if compiler != static._release():
+            return
+        launches = [
+            each for each in static._launches(problem, arch).values() if static._name(problem, each, arch) == name
+        ]
+        rows = [static._compile_launch(problem, launch, arch) for launch in launches]
     spilling = max((kernel for kernel in rows if kernel.compiler == compiler), key=lambda kernel: kernel.spills)
     assert spilling.spills == static.MAY_SPILL[name, compiler], "remove the row of MAY_SPILL, or lower its bytes"
     for kernel in replace(spilling, compiler="99.0.0"), replace(spilling, spills=spilling.spills + 1):

@@ -41,8 +41,8 @@ IMPLEMENTED = (
 NAMED = (
     (
         "cupy_flash/engines/cpu.py",
-        '= ATTENTION_OPTIONS | {"selected"}',
-        '= ATTENTION_OPTIONS | {"selected", "temperature"}',
+        '= ATTENTION_OPTIONS | SELECTION',
+        '= ATTENTION_OPTIONS | SELECTION | {"temperature"}',
     ),
 )
 COMMON = (("cupy_flash/problem/records.py", "= option(NUMBER, range=CAP,", "= common(NUMBER, range=CAP,"),)

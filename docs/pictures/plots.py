@@ -58,7 +58,7 @@ def ends(cases: list[dict[str, Any]], names: Iterable[str]) -> dict[str, list[st
             words = f"at {chart.plain(case['seqlen'])} {case['left_out'][name]}"
             if name not in first and words not in first.values():
                 first[name] = words
-    return {name: textwrap.wrap(words, 16) for name, words in first.items()}
+    return {name: textwrap.wrap(words, 13) for name, words in first.items()}
 
 
 def framed(title: str, colors: dict[str, str], words: str, height: int = HEIGHT) -> Picture:

@@ -263,7 +263,7 @@ def test_the_fastest_of_a_row_is_the_best_cell() -> None:
     stored = json.loads((Path(bench.__file__).parents[1] / "bench/results/cpu.json").read_text(encoding="utf-8"))
     for table in report.tables("backward", stored)[:2]:
         for number, row in enumerate(table.rows):
-            times = [float(cell) for cell in row[2:6] if cell != "-"]
+            times = [float(cell) for cell in row[2 : table.columns.index("over SDPA flash")] if cell != "-"]
             ((_, column),) = [cell for cell in table.best if cell[0] == number]
             assert float(row[column]) == min(times)
 

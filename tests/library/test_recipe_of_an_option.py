@@ -41,7 +41,7 @@ IMPLEMENTED = (
 NAMED = (
     (
         "cupy_flash/engines/cpu.py",
-        '= ATTENTION_OPTIONS | SELECTION',
+        "= ATTENTION_OPTIONS | SELECTION",
         '= ATTENTION_OPTIONS | SELECTION | {"temperature"}',
     ),
 )

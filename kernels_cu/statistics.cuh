@@ -100,7 +100,7 @@ struct StatisticsGradients {
   const real* dmax;
   const int* argmax;  // -1 for a row that sees no key
 
-  // What they add to the gradient of the score of a row and key j, whose probability is P, besides the part in delta.
+  // Returns the terms of dS of a row and key j, whose probability is P, that delta does not contain.
   __device__ real of_score(int row, int j, real P, real log_P) const {
     real ds = 0;
     if (DENTROPY && P > 0) ds -= dentropy[row] * P * log_P;  // @gradient-of-entropy

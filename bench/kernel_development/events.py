@@ -81,7 +81,7 @@ class Softmax(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What the model needs of a kernel."""
+    """The constants of a kernel's roles: head dimensions, slots of its ring, instructions and latencies."""
 
     dims: tuple[int, int]
     slots: int  # of K and V together

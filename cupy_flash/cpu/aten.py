@@ -203,7 +203,7 @@ class Call:
 
 
 class Form(NamedTuple):
-    """What a call of the forward operator depends on besides its tensors."""
+    """The arguments of the forward operator other than its tensors, and the layout of these."""
 
     is_causal: bool
     packs_groups: bool

@@ -189,13 +189,9 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                 dq_rows[sequence.row, heads, sequence.queries] = total
             if call.sink is not None and piece == 0:
                 dsink[sequence.batch, heads] = rows.dsink(call.sink[heads])
+        dk, dv = (None if x is None else x[sequence.row, kv_heads, sequence.keys] for x in (dk_rows, dv_rows))
         for keys, dK_tile, dV_tile in zip(tiles, dK, dV, strict=True):
-            call.scale(dK_tile)
-            if dv_rows is None:  # the values are inside the keys
-                dK_tile[..., : problem.head_dim_v] += dV_tile
-            else:
-                dv_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dV_tile
-            dk_rows[sequence.row, kv_heads, sequence.keys][:, keys] = dK_tile
+            call.store_dK_dV((dK_tile, dV_tile), (dk, dv), (slice(None), keys))
 
     run_tasks(plan.threads, _gradient_tasks(plan, call, pieces, differentiate), call.stop, products.region)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}
@@ -389,6 +385,22 @@ class Call:
         """Multiply scores by the part of the scale that is not folded into Q."""
         if self.product_scale != 1:
             product *= self.product_scale
+
+    def store_dK_dV(
+        self,
+        sums: tuple[np.ndarray, np.ndarray],
+        rows: tuple[np.ndarray | None, np.ndarray | None],
+        place: tuple[int | slice, ...],
+    ) -> None:
+        """Scale dK and write (dK, dV) to a place of `rows` (dk, dv); dK takes dV if dv is None: values are in keys."""
+        (dK, dV), (dk, dv) = sums, rows
+        assert dk is not None
+        self.scale(dK)
+        if dv is None:
+            dK[..., : dV.shape[-1]] += dV
+        else:
+            dv[place] = dV
+        dk[place] = dK
 
     @property
     def additive(self) -> bool:

@@ -133,12 +133,7 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
             if call.sink is not None:
                 tsink = 0 if direction.tsink is None else direction.tsink[head]
                 dsink[sequence.batch, head] = statistics.dsink(call.sink[head], tsink)
-        call.scale(dK)
-        if dv_rows is None:  # the values are inside the keys
-            dK[..., : problem.head_dim_v] += dV
-        else:
-            dv_rows[sequence.row, kv_head, sequence.keys] = dV
-        dk_rows[sequence.row, kv_head, sequence.keys] = dK
+        call.store_dK_dV((dK, dV), (dk_rows, dv_rows), (sequence.row, kv_head, sequence.keys))
 
     run_tasks(plan.threads, call.gradient_tasks(differentiate), call.stop)
     sums = {name: total for step in call.score_steps for name, total in step.gradients().items()}

@@ -382,13 +382,8 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
                     )
         whole = sums[sequence.batch, kv_head].add(piece, total)
         if whole is not None:
-            dK, dV = whole[:-1, : problem.head_dim], whole[:-1, problem.head_dim :]
-            call.scale(dK)
-            if dv_rows is None:  # the values are inside the keys
-                dK[..., : problem.head_dim_v] += dV
-            else:
-                dv_rows[sequence.row, kv_head, sequence.keys] = dV
-            dk_rows[sequence.row, kv_head, sequence.keys] = dK
+            of_keys = whole[:-1, : problem.head_dim], whole[:-1, problem.head_dim :]
+            call.store_dK_dV(of_keys, (dk_rows, dv_rows), (sequence.row, kv_head, sequence.keys))
 
     tasks: list[Callable[[], None]] = [
         partial(differentiate, sequence, kv_head, piece)

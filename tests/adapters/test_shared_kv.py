@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 import cupy_flash
 from cupy_flash import UnsupportedError
 
 # torch's forward mode uses torch.jit.script, which torch itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-torch = pytest.importorskip("torch")
 RNG = np.random.default_rng(0)
 Q, K = RNG.normal(size=(2, 5, 4, 12)), RNG.normal(size=(2, 9, 1, 12))
 OPTIONS = dict(causal=True, head_dim_v=8)
@@ -75,7 +75,8 @@ def test_several_ranks_refuse_it_by_name(function, tmp_path):
 
 
 def test_jax():
-    jax = pytest.importorskip("jax")
+    import jax
+
     from cupy_flash.adapters import jax as adapter
 
     q, k = (jax.numpy.asarray(x, "float32") for x in (Q, K))

@@ -520,7 +520,7 @@ THREADED = {
 @pytest.mark.parametrize("serial", [aten.SERIAL, 0], ids=["", "padded"])
 @pytest.mark.parametrize("name", THREADED)
 def test_bits_do_not_depend_on_threads(name, serial, monkeypatch):
-    """Whose scratch memory may be aligned or not, and which a BLAS uses for a task that is alone."""
+    """A thread's scratch memory may be misaligned, and a BLAS splits the products of a call of one task."""
     monkeypatch.setattr(aten, "SERIAL", serial)
     call, before, results = THREADED[name].call(), torch.get_num_threads(), []
     try:

@@ -146,7 +146,7 @@ def attend_in_order(q: Any, k: Any, v: Any, options: Options, order: tuple[int, 
     Callers rely on q's order: if q is a view of (B, S, H, D), they call out.transpose(1, 2).view(B, S, -1). The
     kernels write (B, S, H, D) and (B, H, S, D); any other order costs a copy.
     """
-    # Of a single query or head both orders have the same memory.
+    # With a single query or a single head, (B, S, H, D) and (B, H, S, D) have the same order in memory.
     heads_first = order.index(1) < order.index(2) or 1 in q.shape[1:3]
     options.layout = "bhsd" if heads_first else "bshd"
     arrays = (q, k, v) if heads_first else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))

@@ -315,7 +315,9 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
 
 def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
     """Return the call on NumPy's arrays if it is on the CPU, torch is imported and it has a key, else None."""
-    on_cpu = (environment.backend() if options.backend is None else options.backend) in (None, "cpu")
+    backend = environment.backend() if options.backend is None else options.backend
+    # A backend of a wrong type, which may be an array, has no key: the full pose refuses it.
+    on_cpu = backend is None or (isinstance(backend, str) and backend == "cpu")
     return call_of(arrays, options, packed, _read_numpy) if on_cpu and "torch" in sys.modules else None
 
 

@@ -109,11 +109,13 @@ __device__ inline void tcgen05_mma(unsigned int d, unsigned int a, unsigned long
       : "memory");
 }
 
+#if !STATISTICS
 // The larger number, or NaN if one is.
 __device__ inline float max_nan(float x, float y) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(y));
   return x;
 }
+#endif
 
 // Two fp32 numbers, for one instruction.
 struct Pair {

@@ -7,6 +7,7 @@
 //   drop            dropout of probabilities
 //   round_row       probabilities -> pairs of 16 bits
 //   finish          row sum -> normalisation of O, and lse
+//   observe, store_statistics     statistics of the rows
 //
 // The 32 rows of a warp begin at a multiple of 16.
 #pragma once
@@ -58,8 +59,13 @@ template <int N>
 __device__ float max_of(const float (&S)[N]) {
   float largest[4] = {-infinity(), -infinity(), -infinity(), -infinity()};
 #pragma unroll
+#if STATISTICS
+  for (int n = 0; n < N; n += 2) largest[n / 2 % 4] = max_nan(largest[n / 2 % 4], max_nan(S[n], S[n + 1]));
+  return max_nan(max_nan(largest[0], largest[1]), max_nan(largest[2], largest[3]));
+#else
   for (int n = 0; n < N; n += 2) largest[n / 2 % 4] = max(largest[n / 2 % 4], max(S[n], S[n + 1]));
   return max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+#endif
 }
 
 // Lazy rescaling (FlashAttention-4): returns the factor by which O must be rescaled, 1 unless the row max grew by more
@@ -67,6 +73,33 @@ __device__ float max_of(const float (&S)[N]) {
 __device__ inline float update_max(Softmax2& softmax, float row_max, float scale_log2) {
   return softmax.exceeds_reference(row_max, scale_log2) ? softmax.update(row_max, scale_log2) : 1;  // @update-row-max
 }
+
+#if STATISTICS
+// update_max, beside the terms of the entropy, whose exponents have base 2.
+__device__ inline float update_max(Softmax2& softmax, RowStatistics& statistics, float row_max, float scale_log2) {
+  float reference = softmax.reference, l = softmax.l, factor = update_max(softmax, row_max, scale_log2);
+  if constexpr (ENTROPY) statistics.rescale(reference, softmax.reference, factor, l);
+  return factor;
+}
+
+// Takes the scores of the keys from kv_start into the largest score of their row; `largest` is the largest of them.
+template <int N>
+__device__ void observe(RowStatistics& statistics, const float (&S)[N], float largest, int kv_start) {
+  if constexpr (FIND_ARGMAX) {
+    if (largest < statistics.top) return;
+    int column = 0;
+#pragma unroll
+    for (int n = N - 1; n >= 0; --n) column = S[n] == largest ? n : column;  // @lowest-column-of-row
+    if (largest != largest) {
+#pragma unroll
+      for (int n = N - 1; n >= 0; --n) column = S[n] != S[n] ? n : column;
+    }
+    statistics.take(largest, kv_start + column);
+  } else if constexpr (FIND_MAX) {
+    statistics.top = max_nan(statistics.top, largest);
+  }
+}
+#endif
 
 // Sum of a row, in four parts.
 struct RowSum {
@@ -115,6 +148,27 @@ __device__ void exponentiate(float (&S)[N], RowSum& sum, const Softmax2& softmax
   }
 }
 
+#if STATISTICS
+// exponentiate, with the terms of the entropy in `w`. HIDES: some scores may be -inf.
+template <bool HIDES, int N>
+__device__ void exponentiate(float (&S)[N], RowSum& sum, RowSum& w, const Softmax2& softmax, float scale_log2) {
+  Pair scale = {scale_log2, scale_log2}, reference = {-softmax.reference, -softmax.reference};
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    Pair exponents = fma_rn({S[n], S[n + 1]}, scale, reference);
+    exponents.get(S[n], S[n + 1]);
+    if (HIDES) exponents = {max_nan(S[n], -1e30f), max_nan(S[n + 1], -1e30f)};  // @hidden-term-of-row
+    if (n / 2 * POLYNOMIALS % 16 < POLYNOMIALS)
+      exp2_by_polynomial(S[n], S[n + 1]);
+    else
+      S[n] = ex2_approx(S[n]), S[n + 1] = ex2_approx(S[n + 1]);
+    Pair probabilities = {S[n], S[n + 1]};
+    (n % 4 ? sum.odd : sum.even) += probabilities;
+    (n % 4 ? w.odd : w.even) = fma_rn(probabilities, exponents, n % 4 ? w.odd : w.even);
+  }
+}
+#endif
+
 // A Philox call serves the rows i and i + 8, which are those of lanes l and l ^ 8: each lane makes every other call,
 // and gives the other lane two of its four words.
 template <int N>
@@ -153,3 +207,14 @@ __device__ inline float finish(const Softmax2& softmax, const Params& p, const S
   if (i < sequence.q_rows) lse[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
   return i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
 }
+
+#if STATISTICS
+// Stores the statistics of row i.
+__device__ inline void store_statistics(RowStatistics& statistics, const Softmax2& softmax, const Params& p,
+                                        const Sequence& sequence, int head, int i) {
+  float scale = SCALE_IN_EXPONENT ? (float)p.scale : 1.0f, entropy = softmax.entropy(statistics.w);
+  entropy = entropy_with_sink(p, head, softmax.end(log2_scale_of(p), scale), entropy);
+  statistics.top *= scale;
+  if (i < sequence.q_rows) statistics.store(p, sequence, head, i, entropy);
+}
+#endif

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import Problem
+from ..problem.records import FORWARD, Problem
 from .fragments import fragment_constants, fragment_refusals
 from .launch import Box, Constant, Launch, Workspace
 from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
@@ -21,7 +21,7 @@ OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
 CACHE_OPTIONS: frozenset[str] | None = None
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = ()
-STATISTICS: tuple[str, ...] = ()
+STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = None
 ON_REQUEST = True
 MEASURED: str | None = None

@@ -153,6 +153,10 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     Dropout dropout(p, sequence.batch, head);
     Softmax2 softmax;
     softmax.init();
+#if STATISTICS
+    RowStatistics statistics;
+    statistics.init();
+#endif
     Range queries = {q_start + t * ROWS, q_start + (t + 1) * ROWS};
     for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
       float S[BLOCK_KV];
@@ -168,26 +172,54 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
             modify<true>(part, score, band, i, kv_tiles.start + n);
           else if constexpr (SCORE_MODIFIED)
             modify<false>(part, score, band, i, kv_tiles.start + n);
+#if STATISTICS
+          float largest = max_of(part);
+          observe(statistics, part, largest, kv_tiles.start + n);
+          row_max = max_nan(row_max, largest);
+#else
           row_max = max(row_max, max_of(part));
+#endif
           tmem_st(S_tmem + n, *(const unsigned int (*)[PART])part);
         }
         tmem_wait_st();  // @wait-stored-S
+#if STATISTICS
+        send(update_max(softmax, statistics, row_max, scale_log2));
+#else
         send(update_max(softmax, row_max, scale_log2));
+#endif
       } else {
 #pragma unroll
         for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
         tmem_wait_ld();  // @wait-loaded-S
         fence_loaded(S);
         if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-row
+#if STATISTICS
+        float row_max = max_of(S);
+        send(update_max(softmax, statistics, row_max, scale_log2));
+        observe(statistics, S, row_max, kv_tiles.start);
+#else
         send(update_max(softmax, max_of(S), scale_log2));
+#endif
       }
       RowSum sum(softmax.l);
+#if STATISTICS
+      RowSum w(statistics.w);
+#endif
 #pragma unroll(STORES_S ? 1 : BLOCK_KV / PART)
       for (int n = 0; n < BLOCK_KV; n += PART) {
         float (&part)[PART] = *(float (*)[PART])(S + (STORES_S ? 0 : n));
         unsigned int P[PART / 2];
         if constexpr (STORES_S) load(part, S_tmem + n);
+#if STATISTICS
+        if constexpr (!ENTROPY)
+          exponentiate(part, sum, softmax, scale_log2);
+        else if (masked || SCORE_MODIFIED)
+          exponentiate<true>(part, sum, w, softmax, scale_log2);
+        else
+          exponentiate<false>(part, sum, w, softmax, scale_log2);
+#else
         exponentiate(part, sum, softmax, scale_log2);
+#endif
         if constexpr (DROPOUT) drop(part, dropout, i, kv_tiles.start + n);
         round_row(P, part);
         tmem_st(S_tmem + n / 2, P);
@@ -197,10 +229,16 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
         }
       }
       softmax.l = sum.total();
+#if STATISTICS
+      if constexpr (ENTROPY) statistics.w = w.total();
+#endif
       tmem_wait_st();  // @wait-complete-P
       P_complete.arrive();
     }
     send(finish(softmax, p, sequence, dropout, head, i));
+#if STATISTICS
+    store_statistics(statistics, softmax, p, sequence, head, i);
+#endif
   }
 }
 

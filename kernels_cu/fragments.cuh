@@ -95,19 +95,13 @@ __device__ Score::Moved moved(const Score& score, const Band& band, float produc
 }
 #endif
 
+#if !STATISTICS
 // Lazy rescaling (FlashAttention-4): true if any row max in the warp grew by more than RESCALE_ABOVE. Then every row
 // updates its reference, and factors = 2^(old - new) rescale O.
 template <int M, int N>
 __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
-                           float scale_log2
-#if STATISTICS
-                           ,
-                           float (&largest)[M][2]
-#endif
-) {
-#if !STATISTICS
+                           float scale_log2) {
   float largest[M][2];
-#endif
   bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -116,11 +110,7 @@ __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], co
       largest[m][half] = -infinity();
 #pragma unroll
       for (int n = 0; n < N; ++n)
-#if STATISTICS
-        largest[m][half] = max_nan(largest[m][half], max_nan(S[m][n][2 * half], S[m][n][2 * half + 1]));
-#else
         largest[m][half] = max(largest[m][half], max(S[m][n][2 * half], S[m][n][2 * half + 1]));
-#endif
       exceeds |= softmax[m][half].exceeds_reference(largest[m][half], scale_log2);
     }
   if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
@@ -132,6 +122,7 @@ __device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], co
   return true;
 }
 
+#endif
 #if STATISTICS
 template <int M>
 __device__ void init(RowStatistics (&statistics)[M][2]) {
@@ -139,40 +130,77 @@ __device__ void init(RowStatistics (&statistics)[M][2]) {
   for (int n = 0; n < 2 * M; ++n) statistics[n / 2][n % 2].init();
 }
 
-// Finds the lowest key of a tile that has the row's largest score so far. `largest` is that of the lane in this tile.
-// In the four lanes of a row `top` is the same, and `key` that of the lane's own scores, or NO_KEY if they are lower.
+// The largest scores of a lane in a tile, by parts of the columns: where a row max grows, its key is sought in one part.
 template <int M, int N>
-__device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M][N][4], const float (&largest)[M][2],
-                          int kv_start) {
-  bool any = false;
+struct LargestOfTile {
+  static constexpr int PART = N > 8 ? 4 : 2, PARTS = (N + PART - 1) / PART;  // fragments of a part
+
+  float parts[M][2][PARTS];
+  float all[M][2];
+
+  __device__ LargestOfTile(const float (&S)[M][N][4]) {
 #pragma unroll
-  for (int n = 0; n < 2 * M; ++n) any |= !(largest[n / 2][n % 2] < statistics[n / 2][n % 2].top);
-  if (!__any_sync(0xFFFFFFFF, any)) return;
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          float& part = parts[m][half][n / PART];
+          float of_fragment = max_nan(S[m][n][2 * half], S[m][n][2 * half + 1]);
+          part = n % PART ? max_nan(part, of_fragment) : of_fragment;
+          if (n % PART == PART - 1 || n == N - 1) all[m][half] = n < PART ? part : max_nan(all[m][half], part);
+        }
+  }
+};
+
+// The lowest column of a lane with the number x in a row of a tile.
+template <int M, int N>
+__device__ int column_with(const LargestOfTile<M, N>& largest, const float (&S)[M][N][4], int m, int half, float x) {
+  constexpr int PART = LargestOfTile<M, N>::PART;
+  int column = 0;
+#pragma unroll
+  for (int c = LargestOfTile<M, N>::PARTS - 1; c >= 0; --c)
+    if (largest.parts[m][half][c] == x) {
+#pragma unroll
+      for (int n = min(c * PART + PART, N) - 1; n >= c * PART; --n)
+#pragma unroll
+        for (int e = 2 * half + 1; e >= 2 * half; --e)
+          column = S[m][n][e] == x ? column_offset(n, e) : column;  // @lowest-column
+    }
+  return column;
+}
+
+// The lowest column of a lane with NaN in a row of a tile.
+template <int M, int N>
+__device__ int column_with_nan(const float (&S)[M][N][4], int m, int half) {
+  int column = 0;
+#pragma unroll
+  for (int n = N - 1; n >= 0; --n)
+#pragma unroll
+    for (int e = 2 * half + 1; e >= 2 * half; --e)
+      column = S[m][n][e] != S[m][n][e] ? column_offset(n, e) : column;
+  return column;
+}
+
+// Finds the lowest key of a tile that has the row's largest score so far. In the four lanes of a row `top` is the same,
+// and `key` that of the lane's own scores, or NO_KEY if they are lower.
+template <int M, int N>
+__device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M][N][4],
+                          const LargestOfTile<M, N>& largest, int kv_start) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       RowStatistics& row = statistics[m][half];
-      float found = max_nan(largest[m][half], __shfl_xor_sync(0xFFFFFFFF, largest[m][half], 1));
+      float of_lane = largest.all[m][half], found = max_nan(of_lane, __shfl_xor_sync(0xFFFFFFFF, of_lane, 1));
       found = max_nan(found, __shfl_xor_sync(0xFFFFFFFF, found, 2));
-      if (found > row.top || (found != found && row.top == row.top)) row.top = found, row.key = RowStatistics::NO_KEY;
-      // A comparison with NaN is false, so NaNs are found by the other loop.
-      bool has_nan = largest[m][half] != largest[m][half];
-      if (has_nan || largest[m][half] == row.top) {
-        int column = 0;
-#pragma unroll
-        for (int n = N - 1; n >= 0; --n)
-#pragma unroll
-          for (int e = 2 * half + 1; e >= 2 * half; --e)
-            column = S[m][n][e] == found ? column_offset(n, e) : column;  // @lowest-column
-        if (has_nan) {
-#pragma unroll
-          for (int n = N - 1; n >= 0; --n)
-#pragma unroll
-            for (int e = 2 * half + 1; e >= 2 * half; --e)
-              column = S[m][n][e] != S[m][n][e] ? column_offset(n, e) : column;
-        }
-        row.key = kv_start + column_of(0, 0) + column;
+      int first = kv_start + column_of(0, 0);
+      if (found != found) {
+        if (row.top == row.top) row.top = found, row.key = RowStatistics::NO_KEY;
+        if (of_lane != of_lane) row.key = first + column_with_nan(S, m, half);
+      } else {
+        if (found > row.top) row.top = found, row.key = RowStatistics::NO_KEY;
+        if (of_lane == row.top) row.key = first + column_with(largest, S, m, half, of_lane);
       }
     }
 }
@@ -181,30 +209,36 @@ __device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M]
 template <int M, int N>
 __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
                         const float (&S)[M][N][4], float scale_log2, int kv_start) {
-  float largest[M][2], references[M][2], sums[M][2];
+  LargestOfTile<M, N> largest(S);
+  if constexpr (FIND_MAX) {
+    // A reference is exceeded only by a score that is larger than all before.
+    bool grows = false;
+#pragma unroll
+    for (int n = 0; n < 2 * M; ++n) grows |= !(largest.all[n / 2][n % 2] < statistics[n / 2][n % 2].top);
+    if (!__any_sync(0xFFFFFFFF, grows)) return false;
+    if constexpr (FIND_ARGMAX) {
+      find_keys(statistics, S, largest, kv_start);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 2 * M; ++n)
+        statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest.all[n / 2][n % 2]);
+    }
+  }
+  bool exceeds = false;
+#pragma unroll
+  for (int n = 0; n < 2 * M; ++n) exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest.all[n / 2][n % 2], scale_log2);
+  if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      references[m][half] = softmax[m][half].reference;
-      sums[m][half] = softmax[m][half].l;
+      Softmax2& row = softmax[m][half];
+      float reference = row.reference, l = row.l;
+      factors[m][half] = row.update(row_max(largest.all[m][half]), scale_log2);  // @update-softmax
+      // The exponents have base 2.
+      if constexpr (ENTROPY) statistics[m][half].rescale(reference, row.reference, factors[m][half], l);
     }
-  bool rescales = update_max(factors, softmax, S, scale_log2, largest);
-  if (ENTROPY && rescales) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)  // the exponents have base 2
-        statistics[m][half].rescale(references[m][half], softmax[m][half].reference, factors[m][half], sums[m][half]);
-  }
-  if constexpr (FIND_ARGMAX)
-    find_keys(statistics, S, largest, kv_start);
-  else if constexpr (FIND_MAX) {
-#pragma unroll
-    for (int n = 0; n < 2 * M; ++n)
-      statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest[n / 2][n % 2]);
-  }
-  return rescales;
+  return true;
 }
 #endif
 

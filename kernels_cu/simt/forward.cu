@@ -46,7 +46,7 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
     RowStatistics of_tile = {};
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
-      real exponent = S[r][c] - softmax[r].m;
+      real exponent = S[r][c] - softmax[r].m;  // @shift-of-term
       sum += S[r][c] = softmax[r].probability(S[r][c]);
       if constexpr (ENTROPY) of_tile.add_term(S[r][c], exponent);
     }

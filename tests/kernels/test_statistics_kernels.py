@@ -7,7 +7,7 @@ import pytest
 from cache_cases import CacheCase
 from cache_cases import run_kernels as run_cache_kernels
 from cases import Case, planned
-from planting import change, planted, skip
+from planting import after, change, planted, skip
 from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
 from tiers import exhaustive, in_tiers
 from tiles import small_tile
@@ -144,6 +144,38 @@ def test_of_equal_scores_the_lowest_key_is_the_argmax_and_of_nans_the_first(engi
     np.testing.assert_array_equal(found["max"], expected.max)
     assert np.isnan(found["entropy"][1]).all() and (found["argmax"][1] == 33).all()
     np.testing.assert_allclose(found["entropy"][0], expected.entropy[0], rtol=1e-5)
+
+
+def shifted(call, shift):
+    """Return a call whose scores are multiples of 1/64 plus a number that is exact in float16."""
+    rng = np.random.default_rng(0)
+    for x in (call.q, call.k):
+        x[...] = rng.integers(-8, 9, x.shape) / 8
+    call.q[..., 0], call.k[..., 0] = 1, shift
+    return call
+
+
+def check_shift(engine):
+    """Compare the statistics of scores with those of the same scores plus 1e4."""
+    dtype = "float32" if engine == "simt" else "float16"
+    case = case_of(engine, dtype=dtype, scale=1.0, sink=(3.0, -np.inf))
+    found = []
+    for shift in (0, 1e4):
+        sinks = np.array(case.sink, np.float32) + np.float32(shift)
+        call = shifted(case.call(), shift)
+        call = call._replace(options=call.options | dict(sink=sinks))
+        found.append(run(engine, case, call))
+    near, far = found
+    np.testing.assert_array_equal(near["max"] + np.float32(1e4), far["max"])
+    np.testing.assert_array_equal(near["argmax"], far["argmax"])
+    # The lse of tensor cores, which the sink joins, is rounded.
+    rounding = 0 if engine == "simt" else np.spacing(np.float32(1e4))
+    np.testing.assert_allclose(far["entropy"], near["entropy"], rtol=2e-6, atol=rounding)
+
+
+@pytest.mark.parametrize("engine", ["simt", *(exhaustive(name) for name in ("mma", "wgmma", "tcgen05"))])
+def test_a_constant_added_to_all_scores_does_not_change_the_entropy(engine):
+    check_shift(engine)
 
 
 APPENDED = CacheCase(q_len=2, page=8, appended=2, sink=True, rotary=(8, True), dtype="float16")
@@ -293,10 +325,12 @@ def test_bugs_planted_in_gradients_are_found(name, monkeypatch):
 BUGS = {
     "w-not-rescaled": ("mma", skip("rescale-w"), "entropy"),
     "w-not-shifted": ("simt", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),
+    "w-without-shift": ("simt", change("shift-of-term", "- softmax[r].m", "- 0"), "entropy"),
     "tie-order-of-columns": ("mma", change("lowest-column", *FIRST_COLUMN), "argmax"),
     "tie-order-of-lanes": ("mma", change("ties", "s == top && lower", "s == top && !lower"), "argmax"),
     "tie-order-of-tiles": ("simt", change("ties-descending", "s >= top", "s > top"), "argmax"),
     "sink-left-out": ("mma", skip("join-sink"), "entropy"),
+    "sink-in-max": ("mma", after("join-sink", "row.take(to_real(((const sink_element*)p.sink)[head]), 0);"), "max"),
     "hidden-terms": ("mma", change("hidden-term", "max(exponent, (real)-1e30f)", "exponent"), "entropy"),
     "w-of-thread-not-rescaled": ("tcgen05", skip("rescale-w"), "entropy"),
     "tie-order-of-row": (
@@ -312,7 +346,8 @@ BUGS = {
 def test_planted_bugs_are_found(name, monkeypatch):
     engine, bug, statistic = BUGS[name]
     scores = "falling" if name.startswith("w-") else "signs"
-    case = case_of(engine, scores=scores, sink=True, causal=name.startswith("hidden-terms"))
+    sink = (30.0, -30.0) if name == "sink-in-max" else True
+    case = case_of(engine, scores=scores, sink=sink, causal=name.startswith("hidden-terms"))
     call = case.call()
     expected = getattr(statistics_of(call), statistic)
     np.testing.assert_allclose(run(engine, case, call)[statistic], expected, rtol=1e-4, atol=1e-5)

@@ -158,8 +158,9 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
                           const BlockIndex& block) {
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start;
+    QTiles q_tiles(p, band, block.kv_head, kv_start);
     if constexpr (PACKED || KV_LENGTHS)
-      if (kv_start + BLOCK_KV > sequence.kv_len) {  // @past-the-keys
+      if (q_tiles.valid() && kv_start + BLOCK_KV > sequence.kv_len) {  // @past-the-keys
         auto exists = [&](int row) { return kv_start + row < sequence.kv_len; };
         rings.K.wait(), rings.V.wait();  // @wait-K-V-to-clear
         clear_rows_of_warp<HEAD_DIM>(rings.K.tile(), exists);
@@ -167,7 +168,7 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         fence_proxy_async();  // @fence-cleared-keys
       }
     ++rings.K.index, ++rings.V.index;
-    for (QTiles q_tiles(p, band, block.kv_head, kv_start); q_tiles.valid(); q_tiles.next()) {
+    for (; q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();  // @acquire-row-slot
       const float* lse2 = sequence.queries<float>(p.lse2, q_tiles.head);
       const float* delta = sequence.queries<float>(p.delta, q_tiles.head);  // @rows-of-head
@@ -181,6 +182,7 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         unwanted |= of_row == -infinity();
       }
       if (__any_sync(0xFFFFFFFF, unwanted)) {  // @clear-queries
+        __syncwarp();  // @written-row-numbers
         auto sees = [&](int row) { return to[row] != -infinity(); };
         rings.Q.wait(), rings.dO.wait();  // @wait-Q-dO-to-clear
         clear_rows_of_warp<HEAD_DIM>(rings.Q.tile(), sees);

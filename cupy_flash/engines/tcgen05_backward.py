@@ -12,7 +12,7 @@ from .fragments import backward_workspaces, fragment_backward, fragment_constant
 from .launch import Box, Constant, Launch, Workspace
 from .shared import grid_refusals, known_constants, sequences
 
-LARGEST = 64  # maximum head dimension
+LARGEST = 128  # maximum head dimensions: tensor memory holds two score tiles, dK and dV
 ROWS = 128  # queries and keys of a tile
 PANEL = 64  # columns of a TMA box: 128 bytes, one swizzle row
 THREADS = 512

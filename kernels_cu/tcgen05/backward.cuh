@@ -153,20 +153,23 @@ __device__ void clear_rows_of_warp(unsigned int tile, Wanted wanted) {
 
 // The role that loads lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0, which does not cancel a NaN or an infinity: their rows of Q and dO are zeroed. So are the rows
-// of K and V past the end of the sequence, which may hold another sequence's data.
+// of K and V past the end of the sequence, which may hold another sequence's data. The role waits for every tile, also
+// for those that it does not change: a wait for a slot passes if not even the tile before has arrived in it.
 __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, const Sequence& sequence, const Band& band,
                           const BlockIndex& block) {
+  bool is_later = false;
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start;
     QTiles q_tiles(p, band, block.kv_head, kv_start);
-    if constexpr (PACKED || KV_LENGTHS)
+    if constexpr (PACKED || KV_LENGTHS) {
+      rings.K.wait(), rings.V.wait();                                  // @wait-K-V-to-clear
       if (q_tiles.valid() && kv_start + BLOCK_KV > sequence.kv_len) {  // @past-the-keys
         auto exists = [&](int row) { return kv_start + row < sequence.kv_len; };
-        rings.K.wait(), rings.V.wait();  // @wait-K-V-to-clear
         clear_rows_of_warp<HEAD_DIM>(rings.K.tile(), exists);
         clear_rows_of_warp<HEAD_DIM_V>(rings.V.tile(), exists);
         fence_proxy_async();  // @fence-cleared-keys
       }
+    }
     ++rings.K.index, ++rings.V.index;
     for (; q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();  // @acquire-row-slot
@@ -181,8 +184,13 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         to[n] = of_row, to[BLOCK_Q + n] = visible ? -delta[i] : 0;
         unwanted |= of_row == -infinity();
       }
+      if (is_later) {  // @wait-tile-before
+        rings.Q.wait(), rings.dO.wait();
+        ++rings.Q.index, ++rings.dO.index;
+      }
+      is_later = true;
       if (__any_sync(0xFFFFFFFF, unwanted)) {  // @clear-queries
-        __syncwarp();  // @written-row-numbers
+        __syncwarp();                          // @written-row-numbers
         auto sees = [&](int row) { return to[row] != -infinity(); };
         rings.Q.wait(), rings.dO.wait();  // @wait-Q-dO-to-clear
         clear_rows_of_warp<HEAD_DIM>(rings.Q.tile(), sees);
@@ -190,7 +198,7 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         fence_proxy_async();  // @fence-cleared-queries
       }
       mbarrier_arrive(rings.rows.full());
-      ++rings.rows.index, ++rings.Q.index, ++rings.dO.index;
+      ++rings.rows.index;
     }
   }
 }

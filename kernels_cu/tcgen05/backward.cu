@@ -117,7 +117,12 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
       Dropout dropout(p, sequence.batch, q_tiles.head);
       int i = q_tiles.start + first;
       bool masked = q_tiles.masked(first, QUERIES);  // @mask-of-key
-      rings.rows.wait();                             // @wait-row-numbers
+      unsigned int kept[QUERIES / PART] = {};
+      if constexpr (DROPOUT) {
+#pragma unroll
+        for (int n = 0; n < QUERIES; n += PART) kept[n / PART] = kept_queries(dropout, i + n, j);
+      }
+      rings.rows.wait();  // @wait-row-numbers
       const float *minus_lse2 = rings.row_numbers(smem) + first, *minus_delta = minus_lse2 + BLOCK_Q;
       S_ready.wait();  // @wait-S-of-queries
       auto exponentiate_part = [&](float (&P)[PART], float (&derivatives)[PART], int n) {
@@ -126,7 +131,6 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
         else
           exponentiate<false>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
       };
-      auto kept_of_part = [&](int n) { return DROPOUT ? kept_queries(dropout, i + n, j) : 0; };
       if constexpr (KEEPS_DERIVATIVES) {
         dP_ready.wait();  // @wait-dP-of-part
 #pragma unroll 1
@@ -134,17 +138,16 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
           float P[PART], dP[PART], derivatives[PART];
           load(P, S_tmem + n);
           exponentiate_part(P, derivatives, n);
-          unsigned int kept = kept_of_part(n);
-          store_P(S_tmem + n / 2, P, dropout, kept);
+          unsigned int kept_of_part = n > 0 ? kept[1] : kept[0];
+          store_P(S_tmem + n / 2, P, dropout, kept_of_part);
           load(dP, dP_tmem + n);
-          differentiate(dP, P, derivatives, score, dropout, kept, minus_delta + n);
+          differentiate(dP, P, derivatives, score, dropout, kept_of_part, minus_delta + n);
           store_dS(dP_tmem + n / 2, dS_smem, dP, row, first + n);
         }
         tmem_wait_st();  // @wait-stored-parts
         P_ready.arrive();
       } else {
         float P[QUERIES], derivatives[PART];
-        unsigned int kept[QUERIES / PART];
 #pragma unroll
         for (int n = 0; n < QUERIES; n += PART) tmem_ld(*(float (*)[PART])(P + n), S_tmem + n);
         tmem_wait_ld();  // @wait-loaded-scores
@@ -153,7 +156,6 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
         for (int n = 0; n < QUERIES; n += PART) {
           float (&part)[PART] = *(float (*)[PART])(P + n);
           exponentiate_part(part, derivatives, n);
-          kept[n / PART] = kept_of_part(n);
           store_P(S_tmem + n / 2, part, dropout, kept[n / PART]);
         }
         tmem_wait_st();  // @wait-stored-P-halves
@@ -175,13 +177,11 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
     gradients_ready.wait();  // @wait-gradients
     if (half == 0) {
       store_gradient<HEAD_DIM_V>(sequence.keys<element>(p.dv, block.kv_head), p.dv, smem + SharedMemory::V,
-                                 lanes_of_warp(tmem + TensorMemory::dV), 1, visited, row, kv_start + warp_row,
-                                 sequence.kv_rows);
+                                 tmem + TensorMemory::dV, 1, visited, kv_start, sequence.kv_rows);
       rings.V.release();
     } else {
       store_gradient<HEAD_DIM>(sequence.keys<element>(p.dk, block.kv_head), p.dk, smem + SharedMemory::K,
-                               lanes_of_warp(tmem + TensorMemory::dK), (float)p.scale, visited, row,
-                               kv_start + warp_row, sequence.kv_rows);
+                               tmem + TensorMemory::dK, (float)p.scale, visited, kv_start, sequence.kv_rows);
       rings.K.release();
     }
     gradients_read.arrive();
@@ -233,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     backward(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   Rings rings(smem_address(smem));
-  int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP, 0);
+  auto warp_number = [] { return __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP, 0); };
+  int warp = warp_number();
   if (threadIdx.x == 0) {
     rings.init();
     fence_mbarrier_init();  // @fence-mbarriers
@@ -249,7 +250,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (warp < COMPUTE_WARP) {
-    setmaxnreg_inc<DQ_REGISTERS>();
+    if constexpr (TensorMemory::dQ_OVER_dP)
+      setmaxnreg_inc<DQ_REGISTERS>();
+    else
+      setmaxnreg_dec<DQ_REGISTERS>();
     add_dQ_of_tiles(p, rings, smem, tmem, sequence, band, block);
   } else if (warp < MMA_WARP) {
     setmaxnreg_inc<COMPUTE_REGISTERS>();
@@ -271,6 +275,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
   }
   tcgen05_fence_before();
-  __syncthreads();                           // @end-of-roles
-  if (warp == MMA_WARP) tmem_dealloc(tmem);  // @free-tensor-memory
+  __syncthreads();                                    // @end-of-roles
+  if (warp_number() == MMA_WARP) tmem_dealloc(tmem);  // @free-tensor-memory
 }

@@ -23,7 +23,6 @@ constexpr int DIM = round_up(HEAD_DIM, 16), DIM_V = round_up(HEAD_DIM_V, 16);
 // and the warps that issue mma, load tiles, load rows, and wait for the turns of a deterministic dQ.
 constexpr int COMPUTE_WARP = 4, MMA_WARP = 12, LOAD_WARP = 13, ROWS_WARP = 14, TURN_WARP = 15;
 constexpr int DQ_WARPS = 4, COMPUTE_WARPS = 8, HALF_WARPS = COMPUTE_WARPS / 2;
-constexpr int DQ_REGISTERS = 152, COMPUTE_REGISTERS = 136, ISSUING_REGISTERS = 88;
 
 constexpr int QUERIES = BLOCK_Q / 2;  // columns of S^T in a thread, which has the row of a key
 constexpr int PART = 32;              // columns that are loaded or stored at once
@@ -38,6 +37,10 @@ struct TensorMemory {
   static constexpr bool dQ_OVER_dP = dQ_BUFFERS == 1;
   __device__ static constexpr int dQ(int n) { return dQ_OVER_dP ? dP : dK + (1 + n) * DIM; }  // @columns-of-dQ
 };
+// A warp of the first role holds its whole part of dQ, so that dP need not wait longer than for its loads.
+constexpr int DQ_REGISTERS = TensorMemory::dQ_OVER_dP ? 168 : 120;
+constexpr int COMPUTE_REGISTERS = TensorMemory::dQ_OVER_dP ? 144 : 152;
+constexpr int ISSUING_REGISTERS = TensorMemory::dQ_OVER_dP ? 56 : 88;
 static_assert(TensorMemory::dK + DIM <= TENSOR_MEMORY_COLUMNS, "scores and gradients fit tensor memory");
 
 // lse2 and delta of a tile of queries, negated.
@@ -356,17 +359,18 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[N], int row, int co
 }
 
 // Epilogue: this warp's 32 rows of dK or dV, times `scale`, rounded; zeros if the block has visited no queries. They go
-// through `tile` to the rows of a tensor with COLUMNS columns, from row `first` on.
+// through `tile` to the rows of a tensor with COLUMNS columns, from row `first` of the tile on.
 template <int COLUMNS>
 __device__ void store_gradient(element* rows, const Operand& x, unsigned char* tile, unsigned int tmem, float scale,
-                               bool visited, int row, int first, int end) {
+                               bool visited, int first, int end) {
   constexpr int TMEM_PART = COLUMNS % 32 ? 16 : 32, CHUNKS = round_up(COLUMNS, 16) / 8;
+  int row = recomputed(threadIdx.x) % ROWS, lane = row % WARP, warp_row = row - lane;
   unsigned int smem = smem_address(tile);
 #pragma unroll 1
   for (int n = 0; n < 8 * CHUNKS; n += TMEM_PART) {
     float part[TMEM_PART] = {};
     unsigned int rounded[TMEM_PART / 2];
-    if (visited) load(part, tmem + n);
+    if (visited) load(part, tmem + (warp_row << 16) + n);
 #pragma unroll
     for (int e = 0; e < TMEM_PART; ++e) part[e] *= scale;  // @scale-gradient
     round_row(rounded, part);
@@ -375,13 +379,12 @@ __device__ void store_gradient(element* rows, const Operand& x, unsigned char* t
       st_shared_v4(smem + swizzled_offset<BLOCK_KV>(row, (n + e) / 8), *(unsigned int (*)[4])(rounded + e / 2));
   }
   __syncwarp();  // @written-gradient
-  int warp_row = row - lane_id();
-#pragma unroll 4
-  for (int n = lane_id(); n < WARP * CHUNKS; n += WARP) {
-    int r = n / CHUNKS, chunk = n % CHUNKS;
-    if (first + r >= end || 8 * chunk >= COLUMNS) continue;  // @rows-of-keys
-    uint4 numbers = *(const uint4*)(tile + swizzled_offset<BLOCK_KV>(warp_row + r, chunk));
-    store_chunk<COLUMNS>(rows + (long long)(first + r) * x.row, x, chunk, numbers);
+#pragma unroll 1
+  for (int n = lane; n < WARP * CHUNKS; n += WARP) {
+    int key = warp_row + n / CHUNKS, chunk = n % CHUNKS;
+    if (first + key >= end || 8 * chunk >= COLUMNS) continue;  // @rows-of-keys
+    uint4 numbers = *(const uint4*)(tile + swizzled_offset<BLOCK_KV>(key, chunk));
+    store_chunk<COLUMNS>(rows + (long long)(first + key) * x.row, x, chunk, numbers);
   }
   fence_proxy_async();
   __syncwarp();

@@ -125,24 +125,32 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
       rings.rows.wait();  // @wait-row-numbers
       const float *minus_lse2 = rings.row_numbers(smem) + first, *minus_delta = minus_lse2 + BLOCK_Q;
       S_ready.wait();  // @wait-S-of-queries
-      auto exponentiate_part = [&](float (&P)[PART], float (&derivatives)[PART], int n) {
+      auto exponentiate_part = [&](auto& P, auto& derivatives, int n) {
         if (masked)
           exponentiate<true>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
         else
           exponentiate<false>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
       };
-      if constexpr (KEEPS_DERIVATIVES) {
-        dP_ready.wait();  // @wait-dP-of-part
+      if constexpr (PART_BY_PART) {
+        dP_ready.wait();  // @wait-dP-of-parts
 #pragma unroll 1
         for (int n = 0; n < QUERIES; n += PART) {
-          float P[PART], dP[PART], derivatives[PART];
-          load(P, S_tmem + n);
-          exponentiate_part(P, derivatives, n);
-          unsigned int kept_of_part = n > 0 ? kept[1] : kept[0];
-          store_P(S_tmem + n / 2, P, dropout, kept_of_part);
-          load(dP, dP_tmem + n);
-          differentiate(dP, P, derivatives, score, dropout, kept_of_part, minus_delta + n);
-          store_dS(dP_tmem + n / 2, dS_smem, dP, row, first + n);
+          unsigned int P_rounded[PART / 2], dS_rounded[PART / 2];
+#pragma unroll
+          for (int m = 0; m < PART; m += HALF_PART) {
+            float P[HALF_PART], dP[HALF_PART], derivatives[HALF_PART];
+            unsigned int kept_of_part = (n > 0 ? kept[1] : kept[0]) >> m;
+            load(P, S_tmem + n + m);
+            exponentiate_part(P, derivatives, n + m);
+            load(dP, dP_tmem + n + m);
+            if constexpr (DROPOUT) drop(dP, dropout, kept_of_part);
+            differentiate(dP, P, derivatives, score, minus_delta + n + m);
+            if constexpr (DROPOUT) drop(P, dropout, kept_of_part);
+            round_row(*(unsigned int (*)[HALF_PART / 2])(P_rounded + m / 2), P);
+            round_row(*(unsigned int (*)[HALF_PART / 2])(dS_rounded + m / 2), dP);
+          }
+          tmem_st(S_tmem + n / 2, P_rounded);
+          store_dS(dP_tmem + n / 2, dS_smem, dS_rounded, row, first + n);
         }
         tmem_wait_st();  // @wait-stored-parts
         P_ready.arrive();
@@ -155,8 +163,10 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
 #pragma unroll
         for (int n = 0; n < QUERIES; n += PART) {
           float (&part)[PART] = *(float (*)[PART])(P + n);
+          unsigned int rounded[PART / 2];
           exponentiate_part(part, derivatives, n);
-          store_P(S_tmem + n / 2, part, dropout, kept[n / PART]);
+          round_row(rounded, part);
+          tmem_st(S_tmem + n / 2, rounded);
         }
         tmem_wait_st();  // @wait-stored-P-halves
         P_ready.arrive();
@@ -164,9 +174,11 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
 #pragma unroll
         for (int n = 0; n < QUERIES; n += PART) {
           float dP[PART];
+          unsigned int rounded[PART / 2];
           load(dP, dP_tmem + n);
-          differentiate(dP, *(float (*)[PART])(P + n), derivatives, score, dropout, kept[n / PART], minus_delta + n);
-          store_dS(dP_tmem + n / 2, dS_smem, dP, row, first + n);
+          differentiate(dP, *(float (*)[PART])(P + n), derivatives, score, minus_delta + n);
+          round_row(rounded, dP);
+          store_dS(dP_tmem + n / 2, dS_smem, rounded, row, first + n);
         }
         tmem_wait_st();  // @wait-stored-dS
       }

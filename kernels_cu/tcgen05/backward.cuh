@@ -5,7 +5,7 @@
 //   load_rows            lse2 and delta of tiles of queries; zeroes rows that belong to another sequence
 //   kept_queries         dropout of a key and 32 queries
 //   exponentiate         q.k of a key -> probabilities; differentiate: dO V^T -> gradients of the scores
-//   store_dS             rounded gradients -> tensor memory and shared memory
+//   store_dS             rounded gradients of the scores -> tensor memory and shared memory
 //   add_dQ               the block's part of dQ -> workspace
 //   store_gradient       epilogue: dK or dV -> global memory
 #pragma once
@@ -26,8 +26,10 @@ constexpr int DQ_WARPS = 4, COMPUTE_WARPS = 8, HALF_WARPS = COMPUTE_WARPS / 2;
 
 constexpr int QUERIES = BLOCK_Q / 2;  // columns of S^T in a thread, which has the row of a key
 constexpr int PART = 32;              // columns that are loaded or stored at once
-// A derivative of each score, beside its probability, does not fit the registers: both passes run part by part.
-constexpr bool KEEPS_DERIVATIVES = SOFTCAP || SCORE_MOD;
+// The probabilities of all columns do not fit the registers beside derivatives or dropout: then P^T and dS^T are
+// computed part by part, in steps of HALF_PART columns.
+constexpr bool PART_BY_PART = SOFTCAP || SCORE_MOD || DROPOUT;
+constexpr int HALF_PART = PART / 2;
 
 // First columns. P^T of each half of the queries, two numbers a column, lies over the first columns of its half of S^T,
 // and dS^T over dP^T: threads store what they have loaded themselves. dQ has two buffers, or lies over dP^T and dS^T.
@@ -251,12 +253,12 @@ __device__ inline unsigned int kept_queries(const Dropout& dropout, int i, int j
 }
 
 // Turns q.k of key j and queries from i on into probabilities; `derivatives` are those that Score::gradient needs.
-template <bool MASKED>
-__device__ void exponentiate(float (&S)[PART], float (&derivatives)[PART], const Score& score, const Band& band, int i,
-                             int j, float scale_log2, const float* minus_lse2) {
+template <bool MASKED, int N>
+__device__ void exponentiate(float (&S)[N], float (&derivatives)[N], const Score& score, const Band& band, int i, int j,
+                             float scale_log2, const float* minus_lse2) {
   int key_read = MASKED ? band.key(j) : j;
 #pragma unroll
-  for (int n = 0; n < PART; ++n) {
+  for (int n = 0; n < N; ++n) {
     int query_read = MASKED ? band.query(i + n) : i + n;
     bool seen = true;
     if constexpr (DENSE_MASK) seen = DenseMask::sees(score.p, band, score.batch, score.head, query_read, key_read);
@@ -271,15 +273,16 @@ __device__ void exponentiate(float (&S)[PART], float (&derivatives)[PART], const
   }
   if constexpr (MASKED) {
     Range queries = band.queries(j);
-    if (queries.end < i + PART) hide<true>(S, queries.end - i);  // @visible-queries-end
-    if (queries.begin > i) hide<false>(S, queries.begin - i);    // @visible-queries-begin
+    if (queries.end < i + N) hide<true>(S, queries.end - i);   // @visible-queries-end
+    if (queries.begin > i) hide<false>(S, queries.begin - i);  // @visible-queries-begin
   }
 #pragma unroll
-  for (int n = 0; n < PART; n += 4) {
+  for (int n = 0; n < N; n += 4) {
     float4 rows = *(const float4*)(minus_lse2 + n);
-    // The derivative of a hidden score may be NaN.
-    if constexpr (KEEPS_DERIVATIVES)
+    if constexpr (SOFTCAP || SCORE_MOD) {  // the derivative of a hidden score may be NaN
+#pragma unroll
       for (int e = n; e < n + 4; ++e) derivatives[e] = S[e] == -infinity() ? 0 : derivatives[e];
+    }
     fma_rn({S[n], S[n + 1]}, {scale_log2, scale_log2}, {rows.x, rows.y}).get(S[n], S[n + 1]);
     fma_rn({S[n + 2], S[n + 3]}, {scale_log2, scale_log2}, {rows.z, rows.w}).get(S[n + 2], S[n + 3]);
 #pragma unroll
@@ -287,52 +290,41 @@ __device__ void exponentiate(float (&S)[PART], float (&derivatives)[PART], const
   }
 }
 
+// Zeroes what dropout does not keep, and scales the rest.
+template <int N>
+__device__ void drop(float (&x)[N], const Dropout& dropout, unsigned int kept) {
+  float keep_scale = dropout.keep_scale;
+#pragma unroll
+  for (int n = 0; n < N; ++n) x[n] = kept >> n & 1 ? x[n] * keep_scale : 0;  // @drop-by-key
+}
+
 // Turns V dO^T into the gradients of scale * q.k: dP -> P (dP - delta), times the derivatives of the scores.
-__device__ inline void differentiate(float (&dP)[PART], const float (&P)[PART], const float (&derivatives)[PART],
-                                     const Score& score, const Dropout& dropout, unsigned int kept,
-                                     const float* minus_delta) {
-  [[maybe_unused]] float keep_scale = dropout.keep_scale;
+template <int N>
+__device__ void differentiate(float (&dP)[N], const float (&P)[N], const float (&derivatives)[N], const Score& score,
+                              const float* minus_delta) {
 #pragma unroll
-  for (int n = 0; n < PART; n += 4) {
+  for (int n = 0; n < N; n += 4) {
     float4 rows = *(const float4*)(minus_delta + n);
-    if constexpr (DROPOUT) {
-#pragma unroll
-      for (int e = n; e < n + 4; ++e) dP[e] = kept >> e & 1 ? dP[e] * keep_scale : 0;  // @drop-dP
-    }
     Pair low = {dP[n], dP[n + 1]}, high = {dP[n + 2], dP[n + 3]};
-    low += {rows.x, rows.y}, high += {rows.z, rows.w};
+    low += Pair(rows.x, rows.y);
+    high += Pair(rows.z, rows.w);
     mul_rn(low, {P[n], P[n + 1]}).get(dP[n], dP[n + 1]);
     mul_rn(high, {P[n + 2], P[n + 3]}).get(dP[n + 2], dP[n + 3]);
-    if constexpr (KEEPS_DERIVATIVES) {
+    if constexpr (SOFTCAP || SCORE_MOD) {
 #pragma unroll
       for (int e = n; e < n + 4; ++e) dP[e] = score.gradient(dP[e], derivatives[e]);
     }
   }
 }
 
-// Stores P^T for dV, after dropout.
-__device__ inline void store_P(unsigned int tmem, const float (&P)[PART], const Dropout& dropout, unsigned int kept) {
-  unsigned int rounded[PART / 2];
-  if constexpr (DROPOUT) {
-    float dropped[PART], keep_scale = dropout.keep_scale;
-#pragma unroll
-    for (int n = 0; n < PART; ++n) dropped[n] = kept >> n & 1 ? P[n] * keep_scale : 0;  // @drop-P
-    round_row(rounded, dropped);
-  } else {
-    round_row(rounded, P);
-  }
-  tmem_st(tmem, rounded);
-}
-
 // Stores PART columns of dS^T from `query` on: to tensor memory for dK, and to shared memory for dQ.
-__device__ inline void store_dS(unsigned int tmem, unsigned int smem, const float (&dS)[PART], int row, int query) {
-  unsigned int rounded[PART / 2];
-  round_row(rounded, dS);
-  tmem_st(tmem, rounded);
+__device__ inline void store_dS(unsigned int tmem, unsigned int smem, const unsigned int (&dS)[PART / 2], int row,
+                                int query) {
+  tmem_st(tmem, dS);
 #pragma unroll
   for (int n = 0; n < PART; n += 8)
     st_shared_v4(smem + swizzled_offset<BLOCK_KV>(row, (query + n) / 8),
-                 *(unsigned int (*)[4])(rounded + n / 2));  // @chunk-of-dS
+                 *(unsigned int (*)[4])(dS + n / 2));  // @chunk-of-dS
 }
 
 // Adds 16 rows of dQ, from `row` on, to the workspace.

@@ -60,6 +60,22 @@ __device__ inline void tmem_wait_st() {
 DEFINE_TENSOR_MEMORY_ACCESSES(16, NAMES_4, 16)
 DEFINE_TENSOR_MEMORY_ACCESSES(32, NAMES_8, 32)
 
+// Loads 16 of this warp's lanes and 16, 32 or 64 columns as fragments of mma_m16n8k16 in ptx.cuh: element e of fragment
+// n is x[4 n + e].
+template <int N>
+__device__ void tmem_ld_fragments(float (&x)[N], unsigned int tmem) {
+  static_assert(N == 8 || N == 16 || N == 32);
+  if constexpr (N == 8)
+    asm volatile("tcgen05.ld.sync.aligned.16x256b.x2.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+                 : LOADED_4(0), LOADED_4(4)
+                 : "r"(tmem)
+                 : "memory");
+  else if constexpr (N == 16)
+    asm volatile("tcgen05.ld.sync.aligned.16x256b.x4.b32 {" NAMES_4 "}, [%16];" : LOADED_16(0) : "r"(tmem) : "memory");
+  else
+    asm volatile("tcgen05.ld.sync.aligned.16x256b.x8.b32 {" NAMES_8 "}, [%32];" : LOADED_32(0) : "r"(tmem) : "memory");
+}
+
 // Keeps the uses of loaded registers behind the tmem_wait_ld before.
 template <int N>
 __device__ void fence_loaded(float (&x)[N]) {
@@ -128,6 +144,11 @@ struct Pair {
     return *this;
   }
 };
+// x y
+__device__ inline Pair mul_rn(Pair x, const Pair& y) {
+  asm("mul.rn.f32x2 %0, %0, %1;" : "+l"(x.bits) : "l"(y.bits));
+  return x;
+}
 // x y + z
 __device__ inline Pair fma_rn(Pair x, const Pair& y, const Pair& z) {
   asm("fma.rn.f32x2 %0, %0, %1, %2;" : "+l"(x.bits) : "l"(y.bits), "l"(z.bits));

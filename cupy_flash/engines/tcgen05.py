@@ -1,13 +1,17 @@
-"""The Blackwell engine (sm_100a, sm_103a): the forward for fp16 and bf16 on tcgen05 and tensor memory."""
+"""The Blackwell engine (sm_100a, sm_103a), for fp16 and bf16 on tcgen05 and tensor memory.
+
+The forward is here, the backward in tcgen05_backward.py.
+"""
 
 # No `from __future__ import annotations`, as in records.py.
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import FORWARD, Problem
+from . import tcgen05_backward
 from .fragments import fragment_constants, fragment_refusals
 from .launch import Box, Constant, Launch, Workspace
 from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
@@ -57,17 +61,20 @@ class Tile(NamedTuple):
     stages: int
 
 
+AnyTile: TypeAlias = Tile | tcgen05_backward.Tile
+
+
 def refusals(problem: Problem, device: Device) -> list[str]:
-    """Return reasons against the backward, unsupported dtypes and head dimensions, and rows that TMA cannot load."""
+    """Return reasons against unsupported dtypes and head dimensions, and rows that TMA cannot load."""
     reasons = fragment_refusals(problem)
-    if problem.backward:
-        reasons.append("it computes no gradients in this version")
     if problem.dtype.name not in DTYPES:
         reasons.append(f"{problem.dtype.name} is not float16 or bfloat16")
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:
         reasons.append("not every row of q, k and v starts at a multiple of 16 bytes")
+    if problem.backward:
+        return reasons + tcgen05_backward.refusals(problem)
     if problem.head_dim > LARGEST:
         reasons.append(f"head dimension {problem.head_dim} is larger than {LARGEST}")
     if problem.head_dim_v > LARGEST_V:
@@ -75,25 +82,32 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
-def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Return tiles of two and of one tile of queries per block, with as many stages as fit shared memory."""
-    legal = []
+def tiles(problem: Problem, device: Device) -> Sequence[AnyTile]:
+    """Return tiles of two and of one tile of queries per block, with as many stages as fit shared memory.
+
+    A backward has one tile of queries at a time.
+    """
+    if problem.backward:
+        return tcgen05_backward.tiles(problem, device)
+    legal: list[AnyTile] = []
     for block_q in (2 * ROWS, ROWS):
         shapes = (Tile(block_q, KEYS, stages) for stages in range(MOST_STAGES, 1, -1))
         legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
     return legal
 
 
-def choices(problem: Problem, device: Device) -> Sequence[Tile]:
+def choices(problem: Problem, device: Device) -> Sequence[AnyTile]:
     """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
     return tiles(problem, device)
 
 
-def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
+def seconds(problem: Problem, pairs: int, device: Device, tile: AnyTile) -> float:
     """Return predicted seconds: waves of blocks x the slower of products and exponentials.
 
     With one tile of queries nothing hides the softmax, so the times are added.
     """
+    if isinstance(tile, tcgen05_backward.Tile):
+        return tcgen05_backward.seconds(problem, pairs, device, tile)
     dims = problem.head_dim + problem.head_dim_v
     elements = tile.block_q * tile.block_kv
     products = elements * dims * PRODUCT_COST / MULTIPLY_ADDS
@@ -105,27 +119,29 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     return (waves * (max(steps, 1) + TILE_STEPS) * clocks + BLOCK) / CLOCK
 
 
-def alike(tile: Tile) -> object:
+def alike(tile: AnyTile) -> object:
     """Return the tile: no two tiles rank alike at all lengths."""
     return tile
 
 
-def threads(device: Device, tile: Tile, cost: float) -> int:
+def threads(device: Device, tile: AnyTile, cost: float) -> int:
     """Return the threads per block, those of all roles."""
     return THREADS
 
 
-def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
-    """Return (): the forward needs no workspace."""
-    return ()
+def workspaces(problem: Problem, tile: AnyTile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """Return the workspaces of the backward; the forward needs none."""
+    return tcgen05_backward.workspaces(problem, q_rows) if problem.backward else ()
 
 
-def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
-    """Return the launch of the forward.
+def launches(problem: Problem, device: Device, tile: AnyTile) -> tuple[Launch, ...]:
+    """Return the launch of the forward, or those of the backward.
 
     If tiles of queries differ in cost, each has a block of its own, and the longest start first; else there is a block
     for each SM.
     """
+    if isinstance(tile, tcgen05_backward.Tile):
+        return tcgen05_backward.launches(problem, device, tile)
     kernel = "tcgen05/forward"
     boxes = [Box("q", ROWS, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)]
     if _is_stored_in_boxes(problem):
@@ -140,7 +156,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     return nonempty(with_mods(problem, [launch]))
 
 
-def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
+def _tile_constants(problem: Problem, tile: AnyTile) -> dict[str, Constant]:
     """Return the constants of the kernel."""
     return fragment_constants(problem) | {
         "THREADS": THREADS,
@@ -167,6 +183,6 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _shared_bytes(problem: Problem, tile: Tile) -> int:
+def _shared_bytes(problem: Problem, tile: AnyTile) -> int:
     """Return the bytes of dynamic shared memory."""
     return shared_bytes("tcgen05/forward", _tile_constants(problem, tile))

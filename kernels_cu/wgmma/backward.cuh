@@ -1,12 +1,9 @@
 // Parts of backward.cu:
 //
-//   BlockIndex        the keys of a block, and the order in which blocks add to dQ
 //   Consumer          the rows and columns of the block's tiles that a consumer warpgroup computes
 //   SharedMemory      the layout of shared memory; Rings: its slots
-//   load_tiles        producer of K, V, Q and dO
 //   load_lse_delta    producer of lse2 and delta, and of the records of tiles of queries
 //   PublishedQTiles   the tiles of queries as consumers read them under a mask_mod
-//   take_turns        deterministic: waits for this block's turn at every tile of dQ, and passes it on
 //   clear_keys        zeroes rows of K and V that belong to another sequence; clear_queries: rows of Q and dO
 //   LeftOperand       operand A of dV and dK: FromRegisters or FromShared
 //   UnfinishedTile    DEFERRED: the tile whose dK the next step computes
@@ -77,53 +74,7 @@ struct Share {
 constexpr bool UNEQUAL_SHARES = Share<false>::N_K != Share<true>::N_K || Share<false>::N_V != Share<true>::N_V ||
                                 Share<false>::N_Q != Share<true>::N_Q;
 
-// @GROUP_BLOCKS
-constexpr int GROUP_BLOCKS = 256;  // DQ_IN_ORDER: blocks of a group of heads, twice as many as a GPU has SMs
-
-// The work of a block: key tile number `tile` of a key/value head of a sequence. If the grid has fewer blocks than the
-// sequence has tiles, BlockTiles gives a block several tiles.
-struct BlockIndex {
-  int tile;
-  int kv_head;
-  int batch;
-
-  // DQ_IN_ORDER: a block draws a number from a counter. The last keys of a head have the lowest numbers, and a block
-  // adds to dQ after the blocks of higher keys. So it waits only for blocks with lower numbers, which have started
-  // before it. Of the running blocks, the one with the lowest number waits for none, so there is no deadlock, whatever
-  // the order in which the GPU starts blocks and however few run at a time.
-  //
-  // Under a causal mask or a window, a block with higher keys starts at a higher query, so it has usually added to a
-  // tile of dQ before a block with lower keys reaches that tile. The heads of a group alternate, so that few blocks
-  // wait for each other at the same time. The groups follow each other, so that Q, dO and dQ of the heads that are
-  // computed stay in the L2 cache.
-  __device__ BlockIndex(int tile_counter) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
-    if constexpr (DQ_IN_ORDER) {  // @draw-number
-      int number = __shfl_sync(0xFFFFFFFF, tile_counter, 0), tiles = gridDim.x, heads = gridDim.y * gridDim.z;
-      int group = max(GROUP_BLOCKS / tiles, 1);
-      int first = number / (group * tiles) * group, size = min(group, heads - first);
-      number -= first * tiles;
-      int head = first + number % size;
-      tile = number / size, kv_head = head % gridDim.y, batch = head / gridDim.y;
-    }
-  }
-};
-
-// Iterator over the tiles of keys of a block: every gridDim.x-th tile. DQ_IN_ORDER: consecutive tiles in descending
-// order of keys, so that a block with several tiles also waits only for blocks of lower numbers.
-struct BlockTiles {
-  int kv_start;
-  int end;
-
-  __device__ BlockTiles(const Sequence& sequence, int tile) : kv_start(tile * BLOCK_KV), end(sequence.kv_rows) {
-    if constexpr (DQ_IN_ORDER) {
-      int tiles = (sequence.kv_rows + BLOCK_KV - 1) / BLOCK_KV, per_block = (tiles + gridDim.x - 1) / gridDim.x;
-      kv_start = (tiles - 1 - tile * per_block) * BLOCK_KV;  // @first-keys-of-block
-      end = max(kv_start - per_block * BLOCK_KV, -1);
-    }
-  }
-  __device__ bool valid() const { return DQ_IN_ORDER ? kv_start > end : kv_start < end; }
-  __device__ void next() { kv_start += DQ_IN_ORDER ? -BLOCK_KV : (int)gridDim.x * BLOCK_KV; }
-};
+#include "../key_blocks.cuh"
 
 // Operand A of dV += P^T dO and of dK += dS^T Q: this consumer's 64 keys x BLOCK_Q queries. Each consumer rounds the
 // columns of its own queries; store() writes them to a tile that all consumers read.
@@ -298,22 +249,7 @@ struct UnfinishedTile {
   }
 };
 
-__device__ void load_tiles(const Params& p, const Maps& maps, Rings& rings, const Sequence& sequence, const Band& band,
-                           const BlockIndex& block) {
-  int batch = PACKED ? 0 : sequence.batch;
-  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
-    if (issues_loads()) {
-      Box keys = sequence.key_box(kv_tiles.kv_start);
-      rings.K.load(maps.k, keys.row, block.kv_head, keys.batch);
-      rings.V.load(maps.v, keys.row, block.kv_head, keys.batch);
-    }
-    for (QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start); q_tiles.valid(); q_tiles.next()) {
-      if (!issues_loads()) continue;
-      rings.Q.load(maps.q, sequence.q_start + q_tiles.start, q_tiles.head, batch);
-      rings.dO.load(maps.dout, sequence.q_start + q_tiles.start, q_tiles.head, batch);
-    }
-  }
-}
+#include "../load_tiles.cuh"
 
 // Producer of lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0.
@@ -533,35 +469,7 @@ __device__ void add_dQ_in_turn(const Params& p, Rings& rings, const Sequence& se
   }
 }
 
-// Returns how many tiles of keys add to the tile of dQ at q_start before the tile at kv_start: all later tiles of keys
-// that the queries of this tile see.
-__device__ unsigned int blocks_before(const Band& band, int q_start, int kv_start) {
-  return (band.kv_end(min(q_start + BLOCK_Q, band.q_len)) - 1) / BLOCK_KV - kv_start / BLOCK_KV;
-}
-
-// Deterministic dQ. A separate warp waits for this block's turns and passes them on, so that the consumers' loop
-// contains neither the latency of an acquire nor that of a release. The block also takes its turn at tiles of dQ that
-// the mask_mod hides from it, because the blocks after it count its turn.
-__device__ void take_turns(const Params& p, Rings& rings, const Sequence& sequence, const Band& band,
-                           const BlockIndex& block) {
-  for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
-    QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start);
-    for (int head = block.kv_head * p.group; head < q_tiles.head_end; ++head) {
-      DqSemaphore semaphore(p, sequence, head);
-      for (int q_start = q_tiles.first; q_start < q_tiles.visible.end; q_start += BLOCK_Q) {
-        unsigned int before = blocks_before(band, q_start, kv_tiles.kv_start);
-        if (lane_id() == 0) semaphore.wait(q_start, before);  // @wait-blocks-before
-        if (q_tiles.head == head && q_tiles.start == q_start) {
-          if (lane_id() == 0) mbarrier_arrive(rings.turn.full());
-          ++rings.turn.index;
-          rings.turn.acquire();  // @wait-added-dQ: all consumer warps have added
-          q_tiles.next();
-        }
-        if (lane_id() == 0) semaphore.signal(q_start, before);
-      }
-    }
-  }
-}
+#include "../dq_turns.cuh"
 
 // Epilogue: scales dK, rounds dK and dV, and stores this warp's 16 rows through K_smem and V_smem.
 template <typename Share, int N_K, int N_V>

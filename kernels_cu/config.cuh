@@ -52,6 +52,7 @@ constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the
 #define KV_MULTICAST 0   // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
 #define TMA_KV 0         // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define CLUSTER_MERGE 0  // decode: the blocks of a cluster compute the parts of one output tile, and merge them
+#define STAGED_BIAS 0    // tcgen05: the caller of Score sets the bias, of which a warp has copied a part
 #define TMA_STORE_O 0    // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
 
 // Options of the call. An option that is absent compiles to nothing.

@@ -148,6 +148,7 @@ def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
         "PERSISTENT": True,
+        "STAGED_BIAS": problem.bias is not None,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
 

@@ -151,23 +151,31 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
+    DenseParts dense(p, barriers.smem + SharedMemory::DENSE + threadIdx.x / WARP * DenseParts::BYTES, sequence, head,
+                     q_start + row / WARP * WARP);
+    DenseRow dense_row;
     Softmax2 softmax;
     softmax.init();
     Range queries = {q_start + t * ROWS, q_start + (t + 1) * ROWS};
     for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
       float S[BLOCK_KV];
       bool masked = ALWAYS_MASKED || kv_tiles.masked();
+      if constexpr (READS_DENSE) dense.start(kv_tiles.start);
       S_ready.wait();  // @wait-S-ready
       if constexpr (STORES_S) {
         float row_max = -infinity();
 #pragma unroll 1
         for (int n = 0; n < BLOCK_KV; n += PART) {
           float part[PART];
+          if constexpr (READS_DENSE) {
+            dense.read(dense_row);
+            if (n + PART < BLOCK_KV) dense.start(kv_tiles.start + n + PART);  // @next-part
+          }
           load(part, S_tmem + n);
           if (masked)
-            modify<true>(part, score, band, i, kv_tiles.start + n);
+            modify<true>(part, score, band, i, kv_tiles.start + n, dense_row);
           else if constexpr (SCORE_MODIFIED)
-            modify<false>(part, score, band, i, kv_tiles.start + n);
+            modify<false>(part, score, band, i, kv_tiles.start + n, dense_row);
           row_max = max(row_max, max_of(part));
           tmem_st(S_tmem + n, *(const unsigned int (*)[PART])part);
         }
@@ -178,7 +186,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
         for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
         tmem_wait_ld();  // @wait-loaded-S
         fence_loaded(S);
-        if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-row
+        if (masked) modify<true>(S, score, band, i, kv_tiles.start, dense_row);  // @mask-row
         send(update_max(softmax, max_of(S), scale_log2));
       }
       RowSum sum(softmax.l);

@@ -19,13 +19,14 @@ constexpr int SOFTMAX_WARPS = 4, CORRECTION_WARP = 8, MMA_WARP = 12, LOAD_WARP =
 constexpr int SOFTMAX_REGISTERS = 184, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 64;
 
 // The softmax stores P in parts of PART keys. PV of the first EARLY_KEYS is issued before the last part is stored.
-constexpr int PART = 32, EARLY_KEYS = BLOCK_KV - PART;
+constexpr int EARLY_KEYS = BLOCK_KV - PART;
 
 // SCORE_MODIFIED: scores need a pass before the softmax in every tile; ALWAYS_MASKED: this pass has only the version
 // with masks (wgmma/forward.cuh). STORES_S: the pass stores them to tensor memory again, part by part, so that its code
 // and its registers are those of one part.
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
 constexpr bool STORES_S = SCORE_MODIFIED || MASK_MOD;
+constexpr bool READS_DENSE = BIAS || DENSE_MASK;
 // The rows of V past the end of a sequence may hold another sequence's data.
 constexpr bool CLEARS_V = PACKED || KV_LENGTHS;
 
@@ -49,7 +50,8 @@ struct SharedMemory {
   static constexpr int K = Q + tile_bytes(BLOCK_Q, HEAD_DIM);  // K_STAGES x [BLOCK_KV][HEAD_DIM]
   static constexpr int V = K + K_STAGES * K_BYTES;             // V_STAGES x [BLOCK_KV][HEAD_DIM_V]
   static constexpr int O = V + V_STAGES * V_BYTES;             // TMA_STORE_O: [ROWS][HEAD_DIM_V]
-  static constexpr int FACTORS = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // [BLOCK_Q]
+  static constexpr int DENSE = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // DenseParts of each warp
+  static constexpr int FACTORS = DENSE + TILES * SOFTMAX_WARPS * DenseParts::BYTES;   // [BLOCK_Q]
   static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
   static constexpr int K_MBARRIERS = Q_MBARRIERS + TILES * mbarrier_bytes(1);
   static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(K_STAGES);

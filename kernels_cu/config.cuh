@@ -46,6 +46,7 @@ constexpr bool PERSISTENT = false;  // persistent grid: one block per SM compute
 constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else each takes every gridDim.x-th
 constexpr bool O_BUFFER = false;     // forward: O has shared memory of its own; else it is staged in that of Q
 constexpr int POLYNOMIALS = 0;       // of 16 exponentials, those that a polynomial computes on the FMA pipe
+constexpr bool STRICT = false;  // tcgen05: the mma of S wait until those of PV before are complete
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials

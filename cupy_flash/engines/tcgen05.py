@@ -12,7 +12,6 @@ from .fragments import fragment_constants, fragment_refusals
 from .launch import Box, Constant, Launch, Workspace
 from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
 from .shared import advantage as advantage
-from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = ("sm_100a", "sm_103a")
@@ -43,6 +42,7 @@ POLYNOMIALS = {64: 5, 96: 5, 128: 2}  # of 16 exponentials, by the padded head d
 MULTIPLY_ADDS = 4096
 EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
 PRODUCT_COST = 1.2  # clocks of the products over those at the peak, in a public study of mma with N 128
+WAIT = 200  # clocks per step and tile of queries in which a strict order leaves the tensor cores idle
 STEP = 200  # clocks of waits and signals per step, which the other tile of queries does not hide
 TILE_STEPS = 2  # steps that take as long as a prologue and epilogue
 BLOCK = 2000  # clocks of the start of a block
@@ -50,11 +50,15 @@ CLOCK = 1.85e9
 
 
 class Tile(NamedTuple):
-    """Queries of a block, keys of a mainloop step, and slots of K and V together."""
+    """Queries of a block, keys of a mainloop step, slots of K and V together, and whether products wait for each other.
+
+    Tiles that are not strict rely on mma which run in the order in which a thread issues them.
+    """
 
     block_q: int
     block_kv: int
     stages: int
+    strict: bool = False
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -85,8 +89,13 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> Sequence[Tile]:
-    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
-    return tiles(problem, device)
+    """Return `tiles` and the same ones with a strict order of mma."""
+    return [tile._replace(strict=strict) for strict in (False, True) for tile in tiles(problem, device)]
+
+
+def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
+    """Return the strict form of the tiles with as many queries."""
+    return {"strict": [each for each in choices(problem, device) if each.strict and each.block_q == tile.block_q]}
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
@@ -98,7 +107,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     elements = tile.block_q * tile.block_kv
     products = elements * dims * PRODUCT_COST / MULTIPLY_ADDS
     exponentials = elements / EXPONENTIALS.get(device.arch, 16)
-    clocks = STEP + (max(products, exponentials) if tile.block_q > ROWS else products + exponentials)
+    clocks = STEP + WAIT * tile.strict * tile.block_q / ROWS
+    clocks += max(products, exponentials) if tile.block_q > ROWS else products + exponentials
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     steps = -(-problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv) // tile.block_kv)
     waves = max(blocks / device.units, 1.0) if problem.mask.edges else float(-(-blocks // device.units))
@@ -147,6 +157,7 @@ def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "STRICT": tile.strict,
         "PERSISTENT": True,
         "STAGED_BIAS": problem.bias is not None,
         "TMA_STORE_O": _is_stored_in_boxes(problem),

@@ -64,6 +64,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
   Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
+  Signal PV_complete[2] = {barriers.PV_complete(0), barriers.PV_complete(TILES - 1)};
 
   auto issue_S = [&](int t) {
     if (!issues_loads()) return;
@@ -122,6 +123,10 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
         if (is_end) {
           if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
         } else {
+          if constexpr (STRICT) {
+            if (issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);
+            PV_complete[t].wait();  // @wait-PV
+          }
           issue_S(t);
           if (ends) Q[t].release();  // @release-Q
         }

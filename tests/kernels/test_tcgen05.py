@@ -19,16 +19,21 @@ from cupy_flash.engines import tcgen05
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
+from cupy_flash.measure.checks import calls
+from cupy_flash.plan.plan import candidates
 from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
+from cupy_flash.problem.recorded_call import Trial
 from cupy_flash.problem.records import Options, UnsupportedError
 from cupy_flash.simulator import errors
+from cupy_flash.simulator.asynchrony.tensor_memory import TensorMemory
 from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ONE, TWO = (tcgen05.Tile(block_q, block_kv=128, stages=4) for block_q in (128, 256))
-SINGLE = TWO._replace(stages=2)
+SINGLE, STRICT = TWO._replace(stages=2), TWO._replace(strict=True)
+BLACKWELL = device.named("sm_100a", "cuda")
 PLAIN = Case(**LONG)
 LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
@@ -117,7 +122,10 @@ def test_bias_and_mask_are_read_once(watch):
     forward(case, ONE, start=watch.start)
     count = watch.counters["forward"]
     copied = {n: count.function.instructions[n].modifiers[:2] for n in count.global_}
-    assert sum(count.global_[n].sectors for n, form in copied.items() if form == ("async", "cg")) == case.q_len * case.kv_len * (2 + 1) // 32
+    assert (
+        sum(count.global_[n].sectors for n, form in copied.items() if form == ("async", "cg"))
+        == case.q_len * case.kv_len * (2 + 1) // 32
+    )
     assert count.bank_conflicts == 0
 
 
@@ -160,12 +168,36 @@ def test_every_order_gives_the_same_bits(case):
     results = [
         forward(case, tile, blocks, functools.partial(start, order=order, seed=seed))
         for order, seed, tile, blocks in (
-            ("early", 0, TWO, None), ("late", 0, SINGLE, 1), ("random", 1, ONE, 2), ("random", 2, TWO, 1),
+            ("early", 0, TWO, None), ("late", 0, SINGLE, 1), ("random", 1, ONE, 2), ("random", 2, STRICT, 1),
         )
     ]  # fmt: skip
     check_forward(case, results[0])
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
+
+
+def test_a_strict_order_waits_for_products(monkeypatch):
+    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits."""
+    case = Case(**LONG | dict(heads=1, q_len=40))
+    plain = forward(case, ONE)
+    monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
+    strict = forward(case, ONE._replace(strict=True))
+    assert strict.out.tobytes() == plain.out.tobytes() and strict.lse.tobytes() == plain.lse.tobytes()
+    with pytest.raises(errors.PendingCopy):
+        forward(case, ONE)
+    with planted(monkeypatch, skip("wait-PV")), pytest.raises(errors.PendingCopy):
+        forward(case, ONE._replace(strict=True))
+
+
+def test_a_check_and_a_tune_run_both_orders(monkeypatch):
+    chosen, _ = planned(PLAIN, None, "sm_100a", engine="tcgen05")
+    assert not chosen.tile.strict
+    assert {tile.strict for tile, _ in candidates(chosen, "tcgen05")} == {False, True}
+    trial = Trial(q_len=20, kv_len=140, heads=1, backward=False)
+    task = calls.Task("call", "simulator:sm_100a", "tcgen05", trial)
+    assert calls.work(task, lambda *_: None) is None
+    with planted(monkeypatch, after("wait-PV", "PV_complete[t].wait();")), pytest.raises(errors.Deadlock):
+        calls.work(task, lambda *_: None)
 
 
 def test_a_call_by_name():
@@ -315,9 +347,6 @@ def test_planted_bug_is_found(row, monkeypatch):
     case, bug, error = row
     with planted(monkeypatch, bug), pytest.raises(error):
         check_forward(case, forward(case, SINGLE, blocks=1))
-
-
-BLACKWELL = device.named("sm_100a", "cuda")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ ON_REQUEST = True
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128))
 GROUP_ROWS: tuple[int, ...] = ()
-MICRO_KERNELS: tuple[str, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ("tcgen05",)
 KERNELS = "tcgen05"
 
 LARGEST, LARGEST_V = 192, 128  # maximum head dimensions: tensor memory holds O of two tiles of 128 columns

@@ -368,6 +368,17 @@ def test_kernels_compile_without_spills(words, target):
         assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), tile
 
 
+@pytest.mark.exhaustive
+def test_kernels_compile_with_checks_of_tensor_memory(monkeypatch):
+    chosen, _ = planned(PLAIN, None, "sm_100a", engine="tcgen05")
+    (step,) = chosen.launches
+    text = assemble(step.kernel, dict(step.constants))
+    plain = nvrtc.compile(text, step.kernel, "sm_100a")
+    monkeypatch.setattr(nvrtc, "checks_tensor_memory", True)
+    checked = nvrtc.compile(text, step.kernel, "sm_100a")
+    assert len(checked.code) > 1.2 * len(plain.code) and not checked.warnings
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -15,6 +15,7 @@ from ...dispatch import plan_for, run_forward
 from ...engines import MODULES
 from ...gpu import ahead
 from ...gpu.run_plan import compile_launch
+from ...jit import nvrtc
 from ...mods.trace import Mod
 from ...plan.plan import Plan, forms
 from ...plan.refusals import engine_refusals
@@ -109,6 +110,12 @@ class Task(NamedTuple):
 def work(task: Task, announce: Announce) -> Device | str | None:
     """Run one case in the worker process; return its error or None, and for "device" the device."""
     return KINDS[task.kind](task, announce)
+
+
+def work_with_tensor_memory_checks(task: Task, announce: Announce) -> Device | str | None:
+    """Do `work` with kernels that check their accesses to tensor memory at run time."""
+    nvrtc.checks_tensor_memory = True
+    return work(task, announce)
 
 
 def find_device(task: Task, announce: Announce) -> Device:

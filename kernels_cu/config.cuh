@@ -46,12 +46,14 @@ constexpr bool PERSISTENT = false;  // persistent grid: one block per SM compute
 constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else each takes every gridDim.x-th
 constexpr bool O_BUFFER = false;     // forward: O has shared memory of its own; else it is staged in that of Q
 constexpr int POLYNOMIALS = 0;       // of 16 exponentials, those that a polynomial computes on the FMA pipe
+constexpr bool STRICT = false;  // tcgen05: the mma of S wait until those of PV before are complete
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0   // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
 #define TMA_KV 0         // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define CLUSTER_MERGE 0  // decode: the blocks of a cluster compute the parts of one output tile, and merge them
+#define STAGED_BIAS 0    // tcgen05: the caller of Score sets the bias, of which a warp has copied a part
 #define TMA_STORE_O 0    // store O with TMA; off if a box could overwrite the next sequence, or rows are unaligned
 
 // Options of the call. An option that is absent compiles to nothing.

@@ -12,6 +12,7 @@
 // The 32 rows of a warp begin at a multiple of 16.
 #pragma once
 #include "blackwell.cuh"
+#include "dense_rows.cuh"
 #include "fragments.cuh"
 
 // Hides with -inf the columns of a row from `limit` on, or those before it. A byte of a word of bits stands for 7
@@ -28,16 +29,18 @@ __device__ void hide(float (&S)[N], int limit) {
   }
 }
 
-// Masks keys that query i does not see with -inf; MODIFIED: also turns q.k into scores.
+// Masks keys that query i does not see with -inf; MODIFIED: also turns q.k into scores. `dense` has the row's bias and
+// dense mask.
 template <bool MASKED, int N>
-__device__ void modify(float (&S)[N], const Score& score, const Band& band, int i, int kv_start) {
-  constexpr bool READS = BIAS || DENSE_MASK;  // at positions that must exist
+__device__ void modify(float (&S)[N], Score& score, const Band& band, int i, int kv_start, const DenseRow& dense) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    int query_read = READS ? band.query(i) : i, j = READS ? band.key(kv_start + n) : kv_start + n;  // @read-in-bounds
     bool seen = true;
     Position key_in_bounds(band.key(kv_start + n), 0, n);
-    if constexpr (DENSE_MASK) seen = DenseMask::sees(score.p, band, score.batch, score.head, query_read, j);
+    if constexpr (DENSE_MASK) seen = dense.sees(n);
+#if STAGED_BIAS
+    score.bias = dense.bias_of(n);
+#endif
     if constexpr (MASKED && MASK_MOD) seen &= band.mod_sees(score.head, band.query(i), key_in_bounds);
     float derivative;
     if constexpr (SCORE_MOD) {
@@ -45,7 +48,7 @@ __device__ void modify(float (&S)[N], const Score& score, const Band& band, int 
       if constexpr (MASKED) query = band.query(i), key = key_in_bounds;
       S[n] = score.apply(S[n], query, key, derivative);
     } else if constexpr (MODIFIED)
-      S[n] = score.apply(S[n], query_read, j, derivative);
+      S[n] = score.apply(S[n], i, kv_start + n, derivative);
     S[n] = seen ? S[n] : -infinity();
   }
   if constexpr (MASKED) {

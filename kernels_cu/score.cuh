@@ -15,6 +15,9 @@ struct Score {
   real scale;
   real slope;
   Mod mod;
+#if STAGED_BIAS
+  real bias;  // of the next pair
+#endif
 
   __device__ Score(const Params& params, const Sequence& sequence, int h)
       : Score(params, sequence, h, Mod(params, sequence)) {}
@@ -51,7 +54,9 @@ struct Score {
     if constexpr (ALIBI) s -= slope * (real)abs((i - j) * step + offset);
     if constexpr (BIAS) {
       // A bias of -inf hides the key for every q.k: adding it would keep a NaN and turn +inf into NaN.
+#if !STAGED_BIAS
       real bias = to_real(((const bias_element*)p.bias.data)[bias_index(p.bias, i, j)]);
+#endif
       hidden = bias == -infinity();
       s = hidden ? bias : s + bias;
       if (hidden) derivative = 0;

@@ -29,6 +29,8 @@ def add(commands: Commands) -> None:
     engines = [name for name, engine in MODULES.items() if "cuda" in engine.BACKENDS]
     command.add_argument("--engine", choices=engines, help="check this engine alone")
     command.add_argument("--quick", action="store_true", help="one call per engine; stores verdicts of failures alone")
+    text = "check accesses to tensor memory at run time (sm_100a, sm_103a); stores verdicts of failures alone"
+    command.add_argument("--tensor-memory", action="store_true", help=text)
     add_json(command)
     command.set_defaults(run=run)
 
@@ -49,13 +51,13 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run(backend: str, engine: str | None, quick: bool, **arguments: Any) -> int:
+def run(backend: str, engine: str | None, quick: bool, tensor_memory: bool, **arguments: Any) -> int:
     """Run the check, print its table or JSON, and return 0 if all engines have passed."""
     from ..measure.checks.verdicts import check
 
     try:
         with ended_by_signal():
-            verdicts = check(backend=backend, engine=engine, quick=quick, report=progress)
+            verdicts = check(backend=backend, engine=engine, quick=quick, tensor_memory=tensor_memory, report=progress)
     except KeyboardInterrupt:
         progress("interrupted; no verdict is stored")
         return 130

@@ -16,7 +16,6 @@ from .fragments import fragment_constants, fragment_refusals
 from .launch import Box, Constant, Launch, Workspace
 from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
 from .shared import advantage as advantage
-from .shared import forms as forms
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = ("sm_100a", "sm_103a")
@@ -31,7 +30,7 @@ ON_REQUEST = True
 MEASURED: str | None = None
 HEAD_DIMS: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (192, 128))
 GROUP_ROWS: tuple[int, ...] = ()
-MICRO_KERNELS: tuple[str, ...] = ()
+MICRO_KERNELS: tuple[str, ...] = ("tcgen05",)
 KERNELS = "tcgen05"
 
 LARGEST, LARGEST_V = 192, 128  # maximum head dimensions: tensor memory holds O of two tiles of 128 columns
@@ -47,6 +46,7 @@ POLYNOMIALS = {64: 5, 96: 5, 128: 2}  # of 16 exponentials, by the padded head d
 MULTIPLY_ADDS = 4096
 EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
 PRODUCT_COST = 1.2  # clocks of the products over those at the peak, in a public study of mma with N 128
+WAIT = 200  # clocks per step and tile of queries in which a strict order leaves the tensor cores idle
 STEP = 200  # clocks of waits and signals per step, which the other tile of queries does not hide
 TILE_STEPS = 2  # steps that take as long as a prologue and epilogue
 BLOCK = 2000  # clocks of the start of a block
@@ -54,11 +54,15 @@ CLOCK = 1.85e9
 
 
 class Tile(NamedTuple):
-    """Queries of a block, keys of a mainloop step, and slots of K and V together."""
+    """Queries of a block, keys of a mainloop step, slots of K and V together, and whether products wait for each other.
+
+    Tiles that are not strict rely on mma which run in the order in which a thread issues them.
+    """
 
     block_q: int
     block_kv: int
     stages: int
+    strict: bool = False
 
 
 AnyTile: TypeAlias = Tile | tcgen05_backward.Tile
@@ -97,8 +101,17 @@ def tiles(problem: Problem, device: Device) -> Sequence[AnyTile]:
 
 
 def choices(problem: Problem, device: Device) -> Sequence[AnyTile]:
-    """Return `tiles`: a tune measures the tiles among which a prediction chooses."""
-    return tiles(problem, device)
+    """Return `tiles`, and those of the forward once more with a strict order of mma."""
+    each = tiles(problem, device)
+    return [*each, *[tile._replace(strict=True) for tile in each if isinstance(tile, Tile)]]
+
+
+def forms(problem: Problem, device: Device, tile: AnyTile) -> dict[str, Sequence[AnyTile]]:
+    """Return the strict form of the tiles of the forward with as many queries."""
+    if not isinstance(tile, Tile):
+        return {}
+    legal = [each for each in choices(problem, device) if isinstance(each, Tile)]
+    return {"strict": [each for each in legal if each.strict and each.block_q == tile.block_q]}
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: AnyTile) -> float:
@@ -112,7 +125,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: AnyTile) -> floa
     elements = tile.block_q * tile.block_kv
     products = elements * dims * PRODUCT_COST / MULTIPLY_ADDS
     exponentials = elements / EXPONENTIALS.get(device.arch, 16)
-    clocks = STEP + (max(products, exponentials) if tile.block_q > ROWS else products + exponentials)
+    clocks = STEP + WAIT * tile.strict * tile.block_q / ROWS
+    clocks += max(products, exponentials) if tile.block_q > ROWS else products + exponentials
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     steps = -(-problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv) // tile.block_kv)
     waves = max(blocks / device.units, 1.0) if problem.mask.edges else float(-(-blocks // device.units))
@@ -163,7 +177,9 @@ def _tile_constants(problem: Problem, tile: AnyTile) -> dict[str, Constant]:
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "STAGES": tile.stages,
+        "STRICT": tile.strict,
         "PERSISTENT": True,
+        "STAGED_BIAS": problem.bias is not None,
         "TMA_STORE_O": _is_stored_in_boxes(problem),
     }
 

@@ -98,6 +98,12 @@ class UnusableCompilerError(CompileError, ImportError):
 OUT_OF_MEMORY, INVALID_OPTION, BUILTIN_OPERATION_FAILURE = 1, 5, 7
 
 
+WITH_TENSOR_MEMORY = ("sm_100a", "sm_103a")
+# Whether kernels check at run time, in code that ptxas adds, that their accesses to tensor memory are allocated,
+# initialised and in the lanes of their warp. Set only in the worker process of a `check` that asks for it.
+checks_tensor_memory = False
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """libnvrtc, loaded once; ImportError if it is not installed."""
@@ -145,7 +151,9 @@ def flags(target: str) -> tuple[str, ...]:
     # Without --no-source-include, NVRTC would search the working directory for headers.
     common = (f"--gpu-architecture={target}", "--std=c++17", "--no-source-include")
     if target.startswith("sm_"):
-        return (*common, "--ptxas-options=-v")  # log registers and spills
+        checks = checks_tensor_memory and target in WITH_TENSOR_MEMORY
+        of_ptxas = ("-v", "--g-tensor-memory-access-check")[: 1 + checks]  # -v logs registers and spills
+        return (*common, *(f"--ptxas-options={option}" for option in of_ptxas))
     # The simulator needs source lines. Cubins get no line info, which would more than double their size.
     return (*common, "--generate-line-info")
 

@@ -64,6 +64,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
   Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
+  Signal PV_complete[2] = {barriers.PV_complete(0), barriers.PV_complete(TILES - 1)};
 
   auto issue_S = [&](int t) {
     if (!issues_loads()) return;
@@ -122,6 +123,10 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
         if (is_end) {
           if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
         } else {
+          if constexpr (STRICT) {
+            if (issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);
+            PV_complete[t].wait();  // @wait-PV
+          }
           issue_S(t);
           if (ends) Q[t].release();  // @release-Q
         }
@@ -151,6 +156,9 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     Band band(p, sequence);
     Score score(p, sequence, head);
     Dropout dropout(p, sequence.batch, head);
+    DenseParts dense(p, barriers.smem + SharedMemory::DENSE + threadIdx.x / WARP * DenseParts::BYTES, sequence, head,
+                     q_start + row / WARP * WARP);
+    DenseRow dense_row;
     Softmax2 softmax;
     softmax.init();
 #if STATISTICS
@@ -161,17 +169,22 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
     for (BlockKvTiles kv_tiles(band, head, q_start, queries); kv_tiles.valid(); kv_tiles.next()) {
       float S[BLOCK_KV];
       bool masked = ALWAYS_MASKED || kv_tiles.masked();
+      if constexpr (READS_DENSE) dense.start(kv_tiles.start);
       S_ready.wait();  // @wait-S-ready
       if constexpr (STORES_S) {
         float row_max = -infinity();
 #pragma unroll 1
         for (int n = 0; n < BLOCK_KV; n += PART) {
           float part[PART];
+          if constexpr (READS_DENSE) {
+            dense.read(dense_row);
+            if (n + PART < BLOCK_KV) dense.start(kv_tiles.start + n + PART);  // @next-part
+          }
           load(part, S_tmem + n);
           if (masked)
-            modify<true>(part, score, band, i, kv_tiles.start + n);
+            modify<true>(part, score, band, i, kv_tiles.start + n, dense_row);
           else if constexpr (SCORE_MODIFIED)
-            modify<false>(part, score, band, i, kv_tiles.start + n);
+            modify<false>(part, score, band, i, kv_tiles.start + n, dense_row);
 #if STATISTICS
           float largest = max_of(part);
           observe(statistics, part, largest, kv_tiles.start + n);
@@ -192,7 +205,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
         for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
         tmem_wait_ld();  // @wait-loaded-S
         fence_loaded(S);
-        if (masked) modify<true>(S, score, band, i, kv_tiles.start);  // @mask-row
+        if (masked) modify<true>(S, score, band, i, kv_tiles.start, dense_row);  // @mask-row
 #if STATISTICS
         float row_max = max_of(S);
         send(update_max(softmax, statistics, row_max, scale_log2));

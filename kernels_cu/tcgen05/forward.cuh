@@ -19,20 +19,22 @@ constexpr int SOFTMAX_WARPS = 4, CORRECTION_WARP = 8, MMA_WARP = 12, LOAD_WARP =
 constexpr int SOFTMAX_REGISTERS = 184, CORRECTION_REGISTERS = 80, ISSUING_REGISTERS = 64;
 
 // The softmax stores P in parts of PART keys. PV of the first EARLY_KEYS is issued before the last part is stored.
-constexpr int PART = 32, EARLY_KEYS = BLOCK_KV - PART;
+constexpr int EARLY_KEYS = BLOCK_KV - PART;
 
 // SCORE_MODIFIED: scores need a pass before the softmax in every tile; ALWAYS_MASKED: this pass has only the version
 // with masks (wgmma/forward.cuh). STORES_S: the pass stores them to tensor memory again, part by part, so that its code
 // and its registers are those of one part.
 constexpr bool SCORE_MODIFIED = MODIFIED || DENSE_MASK, ALWAYS_MASKED = SCORE_MODIFIED && !MODS;
 constexpr bool STORES_S = SCORE_MODIFIED || MASK_MOD;
+constexpr bool READS_DENSE = BIAS || DENSE_MASK;
 // The rows of V past the end of a sequence may hold another sequence's data.
 constexpr bool CLEARS_V = PACKED || KV_LENGTHS;
 
 using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
 
 // First columns. P, two numbers a column, lies over the first half of its S: the softmax has read S before it stores P,
-// and S of the next keys is issued behind the PV that reads P.
+// and S of the next keys is issued behind the PV that reads P. PTX promises the order of two mma only if they have the
+// same accumulator; every published measurement has found those of a thread in order. STRICT does not rely on it.
 struct TensorMemory {
   __device__ static constexpr int S(int t) { return t * BLOCK_KV; }  // @columns-of-S
   __device__ static constexpr int O(int t) { return TILES * BLOCK_KV + t * DIM_V; }
@@ -49,12 +51,13 @@ struct SharedMemory {
   static constexpr int K = Q + tile_bytes(BLOCK_Q, HEAD_DIM);  // K_STAGES x [BLOCK_KV][HEAD_DIM]
   static constexpr int V = K + K_STAGES * K_BYTES;             // V_STAGES x [BLOCK_KV][HEAD_DIM_V]
   static constexpr int O = V + V_STAGES * V_BYTES;             // TMA_STORE_O: [ROWS][HEAD_DIM_V]
-  static constexpr int FACTORS = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // [BLOCK_Q]
+  static constexpr int DENSE = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // DenseParts of each warp
+  static constexpr int FACTORS = DENSE + TILES * SOFTMAX_WARPS * DenseParts::BYTES;   // [BLOCK_Q]
   static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
   static constexpr int K_MBARRIERS = Q_MBARRIERS + TILES * mbarrier_bytes(1);
   static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(K_STAGES);
   static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(V_STAGES);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 6 * TILES);
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 7 * TILES);
   static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
 };
 
@@ -82,6 +85,7 @@ struct Barriers {
   __device__ Signal S_ready(int t) const { return signal(0, t); }       // q.k are in S; O has been added to
   __device__ Signal P_ready(int t) const { return signal(1, t); }       // P of the early keys is stored, O is rescaled
   __device__ Signal P_complete(int t) const { return signal(5, t); }    // all of P is stored
+  __device__ Signal PV_complete(int t) const { return signal(6, t); }   // STRICT: PV has read P
   __device__ Signal O_ready(int t) const { return signal(2, t); }       // the last PV of a tile is complete
   __device__ Signal factor_ready(int t) const { return signal(3, t); }  // the factors of O are in shared memory
   __device__ Signal factor_read(int t) const { return {signal(4, t), true}; }
@@ -95,6 +99,7 @@ struct Barriers {
       mbarrier_init(S_ready(t).mbarrier, 1);
       mbarrier_init(P_ready(t).mbarrier, 2 * SOFTMAX_WARPS);  // @arrivals-of-P
       mbarrier_init(P_complete(t).mbarrier, SOFTMAX_WARPS);
+      if constexpr (STRICT) mbarrier_init(PV_complete(t).mbarrier, 1);
       mbarrier_init(O_ready(t).mbarrier, 1);
       mbarrier_init(factor_ready(t).mbarrier, SOFTMAX_WARPS);
       mbarrier_init(factor_read(t).mbarrier, SOFTMAX_WARPS);

@@ -19,16 +19,21 @@ from cupy_flash.engines import tcgen05
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
+from cupy_flash.measure.checks import calls
+from cupy_flash.plan.plan import candidates
 from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
+from cupy_flash.problem.recorded_call import Trial
 from cupy_flash.problem.records import Options, UnsupportedError
 from cupy_flash.simulator import errors
+from cupy_flash.simulator.asynchrony.tensor_memory import TensorMemory
 from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ONE, TWO = (tcgen05.Tile(block_q, block_kv=128, stages=4) for block_q in (128, 256))
-SINGLE = TWO._replace(stages=2)
+SINGLE, STRICT = TWO._replace(stages=2), TWO._replace(strict=True)
+BLACKWELL = device.named("sm_100a", "cuda")
 PLAIN = Case(**LONG)
 LENGTHS = Case(**LONG | dict(batch=2, heads=1, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
@@ -70,6 +75,60 @@ def test_option_in_both_tiles(options, tile):
     check_forward(case, forward(case, tile, blocks=1))
 
 
+ALIGNED = Case(**LONG | dict(heads=1, kv_len=208, bias="1hqk", mask="1hqk"))
+DENSE = {
+    "aligned": dict(heads=1, kv_len=208, bias="1hqk", mask="1hqk"),
+    "aligned-tails": dict(kv_len=240, bias="1hqk", mask="b1qk", q_lengths=(140,), kv_lengths=(205,)),
+    "aligned-float32": dict(kv_len=212, bias="1hqk", bias_dtype="float32", bias_hides=True),
+    "aligned-bfloat16": dict(kv_len=208, bias="1hqk", bias_hides=True, dtype="bfloat16"),
+    "float32": dict(kv_len=209, bias="qk", bias_dtype="float32"),
+    "keys": dict(batch=2, kv_len=208, bias="h1k", mask="b11k"),
+    "queries": dict(bias="hq1", mask="q1"),
+    "one": dict(bias="", mask=""),
+    "packed": dict(batch=3, q_lengths=(31, 150, 0), kv_lengths=(100, 208, 7), packed=True, bias="bhqk", kv_len=208),
+    "score_mod": dict(heads=1, kv_len=208, bias="1hqk", bias_hides=True, mask="qk", score_mod="relative"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", in_tiers(DENSE, ["aligned"]))
+def test_bias_and_mask(options):
+    """Rows that begin at multiples of 16 bytes, others, and broadcast ones; tails of both axes."""
+    case = Case(**LONG | options)
+    check_forward(case, forward(case, blocks=1))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.swapaxes(-1, -2).copy().swapaxes(-1, -2),
+        exhaustive(lambda x: np.repeat(x, 2, axis=-1)[..., ::2]),
+        exhaustive(lambda x: x[..., ::-1].copy()[..., ::-1]),
+        exhaustive(lambda x: np.concatenate([x[..., :1], x], axis=-1)[..., 1:]),
+    ],
+    ids=["transposed", "every-other", "reversed", "unaligned"],
+)
+def test_strides_of_bias_and_mask(view):
+    call = Case(**LONG | dict(heads=1, q_len=40, kv_len=48, bias="1hqk", mask="1hqk")).call()
+    options = {name: view(call.options.pop(name)) for name in ("bias", "mask")}
+    arrays = call.q, call.k, call.v
+    out = cupy_flash.attention(*arrays, **call.options, **options, backend="simulator:sm_100a", engine="tcgen05")
+    expected = cupy_flash.attention(*arrays, **call.options, **options, backend="cpu")
+    assert np.abs(out.astype(np.float32) - expected.astype(np.float32)).max() < 2e-3
+
+
+def test_bias_and_mask_are_read_once(watch):
+    """A warp copies 32 rows of a part with as few memory transactions as their bytes need."""
+    case = Case(**LONG | dict(heads=1, q_len=128, kv_len=256, bias="qk", mask="qk"))
+    forward(case, ONE, start=watch.start)
+    count = watch.counters["forward"]
+    copied = {n: count.function.instructions[n].modifiers[:2] for n in count.global_}
+    assert (
+        sum(count.global_[n].sectors for n, form in copied.items() if form == ("async", "cg"))
+        == case.q_len * case.kv_len * (2 + 1) // 32
+    )
+    assert count.bank_conflicts == 0
+
+
 MODS = {name: dict(score_mod=name) for name in SCORE_MODS} | {f"mask-{name}": dict(mask_mod=name) for name in MASK_MODS}
 MODS |= {
     "both": dict(score_mod="relative", mask_mod="gaps"),
@@ -109,12 +168,36 @@ def test_every_order_gives_the_same_bits(case):
     results = [
         forward(case, tile, blocks, functools.partial(start, order=order, seed=seed))
         for order, seed, tile, blocks in (
-            ("early", 0, TWO, None), ("late", 0, SINGLE, 1), ("random", 1, ONE, 2), ("random", 2, TWO, 1),
+            ("early", 0, TWO, None), ("late", 0, SINGLE, 1), ("random", 1, ONE, 2), ("random", 2, STRICT, 1),
         )
     ]  # fmt: skip
     check_forward(case, results[0])
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
+
+
+def test_a_strict_order_waits_for_products(monkeypatch):
+    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits."""
+    case = Case(**LONG | dict(heads=1, q_len=40))
+    plain = forward(case, ONE)
+    monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
+    strict = forward(case, ONE._replace(strict=True))
+    assert strict.out.tobytes() == plain.out.tobytes() and strict.lse.tobytes() == plain.lse.tobytes()
+    with pytest.raises(errors.PendingCopy):
+        forward(case, ONE)
+    with planted(monkeypatch, skip("wait-PV")), pytest.raises(errors.PendingCopy):
+        forward(case, ONE._replace(strict=True))
+
+
+def test_a_check_and_a_tune_run_both_orders(monkeypatch):
+    chosen, _ = planned(PLAIN, None, "sm_100a", engine="tcgen05")
+    assert not chosen.tile.strict
+    assert {tile.strict for tile, _ in candidates(chosen, "tcgen05")} == {False, True}
+    trial = Trial(q_len=20, kv_len=140, heads=1, backward=False)
+    task = calls.Task("call", "simulator:sm_100a", "tcgen05", trial)
+    assert calls.work(task, lambda *_: None) is None
+    with planted(monkeypatch, after("wait-PV", "PV_complete[t].wait();")), pytest.raises(errors.Deadlock):
+        calls.work(task, lambda *_: None)
 
 
 def test_a_call_by_name():
@@ -211,6 +294,17 @@ PLANTED_IN_DROPOUT = {
     "words of another lane": (change("words-of-other-lane", "8", "4"), AssertionError),
     "the call of a lane": (change("call-of-lane", "2 : 0", "0 : 2"), AssertionError),
 }
+OUTSIDE = (errors.OutOfBounds, errors.Uninitialised)
+PLANTED_IN_DENSE = {
+    "a part in flight": (skip("wait-part"), (errors.PendingCopy, errors.Race, errors.Uninitialised)),
+    "a part read before every lane has copied": (skip("copied-part"), ORDERING),
+    "the next part not copied": (skip("next-part"), AssertionError),
+    "rows of a part that do not exist": (change("rows-of-part", "lane_row + r < rows ? bytes : 0", "bytes"), OUTSIDE),
+    "keys of a part that do not exist": (
+        change("keys-of-chunk", "min(max(existing, 0) * (int)sizeof(T), 16)", "16"),
+        OUTSIDE,
+    ),
+}
 BUGS = {
     name: (case, *bug)
     for case, bugs in (
@@ -223,9 +317,16 @@ BUGS = {
             {"keys before the window": (never("visible-begin"), AssertionError)},
         ),
         (
-            Case(**LONG | dict(heads=1, mask="b1qk")),
-            {"mask read past its rows": (change("read-in-bounds", "band.query(i)", "i"), errors.OutOfBounds)},
+            Case(**LONG | dict(heads=1, mask="b1qk", bias="qk")),
+            {
+                "bias and mask read past their rows": (change("copied-one-by-one", "r < rows &&", ""), OUTSIDE),
+                "unaligned rows copied in chunks": (
+                    change("aligned-rows", "column == 1 &&", "true ||"),
+                    errors.SimulationError,
+                ),
+            },
         ),
+        (ALIGNED, PLANTED_IN_DENSE),
         (Case(**LONG | dict(heads=1, softcap=5.0)), {"modified S in flight": (skip("wait-stored-S"), ORDERING)}),
         (
             Case(**LONG | dict(batch=2, q_lengths=(60, 61), kv_lengths=(100, 30), packed=True)),
@@ -248,9 +349,6 @@ def test_planted_bug_is_found(row, monkeypatch):
         check_forward(case, forward(case, SINGLE, blocks=1))
 
 
-BLACKWELL = device.named("sm_100a", "cuda")
-
-
 @pytest.mark.parametrize(
     ("words", "target"),
     [
@@ -268,6 +366,17 @@ def test_kernels_compile_without_spills(words, target):
         result = nvrtc.compile(assemble(step.kernel, dict(step.constants)), step.kernel, target)
         took = result.resources[step.function]
         assert (took.spill_stores, took.spill_loads, result.warnings) == (0, 0, ()), tile
+
+
+@pytest.mark.exhaustive
+def test_kernels_compile_with_checks_of_tensor_memory(monkeypatch):
+    chosen, _ = planned(PLAIN, None, "sm_100a", engine="tcgen05")
+    (step,) = chosen.launches
+    text = assemble(step.kernel, dict(step.constants))
+    plain = nvrtc.compile(text, step.kernel, "sm_100a")
+    monkeypatch.setattr(nvrtc, "checks_tensor_memory", True)
+    checked = nvrtc.compile(text, step.kernel, "sm_100a")
+    assert len(checked.code) > 1.2 * len(plain.code) and not checked.warnings
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,20 @@ OBSTACLES = {
 }
 
 
+def test_checks_of_tensor_memory_are_compiled_in_the_worker_process(monkeypatch):
+    monkeypatch.setattr(nvrtc, "checks_tensor_memory", False)
+    plain = nvrtc.flags("sm_100a")
+    calls.work_with_tensor_memory_checks(calls.Task("device", "simulator:sm_100a"), lambda *_: None)
+    assert nvrtc.flags("sm_100a") == (*plain, "--ptxas-options=--g-tensor-memory-access-check")
+    assert "--ptxas-options=--g-tensor-memory-access-check" not in nvrtc.flags("sm_90a") + nvrtc.flags("compute_100a")
+
+
+@pytest.mark.exhaustive
+def test_a_check_of_tensor_memory_that_passes_is_no_evidence():
+    assert main(["check", "--backend", "simulator:sm_80", "--engine", "simt", "--tensor-memory"]) == 0
+    assert measurements.check_of("simt", named("sm_80")) is None
+
+
 @pytest.mark.parametrize(("work", "status", "message"), OBSTACLES.values(), ids=OBSTACLES)
 def test_what_is_not_the_engine_s_fault_stores_no_verdict(work, status, message, tmp_path, monkeypatch, capsys):
     """No verdict is stored even about simt, which passes before the obstacle occurs."""

@@ -30,6 +30,9 @@ BUDGET = {
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
         (22, "mma: the tiles of a backward whose warps share their scores, and what they read of shared memory"),
         (119, "the engine tcgen05: what it refuses, its tiles, cost model, share of polynomials and launch"),
+        (22, "tcgen05 with a strict order of mma, beside the others in check and tune"),
+        (182, "micro-kernels of tcgen05: products, order, commits, shapes of loads and stores, allocation in turns"),
+        (24, "check with ptxas's checks of tensor memory"),
         (625, "selected=: the option, its types and checks 275, on the CPU 250, on its caches 55, torch and jax 35"),
         (
             123,

@@ -5,6 +5,7 @@ import pytest
 import tcgen05_kernels
 from micro import run
 
+from cupy_flash.measure.checks.blackwell.case import FENCE_BEFORE, BlackwellCase
 from cupy_flash.measure.checks.hopper import BY_NAME
 from cupy_flash.measure.checks.hopper.case import HopperCase, wait
 from cupy_flash.measure.checks.hopper.wgmma import Operand
@@ -16,7 +17,7 @@ SUMS = HopperCase(
     "sums", "mad.wide.u32 %d0, %t, 4, %p1; red.global.add.f32 [%d0], 0f3F800000;", (np.zeros(1, np.uint32),),
     np.zeros(32, np.float32), threads=32, blocks=4,
 )  # fmt: skip
-TCGEN05 = tcgen05_kernels.Tcgen05Case("tcgen05", *tcgen05_kernels.case_of("overwrites"))
+TCGEN05 = BlackwellCase("tcgen05", *tcgen05_kernels.case_of("overwrites"))
 DECREASE = "setmaxnreg.dec.sync.aligned.u32 24;"
 FENCE = "@%q6 fence.mbarrier_init.release.cluster;"
 WORDS = "mov.u32 %r60, smem; mad.lo.u32 %r61, %t, 4, %r60; {} xor.b32 %r62, %r61, 128; ld.shared.b32 %r0, [%r62]; {}"
@@ -61,7 +62,7 @@ PLANTED = {
     ),
     "mbarrier-init-fence": without(LOAD, FENCE),
     "bulk-read-wait": without(STORE, "cp.async.bulk.wait_group 0;"),
-    "tcgen05-fence": without(TCGEN05, tcgen05_kernels.FENCE_BEFORE),
+    "tcgen05-fence": without(TCGEN05, FENCE_BEFORE),
     "kmajor-lbo": with_leading_offset(WGMMA, Operand(16, "f16"), 1024),
 }
 

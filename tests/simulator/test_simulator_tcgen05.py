@@ -5,23 +5,16 @@ The layouts are the documentation's tables; no code of the simulator is used.
 
 import numpy as np
 import pytest
-from tcgen05_kernels import (
-    BARRIER,
-    COMMIT,
-    DEALLOC,
-    FENCE_AFTER,
-    FENCE_BEFORE,
-    FORMS,
-    allocate,
-    case_of,
-    launch,
-    move,
-    shape_bits,
-)
+from tcgen05_kernels import FORMS, case_of, expected_of, launch
 
+from cupy_flash.measure.checks import micro_kernels
+from cupy_flash.measure.checks.blackwell import products
+from cupy_flash.measure.checks.blackwell.case import BARRIER, DEALLOC, FENCE_AFTER, FENCE_BEFORE
+from cupy_flash.measure.checks.blackwell.products import COMMIT, shape_bits
 from cupy_flash.measure.checks.hopper import BY_NAME
 from cupy_flash.measure.checks.hopper.case import wait
 from cupy_flash.simulator import errors
+from cupy_flash.simulator.asynchrony.tensor_memory import TensorMemory
 
 ORDERS = ["early", "late", "random"]
 
@@ -78,35 +71,59 @@ def place(shape, register, thread, split=0):
     return row + 8 * (register // 2 % 2), 8 * (register // 4) + 2 * pair + register % 2
 
 
-SHAPES = {"32x32b": (1, ""), "16x32bx2": (1, ", 40"), "16x64b": (1, ""), "16x128b": (2, ""), "16x256b": (4, "")}
+OF_CHECK = {kernel.name: kernel for kernel in micro_kernels.kernels() if kernel.family == "tcgen05"}
 
 
-@pytest.mark.parametrize("lanes", [0, 16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_loads_and_stores_reach_the_documented_places(shape, lanes):
-    if shape == "32x32b" and lanes:
-        lanes = 0
-    each, split = SHAPES[shape]
-    repeated = 4 if each > 1 else 8
-    words = np.arange(128 * 96, dtype=np.uint32).reshape(128, 96)
-    loaded, stored = np.zeros((128, repeated * each), np.uint32), np.zeros((128, 96), np.uint32)
-    one = dict(shape=shape, each=each, lanes=lanes, split=split)
-    new = np.arange(loaded.size, dtype=np.uint32).reshape(loaded.shape) + 1_000_000
-    body = "\n".join(
-        [
-            allocate(128), move("st", 0, 96), move("ld", 1, repeated, **one), move("st", 2, repeated, **one),
-            move("ld", 3, 96), BARRIER, DEALLOC.format(columns=128),
-        ]
-    )  # fmt: skip
-    launch(body, words, loaded, new, stored)
-    expected = words.copy()
+@pytest.mark.parametrize("name", [name for name in OF_CHECK if name.startswith(("tcgen05.ld", "tcgen05.st"))])
+def test_loads_and_stores_reach_the_documented_places(name):
+    kernel = OF_CHECK[name]
+    shape, _, upper = name.split(".")[2].partition("-")
+    words, new = kernel.inputs[0], kernel.inputs[-1]
+    expected = words.copy() if name.startswith("tcgen05.st") else kernel.out.copy()
+    registers = expected.shape[1] if name.startswith("tcgen05.ld") else new.shape[1]
     for thread in range(128):
-        for register in range(repeated * each):
+        for register in range(registers):
             lane, column = place(shape, register, thread % 32, 40)
-            at = thread // 32 * 32 + lanes + lane, column
-            assert loaded[thread, register] == words[at]
-            expected[at] = new[thread, register]
-    assert np.array_equal(stored, expected)
+            at = thread // 32 * 32 + (16 if upper else 0) + lane, column
+            if name.startswith("tcgen05.ld"):
+                expected[thread, register] = words[at]
+            else:
+                expected[at] = new[thread, register]
+    assert np.array_equal(micro_kernels.simulate(kernel), expected)
+
+
+# ---- what check asks a GPU
+
+
+def test_mma_of_a_thread_run_in_order(monkeypatch):
+    """An mma that overwrites A behind the products which read it, without a wait, as in the forward."""
+    kernel = OF_CHECK["tcgen05.mma.order"]
+    before = kernel.inputs[1]
+    once = expected_of(products.P, products.V, 128, kernel.inputs)
+    assert np.array_equal(micro_kernels.simulate(kernel), before + 16 * (once - before))
+    monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
+    with pytest.raises(errors.PendingCopy, match="read, then write of tensor memory"):
+        micro_kernels.simulate(kernel)
+
+
+@pytest.mark.parametrize(("name", "repeats"), [("many", 64), ("two-arrivals", 2), ("nothing", 1)])
+def test_a_commit_covers_all_mma_before_it(name, repeats):
+    kernel = OF_CHECK[f"tcgen05.commit.{name}"]
+    before = kernel.inputs[1]
+    once = expected_of(products.A, products.B, 128, kernel.inputs)
+    assert np.array_equal(micro_kernels.simulate(kernel), before + repeats * (once - before))
+
+
+def test_blocks_take_turns_with_all_columns():
+    kernel = OF_CHECK["tcgen05.alloc.turns"]
+    assert np.array_equal(micro_kernels.simulate(kernel), kernel.expected)
+
+
+def test_a_gpu_of_the_same_family_gets_its_own_target():
+    kernel = OF_CHECK["tcgen05.alloc.turns"]
+    assert [kernel.runs_on(capability) for capability in (90, 100, 103, 120)] == [False, True, True, False]
+    assert ".version 8.6\n.target sm_100a\n" in kernel.text_for(100) == kernel.text
+    assert ".version 8.8\n.target sm_103a\n" in kernel.text_for(103)
 
 
 # ---- misuse

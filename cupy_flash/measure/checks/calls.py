@@ -15,6 +15,7 @@ from ...dispatch import plan_for, run_forward
 from ...engines import MODULES
 from ...gpu import ahead
 from ...gpu.run_plan import compile_launch
+from ...jit import nvrtc
 from ...mods.trace import Mod
 from ...plan.plan import Plan, forms
 from ...plan.refusals import engine_refusals
@@ -111,6 +112,12 @@ def work(task: Task, announce: Announce) -> Device | str | None:
     return KINDS[task.kind](task, announce)
 
 
+def work_with_tensor_memory_checks(task: Task, announce: Announce) -> Device | str | None:
+    """Do `work` with kernels that check their accesses to tensor memory at run time."""
+    nvrtc.checks_tensor_memory = True
+    return work(task, announce)
+
+
 def find_device(task: Task, announce: Announce) -> Device:
     """Return the device of a backend, "cuda" or "simulator:ARCH"; RuntimeError without a GPU."""
     announce("the query of the device", COMPILE_SECONDS)
@@ -133,12 +140,23 @@ def run_micro_kernel(task: Task, announce: Announce) -> str | None:
 
 
 def run_call(task: Task, announce: Announce) -> str | None:
-    """Compare a forward and its backward with the formula."""
+    """Compare a forward and its backward with the formula, and the forward in every other form."""
     trial = _trial(task)
     call, exact, low = _expected(trial, announce)
     _compile(task, call, announce)
     announce(task.name, task.seconds)
-    return _compare(_results(task, call), exact, low)
+    wrong = _compare(_results(task, call), exact, low)
+    if wrong is not None:
+        return wrong
+    q, k, v, options, *_, packed = on_backend(task.backend, call)
+    problem, operands = pose("check", (q, k, v), Options.of("check", options | _how(task)), packed)
+    for form, chosen in forms(plan_for(problem)).items():
+        announce(f"{task.name}: {form}", COMPILE_SECONDS + task.seconds)
+        results = on_host([x.result() for x in run_forward(chosen, operands)])
+        wrong = _compare(results, exact[:2], low[:2])
+        if wrong is not None:
+            return f"{form}, {wrong}"
+    return None
 
 
 def run_on_cache(task: Task, announce: Announce) -> str | None:

@@ -16,15 +16,17 @@ import numpy as np
 from ...gpu.tensor_map import TensorMap, encode_for_gpu, encode_for_simulator
 from ...simulator import Memory, launch
 from ..worker_process import Announce
-from . import hopper
+from . import blackwell, hopper
+from .blackwell.case import ALSO, TARGET, BlackwellCase
 from .hopper.case import HopperCase
 from .instructions import CASES, MMA_FORMS, THREADS, TYPES, WARP_CASES, Case, mma_body
 from .isa import ISA_CASES, SHARED, IsaCase
 
 Array = np.ndarray
 SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
+VERSIONS = {TARGET: "8.6"}  # of PTX, by target
 HEADER = """
-.version 8.4
+.version {version}
 .target {target}
 .address_size 64
 {variables}
@@ -75,12 +77,22 @@ class Kernel:
     def runs_on(self, capability: int) -> bool:
         """Return whether a GPU of this compute capability (90 for 9.0) supports the kernel."""
         target = self.text.split(".target sm_")[1].split()[0]
+        if target == TARGET.removeprefix("sm_") and f"sm_{capability}a" in ALSO:
+            return True
         return capability == int(target[:-1]) if target.endswith("a") else capability >= int(target)
+
+    def text_for(self, capability: int) -> str:
+        """Return the text for a GPU of this compute capability, on which it runs."""
+        version = ALSO.get(arch := f"sm_{capability}a")
+        if version is None or f".target {TARGET}" not in self.text:
+            return self.text
+        return self.text.replace(f".version {VERSIONS[TARGET]}", f".version {version}").replace(TARGET, arch)
 
 
 def every_kernel() -> Iterator[Kernel]:
-    """Yield all kernels, Hopper's first."""
+    """Yield all kernels, Hopper's and Blackwell's first."""
     yield from map(_of_hopper, hopper.CASES)
+    yield from map(_of_hopper, blackwell.CASES)
     for case in (*CASES, *WARP_CASES):
         yield _of_instruction(case)
     for form in MMA_FORMS:
@@ -92,7 +104,7 @@ def _of_hopper(case: HopperCase) -> Kernel:
     text = source(case.body, [*case.inputs, case.out], maps=len(case.maps), **case.options)
     return Kernel(
         case.name, text, case.inputs, case.out, case.blocks, case.threads, maps=case.maps, dynamic=case.dynamic,
-        family="wgmma", expected=case.expected,
+        family="tcgen05" if isinstance(case, BlackwellCase) else "wgmma", expected=case.expected,
     )  # fmt: skip
 
 
@@ -150,6 +162,7 @@ def source(
     pointers = [f"ld.param.u64 %p{i}, [a{i}];" for i in range(len(arrays))]
     pointers += [f"mov.b64 %m{i}, map{i}; cvta.param.u64 %m{i}, %m{i};" for i in range(maps)]
     return HEADER.format(
+        version=VERSIONS.get(target, "8.4"),
         target=target,
         directives=directives,
         variables=variables,
@@ -202,7 +215,7 @@ def run_on_gpu(kernel: Kernel) -> Array:
     import cupy
 
     module = cupy.cuda.Module()
-    module.load(kernel.text.encode() + b"\0")
+    module.load(kernel.text_for(int(cupy.cuda.Device().compute_capability)).encode() + b"\0")
     function = module.get_function("micro")
     driver = cupy.cuda.driver
     driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.dynamic)

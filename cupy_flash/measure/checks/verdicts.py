@@ -75,7 +75,12 @@ class Verdicts(NamedTuple):
 
 
 def check(
-    *, backend: str = "cuda", engine: str | None = None, quick: bool = False, report: Report | None = None
+    *,
+    backend: str = "cuda",
+    engine: str | None = None,
+    quick: bool = False,
+    tensor_memory: bool = False,
+    report: Report | None = None,
 ) -> Verdicts:
     """Compare every engine on this machine's GPU with the formula, and store the verdicts, which plans consult.
 
@@ -88,6 +93,8 @@ def check(
         backend: "cuda", or "simulator:ARCH" for a simulator, which takes minutes.
         engine: check only this engine.
         quick: run one call per engine and no instructions, and store only the verdicts of failed engines.
+        tensor_memory: kernels also check, at run time, that their accesses to tensor memory (sm_100a, sm_103a) are
+            allocated, initialised and in the lanes of their warp; stores only the verdicts of failed engines.
         report: called with a line of text for each case.
 
     Returns:
@@ -100,7 +107,8 @@ def check(
         OSError: the verdicts cannot be stored, or a file cannot be read or written.
         TypeError, ValueError: an unknown backend or engine.
     """
-    return run_check(backend, engine, quick, report or (lambda line: None), calls.work)
+    work = calls.work_with_tensor_memory_checks if tensor_memory else calls.work
+    return run_check(backend, engine, quick, report or (lambda line: None), work, only_failures=quick or tensor_memory)
 
 
 def run_check(
@@ -110,8 +118,13 @@ def run_check(
     report: Report,
     work: Callable[..., Any],
     seconds: float | None = None,
+    only_failures: bool | None = None,
 ) -> Verdicts:
-    """Run `check` with a function for the worker process to call, and a time limit of one run in seconds."""
+    """Run `check` with a function for the worker process to call, and a time limit of one run in seconds.
+
+    `only_failures`: store the verdicts of failed engines alone; None: if the run is quick.
+    """
+    only_failures = quick if only_failures is None else only_failures
     backend = valid_backend(backend)
     simulated = backend != "cuda"
     known = [name for name, module in MODULES.items() if "cuda" in module.BACKENDS]
@@ -131,7 +144,7 @@ def run_check(
     stored = {
         name: (wrong, [row._asdict() for row in rows if row.engine == name])
         for name, wrong in verdicts.engines.items()
-        if name != INSTRUCTIONS and (wrong is not None or not quick)
+        if name != INSTRUCTIONS and (wrong is not None or not only_failures)
     }
     for name, path in measurements.store_checks(on, stored).items():
         report(f"{name}: {'passed' if stored[name][0] is None else 'failed'}, stored in {path}")

@@ -67,6 +67,10 @@ class Access:
 class TensorMemory(Unit):
     """The tensor memory of one set of resident blocks."""
 
+    # Whether the mma of a thread run in the order of their issue, as everybody has measured. The PTX ISA promises it
+    # only for those with the same accumulator; without it, an mma may overwrite A before an earlier one has read it.
+    IN_ORDER = True
+
     def __init__(self, context: Context):
         super().__init__(context)
         self.checks = context.find(Checks)
@@ -218,7 +222,10 @@ class TensorMemory(Unit):
         if not access.writes:
             return
         what = "read, then write"
-        require(self._mma_reader[place], self._mma_read_at[place], self._mma_read_by[place], what, in_order=in_order)
+        require(
+            self._mma_reader[place], self._mma_read_at[place], self._mma_read_by[place], what,
+            in_order=in_order and self.IN_ORDER,
+        )  # fmt: skip
         first = context.rank_of_row[access.rows][:, None, None] * context.warps_per_block
         for group, (read_at, read_by) in enumerate(zip(self._read_at, self._read_by, strict=True)):
             warp = np.minimum(4 * group + access.parts[:, :, None] // 2, context.warps_per_block - 1)

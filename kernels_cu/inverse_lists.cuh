@@ -47,6 +47,6 @@ __device__ void for_each_entry(const Params& p, const Sequence& sequence, int he
       int entry = lists.entry(list, n);
       if (inverse.names(entry)) visit(inverse, entry * InverseLists::CHUNKS + chunk, list);
     }
-    __syncthreads();  // @barrier-between-lists: those of a block are in ascending order
+    __syncthreads();  // those of a block are in ascending order
   }
 }

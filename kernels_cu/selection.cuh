@@ -47,9 +47,9 @@ struct ListTile {
   // Finds the rows of a list from `first` on. After a barrier they may be read.
   __device__ void find_rows(const Lists& lists, int list, int first, int head_first) {
     for (int n = threadIdx.x; n < BLOCK_Q; n += THREADS) {
-      int row = first + n, i = list * lists.queries + row / HEADS_OF_LIST;  // @query-of-row
+      int row = first + n, i = list * lists.queries + row / HEADS_OF_LIST;  // @listed-query
       query[n] = row < lists.rows ? min(i, lists.q_rows) : lists.q_rows;
-      head[n] = head_first + row % HEADS_OF_LIST;  // @head-of-row
+      head[n] = head_first + row % HEADS_OF_LIST;  // @listed-head
     }
   }
   // The keys that some of these rows may see.

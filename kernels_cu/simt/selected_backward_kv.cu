@@ -15,8 +15,9 @@ __device__ bool find_rows(ListTile& tile, const Lists& lists, const InverseLists
   bool any = false;
   for (int n = threadIdx.x; n < BLOCK_Q; n += THREADS) {
     int place = places.begin + (start + n) / lists.rows, row = (start + n) % lists.rows, i = -1;
+    // @rows-of-inverse-list
     if (place < places.end) i = inverse.lists[place] * lists.queries + row / HEADS_OF_LIST;
-    bool seen = visible(i);  // @row-of-inverse-list
+    bool seen = visible(i);
     tile.query[n] = seen ? i : lists.q_rows;
     tile.head[n] = head + row % HEADS_OF_LIST;
     any |= seen;

@@ -206,7 +206,10 @@ REFUSED = {
     "it computes no key_importance with selected keys": lambda **o: cupy_flash.key_importance(
         Q, K, np.zeros((B, HQ, SQ)), **o
     ),
-    "simt: it takes no selected": lambda **o: cupy_flash.attention(Q, K, V, backend="simulator", **o),
+    "mma: it takes no selected": lambda **o: cupy_flash.attention(Q, K, V, backend="simulator", engine="mma", **o),
+    "simt: it computes no gradient of bias with selected keys": lambda **o: cupy_flash.attention_backward(
+        DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), bias=np.zeros((SQ, SK)), backend="simulator", **o
+    ),
     "it computes no pieces of split_size with selected keys": lambda **o: cupy_flash.attention_with_kv_cache(
         Q, K, V, split_size=64, **o
     ),

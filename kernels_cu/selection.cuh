@@ -34,15 +34,11 @@ struct Lists {
   __device__ long long keys() const { return (long long)length * KEYS_OF_ENTRY; }
 };
 
-// Where the rows and the columns of a tile are. A row or key that does not exist, or that nothing of the tile needs,
-// has the number of queries or keys: it reads as zeros, and nothing sees it.
-struct ListTile {
+// Where the rows of a tile are. A row that does not exist has the number of queries: it reads as zeros, and sees
+// nothing.
+struct ListRows {
   int query[BLOCK_Q];
   int head[BLOCK_Q];
-  int key[BLOCK_KV];
-#if KV_CACHE
-  int block[BLOCK_KV];  // of the cache
-#endif
 
   // Finds the rows of a list from `first` on. After a barrier they may be read.
   __device__ void find_rows(const Lists& lists, int list, int first, int head_first) {
@@ -59,6 +55,16 @@ struct ListTile {
     int end = min(last + 1, band.q_len);
     return sequence.readable(begin < end ? Range{band.kv_begin(begin), band.kv_end(end)} : Range{0, 0});
   }
+};
+
+// Where the keys of a tile are. One that does not exist, or that no row of the tile sees, has the number of keys: it
+// reads as zeros, and nothing sees it.
+struct ListKeys {
+  int key[BLOCK_KV];
+#if KV_CACHE
+  int block[BLOCK_KV];  // of the cache
+#endif
+
   // Finds the keys of a list from place `start` on, and returns whether any of them is visible. It is a barrier, before
   // which no thread may read the keys of an earlier tile.
   __device__ bool find_keys(const Lists& lists, const Sequence& sequence, int list, long long start, Range visible) {
@@ -80,22 +86,30 @@ struct ListTile {
   }
 };
 
+struct ListTile : ListRows, ListKeys {};
+
 // Addresses of the rows of a tile in a tensor whose rows are queries.
 template <typename T>
 struct ListedQueries {
   static constexpr bool EQUIDISTANT = false;
 
-  const ListTile& tile;
+  const ListRows& tile;
   T* data;  // query 0 of head 0 of the sequence
   long long head;
   long long stride;
+  int q_len;
   int aligned;
   static constexpr int first = 0;
 
-  __device__ ListedQueries(const ListTile& tile, const Sequence& sequence, const Operand& x)
-      : tile(tile), data(sequence.queries<T>(x, 0)), head(x.head), stride(x.row), aligned(x.aligned) {}
+  __device__ ListedQueries(const ListRows& tile, const Sequence& sequence, const Operand& x)
+      : tile(tile),
+        data(sequence.queries<T>(x, 0)),
+        head(x.head),
+        stride(x.row),
+        q_len(sequence.q_len),
+        aligned(x.aligned) {}
   __device__ T* operator()(int row) const { return data + tile.head[row] * head + tile.query[row] * stride; }
-  __device__ bool has(int row) const { return true; }
+  __device__ bool has(int row) const { return tile.query[row] < q_len; }
 };
 
 // Addresses of the keys of a tile.
@@ -103,7 +117,7 @@ template <typename T>
 struct ListedKeys {
   static constexpr bool EQUIDISTANT = false;
 
-  const ListTile& tile;
+  const ListKeys& tile;
   T* data;
   long long stride;
   int kv_len;
@@ -113,7 +127,7 @@ struct ListedKeys {
   Blocks blocks;
   long long page;  // stride
 
-  __device__ ListedKeys(const ListTile& tile, const Sequence& sequence, const Operand& x, int kv_head)
+  __device__ ListedKeys(const ListKeys& tile, const Sequence& sequence, const Operand& x, int kv_head)
       : tile(tile),
         data((T*)x.data + kv_head * x.head + (PAGED ? 0 : sequence.blocks.row() * x.batch)),
         stride(x.row),
@@ -126,7 +140,7 @@ struct ListedKeys {
   }
   __device__ bool has(int row) const { return tile.key[row] < kv_len && (!PAGED || blocks.has(tile.block[row])); }
 #else
-  __device__ ListedKeys(const ListTile& tile, const Sequence& sequence, const Operand& x, int kv_head)
+  __device__ ListedKeys(const ListKeys& tile, const Sequence& sequence, const Operand& x, int kv_head)
       : tile(tile), data(sequence.keys<T>(x, kv_head)), stride(x.row), kv_len(sequence.kv_len), aligned(x.aligned) {}
   __device__ T* operator()(int row) const { return data + tile.key[row] * stride; }
   __device__ bool has(int row) const { return tile.key[row] < kv_len; }  // @listed-keys-alone

@@ -10,10 +10,12 @@ from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
+from .selected import list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
     KV_CACHE_OPTIONS,
+    SELECTION,
     captured_reads,
     grid_refusals,
     known_constants,
@@ -32,8 +34,8 @@ from .simt import captured_launches
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
-OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | SELECTION
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
 STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -51,8 +53,9 @@ LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 LIVE = {
     "forward": 164, "jvp": 180, "backward": 200, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
-    "key_importance": 128,
+    "key_importance": 128, "selected_forward": 148,
 }  # fmt: skip
+FORWARDS = "forward", "selected_forward"
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
@@ -77,11 +80,11 @@ INSTRUCTIONS = 4  # warp instructions issued
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
     "forward": 4.6, "jvp": 9, "backward": 6.5, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
-    "attention_weights": 12, "top_weights": 12, "key_importance": 12,
+    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
-    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
+    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -128,6 +131,9 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
+    reasons += selection_refusals(problem)
+    if problem.selected is not None and problem.backward:
+        reasons.append("it computes no gradients with selected keys in this version")
     if problem.weights and problem.backward:
         reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
@@ -178,6 +184,8 @@ def _row_kernel(problem: Problem) -> str:
         return f"{_backward(problem)}_q"
     if problem.weights:
         return problem.weights
+    if problem.selected is not None:
+        return "selected_forward"
     return "jvp" if problem.derivative else "forward"
 
 
@@ -249,6 +257,8 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     """Return the launch of the forward or JVP, or those of a backward: row kernels, dK/dV, dQ and dbias."""
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
+        if problem.selected is not None:
+            return list_grid(problem, q_tile.rows)
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
@@ -346,7 +356,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     """
     limit = LIVE[kernel]
     hides = problem.dense_mask is not None or problem.mask_mod
-    if problem.mods and kernel == "forward":
+    if problem.mods and kernel in FORWARDS:
         limit -= LIVE_OF_MODS
     elif problem.is_modified or problem.dropout or kernel == "backward" and hides:
         limit -= LIVE_IN_OPTIONS
@@ -357,18 +367,18 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     if kernel == "jvp" and ("v" not in problem.tangents or device.arch in BLACKWELL):
         limit -= LIVE_OF_JVP
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
-    if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
+    if kernel in FORWARDS and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
     if _live(kernel, problem, shape) > limit:
         return None
     # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
     single = device.arch == "sm_75" or kernel.endswith("_bias") or problem.weights != ""
-    stage_counts = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
+    stage_counts = (1,) if single else (1, 2, 3) if kernel in FORWARDS else (1, 2)
     legal = [
         tile
         for stages in stage_counts
         for tile in (shape._replace(stages=stages),)
-        if _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step) <= device.shared_bytes
+        if _shared_bytes(kernel, problem, tile) + _static_bytes(problem, tile) <= device.shared_bytes
     ]
 
     def preferred(tile: Tile) -> tuple[bool, int, int]:
@@ -400,12 +410,12 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
     # accumulator. JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
-        "forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
+        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
         "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
         "key_importance": 1,
     }[kernel]  # fmt: skip
     columns = {
-        "forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
+        "forward": v, "selected_forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
         "second_kv": k + v,
     }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
@@ -418,9 +428,16 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
     return shared_bytes(f"mma/{kernel}", _constants(kernel, problem, tile))
 
 
+def _static_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of static shared memory of a kernel whose blocks own `tile.rows` rows."""
+    if problem.selected is not None:
+        return list_bytes(problem, (tile.rows, tile.step), tile.stages)
+    return static_bytes(problem, tile.step)
+
+
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
     """Return the occupancy in resident blocks per SM."""
-    shared = _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step)
+    shared = _shared_bytes(kernel, problem, tile) + _static_bytes(problem, tile)
     registers = min(255, _live(kernel, problem, tile) + 90)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 
@@ -430,7 +447,7 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     k, v = _padded(problem, tile.column_warps)
     v = 0 if problem.weights else v
     scores, sums = {
-        "forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
+        "forward": (k, v), "selected_forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
         "backward_kv": (k + v, k + v), "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
     }.get(kernel, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps

@@ -28,12 +28,12 @@ def selection_refusals(problem: Problem) -> list[str]:
     ]
 
 
-def list_bytes(problem: Problem, tile: tuple[int, int]) -> int:
-    """Return the bytes of static shared memory that locate the rows and keys of a tile (ListTile of selection.cuh)."""
+def list_bytes(problem: Problem, tile: tuple[int, int], stages: int = 1) -> int:
+    """Return the bytes of static shared memory that locate the rows of a tile, and the keys of each stage."""
     if problem.selected is None:
         return 0
     rows, keys = tile
-    return 4 * (2 * rows + (1 if problem.cache is None else 2) * keys)
+    return 4 * (2 * rows + (1 if problem.cache is None else 2) * keys * stages)
 
 
 def list_grid(problem: Problem, block_q: int) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_q(con
   for (int n = blockIdx.x; n < lists.count(sequence.q_rows) * tiles_of_list; n += gridDim.x) {
     // Prologue.
     int list = n / tiles_of_list, first = n % tiles_of_list * BLOCK_Q;
-    Range visible = ListTile::visible(lists, sequence, band, list, first);
+    Range visible = ListRows::visible(lists, sequence, band, list, first);
     __syncthreads();
     tile.find_rows(lists, list, first, head);
     __syncthreads();

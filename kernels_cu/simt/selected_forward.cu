@@ -77,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
   for (int n = blockIdx.x; n < lists.count(sequence.q_rows) * tiles_of_list; n += gridDim.x) {
     // Prologue.
     int list = n / tiles_of_list, first = n % tiles_of_list * BLOCK_Q;
-    Range visible = ListTile::visible(lists, sequence, band, list, first);
+    Range visible = ListRows::visible(lists, sequence, band, list, first);
     __syncthreads();
     tile.find_rows(lists, list, first, head);
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, [&](int row) { return tile.query[row] < sequence.q_len; });
+    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, exists);
     Softmax softmax[ROWS];
     real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 #pragma unroll

@@ -181,3 +181,16 @@ BUGS = {
 def test_planted_bugs_are_found(bug, name, error, monkeypatch):
     with planted(monkeypatch, bug), pytest.raises(error):
         check(*call_of(name)[:1], backend="simulator", call=call_of(name)[1])
+
+
+@pytest.mark.parametrize(
+    ("bug", "find"),
+    [
+        (change("first-list", "+ sequence.batch", ""), test_a_packed_batch),
+        (change("inverse-entry-exists", "&& entry < blocks", ""), test_wrong_entries_are_never_followed),
+    ],
+    ids=["lists-of-the-sequence-before", "inverse-of-wrong-entries"],
+)
+def test_planted_bugs_in_rarer_calls_are_found(bug, find, monkeypatch):
+    with planted(monkeypatch, bug), pytest.raises((AssertionError, SimulationError)):
+        find(*[monkeypatch] * find.__code__.co_argcount)

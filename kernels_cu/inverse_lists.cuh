@@ -4,6 +4,11 @@
 #pragma once
 #include "selection.cuh"
 
+// The queries that may see a key of a range.
+__device__ inline Range queries_of(const Band& band, Range keys) {
+  return {band.q_begin(keys.begin), keys.begin < keys.end ? band.q_end(keys.end) : 0};
+}
+
 struct InverseLists {
   static constexpr int CHUNKS = 32;
 
@@ -33,6 +38,22 @@ struct InverseLists {
   // The places of the lists that name a block.
   __device__ Range of_block(int block) const {
     return {block ? ends[block * CHUNKS - 1] : 0, ends[block * CHUNKS + CHUNKS - 1]};  // @lists-of-block
+  }
+  // Finds the rows from `start` on of the lists at `places`, of those queries that may see a key of the block; returns
+  // whether there is one. It is a barrier, before which no thread may read the rows of an earlier tile.
+  __device__ bool find_rows(ListRows& tile, const Lists& of_sequence, Range places, int start, Range visible,
+                            int head) const {
+    bool any = false;
+    for (int n = threadIdx.x; n < BLOCK_Q; n += THREADS) {
+      int place = places.begin + (start + n) / of_sequence.rows, row = (start + n) % of_sequence.rows, i = -1;
+      // @rows-of-inverse-list
+      if (place < places.end) i = lists[place] * of_sequence.queries + row / HEADS_OF_LIST;
+      bool seen = visible(i);
+      tile.query[n] = seen ? i : of_sequence.q_rows;
+      tile.head[n] = head + row % HEADS_OF_LIST;
+      any |= seen;
+    }
+    return __syncthreads_or(any);
   }
 };
 

@@ -65,6 +65,11 @@ struct ListKeys {
   int block[BLOCK_KV];  // of the cache
 #endif
 
+  // Takes neighbouring keys. After a barrier they may be read.
+  __device__ void take(Range keys, int kv_len) {
+    for (int n = threadIdx.x; n < BLOCK_KV; n += THREADS) key[n] = keys.begin + n < keys.end ? keys.begin + n : kv_len;
+  }
+
   // Finds the keys of a list from place `start` on, and returns whether any of them is visible. It is a barrier, before
   // which no thread may read the keys of an earlier tile.
   __device__ bool find_keys(const Lists& lists, const Sequence& sequence, int list, long long start, Range visible) {
@@ -87,6 +92,24 @@ struct ListKeys {
 };
 
 struct ListTile : ListRows, ListKeys {};
+
+// A tile of at most BLOCK_KV keys that an entry names together, counted over the blocks of a sequence.
+struct BlockTile {
+  int width;  // keys of a block, at most all of them
+  int parts;  // tiles of a block
+  int tiles;
+
+  __device__ BlockTile(const Sequence& sequence)
+      : width(min(KEYS_OF_ENTRY, max(sequence.kv_rows, 1))),
+        parts((width + BLOCK_KV - 1) / BLOCK_KV),
+        tiles((sequence.kv_rows + width - 1) / width * parts) {}
+  __device__ int block(int tile) const { return tile / parts; }
+  // The keys of a tile that are below `end`.
+  __device__ Range keys(int tile, int end) const {
+    int begin = block(tile) * width + tile % parts * BLOCK_KV;
+    return {begin, min(min(begin + BLOCK_KV, (block(tile) + 1) * width), end)};  // @cut-block
+  }
+};
 
 // Addresses of the rows of a tile in a tensor whose rows are queries.
 template <typename T>

@@ -10,7 +10,7 @@ from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import list_bytes, list_grid, selection_refusals
+from .selected import inverse_launches, inverse_workspaces, key_grid, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -53,7 +53,8 @@ LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 LIVE = {
     "forward": 164, "jvp": 180, "backward": 200, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
-    "key_importance": 128, "selected_forward": 148,
+    "key_importance": 128, "selected_forward": 148, "selected_backward_q": 150,
+    "selected_backward_kv": 150,
 }  # fmt: skip
 FORWARDS = "forward", "selected_forward"
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
@@ -80,11 +81,11 @@ INSTRUCTIONS = 4  # warp instructions issued
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
     "forward": 4.6, "jvp": 9, "backward": 6.5, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
-    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9,
+    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9, "selected_backward_q": 12, "selected_backward_kv": 14,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
-    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160,
+    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160, "selected_backward_q": 200, "selected_backward_kv": 280,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -132,8 +133,6 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
     reasons += selection_refusals(problem)
-    if problem.selected is not None and problem.backward:
-        reasons.append("it computes no gradients with selected keys in this version")
     if problem.weights and problem.backward:
         reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
@@ -172,7 +171,7 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
         for q in _legal_tiles(f"{step}_q", problem, device)
         for kv in _legal_tiles(f"{step}_kv", problem, device)
     ]
-    if not problem.deterministic and not problem.derivative:
+    if not problem.deterministic and not problem.derivative and problem.selected is None:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True) + _sharing_tiles(problem, device)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
@@ -201,6 +200,8 @@ def _key_kernel(problem: Problem, tile: Tile) -> str:
 
 def _backward(problem: Problem) -> str:
     """Return the prefix of the tile kernels of a backward, or of a double backward."""
+    if problem.selected is not None:
+        return "selected_backward"
     return "second" if problem.derivative else "backward"
 
 
@@ -211,6 +212,8 @@ def bias_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _needs_bias_tile(problem: Problem) -> bool:
+    if problem.selected is not None:
+        return False
     return problem.bias is not None or any(read.is_owned for read in captured_reads(problem))
 
 
@@ -250,7 +253,8 @@ def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tupl
     """Return `backward_workspaces` for a backward, and the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
-    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
+    rows = backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
+    return rows if problem.selected is None else (*rows, *inverse_workspaces(problem, q_rows, kv_rows))
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -268,8 +272,12 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
         grid = weights_grid(problem, tile.block_q, tile.block_kv) if problem.weights else q_grid(q_tile)
         steps.append(_launch(_row_kernel(problem), problem, q_tile, grid))
         return nonempty(with_mods(problem, steps))
+    backward = []
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid)]
+    if problem.selected is not None:
+        kv_grid = key_grid(problem, kv_tile.rows)
+        backward += inverse_launches(problem, fragment_constants(problem))
+    backward.append(_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid))
     if q_tile is not None:
         backward.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
@@ -373,6 +381,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
         return None
     # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
     single = device.arch == "sm_75" or kernel.endswith("_bias") or problem.weights != ""
+    single |= problem.selected is not None and problem.backward
     stage_counts = (1,) if single else (1, 2, 3) if kernel in FORWARDS else (1, 2)
     legal = [
         tile
@@ -410,12 +419,13 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
     # accumulator. JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
-        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
+        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "selected_backward_q": 2.25, "selected_backward_kv": 2.25, "backward_bias": 3.25,
         "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
         "key_importance": 1,
     }[kernel]  # fmt: skip
     columns = {
         "forward": v, "selected_forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
+        "selected_backward_q": k, "selected_backward_kv": k + v,
         "second_kv": k + v,
     }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
@@ -431,7 +441,7 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 def _static_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of static shared memory of a kernel whose blocks own `tile.rows` rows."""
     if problem.selected is not None:
-        return list_bytes(problem, (tile.rows, tile.step), tile.stages)
+        return list_bytes(problem, (max(tile.rows, tile.step),) * 2, tile.stages)
     return static_bytes(problem, tile.step)
 
 
@@ -448,6 +458,7 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     v = 0 if problem.weights else v
     scores, sums = {
         "forward": (k, v), "selected_forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
+        "selected_backward_q": (k + v, k), "selected_backward_kv": (k + v, k + v),
         "backward_kv": (k + v, k + v), "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
     }.get(kernel, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps

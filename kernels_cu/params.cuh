@@ -120,8 +120,10 @@ struct Params {
   int selected_entries;  // of a list
   int selected_rows;     // queries that share a list
   int selected_heads;    // heads that have lists of their own
-  int* inverse_ends;     // workspaces of a backward (inverse_lists.cuh)
+  int* inverse_ends;     // workspaces of a deterministic backward (inverse_lists.cuh)
   int* inverse_lists;
+  Operand dk_sums;  // and of one that adds dK and dV; in the accumulation dtype
+  Operand dv_sums;
 #endif
 #if STATISTICS
   Operand max;  // those that the call does not ask for are null

@@ -170,6 +170,22 @@ struct ListedKeys {
 #endif
 };
 
+// The sums of dK, without the scale, and of dV of one head, to which blocks add in the accumulation dtype.
+struct KeySums {
+  real* dK;
+  real* dV;
+  long long dK_row;
+  long long dV_row;
+
+  __device__ KeySums(const Params& p, const Sequence& sequence, int kv_head)
+      : dK(sequence.keys<real>(p.dk_sums, kv_head)),
+        dV(sequence.keys<real>(p.dv_sums, kv_head)),
+        dK_row(p.dk_sums.row),
+        dV_row(p.dv_sums.row) {}
+  __device__ real* of_K(int j) const { return dK + j * dK_row; }
+  __device__ real* of_V(int j) const { return dV + j * dV_row; }
+};
+
 // The dropout of another head of a sequence.
 __device__ inline Dropout of_head(Dropout dropout, const Params& p, int b, int head) {
   dropout.head_index = b * p.whole_heads + p.first_head + head;

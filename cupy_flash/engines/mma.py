@@ -10,7 +10,7 @@ from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import inverse_launches, inverse_workspaces, key_grid, list_bytes, list_grid, selection_refusals
+from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -54,7 +54,7 @@ LIVE = {
     "forward": 164, "jvp": 180, "backward": 200, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
     "key_importance": 128, "selected_forward": 148, "selected_backward_q": 150,
-    "selected_backward_kv": 150,
+    "selected_backward_kv": 150, "selected_backward_add": 150,
 }  # fmt: skip
 FORWARDS = "forward", "selected_forward"
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
@@ -81,11 +81,11 @@ INSTRUCTIONS = 4  # warp instructions issued
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
     "forward": 4.6, "jvp": 9, "backward": 6.5, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
-    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9, "selected_backward_q": 12, "selected_backward_kv": 14,
+    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9, "selected_backward_q": 12, "selected_backward_kv": 14, "selected_backward_add": 14,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
-    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160, "selected_backward_q": 200, "selected_backward_kv": 280,
+    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160, "selected_backward_q": 200, "selected_backward_kv": 280, "selected_backward_add": 280,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -164,12 +164,13 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
             return [Tiles(x.step, x.rows, x, None, None) for x in _legal_tiles(kernel, problem, device)]
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
     bias, step = bias_tile(problem, device), _backward(problem)
+    by_key = _owner_of_keys(problem)
     if _needs_bias_tile(problem) and bias is None:
         return []
     legal = [
         Tiles(q.rows, kv.rows, q, kv, bias)
         for q in _legal_tiles(f"{step}_q", problem, device)
-        for kv in _legal_tiles(f"{step}_kv", problem, device)
+        for kv in _legal_tiles(by_key, problem, device)
     ]
     if not problem.deterministic and not problem.derivative and problem.selected is None:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True) + _sharing_tiles(problem, device)
@@ -190,12 +191,19 @@ def _row_kernel(problem: Problem) -> str:
 
 def _owns_keys(kernel: str) -> bool:
     """Return whether the blocks of a kernel own tiles of keys."""
-    return kernel.endswith("_kv") or kernel in ("backward", "key_importance")
+    return kernel.endswith("_kv") or kernel in ("backward", "key_importance", "selected_backward_add")
 
 
 def _key_kernel(problem: Problem, tile: Tile) -> str:
     """Return the kernel whose blocks own key tiles."""
-    return "backward" if tile.shares_scores else f"{_backward(problem)}_kv"
+    return "backward" if tile.shares_scores else _owner_of_keys(problem)
+
+
+def _owner_of_keys(problem: Problem) -> str:
+    """Return the kernel of dK and dV whose warps do not share their scores."""
+    if problem.selected is not None and adds(problem):
+        return "selected_backward_add"
+    return f"{_backward(problem)}_kv"
 
 
 def _backward(problem: Problem) -> str:
@@ -254,7 +262,7 @@ def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tupl
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     rows = backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
-    return rows if problem.selected is None else (*rows, *inverse_workspaces(problem, q_rows, kv_rows))
+    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -274,10 +282,15 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
         return nonempty(with_mods(problem, steps))
     backward = []
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    if problem.selected is not None:
-        kv_grid = key_grid(problem, kv_tile.rows)
-        backward += inverse_launches(problem, fragment_constants(problem))
-    backward.append(_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid))
+    if problem.selected is None:
+        backward.append(_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid))
+    else:
+        backward += key_launches(
+            problem,
+            fragment_constants(problem),
+            (kv_tile.step, kv_tile.rows),
+            lambda kernel, grid: _launch(kernel, problem, kv_tile, grid),
+        )
     if q_tile is not None:
         backward.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
@@ -419,13 +432,13 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
     # accumulator. JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
-        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "selected_backward_q": 2.25, "selected_backward_kv": 2.25, "backward_bias": 3.25,
+        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "selected_backward_q": 2.25, "selected_backward_kv": 2.25, "selected_backward_add": 2.25, "backward_bias": 3.25,
         "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
         "key_importance": 1,
     }[kernel]  # fmt: skip
     columns = {
         "forward": v, "selected_forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
-        "selected_backward_q": k, "selected_backward_kv": k + v,
+        "selected_backward_q": k, "selected_backward_kv": k + v, "selected_backward_add": k + v,
         "second_kv": k + v,
     }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
@@ -459,6 +472,7 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     scores, sums = {
         "forward": (k, v), "selected_forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
         "selected_backward_q": (k + v, k), "selected_backward_kv": (k + v, k + v),
+        "selected_backward_add": (k + v, k + v),
         "backward_kv": (k + v, k + v), "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
     }.get(kernel, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps

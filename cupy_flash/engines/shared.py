@@ -81,7 +81,7 @@ SEQUENCE_CONSTANTS = (
     *PARAMS_SWITCHES,
 )
 CACHE_CONSTANTS = ("PAGE_DIVISION", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
-INVERSE_CONSTANTS = (*SEQUENCE_CONSTANTS, "KEYS_OF_ENTRY", "HEADS_OF_LIST")
+LIST_CONSTANTS = (*SEQUENCE_CONSTANTS, "KEYS_OF_ENTRY", "HEADS_OF_LIST")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DENTROPY"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
@@ -101,7 +101,9 @@ ROW_CONSTANTS = {
         *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
     ),
     "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
-    **dict.fromkeys(("selected_count", "selected_scan", "selected_fill"), INVERSE_CONSTANTS),
+    **dict.fromkeys(("selected_count", "selected_scan", "selected_fill"), LIST_CONSTANTS),
+    "selected_clear": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
+    "selected_round": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 

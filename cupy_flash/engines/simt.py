@@ -9,7 +9,7 @@ from ..jit.shared_memory import shared_bytes
 from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import inverse_launches, inverse_workspaces, key_grid, list_bytes, list_grid, selection_refusals
+from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -143,7 +143,7 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     if problem.weights:
         return ()
     rows = row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
-    return rows if problem.selected is None else (*rows, *inverse_workspaces(problem, q_rows, kv_rows))
+    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -164,8 +164,7 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         if problem.backward:
             own = [
                 launch("delta", (q_tiles, problem.heads, sequences(problem))),
-                *inverse_launches(problem, constants),
-                launch("simt/selected_backward_kv", key_grid(problem, tile.block_kv)),
+                *key_launches(problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)),
                 launch("simt/selected_backward_q", list_grid(problem, tile.block_q)),
             ]
             own += [launch("dsink", (problem.heads, 1, 1))] * problem.sink
@@ -216,7 +215,7 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     """Return the bytes of dynamic shared memory of each tile kernel."""
     if problem.selected is not None:
-        steps = ("backward_kv", "backward_q") if problem.backward else ("forward",)
+        steps = ("backward_add" if adds(problem) else "backward_kv", "backward_q") if problem.backward else ("forward",)
         kernels = [f"simt/selected_{step}" for step in steps]
     elif problem.backward:
         step = "simt/second" if problem.derivative else "simt/backward"

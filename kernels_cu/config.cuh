@@ -78,6 +78,11 @@ constexpr int KEY_BYTES = 0;   // wgmma forward: bytes per key that mods read fr
 #define MODS 0                 // SCORE_MOD or MASK_MOD: traced.cuh and captured.cuh are generated from the traces
 constexpr bool SHARD = false;  // the rows are a shard of longer sequences
 
+// Selected keys: each row sees the keys that a list names (selection.cuh).
+#define SELECTED 0                // Params has the lists
+constexpr int KEYS_OF_ENTRY = 1;  // neighbouring keys that an entry of a list names
+constexpr int HEADS_OF_LIST = 1;  // query heads of a key/value head that share its lists
+
 // Statistics of the rows that a forward returns (statistics.cuh).
 #define STATISTICS 0
 constexpr bool FIND_MAX = false;

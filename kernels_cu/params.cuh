@@ -115,6 +115,16 @@ struct Params {
   void* part_statistics;  // workspace: PartStatistics (statistics.cuh) of the partial results, (number, BLOCK_Q)
 #endif
 #endif
+#if SELECTED
+  Dense selected;        // the lists: (batch, head, list, entry)
+  int selected_entries;  // of a list
+  int selected_rows;     // queries that share a list
+  int selected_heads;    // heads that have lists of their own
+  int* inverse_ends;     // workspaces of a deterministic backward (inverse_lists.cuh)
+  int* inverse_lists;
+  Operand dk_sums;  // and of one that adds dK and dV; in the accumulation dtype
+  Operand dv_sums;
+#endif
 #if STATISTICS
   Operand max;  // those that the call does not ask for are null
   Operand argmax;

@@ -10,10 +10,12 @@ from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
+from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
     KV_CACHE_OPTIONS,
+    SELECTION,
     captured_reads,
     grid_refusals,
     known_constants,
@@ -32,8 +34,8 @@ from .simt import captured_launches
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
-OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | SELECTION
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
 STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -51,8 +53,10 @@ LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 LIVE = {
     "forward": 164, "jvp": 180, "backward": 200, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
-    "key_importance": 128,
+    "key_importance": 128, "selected_forward": 148, "selected_backward_q": 150,
+    "selected_backward_kv": 150, "selected_backward_add": 150,
 }  # fmt: skip
+FORWARDS = "forward", "selected_forward"
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
@@ -77,11 +81,11 @@ INSTRUCTIONS = 4  # warp instructions issued
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
     "forward": 4.6, "jvp": 9, "backward": 6.5, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
-    "attention_weights": 12, "top_weights": 12, "key_importance": 12,
+    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9, "selected_backward_q": 12, "selected_backward_kv": 14, "selected_backward_add": 14,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
-    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
+    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160, "selected_backward_q": 200, "selected_backward_kv": 280, "selected_backward_add": 280,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -128,6 +132,7 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
+    reasons += selection_refusals(problem)
     if problem.weights and problem.backward:
         reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
@@ -159,14 +164,15 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
             return [Tiles(x.step, x.rows, x, None, None) for x in _legal_tiles(kernel, problem, device)]
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
     bias, step = bias_tile(problem, device), _backward(problem)
+    by_key = _owner_of_keys(problem)
     if _needs_bias_tile(problem) and bias is None:
         return []
     legal = [
         Tiles(q.rows, kv.rows, q, kv, bias)
         for q in _legal_tiles(f"{step}_q", problem, device)
-        for kv in _legal_tiles(f"{step}_kv", problem, device)
+        for kv in _legal_tiles(by_key, problem, device)
     ]
-    if not problem.deterministic and not problem.derivative:
+    if not problem.deterministic and not problem.derivative and problem.selected is None:
         kv_tiles = _legal_tiles("backward_kv", problem, device, add_dq=True) + _sharing_tiles(problem, device)
         legal += [Tiles(kv.step, kv.rows, None, kv, bias) for kv in kv_tiles]
     return legal
@@ -178,21 +184,32 @@ def _row_kernel(problem: Problem) -> str:
         return f"{_backward(problem)}_q"
     if problem.weights:
         return problem.weights
+    if problem.selected is not None:
+        return "selected_forward"
     return "jvp" if problem.derivative else "forward"
 
 
 def _owns_keys(kernel: str) -> bool:
     """Return whether the blocks of a kernel own tiles of keys."""
-    return kernel.endswith("_kv") or kernel in ("backward", "key_importance")
+    return kernel.endswith("_kv") or kernel in ("backward", "key_importance", "selected_backward_add")
 
 
 def _key_kernel(problem: Problem, tile: Tile) -> str:
     """Return the kernel whose blocks own key tiles."""
-    return "backward" if tile.shares_scores else f"{_backward(problem)}_kv"
+    return "backward" if tile.shares_scores else _owner_of_keys(problem)
+
+
+def _owner_of_keys(problem: Problem) -> str:
+    """Return the kernel of dK and dV whose warps do not share their scores."""
+    if problem.selected is not None and adds(problem):
+        return "selected_backward_add"
+    return f"{_backward(problem)}_kv"
 
 
 def _backward(problem: Problem) -> str:
     """Return the prefix of the tile kernels of a backward, or of a double backward."""
+    if problem.selected is not None:
+        return "selected_backward"
     return "second" if problem.derivative else "backward"
 
 
@@ -203,6 +220,8 @@ def bias_tile(problem: Problem, device: Device) -> Tile | None:
 
 
 def _needs_bias_tile(problem: Problem) -> bool:
+    if problem.selected is not None:
+        return False
     return problem.bias is not None or any(read.is_owned for read in captured_reads(problem))
 
 
@@ -242,13 +261,16 @@ def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tupl
     """Return `backward_workspaces` for a backward, and the rotated rows of q for a KV cache."""
     if not problem.backward:
         return rotated_rows(problem, q_rows)
-    return backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
+    rows = backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
+    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
     """Return the launch of the forward or JVP, or those of a backward: row kernels, dK/dV, dQ and dbias."""
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
+        if problem.selected is not None:
+            return list_grid(problem, q_tile.rows)
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
@@ -258,8 +280,17 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
         grid = weights_grid(problem, tile.block_q, tile.block_kv) if problem.weights else q_grid(q_tile)
         steps.append(_launch(_row_kernel(problem), problem, q_tile, grid))
         return nonempty(with_mods(problem, steps))
+    backward = []
     kv_grid = max(-(-problem.kv_len // kv_tile.rows), 1), problem.kv_heads, sequences(problem)
-    backward = [_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid)]
+    if problem.selected is None:
+        backward.append(_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid))
+    else:
+        backward += key_launches(
+            problem,
+            fragment_constants(problem),
+            (kv_tile.step, kv_tile.rows),
+            lambda kernel, grid: _launch(kernel, problem, kv_tile, grid),
+        )
     if q_tile is not None:
         backward.append(_launch(_row_kernel(problem), problem, q_tile, q_grid(q_tile)))
     backward += array_launches(problem, device, tile.bias_tile)
@@ -346,7 +377,7 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     """
     limit = LIVE[kernel]
     hides = problem.dense_mask is not None or problem.mask_mod
-    if problem.mods and kernel == "forward":
+    if problem.mods and kernel in FORWARDS:
         limit -= LIVE_OF_MODS
     elif problem.is_modified or problem.dropout or kernel == "backward" and hides:
         limit -= LIVE_IN_OPTIONS
@@ -357,18 +388,19 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     if kernel == "jvp" and ("v" not in problem.tangents or device.arch in BLACKWELL):
         limit -= LIVE_OF_JVP
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
-    if kernel == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
+    if kernel in FORWARDS and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
     if _live(kernel, problem, shape) > limit:
         return None
     # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
     single = device.arch == "sm_75" or kernel.endswith("_bias") or problem.weights != ""
-    stage_counts = (1,) if single else (1, 2, 3) if kernel == "forward" else (1, 2)
+    single |= problem.selected is not None and problem.backward
+    stage_counts = (1,) if single else (1, 2, 3) if kernel in FORWARDS else (1, 2)
     legal = [
         tile
         for stages in stage_counts
         for tile in (shape._replace(stages=stages),)
-        if _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step) <= device.shared_bytes
+        if _shared_bytes(kernel, problem, tile) + _static_bytes(problem, tile) <= device.shared_bytes
     ]
 
     def preferred(tile: Tile) -> tuple[bool, int, int]:
@@ -400,12 +432,13 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
     # accumulator. JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
-        "forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
+        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "selected_backward_q": 2.25, "selected_backward_kv": 2.25, "selected_backward_add": 2.25, "backward_bias": 3.25,
         "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
         "key_importance": 1,
     }[kernel]  # fmt: skip
     columns = {
-        "forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
+        "forward": v, "selected_forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
+        "selected_backward_q": k, "selected_backward_kv": k + v, "selected_backward_add": k + v,
         "second_kv": k + v,
     }.get(kernel, 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
@@ -418,9 +451,16 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
     return shared_bytes(f"mma/{kernel}", _constants(kernel, problem, tile))
 
 
+def _static_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of static shared memory of a kernel whose blocks own `tile.rows` rows."""
+    if problem.selected is not None:
+        return list_bytes(problem, (max(tile.rows, tile.step),) * 2, tile.stages)
+    return static_bytes(problem, tile.step)
+
+
 def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
     """Return the occupancy in resident blocks per SM."""
-    shared = _shared_bytes(kernel, problem, tile) + static_bytes(problem, tile.step)
+    shared = _shared_bytes(kernel, problem, tile) + _static_bytes(problem, tile)
     registers = min(255, _live(kernel, problem, tile) + 90)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 
@@ -430,7 +470,9 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     k, v = _padded(problem, tile.column_warps)
     v = 0 if problem.weights else v
     scores, sums = {
-        "forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
+        "forward": (k, v), "selected_forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
+        "selected_backward_q": (k + v, k), "selected_backward_kv": (k + v, k + v),
+        "selected_backward_add": (k + v, k + v),
         "backward_kv": (k + v, k + v), "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
     }.get(kernel, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps

@@ -60,24 +60,28 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DMAX": problem.backward and "max" in problem.statistics,
         "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
+        "SELECTED": problem.selected is not None,
         "GRADIENT_OF": {"top_weights": 1, "key_importance": 2}.get(problem.weights, 0),
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
     constants |= {f"T{name.upper()}": name in problem.tangents for name in DIFFERENTIATED}
     constants |= {x.constant: is_given(problem, x) for x in FEATURES if x.constant}
+    if problem.selected is not None:
+        constants |= {"KEYS_OF_ENTRY": problem.selected.block, "HEADS_OF_LIST": heads_of_list(problem)}
     constants |= {x.constant: problem.cache is not None and is_given(problem.cache, x) for x in CACHE_FACTS}
     constants |= {x.element: ELEMENTS[getattr(problem, f"{x.field}_dtype")] for x in FEATURES if x.element}
     return MappingProxyType(constants)
 
 
 # Switches of config.cuh on which the members of Params depend, beside MODS
-PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "STATISTICS", "DSTATISTICS", "WEIGHTS")
+PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS")
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = (
     *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
     *PARAMS_SWITCHES,
 )
 CACHE_CONSTANTS = ("PAGE_DIVISION", *(feature.constant for feature in CACHE_FACTS), "HEAD_DIM", "HEAD_DIM_V")
+LIST_CONSTANTS = (*SEQUENCE_CONSTANTS, "KEYS_OF_ENTRY", "HEADS_OF_LIST")
 ROW_CONSTANTS = {
     "delta": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "DLSE", "LSE2", "ADD_DQ", "DQ_IN_ORDER", "DENTROPY"),
     "dq": (*SEQUENCE_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
@@ -97,6 +101,9 @@ ROW_CONSTANTS = {
         *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
     ),
     "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
+    **dict.fromkeys(("selected_count", "selected_scan", "selected_fill"), LIST_CONSTANTS),
+    "selected_clear": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
+    "selected_round": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 
@@ -106,6 +113,12 @@ def known_constants(kernel: str, constants: Mapping[str, Constant]) -> tuple[tup
     known = ROW_CONSTANTS.get(kernel)
     # Only delta.cu reads the gradient of lse, so tile kernels with and without it share one cubin.
     return tuple((name, x) for name, x in constants.items() if (name != "DLSE" if known is None else name in known))
+
+
+def heads_of_list(problem: Problem) -> int:
+    """Return the query heads of a key/value head that share its lists of selected keys."""
+    assert problem.selected is not None
+    return 1 if problem.selected.heads == problem.heads else problem.group
 
 
 def sequences(problem: Problem) -> int:

@@ -9,10 +9,12 @@ from ..jit.shared_memory import shared_bytes
 from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
+from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
     KV_CACHE_OPTIONS,
+    SELECTION,
     added_launches,
     captured_reads,
     dtype_refusals,
@@ -33,8 +35,8 @@ from .shared import forms as forms
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
-OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS
+OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | SELECTION
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
 STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -68,7 +70,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and D or Dv > LARGEST."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + selection_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -91,7 +93,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     return [
         tile
         for tile in sizes
-        if max(_shared_bytes(problem, tile).values()) + static_bytes(problem, tile.block_kv) <= device.shared_bytes
+        if max(_shared_bytes(problem, tile).values()) + _static_bytes(problem, tile) <= device.shared_bytes
         and _accumulators(problem, tile) <= ACCUMULATORS[problem.accumulation.itemsize]
     ]
 
@@ -140,7 +142,8 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
         return rotated_rows(problem, q_rows)
     if problem.weights:
         return ()
-    return row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
+    rows = row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
+    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -156,6 +159,16 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if problem.weights and not problem.backward:
         weights = launch(f"simt/{problem.weights}", weights_grid(problem, *tile[:2]))
         return nonempty(with_mods(problem, [*append_launches(problem, constants), weights]))
+    if problem.selected is not None:
+        own = [launch("simt/selected_forward", list_grid(problem, tile.block_q))]
+        if problem.backward:
+            own = [
+                launch("delta", (q_tiles, problem.heads, sequences(problem))),
+                *key_launches(problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)),
+                launch("simt/selected_backward_q", list_grid(problem, tile.block_q)),
+            ]
+            own += [launch("dsink", (problem.heads, 1, 1))] * problem.sink
+        return nonempty(with_mods(problem, [*append_launches(problem, constants), *own]))
     if not problem.backward:
         name = "simt/jvp" if problem.derivative else "simt/forward"
         forward = launch(name, (q_tiles, problem.heads, sequences(problem)))
@@ -201,7 +214,10 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
 @lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     """Return the bytes of dynamic shared memory of each tile kernel."""
-    if problem.backward:
+    if problem.selected is not None:
+        steps = ("backward_add" if adds(problem) else "backward_kv", "backward_q") if problem.backward else ("forward",)
+        kernels = [f"simt/selected_{step}" for step in steps]
+    elif problem.backward:
         step = "simt/second" if problem.derivative else "simt/backward"
         kernels = [f"{step}_{name}" for name in ("kv", "q", "bias", "captured")]
     elif problem.weights:
@@ -210,6 +226,13 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
         kernels = ["simt/jvp" if problem.derivative else "simt/forward"]
     constants = _constants(problem, tile)
     return {kernel: shared_bytes(kernel, constants) for kernel in kernels}
+
+
+def _static_bytes(problem: Problem, tile: Tile) -> int:
+    """Return the bytes of static shared memory of the tile kernels."""
+    if problem.selected is not None:
+        return list_bytes(problem, tile[:2])
+    return static_bytes(problem, tile.block_kv)
 
 
 def _accumulators(problem: Problem, tile: Tile) -> int:

@@ -213,6 +213,9 @@ def _constant(
     }
     if problem.cache is not None:
         members |= _members_of_cache(problem, problem.cache, by_name)
+    if problem.selected is not None:
+        heads, entries, _, queries = problem.selected
+        members |= {"selected_heads": (heads,), "selected_entries": (entries,), "selected_rows": (queries,)}
     members |= {name: (number,) for name, number in numbers_beside}
     struct = _struct("Params", captured, switches_of(shared_constants(problem)))
     places = tuple(struct.places["seed_array" if name == "seed" else name].start for name in by_name)
@@ -260,6 +263,7 @@ def _forms() -> dict[str, Form]:
     forms |= dict.fromkeys(("tq", "tk", "tv", "tout", "k_new", "v_new", "q_unrotated"), _tensor)
     forms |= dict.fromkeys(("lse", "dlse", "tlse", *Statistics._fields, "dmax", "dentropy"), _rows)
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
+    forms["selected"] = _dense
     for feature in CACHE_FEATURES:
         forms.setdefault(feature.name, _pointer)
     for feature in IN_PARAMS:

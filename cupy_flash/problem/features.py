@@ -57,7 +57,9 @@ class Feature(NamedTuple):
     definition: bool = True  # changes what is computed; False: only how, or which results are returned
     result: bool = False  # only selects results; engines need not know of it, except of statistics
     common: bool = False  # all engines implement it; if only some do, each names it in OPTIONS or CACHE_OPTIONS
-    host: bool = False  # no kernel reads it: only engines of the CPU implement it, or the checks of a call
+    host: bool = (
+        False  # only engines of the CPU implement it, kernels under a switch of Params, or the checks of a call
+    )
 
     # Columns of arrays
     axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES

@@ -5,50 +5,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from cases import Case, check
+from cases import check
+from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
 
 import cupy_flash
 from cupy_flash import reference
 from cupy_flash.cpu import selected as engine
 from cupy_flash.engines import cpu
 from cupy_flash.plan import plan
-
-B, SQ, SK, HQ, HK, D, DV = 2, 19, 43, 4, 2, 16, 8
-
-
-def lists_of(rng, heads=1, block=1, rows=1, n=7, batch=B, q_len=SQ, kv_len=SK):
-    """Return random lists; a fifth of the entries names no key, and the first list is empty."""
-    blocks, n = -(-kv_len // block), min(n, -(-kv_len // block))
-    shape = (batch, heads, -(-q_len // rows))
-    lists = np.argsort(rng.random((*shape, blocks)), axis=-1)[..., :n].astype(np.int32)
-    lists[rng.random(lists.shape) < 0.2] = -1
-    lists[0, 0, 0] = -1
-    return lists
-
-
-CASES = {
-    "keys": dict(),
-    "keys-causal-heads": dict(heads=HK, case=dict(causal=True)),
-    "query-heads-bias": dict(heads=HQ, case=dict(bias="1hqk", bias_hides=True)),
-    "blocks-window": dict(block=8, case=dict(window=(20, 3))),
-    "rows-sink": dict(block=8, rows=4, heads=HK, case=dict(sink=True)),
-    "last-list-and-block-are-cut": dict(block=16, rows=8, heads=HQ, case=dict(softcap=2.0)),
-    "dropout-mask": dict(rows=3, case=dict(dropout=0.3, mask="b1qk")),
-    "lengths-alibi": dict(block=8, case=dict(q_lengths=(19, 8), kv_lengths=(30, 43), alibi="bh")),
-    "bhsd": dict(heads=HK, case=dict(layout="bhsd", causal="top_left")),
-    "one-sequence-of-lists": dict(batch=1, n=43),
-    "bfloat16": dict(n=30, case=dict(dtype="bfloat16")),
-}
-
-
-def call_of(name):
-    """Return the case of a name and its call with lists."""
-    made = dict(CASES[name])
-    case = Case(q_len=SQ, kv_len=SK, batch=B, heads=HQ, kv_heads=HK, head_dim=D, head_dim_v=DV, **made.pop("case", {}))
-    call = case.call()
-    selected = dict(selected=lists_of(np.random.default_rng(1), **made))
-    selected |= dict(selected_block=made.get("block", 1), selected_rows=made.get("rows", 1))
-    return case, call._replace(options=call.options | selected)
 
 
 @pytest.fixture(params=[0.0, 1e9], ids=["union", "each"])
@@ -62,11 +26,6 @@ def tiles(request, monkeypatch):
 def test_results_and_gradients_are_those_of_the_reference(name, tiles):
     case, call = call_of(name)
     check(case, call=call)
-
-
-def normal(seed, *shapes):
-    rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape) for shape in shapes]
 
 
 Q, K, V, DOUT = normal(0, (B, SQ, HQ, D), (B, SK, HK, D), (B, SK, HK, DV), (B, SQ, HQ, DV))
@@ -247,7 +206,10 @@ REFUSED = {
     "it computes no key_importance with selected keys": lambda **o: cupy_flash.key_importance(
         Q, K, np.zeros((B, HQ, SQ)), **o
     ),
-    "simt: it takes no selected": lambda **o: cupy_flash.attention(Q, K, V, backend="simulator", **o),
+    "mma: it takes no selected": lambda **o: cupy_flash.attention(Q, K, V, backend="simulator", engine="mma", **o),
+    "simt: it computes no gradient of bias with selected keys": lambda **o: cupy_flash.attention_backward(
+        DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), bias=np.zeros((SQ, SK)), backend="simulator", **o
+    ),
     "it computes no pieces of split_size with selected keys": lambda **o: cupy_flash.attention_with_kv_cache(
         Q, K, V, split_size=64, **o
     ),

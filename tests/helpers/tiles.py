@@ -34,7 +34,8 @@ def fragments(tile, dq="own"):
 
     def tiles(chosen: Plan) -> mma.Tiles:
         def of(kernel, **fields):
-            stages = 1 if kernel == "backward_bias" else tile.stages
+            single = kernel == "backward_bias" or (chosen.problem.selected is not None and chosen.problem.backward)
+            stages = 1 if single else tile.stages
             in_registers = tile.q_in_registers and kernel == "forward"
             staged = tile._replace(stages=stages, q_in_registers=in_registers, **fields)
             fits = mma._shared_bytes(kernel, chosen.problem, staged) <= chosen.device.shared_bytes

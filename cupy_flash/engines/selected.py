@@ -1,0 +1,114 @@
+"""Launches, workspaces and refusals of kernels for selected keys, which GPU engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ..problem.records import Problem
+from .launch import Constant, Launch, Workspace
+from .shared import Grid, heads_of_list, known_constants, sequences
+
+CHUNKS = 32  # of lists that are sorted side by side; InverseLists::CHUNKS in inverse_lists.cuh
+ROW_THREADS = 256  # of the kernels without tiles
+KEY_BLOCKS = 4096  # maximum number of blocks per sequence and head of those that clear and round sums
+
+
+def selection_refusals(problem: Problem) -> list[str]:
+    """Return the reasons against what no kernel computes with selected keys; [] without them."""
+    if problem.selected is None:
+        return []
+    gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
+    gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
+    absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)
+    return [
+        f"it computes no {what} with selected keys in this version"
+        for what in (*absent, *(gradients if problem.backward else ()))
+        if what
+    ]
+
+
+def list_bytes(problem: Problem, tile: tuple[int, int], stages: int = 1) -> int:
+    """Return the bytes of static shared memory that locate the rows of a tile, and the keys of each stage."""
+    if problem.selected is None:
+        return 0
+    rows, keys = tile
+    return 4 * (2 * rows + (1 if problem.cache is None else 2) * keys * stages)
+
+
+def list_grid(problem: Problem, block_q: int) -> Grid:
+    """Return the grid of a kernel whose blocks own rows of a list: tiles of all lists, groups of heads, sequences."""
+    assert problem.selected is not None
+    heads, queries = heads_of_list(problem), max(min(problem.selected.rows, problem.q_len), 1)
+    tiles = -(-problem.q_len // queries) * -(-queries * heads // block_q)
+    return max(tiles, 1), problem.heads // heads, sequences(problem)
+
+
+def key_grid(problem: Problem, block_kv: int) -> Grid:
+    """Return the grid of a kernel whose blocks own at most `block_kv` keys of a block that entries name."""
+    assert problem.selected is not None
+    width = max(min(problem.selected.block, problem.kv_len), 1)
+    return max(-(-problem.kv_len // width) * -(-width // block_kv), 1), problem.kv_heads, sequences(problem)
+
+
+def adds(problem: Problem) -> bool:
+    """Return whether the blocks that own rows of a list add dK and dV to sums, in any order."""
+    return not problem.deterministic
+
+
+def key_launches(
+    problem: Problem, constants: Mapping[str, Constant], tile: tuple[int, int], launch: Callable[[str, Grid], Launch]
+) -> list[Launch]:
+    """Return the launches that compute dK and dV: by additions, or over the lists sorted by the keys that they name.
+
+    `tile` is (rows, keys) of a block; `launch` makes the launch of a tile kernel for a grid.
+    """
+    assert problem.selected is not None
+    constants = {**constants, "THREADS": ROW_THREADS}
+
+    def of_rows(kernel: str, grid: Grid) -> Launch:
+        return Launch(kernel, known_constants(kernel, constants), grid, ROW_THREADS)
+
+    if adds(problem):
+        rows = min(max(problem.kv_len, 1), KEY_BLOCKS), problem.kv_heads, sequences(problem)
+        added = launch("selected_backward_add", list_grid(problem, tile[0]))
+        return [of_rows("selected_clear", rows), added, of_rows("selected_round", rows)]
+    heads, batch = problem.selected.heads, problem.batch
+    sorts = (("selected_count", CHUNKS), ("selected_scan", 1), ("selected_fill", CHUNKS))
+    return [
+        *(of_rows(kernel, (chunks, heads, batch)) for kernel, chunks in sorts),
+        launch("selected_backward_kv", key_grid(problem, tile[1])),
+    ]
+
+
+def key_workspaces(problem: Problem, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+    """Return the workspaces of `key_launches`: the sums, or the sorted lists.
+
+    q_rows and kv_rows count one sequence, or a whole packed batch.
+    """
+    assert problem.selected is not None
+    if adds(problem):
+        packed = problem.layout == "thd"
+        rows = (problem.kv_heads, kv_rows) if packed else (problem.batch, problem.kv_heads, kv_rows)
+        return tuple(
+            Workspace(
+                f"{name}_sums",
+                (*rows, dim),
+                problem.accumulation,
+                (0 if packed else problem.kv_heads * kv_rows * dim, kv_rows * dim, dim, 1),
+            )
+            for name, dim in (("dk", problem.head_dim), ("dv", problem.head_dim_v))
+        )
+    heads, entries, block, queries = problem.selected
+    lists, blocks = (_parts(problem, x, size) for x, size in ((q_rows, queries), (kv_rows, block)))
+    int32 = np.dtype(np.int32)
+    return (
+        Workspace("inverse_ends", (heads * blocks * CHUNKS,), int32, ()),
+        Workspace("inverse_lists", (heads * lists * entries,), int32, ()),
+    )
+
+
+def _parts(problem: Problem, length: int, size: int) -> int:
+    """Return the number of parts of `size` rows of all sequences."""
+    return length // size + problem.batch if problem.layout == "thd" else problem.batch * -(-length // size)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import FORWARD, FP8, Problem, UnsupportedError
+from ..problem.records import CODES, FORWARD, SCALES, Problem, UnsupportedError
 from .fragments import fragment_constants
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Constant, Launch, Workspace
@@ -48,8 +48,8 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 OPTIONS: frozenset[str] | None = None
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
-CACHE_DTYPES: tuple[str, ...] = (FP8,)
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES}
+CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = None

@@ -62,7 +62,7 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     if call is not None and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])):
         outputs = keyed_plan.run(call)
         if outputs is not None:
-            _bump(options.out, *(_appended(k_cache, v_cache, options) if options.k is not None else ()))
+            _bump(options.out, *((k_cache, v_cache, *_scales(options)) if options.k is not None else ()))
             return keyed_plan.result_on_cache(outputs, options)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
     if is_compiling:
@@ -116,7 +116,7 @@ def _attend_directly(
         result, *others = dispatch.forward(problem, operands)
     if call is not None:
         keyed_plan.keep(call, problem, operands, allocator, keyed_plan.unwanted(options))
-    _bump(options.out, *(_appended(k_cache, v_cache, options) if options.k is not None else ()))
+    _bump(options.out, *((k_cache, v_cache, *_scales(options)) if options.k is not None else ()))
     out = result.result() if options.out is None else options.out
     return selected((out, *(x.result() for x in others)), options)
 
@@ -277,9 +277,9 @@ def _append(*arguments: Any) -> None:
     _bump(*(given[name] for name in (*CACHES, *SCALES)))
 
 
-def _appended(k_cache: Any, v_cache: Any, options: CacheOptions) -> tuple[Any, ...]:
-    """Return what an append writes: the caches, and their scales."""
-    return k_cache, v_cache, *(getattr(options, name) for name in SCALES)
+def _scales(options: CacheOptions) -> tuple[object, ...]:
+    """Return the scales and zeros of a call, which an append writes beside the caches."""
+    return tuple([getattr(options, name) for name in SCALES])
 
 
 def _bump(*written: Any) -> None:

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_cases import CacheCase
-from quantised import options_of, quantised
+from cache_cases import CacheCase, references, run_kernels
+from cases import DTYPES
+from quantised import calls, options_of, quantised
+from tolerance import assert_matches_reference
 
 import cupy_flash
 
@@ -47,3 +49,28 @@ CASES = {
 def test_an_append_writes_the_bits_of_the_cpu(case, kind, scale_dtype, monkeypatch):
     on = [appended(case, kind, scale_dtype, monkeypatch, backend) for backend in ("cpu", "simulator")]
     assert on[0] == on[1]
+
+
+READ = replace(SMALL, appended=None)
+READS = {
+    "int8": (READ, "int8", "float16"),
+    "e4m3": (replace(READ, page=None, layout="bhsd", softcap=5.0), "float8_e4m3fn", "float32"),
+    "e5m2": (replace(READ, dtype="bfloat16", q_len=1), "float8_e5m2", "float32"),
+    "uint8": (replace(READ, page=48, capacity=96, head_dim=64), "uint8", "float16"),
+    "latent": (replace(READ, shared=True, kv_heads=1, dtype="bfloat16"), "uint8", "float32"),
+}
+
+
+def check(case, kind, scale_dtype, **options):
+    """Compare the kernels on a cache that is quantised by hand with the formula on the numbers that it stores."""
+    call, on_numbers = calls(case, kind, scale_dtype)
+    dtype = DTYPES[case.dtype]
+    exact, low = references(on_numbers, dtype)
+    out, lse = run_kernels(call, **options)[:2]
+    assert_matches_reference(out, exact[0], low[0], dtype, f"out of {case}")
+    assert_matches_reference(lse, exact[1], low[1], np.float32, f"lse of {case}")
+
+
+@pytest.mark.parametrize(("case", "kind", "scale_dtype"), READS.values(), ids=READS)
+def test_a_decode(case, kind, scale_dtype):
+    check(case, kind, scale_dtype)

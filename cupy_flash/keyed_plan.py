@@ -42,7 +42,7 @@ from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
 from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
 from .problem.checks import Requirements
-from .problem.records import Options
+from .problem.records import SCALES, Options
 from .problem.shared_kv import views_of
 from .problem.statistics import selected
 
@@ -56,6 +56,7 @@ ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 NUMPY_ALIGNMENT = 16  # that of NumPy's arrays, on which calls on a CPU depend
 # {array to which a call on a KV cache may write, or beside which it may: its name in a Work}
 MEMBERS = {"q": "q", "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "out": "out"}
+MEMBERS |= {name: name for name in SCALES}
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
 
 Call: TypeAlias = tuple[Hashable, list[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
@@ -259,7 +260,7 @@ def _distances(problem: Problem, operands: Operands, names: tuple[str, ...]) -> 
     arrays = operands.arrays() | {"out": operands.cache.out}
     call = {name: x for name, member in MEMBERS.items() if (x := arrays.get(member)) is not None}
     if problem.shared_kv:
-        del call["v_cache"]
+        call = {name: x for name, x in call.items() if name not in ("v_cache", "v_scale", "v_zero")}
     place = {name: names.index(MEMBERS[name]) for name in call}
     return tuple([(place[name], place[other], low, high) for name, other, low, high in of_cache().distances(call)])
 

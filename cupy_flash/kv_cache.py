@@ -89,6 +89,10 @@ def attention_with_kv_cache(
     check_selected: bool = False,
     k_descale: AnyArray | None = None,
     v_descale: AnyArray | None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
+    k_zero: AnyArray | None = None,
+    v_zero: AnyArray | None = None,
     split_size: int | None = None,
     head_dim_v: int | None = None,
     layout: Layout = "bshd",
@@ -108,7 +112,9 @@ def attention_with_kv_cache(
     Args:
         q: (B, Sq, Hq, D), or packed (T, Hq, D) with cu_seqlens_q; float16, bfloat16, float32 or float64.
         k_cache: (Bc, Sc, Hk, D), or pages (pages, P, Hk, D) with block_table, of any P. The dtype of q, or
-            float8_e4m3fn beside a q of 16 bit. The capacity is Sc, or columns of block_table times P.
+            float8_e4m3fn beside a q of 16 bit; with k_scale int8, float8_e4m3fn, float8_e5m2, or uint8 (Bc, Sc, Hk,
+            D / 2), whose bytes have two numbers of 4 bits, the even one in the lower half. The capacity is Sc, or
+            columns of block_table times P.
         v_cache: (Bc, Sc, Hk, Dv) or (pages, P, Hk, Dv); None with head_dim_v.
         k: rows to append: (B, Snew, Hk, D), or packed as q. They become the keys n_b to L_b - 1.
         v: likewise, (B, Snew, Hk, Dv); None with head_dim_v.
@@ -146,6 +152,15 @@ def attention_with_kv_cache(
         check_selected: as in `cupy_flash.attention`.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn: the factor of the stored keys. None is 1.
         v_descale: likewise.
+        k_scale: float16 or float32 (Bc, Sc, Hk) or (pages, P, Hk), in any strides, the scale of each key and head of a
+            quantised cache, whose key is k_scale * code. An append writes it, beside the codes: it is max|x| divided
+            by the largest code (127, 448, 57344), in float32, and then rounded to its dtype, or 1 if that is 0. A code
+            is x / k_scale, in float32, rounded to the nearest even and clipped. A row that has a NaN gets codes 0 and
+            the scale NaN. A scale may lie in the rows of the cache, behind their codes.
+        v_scale: likewise.
+        k_zero: with uint8 caches, of the shape and dtype of k_scale: a key is k_scale * (code - k_zero). An append
+            writes k_scale = (max x - min x) / 15 and k_zero = -min x / k_scale; a code is x / k_scale + k_zero.
+        v_zero: likewise.
         split_size: a multiple of 64: split-KV divides the keys of each sequence at multiples of it. The bits of a
             query's result then depend only on its own sequence and the options: not on the batch, its order or padding,
             page numbers, or the number of queries in the call. None divides the work equally among the processors.
@@ -183,8 +198,8 @@ def attention_with_kv_cache(
     options = CacheOptions(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
-        mask_mod, selected, selected_block, selected_rows, check_selected, k_descale, v_descale, split_size,
-        head_dim_v, layout, out, return_lse, statistics, backend, engine,
+        mask_mod, selected, selected_block, selected_rows, check_selected, k_descale, v_descale, k_scale, v_scale,
+        k_zero, v_zero, split_size, head_dim_v, layout, out, return_lse, statistics, backend, engine,
     )  # fmt: skip
     if is_torch(q):
         from .adapters.torch import kv_cache
@@ -246,6 +261,10 @@ def append_to_kv_cache(
     positions: AnyArray | None = None,
     k_descale: AnyArray | None = None,
     v_descale: AnyArray | None = None,
+    k_scale: AnyArray | None = None,
+    v_scale: AnyArray | None = None,
+    k_zero: AnyArray | None = None,
+    v_zero: AnyArray | None = None,
     layout: Layout = "bshd",
 ) -> None:
     """Write rows of k and v to a KV cache in place, as `attention_with_kv_cache` does before it attends.
@@ -268,6 +287,10 @@ def append_to_kv_cache(
             tables.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
         v_descale: likewise.
+        k_scale: as in `attention_with_kv_cache`, written in place as the caches are.
+        v_scale: likewise.
+        k_zero: likewise.
+        v_zero: likewise.
         layout: layout of k, v and the caches.
 
     Raises:
@@ -278,7 +301,8 @@ def append_to_kv_cache(
     options = CacheOptions(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table, slots=slots,
         positions=positions, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-        k_descale=k_descale, v_descale=v_descale, layout=layout,
+        k_descale=k_descale, v_descale=v_descale, k_scale=k_scale, v_scale=v_scale, k_zero=k_zero, v_zero=v_zero,
+        layout=layout,
     )  # fmt: skip
     if is_torch(k):
         from .adapters.torch import kv_cache

@@ -113,6 +113,9 @@ using weight_element = float;   // dtype of the row weights of key_importance
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table
 #define PAGE_DIVISION 0        // PAGED: the keys of a page are no power of two
+#define SCALED_KV 0            // codes with a scale for each key and head (codes.cuh)
+#define SCALES_OF_16_BITS 0    // SCALED_KV: scales and zeros are fp16, else fp32
+#define CODES_OF_4_BITS 0      // SCALED_KV: two codes a byte, and a zero for each key and head
 constexpr int SPLIT_SIZE = 0;  // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
 constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
 constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated

@@ -12,6 +12,18 @@ struct e4m3 {  // float8_e4m3fn: no infinities, NaN is 0x7F
   unsigned char bits;
 };
 
+#if SCALED_KV
+struct int8 {
+  unsigned char bits;
+};
+struct e5m2 {  // float8_e5m2: the upper half of an fp16
+  unsigned char bits;
+};
+struct nibbles {  // two codes of 4 bits, the even column in the lower half
+  unsigned char bits;
+};
+#endif
+
 #include "config.cuh"
 
 __device__ inline float to_real(float x) {

@@ -114,6 +114,12 @@ struct Params {
 #if STATISTICS
   void* part_statistics;  // workspace: PartStatistics (statistics.cuh) of the partial results, (number, BLOCK_Q)
 #endif
+#if SCALED_KV
+  Operand k_scale;  // one number per key and head of the caches; zeros are null but for codes of 4 bits
+  Operand v_scale;
+  Operand k_zero;
+  Operand v_zero;
+#endif
 #endif
 #if SELECTED
   Dense selected;        // the lists: (batch, head, list, entry)

@@ -2,6 +2,9 @@
 // appended keys and copies q, rotated, to a workspace. One warp per row of a head. grid (row blocks, heads, sequences)
 #include "descales.cuh"
 #include "ptx.cuh"
+#if SCALED_KV
+#include "codes.cuh"
+#endif
 #include "sequence.cuh"
 
 constexpr int WARPS = THREADS / WARP;
@@ -59,6 +62,43 @@ struct Place {
   }
 };
 
+#if SCALED_KV
+// Appends a row as codes with its scale. The operations are those of the CPU engine, each rounded by itself, so that
+// the bits are the same.
+template <bool ROTATES, int DIM>
+__device__ void append_codes(const Params& p, const element* row, int position, kv_element* codes, scale_element* scale,
+                             scale_element* zero) {
+  auto number = [&](int d) { return (float)(ROTATES ? rotated(p, row, d, position) : to_real(row[d])); };
+  float low = infinity(), high = -infinity();
+  bool has_nan = false;
+  for (int d = lane_id(); d < DIM; d += WARP) {
+    float x = number(d);
+    low = min(low, x), high = max(high, x), has_nan |= x != x;
+  }
+#pragma unroll
+  for (int other = WARP / 2; other > 0; other /= 2) {
+    low = min(low, __shfl_xor_sync(0xFFFFFFFF, low, other));
+    high = max(high, __shfl_xor_sync(0xFFFFFFFF, high, other));
+  }
+  Quantiser quantiser(low, high, __any_sync(0xFFFFFFFF, has_nan));
+  for (int n = lane_id(); n < DIM / CODES_PER_BYTE; n += WARP) {
+    unsigned int byte = 0;
+#pragma unroll
+    for (int half = 0; half < CODES_PER_BYTE; ++half)
+      byte |= quantiser.code(number(CODES_PER_BYTE * n + half)) << 4 * half;  // @code-of-column
+    codes[n].bits = byte;
+  }
+  if (lane_id() == 0) {
+    *scale = quantiser.scale;
+    if (CODES_OF_4_BITS) *zero = quantiser.zero;
+  }
+}
+
+// The number of a key and head in an array that has one for each.
+__device__ inline scale_element* scale_at(const Operand& x, const Place& place, int head) {
+  return (scale_element*)x.data + place.block * x.batch + head * x.head + place.row * x.row;  // @place-of-scale
+}
+#else
 // Appends number d of a row, rotated if the row is a key. Numbers that keep their dtype and value keep their bits;
 // those of an fp8 cache are divided by the descale and rounded once.
 template <bool ROTATES>
@@ -73,6 +113,7 @@ __device__ void append(e4m3* to, const Params& p, const element* row, int d, int
   // @descale-appended
   store(to, __fdiv_rn((float)(ROTATES ? rotated(p, row, d, position) : to_real(row[d])), descale));
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid_constant__ Params p) {
   int head = blockIdx.y;
@@ -86,6 +127,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
       const element* v = sequence.queries<element>(p.v_new, head) + i * p.v_new.row;
       kv_element* K = (kv_element*)p.k.data + place.block * p.k.batch + head * p.k.head + place.row * p.k.row;
       kv_element* V = (kv_element*)p.v.data + place.block * p.v.batch + head * p.v.head + place.row * p.v.row;
+#if SCALED_KV
+      if (place.block >= 0) {
+        append_codes<ROTARY_DIM != 0, HEAD_DIM>(p, k, position, K, scale_at(p.k_scale, place, head),
+                                                scale_at(p.k_zero, place, head));
+#if !SHARED_KV
+        append_codes<false, HEAD_DIM_V>(p, v, position, V, scale_at(p.v_scale, place, head),
+                                        scale_at(p.v_zero, place, head));
+#endif
+      }
+#else
       if (place.block >= 0) {
         Descales descales(p, sequence.batch, head);
         for (int d = lane_id(); d < HEAD_DIM; d += WARP) append<ROTARY_DIM != 0>(K + d, p, k, d, position, descales.qk);
@@ -93,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
         for (int d = lane_id(); d < HEAD_DIM_V; d += WARP) append<false>(V + d, p, v, d, position, descales.v);
 #endif
       }
+#endif
     }
     if (ROTARY_DIM && p.q_unrotated.data && i < sequence.q_rows) {
       int position = position_of(p, sequence, sequence.kv_len - sequence.q_len, i);  // @position-of-rotated-q

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..device import Device
 from ..problem.features import FLOATING
-from ..problem.records import FORWARD, FP8, Problem
+from ..problem.records import CODES, FORWARD, SCALES, Problem
 from .cpu import FLOP, LOAD, SCORE, TILE, Tile, worth
 from .cpu import alike as alike
 from .cpu import launches as launches
@@ -17,8 +17,8 @@ BACKENDS: tuple[str, ...] = ("cpu",)
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = FLOATING
 OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias", "score_mod", "mask_mod"}
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION | {"split_size", "k_descale", "v_descale"}
-CACHE_DTYPES: tuple[str, ...] = (FP8,)
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION | {"split_size", "k_descale", "v_descale", *SCALES}
+CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = "cpu.decode.weights"
@@ -48,6 +48,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         absent = [problem.weights, " and ".join(problem.statistics)]
         if problem.cache is not None and problem.cache.split_size is not None:
             absent.append("pieces of split_size")
+        if problem.cache is not None and problem.cache.scale_dtype is not None:
+            absent.append("attention on caches with scales per key")
         reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]
     if problem.cache is None:
         if problem.weights:

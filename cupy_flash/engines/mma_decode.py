@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import FORWARD, FP8, Problem, UnsupportedError
+from ..problem.records import CODES, FORWARD, SCALES, Problem, UnsupportedError
 from .fragments import fragment_constants
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Constant, Launch, Workspace
@@ -48,8 +48,8 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 OPTIONS: frozenset[str] | None = None
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale"}
-CACHE_DTYPES: tuple[str, ...] = (FP8,)
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES}
+CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
 WEIGHTS: str | None = None
@@ -65,6 +65,7 @@ KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory 
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
 ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S with an fp8 cache, which is converted
+ACCUMULATORS_WITH_SCALES = 96  # the same with a scale for each key
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 LIVE_WITH_MASK_MOD = 100  # the same with a mask_mod, whose walk over the tiles takes registers
@@ -75,6 +76,7 @@ STAGES_OF_PRODUCER = 2, 3, 5  # candidates for the number of slots that a produc
 WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103a", "sm_120", "sm_121")  # they have clusters
 CLUSTERS = 4, 8  # candidates for the number of blocks of a cluster; 8 is the portable maximum
 PANEL_BYTES = 128  # maximum bytes of a row of a TMA box
+WORD = 32  # columns whose codes of 4 bits a row of ldmatrix has
 LEAST_PAGE = 8  # minimum keys of a page: smaller boxes would load less than a swizzle atom
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
@@ -112,7 +114,9 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > LARGEST:
+    if problem.cache is not None and problem.cache.codes == 2 and problem.head_dim % WORD:
+        reasons.append(f"codes of 4 bits need head dimensions that are multiples of {WORD}, not {problem.head_dim}")
+    elif largest > LARGEST:
         reasons.append(f"head dimension {largest} is larger than {LARGEST}")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits registers and shared memory")
@@ -170,6 +174,8 @@ def _has_tma(problem: Problem, device: Device) -> bool:
     """Return whether TMA can load the caches: pages are powers of two from 8 on, and rows are whole swizzled panels."""
     cache = problem.cache
     assert cache is not None
+    if cache.scale_dtype is not None:
+        return False  # the producer warp loads no scales
     loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
     panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
     return loads and panels and not divides(cache.page) and (cache.page is None or cache.page >= LEAST_PAGE)
@@ -182,7 +188,9 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
     if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return []
-    if not _is_16_bit(problem) and accumulators + scores > ACCUMULATORS_IN_FP8:
+    scaled = problem.cache is not None and problem.cache.scale_dtype is not None
+    limit = ACCUMULATORS_WITH_SCALES if scaled else ACCUMULATORS_IN_FP8
+    if not _is_16_bit(problem) and accumulators + scores > limit:
         return []
     in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
     return [
@@ -356,21 +364,25 @@ def _padded(problem: Problem) -> tuple[int, int]:
 
 
 def _is_16_bit(problem: Problem) -> bool:
-    """Return whether the caches have the dtype of q; else they are fp8."""
+    """Return whether the caches have the dtype of q; else they are codes of 8 or 4 bits."""
     return problem.cache is not None and problem.cache.dtype == problem.dtype
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of e4m3 fragments."""
+    """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of fragments of codes."""
     if _is_16_bit(problem):
         k, v = _padded(problem)
         return 2 * k, 2 * v
-    return -(-problem.head_dim // 32) * 32, _columns(problem)
+    assert problem.cache is not None
+    codes = problem.cache.codes
+    return -(-problem.head_dim // codes // 32) * 32, _columns(problem) // codes
 
 
 def _columns(problem: Problem) -> int:
     """Return the columns of O in registers."""
-    each = 16 if _is_16_bit(problem) else 32
+    each = 16
+    if problem.cache is not None and not _is_16_bit(problem):
+        each = 32 * problem.cache.codes
     return -(-problem.head_dim_v // each) * each
 
 

@@ -22,6 +22,7 @@ SELECTION = frozenset({"selected", "selected_block", "selected_rows"})
 # Facts of a KV cache that have a constant, such as PAGED
 CACHE_FACTS = tuple(feature for feature in CACHE_FEATURES if feature.constant and feature.field in Cache._fields)
 ELEMENTS = {"float16": "half16", "bfloat16": "bfloat16", "float32": "float", "float64": "double", FP8: "e4m3"}
+ELEMENTS |= {"int8": "int8", "float8_e5m2": "e5m2", "uint8": "nibbles"}  # of quantised caches alone
 Grid = tuple[int, int, int]
 T = TypeVar("T")
 
@@ -49,6 +50,9 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "MODS": problem.mods != "",
         "KV_CACHE": problem.cache is not None,
         "PAGE_DIVISION": problem.cache is not None and divides(problem.cache.page),
+        "SCALED_KV": problem.cache is not None and problem.cache.scale_dtype is not None,
+        "SCALES_OF_16_BITS": problem.cache is not None and problem.cache.scale_dtype == "float16",
+        "CODES_OF_4_BITS": problem.cache is not None and problem.cache.codes == 2,
         "CAPTURED_GRADIENT": False,
         "SHARED_KV": problem.shared_kv and (problem.backward or problem.cache is not None),
         "DIRECTION": problem.derivative != "",
@@ -74,7 +78,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
 
 
 # Switches of config.cuh on which the members of Params depend, beside MODS
-PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS")
+PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS")
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = (
     *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
@@ -90,6 +94,8 @@ ROW_CONSTANTS = {
         *SEQUENCE_CONSTANTS,
         *CACHE_CONSTANTS,
         "SHARED_KV",
+        "SCALES_OF_16_BITS",
+        "CODES_OF_4_BITS",
         "kv_element",
         "ROTARY_DIM",
         "ROTARY_INTERLEAVED",

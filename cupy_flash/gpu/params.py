@@ -20,7 +20,7 @@ from ..arrays import Array, dtype_name
 from ..engines.launch import Box, Constant, Workspace
 from ..engines.shared import PARAMS_SWITCHES, divides, shared_constants
 from ..jit.source import chosen_lines, kernel_folder
-from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, Cache, Operands, Problem, Statistics
+from ..problem.records import ARRAYS, CACHE_FEATURES, FP8, NUMBERS, SCALES, Cache, Operands, Problem, Statistics
 from .tensor_map import DATA_TYPES, TensorMap
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _constant(
     start = operator.attrgetter("pointer")
     of_keys = layout if problem.cache is None else problem.cache.layout
     for name, array in by_name.items():
-        own_layout = of_keys if name in ("k", "v") else layout
+        own_layout = of_keys if name in ("k", "v", *SCALES) else layout
         members[name] = (0, *strides[name]) if name in strides else forms[name](array, own_layout, start)
     for feature in (*ARRAYS, *CACHE_FEATURES):
         array = by_name.get(feature.name)
@@ -265,7 +265,7 @@ def _forms() -> dict[str, Form]:
     forms |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "starts", "seed"), _pointer)
     forms["selected"] = _dense
     for feature in CACHE_FEATURES:
-        forms.setdefault(feature.name, _pointer)
+        forms.setdefault(feature.name, _per_key if feature.per_key else _pointer)
     for feature in IN_PARAMS:
         form = _pointer
         if has_strides(feature.name):
@@ -417,6 +417,12 @@ def _rows(array: Array, layout: str, address: Address) -> tuple[int, ...]:
 def _per_head(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     """Return the Operand of an array with one number per sequence and head: (B, H)."""
     return (address(array), *array.strides, 0, 1)
+
+
+def _per_key(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Operand of an array with one number per key and head of a KV cache, in the cache's layout."""
+    batch, row, head, _ = _unpacked((*array.strides, 1), layout, 0)
+    return (address(array), batch, head, row, 1)
 
 
 def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:

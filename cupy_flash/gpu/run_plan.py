@@ -18,7 +18,7 @@ from ..jit.kernel_cache import compiled
 from ..jit.nvrtc import Compiled
 from ..jit.source import assemble
 from ..plan.plan import Plan
-from ..problem.records import Gradients, Operands, Problem, Statistics
+from ..problem.records import SCALES, Gradients, Operands, Problem, Statistics
 from .params import (
     IN_PARAMS,
     Address,
@@ -255,7 +255,7 @@ def work_of(
         pack, problem, operands, {**results, **beside.inputs}, (*workspaces, *beside.members), captured=captured,
         numbers_beside=beside.numbers,
     )  # fmt: skip
-    written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v")
+    written = () if operands.cache is None or operands.cache.k_new is None else ("k", "v", *SCALES)
     if operands.cache is not None and operands.cache.out is not None:
         written = (*written, "out")
     names = (*[x.name for x in workspaces], *(() if captured is None else captured.temporaries))

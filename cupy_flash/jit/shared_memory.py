@@ -26,9 +26,19 @@ from typing import Any
 from .source import CONFIG, IDENTIFIER, Constant, chosen_lines, kernel_folder
 
 # Switches of config.cuh on which a layout may depend; it is translated anew for each combination of their values.
-SWITCHES = ("STATISTICS", "DSTATISTICS")
+SWITCHES = ("STATISTICS", "DSTATISTICS", "SCALED_KV", "CODES_OF_4_BITS")
 
-SIZES = {"e4m3": 1, "half16": 2, "bfloat16": 2, "int": 4, "float": 4, "double": 8}  # bytes, for sizeof
+SIZES = {
+    "int8": 1,
+    "e4m3": 1,
+    "e5m2": 1,
+    "nibbles": 1,
+    "half16": 2,
+    "bfloat16": 2,
+    "int": 4,
+    "float": 4,
+    "double": 8,
+}  # bytes, for sizeof
 # {operator or literal of C++: its form in Python}. `!`, `&` and `^` are left out because their
 # precedence differs in Python. That of `|` differs only beside a comparison, so definitions use it beside arithmetic.
 OPERATORS = {x: x for x in ("+", "-", "*", "%", "|", "<", ">", "<=", ">=", "==", "!=")}

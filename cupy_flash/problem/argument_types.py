@@ -197,6 +197,10 @@ class CacheReading(Ordering, Mods, Selecting[T], Generic[T], total=False):
     mask: T | None
     k_descale: T | None
     v_descale: T | None
+    k_scale: T | None
+    v_scale: T | None
+    k_zero: T | None
+    v_zero: T | None
     split_size: int | None
     backend: str | None
     engine: str | None

@@ -473,9 +473,9 @@ def check_shape(
     """Check the shape of an array among the options, and return whether it is legal.
 
     `lengths` has the sizes of the axes, without that of padded queries (i) if the queries on a KV cache are packed.
-    `layout` is the layout of options with `rows`.
+    `layout` is the layout of options with `rows` or `per_key`.
     """
-    legal_axes = [in_layout(axes, layout) for axes in feature.axes] if feature.rows else feature.axes
+    legal_axes = [in_layout(axes, layout) for axes in feature.axes] if feature.rows or feature.per_key else feature.axes
     shapes = _shapes(legal_axes, lengths)
     if not shapes:
         return requirements.require(False, f"{feature.name} is for padded queries, and these are packed")

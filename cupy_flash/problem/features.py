@@ -65,6 +65,7 @@ class Feature(NamedTuple):
     axes: tuple[str, ...] = ()  # the legal shapes, in letters of SIZES
     broadcast: bool = False  # every shape that broadcasts to the axes is legal
     rows: bool = False  # the axes are (sequence, row, head, dimension), and the layout permutes them
+    per_key: bool = False  # one number per key and head of a KV cache: axes (block, row, head) in the caches' layout
     shape_text: str = "must be {axes} = {shape}, not {given}"  # the error about a shape, after the name
     dtypes: tuple[str, ...] = ()
     dtype_text: str = ""  # replaces the dtype in the error "must be <dtype>"
@@ -129,8 +130,11 @@ def table_of(options: type) -> tuple[Feature, ...]:
 
 
 def in_layout(axes: str, layout: str) -> str:
-    """Return the axes (sequence, row, head, dimension) in the order of a layout; those of a packed batch are "thd"."""
-    orders = {"bshd": axes, "bhsd": axes[0] + axes[2] + axes[1] + axes[3], "thd": "t" + axes[2:]}
+    """Return the axes (sequence, row, head, dimension) in the order of a layout; those of a packed batch are "thd".
+
+    Axes without a dimension are legal too.
+    """
+    orders = {"bshd": axes, "bhsd": axes[0] + axes[2] + axes[1] + axes[3:], "thd": "t" + axes[2:]}
     return orders[layout]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
 from .features import FLOATING
-from .records import CACHE_FEATURES, CACHES, FP8, INDICES, LONGEST, Cache
+from .records import CACHE_FEATURES, CACHES, CODES, FP8, INDICES, LONGEST, SCALES, Cache
 from .selection import axes_of_lists
 
 Arrays = dict[str, ArrayFacts]
@@ -20,7 +20,8 @@ Arrays = dict[str, ArrayFacts]
 BY_NAME = {feature.name: feature for feature in CACHE_FEATURES}
 ROWS = (BY_NAME["k"], BY_NAME["v"])
 # append_to_kv_cache takes the boundaries of packed rows as cu_seqlens.
-CHECKED = [feature for feature in CACHE_FEATURES if feature.axes and feature not in ROWS]
+PER_KEY = [feature for feature in CACHE_FEATURES if feature.per_key]
+CHECKED = [feature for feature in CACHE_FEATURES if feature.axes and feature not in (*ROWS, *PER_KEY)]
 CHECKED.append(BY_NAME["cu_seqlens_q"]._replace(name="cu_seqlens"))
 OWN_AXES = frozenset("prf")  # sizes that only one option has
 
@@ -78,6 +79,8 @@ def _check_caches(requirements: Requirements, arrays: Arrays, layout: str) -> Si
         return None
     blocks, rows, kv_heads, head_dim = _axes(k.shape, layout)
     *others, head_dim_v = _axes(v.shape, layout)
+    if k.dtype.name == "uint8":  # two numbers of 4 bits
+        head_dim, head_dim_v = 2 * head_dim, 2 * head_dim_v
     agreed = require([blocks, rows, kv_heads] == others, "k_cache and v_cache must agree in all but the last dimension")
     sized = require(min(kv_heads, head_dim, head_dim_v) > 0, "heads and head dimensions must be at least 1")
     if not (agreed and sized):
@@ -177,7 +180,7 @@ def _lengths(sizes: Sizes, arrays: Arrays) -> dict[str, Length]:
     lengths = sizes.lengths | {
         "d": sizes.head_dim, "e": sizes.head_dim_v, "m": sizes.tokens, "c": range(1, LONGEST + 2),
         "p": range(LONGEST + 1), "r": range(2**63), "f": range(1, sizes.head_dim // 2 + 1),
-        "s": range(sizes.kv_len + 1), "B": (1, sizes.batch), "H": (1, sizes.heads),
+        "s": range(sizes.kv_len + 1), "B": (1, sizes.batch), "H": (1, sizes.heads), "P": sizes.blocks, "R": sizes.rows,
     }  # fmt: skip
     if sizes.packed:
         del lengths["i"]
@@ -213,7 +216,7 @@ def _check_combination(requirements: Requirements, arrays: Arrays, attends: bool
 def _check_written(requirements: Requirements, arrays: Arrays) -> None:
     """Check the arrays to which a call writes; those of a library with immutable arrays are not supported."""
     refusals, appends = requirements.unsupported, "k" in arrays and "v" in arrays
-    for name in (*CACHES, "out") if appends else ("out",):
+    for name in (*CACHES, *SCALES, "out") if appends else ("out",):
         if name not in arrays:
             continue
         array, loss = arrays[name], "" if name == "out" else ": rows cannot be appended"
@@ -242,6 +245,7 @@ def check_arrays(
         lengths |= axes_of_lists(settings, sizes, sizes.packed, tokens)
     wrong = check_features(requirements, CHECKED, arrays, lengths, "thd" if sizes.packed else layout)
     readable = not wrong & {*INDICES, "cu_seqlens"}
+    check_features(requirements, PER_KEY, arrays, lengths, layout)
     if "positions" in arrays and not sizes.packed and sizes.appended is not None:
         alike = lengths["i"] == sizes.appended
         readable &= require(alike, "with positions, q and k must have one number of rows")
@@ -273,11 +277,30 @@ def _check_dtypes(requirements: Requirements, arrays: Arrays, attends: bool) -> 
     for feature in ROWS:
         if feature.name in arrays:
             check_dtype(requirements, feature, arrays[feature.name], arrays)
-    legal = cache == dtype or (cache.name == FP8 and dtype.itemsize == 2)
-    require_type(legal, f"the caches must be {dtype.name}, or {FP8} beside 16-bit {name}, not {cache.name}")
+    scales = [x for x in SCALES if x in arrays]
+    if scales or (cache.name in CODES and cache.name != FP8):
+        _check_scales(requirements, arrays, scales)
+    else:
+        legal = cache == dtype or (cache.name == FP8 and dtype.itemsize == 2)
+        require_type(legal, f"the caches must be {dtype.name}, or {FP8} beside 16-bit {name}, not {cache.name}")
     for descale in ("k_descale", "v_descale"):
         if descale in arrays:
             require_type(cache.name == FP8, f"{descale} is for caches of {FP8}, and these are {cache.name}")
+
+
+def _check_scales(requirements: Requirements, arrays: Arrays, scales: list[str]) -> None:
+    """Check which scales and zeros a quantised cache has, and their dtypes."""
+    require_type, cache = requirements.require_type, arrays["k_cache"].dtype.name
+    if not require_type(cache in CODES, f"{', '.join(scales)}: for caches of {', '.join(CODES)}, not {cache}"):
+        return
+    of_values = "v_cache" in arrays  # a call that returns weights has none
+    needed = SCALES[: 1 + of_values] + SCALES[2 : 3 + of_values] * (cache == "uint8")
+    missing = [name for name in needed if name not in arrays]
+    requirements.require(not missing, f"caches of {cache} need {', '.join(missing)}")
+    zeros = [name for name in scales if name in SCALES[2:] and cache != "uint8"]
+    requirements.require(not zeros, f"{', '.join(zeros)}: for caches of uint8, which have two numbers of 4 bits a byte")
+    one_dtype = len({arrays[name].dtype for name in scales}) <= 1
+    require_type(one_dtype, f"{', '.join(scales)} must have one dtype")
 
 
 def facts_of_cache(arrays: Arrays, settings: Settings, layout: str, sizes: Sizes) -> Cache:
@@ -296,4 +319,5 @@ def facts_of_cache(arrays: Arrays, settings: Settings, layout: str, sizes: Sizes
         rotary=rotary,
         split_size=settings.others["split_size"],
         rotary_dtypes=None if rotary is None else (tables[0].dtype.name, tables[1].dtype.name),
+        scale_dtype=arrays["k_scale"].dtype.name if "k_scale" in arrays else None,
     )

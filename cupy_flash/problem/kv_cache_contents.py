@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import CACHED, Array
-from .records import CACHES, FIELDS, INDICES, LONGEST, Operands, Problem
+from .records import CACHES, FIELDS, INDICES, LONGEST, SCALES, Operands, Problem
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -143,6 +143,7 @@ def _ranges(starts: Integers, lengths: Integers) -> Integers:
 def check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
     """Check that no array overlaps a cache that the append changes, and that `out` overlaps no array that is read.
 
+    Scales may lie between the codes of their keys, but share no byte with them.
     For the two caches only the first elements are compared: one array as both caches is an error, but overlapping views
     that start at different addresses are not detected. jax arrays are not checked: XLA assigns their memory, and they
     have none while jax traces.
@@ -161,19 +162,24 @@ def check_overlap(requirements: Requirements, call: dict[str, Array]) -> None:
 
 
 def distances(call: dict[str, Array]) -> list[tuple[str, str, int, int]]:
-    """Return (name, other, low, high) for each pair of arrays of which a call writes to one.
+    """Return (name, other, low, high) for each pair of arrays of which a call writes to one, or a cache and a scale.
 
     They may overlap only if low < address of `other` - address of `name` < high.
     """
-    appends = "k" in call
-    if not appends and "out" not in call:
+    appends, scales = "k" in call, tuple([name for name in SCALES if name in call])
+    if not appends and "out" not in call and not scales:
         return []
-    extents = {
-        name: _extent(call[name]) for name in (*CACHES, *ROWS, "out") if name in call and 0 not in call[name].shape
-    }
+    names = (*CACHES, *ROWS, *scales, "out")
+    extents = {name: _extent(call[name]) for name in names if name in call and 0 not in call[name].shape}
     pairs = []
     for name, (first, end) in extents.items():
-        others = (*CACHES, *ROWS) if name == "out" else CACHES if appends and name in ROWS else ()
+        others: tuple[str, ...] = ()
+        if name == "out":
+            others = (*CACHES, *ROWS, *scales)
+        elif name in scales:
+            others = (*CACHES, *scales[: scales.index(name)]) if appends else CACHES
+        elif appends and name in ROWS:
+            others = (*CACHES, *scales)
         for other in others:
             if other in extents:
                 other_first, other_end = extents[other]

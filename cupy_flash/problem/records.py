@@ -61,6 +61,9 @@ ENGINES = ("cpu", "cpu_decode", "aten", "simt", "mma", "mma_decode", "wgmma", "t
 FORWARD, BACKWARD = "forward", "backward"
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 CACHES = ("k_cache", "v_cache")
+SCALES = ("k_scale", "v_scale", "k_zero", "v_zero")  # of a quantised cache, one number per key and head
+# {dtype of a quantised cache: its largest code}; a byte of uint8 has two codes of 4 bits
+CODES = {"int8": 127.0, FP8: 448.0, "float8_e5m2": 57344.0, "uint8": 15.0}
 LONGEST = 2**31 - 1  # positions are int32
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -196,6 +199,14 @@ ROTARY_TABLE: dict[str, Any] = dict(
     shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
     appends=True,
 )
+PER_KEY: dict[str, Any] = dict(
+    axes=("PRg",),
+    per_key=True,
+    dtypes=("float16", "float32"),
+    dtype_text="float16 or float32",
+    shape_text="must be {shape}, one number per key and head of the caches, not {given}",
+    appends=True,
+)
 
 
 @dataclass(slots=True)
@@ -203,7 +214,8 @@ class CacheOptions:
     """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes.
 
     Further axes of its arrays are "m", all rows of k; "c", B + 1; "p", the columns of a block table; "r" and "f", the
-    sizes of a rotary table; "s", the keys of a mask. Axes "B" and "H" are "b" and "h", or 1.
+    sizes of a rotary table; "s", the keys of a mask; "P" and "R", the blocks of a cache and their rows. Axes "B" and
+    "H" are "b" and "h", or 1.
     """
 
     k: AnyArray | None = common(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
@@ -270,6 +282,18 @@ class CacheOptions:
     check_selected: bool = _shared("check_selected")
     k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
+    k_scale: AnyArray | None = option(
+        ARRAY,
+        fact="scale_dtype",
+        conflicts=(
+            Conflict("k_descale", "k_descale is per sequence and k_scale per key: give one of them"),
+            Conflict("v_descale", "v_descale is per sequence and v_scale per key: give one of them"),
+        ),
+        **PER_KEY,
+    )
+    v_scale: AnyArray | None = option(ARRAY, **PER_KEY)
+    k_zero: AnyArray | None = option(ARRAY, **PER_KEY)
+    v_zero: AnyArray | None = option(ARRAY, **PER_KEY)
     split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
     head_dim_v: int | None = _shared("head_dim_v")
     layout: "Layout" = _shared("layout", appends=True)
@@ -388,7 +412,7 @@ class Cache(NamedTuple):
     """
 
     layout: str  # "bshd" or "bhsd", of the caches, and of q unless it is packed
-    dtype: np.dtype  # dtype of the caches: that of q, or float8_e4m3fn
+    dtype: np.dtype  # dtype of the caches: that of q, or of CODES
     blocks: int  # pages, or rows of a contiguous cache
     page: int | None  # keys per page; None: contiguous
     appended: int | None  # rows of k per sequence, tokens of a packed batch; None: nothing is appended
@@ -396,11 +420,19 @@ class Cache(NamedTuple):
     rotary: tuple[int, bool] | None  # rotated dimensions, and whether pairs are interleaved
     split_size: int | None
     rotary_dtypes: tuple[str, str] | None = None  # dtypes of the tables, cos and sin
+    scale_dtype: str | None = None  # dtype of the scales of each key, and of the zeros of codes of 4 bits
+
+    @property
+    def codes(self) -> int:
+        """Numbers in an element of the caches: 2 if they have 4 bits."""
+        return 1 + (self.dtype.name == "uint8")
 
     def __str__(self) -> str:
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
         if self.dtype.itemsize == 1:
-            texts.append(f"{self.dtype.name} keys")
+            texts.append(f"{'4-bit' if self.codes == 2 else self.dtype.name} keys")
+        if self.scale_dtype is not None:
+            texts.append(f"{self.scale_dtype} scales per key")
         if self.appended is not None:
             texts.append("append by slots" if self.slots else "append")
         if self.rotary is not None:
@@ -559,6 +591,10 @@ class CacheOperands(NamedTuple):
     positions: Array | None = None
     rotary_cos: Array | None = None
     rotary_sin: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    k_zero: Array | None = None
+    v_zero: Array | None = None
     out: Array | None = None
 
     def arrays(self) -> dict[str, Array]:

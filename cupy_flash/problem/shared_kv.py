@@ -15,6 +15,8 @@ from .checks import Requirements
 from .records import CacheOptions, Options
 
 VALUES = ("v", "v_cache")  # arguments that may be None
+# {factors of keys, one number per key or sequence: those of values}
+FACTORS = {"k_descale": "v_descale", "k_scale": "v_scale", "k_zero": "v_zero"}
 OptionsT = TypeVar("OptionsT", Options, CacheOptions)
 
 
@@ -28,7 +30,7 @@ def share(
     """Add the views of a call without v, {array: name of the view of its first head_dim_v numbers}; return the options.
 
     `given` are the names of the caller's arrays. An append writes whole keys, so that it has no head_dim_v: the options
-    that are returned have D instead. The descale of v is that of k.
+    that are returned have D instead. The factors of v are those of k.
     """
     of_keys, of_values = next(iter(views.items()))
     keys, size = call.get(of_keys), options.head_dim_v
@@ -40,22 +42,30 @@ def share(
     if size is None and "q" in given:
         requirements.require_type(False, "without v, head_dim_v must say how many numbers of a key are its value")
         return options
+    codes = 2 if keys.dtype.name == "uint8" else 1  # numbers of an element of a KV cache
+    columns_of_key = codes * keys.shape[-1]
     try:
-        number = keys.shape[-1] if size is None else operator.index(size)
+        number = columns_of_key if size is None else operator.index(size)
     except Exception:  # a foreign object may raise anything
         requirements.require_type(False, f"head_dim_v must be None or a whole number, not {size!r}")
         return options
-    legal = not isinstance(size, bool) and 1 <= number <= keys.shape[-1]
-    if requirements.require(legal, f"head_dim_v must be in [1, {keys.shape[-1]}], the numbers of a key, not {size!r}"):
-        for name, view in (views | {"k_descale": "v_descale"}).items():
+    legal = not isinstance(size, bool) and 1 <= number <= columns_of_key
+    legal = requirements.require(
+        legal, f"head_dim_v must be in [1, {columns_of_key}], the numbers of a key, not {size!r}"
+    )
+    if legal and requirements.require(
+        number % codes == 0, f"head_dim_v must be even for caches of uint8, not {size!r}"
+    ):
+        for name, view in (views | FACTORS).items():
             requirements.require(view not in given, f"{view} must be None, as {of_values} is: {name} has it")
             if name in call and call[name].shape:
                 last = call[name].shape[-1]
-                call[view] = columns(call[name], last if name == "k_descale" else min(number, last))
+                stop = number // codes if name == of_keys else number
+                call[view] = columns(call[name], last if name in FACTORS else min(stop, last))
     return replace(options, head_dim_v=number)
 
 
 def views_of(names: tuple[str, ...]) -> list[tuple[int, int]]:
     """Return the indices of (an array among the options, the one that it replaces if values are inside keys)."""
-    pairs = (("k", "v"), ("k_descale", "v_descale"))
-    return [(names.index(name), names.index(view)) for name, view in pairs if view in names]
+    pairs = {"k": "v"} | FACTORS
+    return [(names.index(name), names.index(view)) for name, view in pairs.items() if view in names]

@@ -2,6 +2,9 @@
 // CacheGemm<e4m3>, which converts fragments to 16 bits. A warp multiplies 16 keys and all columns.
 #pragma once
 #include "gemm.cuh"
+#if SCALED_KV
+#include "cvt_codes.cuh"
+#endif
 #if TMA_KV
 #include "../slot_ring.cuh"
 #endif
@@ -26,9 +29,15 @@ __device__ inline void sync_consumers() {
 
 // Columns of a row of O in shared memory, for caches with elements of `size` bytes; their padding prevents bank
 // conflicts in store_row.
+#if CODES_OF_4_BITS
+__device__ constexpr int columns_of_O(int size) {
+  return round_up(HEAD_DIM_V, 64) + 16;
+}
+#else
 __device__ constexpr int columns_of_O(int size) {
   return size == 1 ? round_up(HEAD_DIM_V, 32) + 16 : round_up(HEAD_DIM_V, 16) + 8;
 }
+#endif
 
 template <typename T>
 struct CacheGemm {
@@ -93,7 +102,11 @@ struct CacheGemm<e4m3> {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       unsigned int b[2];
+#if SCALED_KV
+      cvt_codes_x4(b, K[2 * n + k % 2], kv_element(), element());
+#else
       cvt_e4m3x4<element>(b, K[2 * n + k % 2]);  // @word-of-columns
+#endif
 #pragma unroll
       for (int m = 0; m < M; ++m)
         if (k == 0)
@@ -131,8 +144,13 @@ struct CacheGemm<e4m3> {
 #pragma unroll
     for (int n = 0; n < FRAGMENTS; ++n) {
       if (n % 4 == 0) ldmatrix_x4_trans(bytes, V_smem + lane.at(0, n / 2));
+#if SCALED_KV
+      unsigned int column = __byte_perm(bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2 ? 0x7531 : 0x6420);
+      cvt_codes_x4(b, column, kv_element(), element());
+#else
       // @convert-columns
       cvt_e4m3x4<element>(b, __byte_perm(bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2 ? 0x7531 : 0x6420));
+#endif
 #pragma unroll
       for (int m = 0; m < M; ++m) mma_m16n8k16<element>(O[m][n], P[m][0], b[0], b[1], O[m][n]);
     }
@@ -147,3 +165,102 @@ struct CacheGemm<e4m3> {
     }
   }
 };
+
+#if CODES_OF_4_BITS
+// A word of K has eight numbers of a key, columns 8t .. 8t + 7 of each 32; of V, four columns of two keys, 4g .. 4g + 3
+// of each 32 for the eight g. Numbers that are four apart are converted together, and arrange_Q permutes the columns of
+// Q to the order in which the numbers of a word of K come. Each column of a word of V is a fragment of its own.
+template <>
+struct CacheGemm<nibbles> {
+  static_assert(HEAD_DIM % 32 == 0, "a word has eight numbers of each 32");
+  using K = KvTile<HEAD_DIM / 2, nibbles>;
+  using V = KvTile<HEAD_DIM_V / 2, nibbles>;
+  static constexpr int FRAGMENTS = round_up(HEAD_DIM_V, 64) / 8;
+
+  // Column 8t + 2h + 4e + f of each 32 moves to 16h + 8f + 2t + e.
+  __device__ static void arrange_Q(unsigned int Q_smem) {
+    for (int n = threadIdx.x; n < BLOCK_Q * HEAD_DIM / 32; n += THREADS) {
+      int row = n % BLOCK_Q, chunk = n / BLOCK_Q * 4;
+      unsigned int from[4][4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        uint4 x = ld_shared_v4(Q_smem + Tile<HEAD_DIM>::at(row, chunk + t));
+        from[t][0] = x.x, from[t][1] = x.y, from[t][2] = x.z, from[t][3] = x.w;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+          unsigned int to[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) to[t] = __byte_perm(from[t][h], from[t][h + 2], f ? 0x7632 : 0x5410);
+          st_shared_v4(Q_smem + Tile<HEAD_DIM>::at(row, chunk + 2 * h + f), to);  // @arrange-Q-of-nibbles
+        }
+    }
+    sync_consumers();
+  }
+
+  // k counts steps of 16 columns: a word has two of them.
+  template <int M>
+  __device__ static void add_product(float (&S)[M][2][4], const unsigned int (&Q)[M][4], const unsigned int (&K)[4],
+                                     int k) {
+    const float zeros[4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      unsigned int word = K[2 * n + k / 2 % 2];
+      unsigned int b0 = cvt_nibbles(word, k % 2 * 2, element()), b1 = cvt_nibbles(word, k % 2 * 2 + 1, element());
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+        if (k == 0)
+          mma_m16n8k16<element>(S[m][n], Q[m], b0, b1, zeros);
+        else
+          mma_m16n8k16<element>(S[m][n], Q[m], b0, b1, S[m][n]);
+    }
+  }
+  template <int M>
+  __device__ static void scores(float (&S)[M][2][4], const unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4],
+                                unsigned int K_smem, const K::Lane& lane) {
+    unsigned int words[4];
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+      if (k % 4 == 0) ldmatrix_x4(words, K_smem + lane.at(0, k / 2));
+      add_product(S, Q[k], words, k);
+    }
+  }
+  template <int M>
+  __device__ static void scores(float (&S)[M][2][4], unsigned int Q_smem, const Tile<HEAD_DIM>::Lane& Q_lane,
+                                unsigned int K_smem, const K::Lane& lane) {
+    unsigned int words[4], Q[M][4];
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+      if (k % 4 == 0) ldmatrix_x4(words, K_smem + lane.at(0, k / 2));
+#pragma unroll
+      for (int m = 0; m < M; ++m) ldmatrix_x4(Q[m], Q_smem + Q_lane.at(16 * m, 2 * k));
+      add_product(S, Q, words, k);
+    }
+  }
+  template <int M>
+  __device__ static void accumulate(float (&O)[M][FRAGMENTS][4], const unsigned int (&P)[M][1][4], unsigned int V_smem,
+                                    const V::Lane& lane) {
+    unsigned int words[4];
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; ++n) {
+      if (n % 8 == 0) ldmatrix_x4_trans(words, V_smem + lane.at(0, n / 4));
+      const unsigned int* half = words + n % 8 / 4 * 2;  // keys of the warp: the first eight, and the others
+      unsigned int b0 = cvt_nibbles(half[0], n % 4, element()), b1 = cvt_nibbles(half[1], n % 4, element());
+#pragma unroll
+      for (int m = 0; m < M; ++m) mma_m16n8k16<element>(O[m][n], P[m][0], b0, b1, O[m][n]);
+    }
+  }
+  // A lane has columns 8t .. 8t + 7 of each 32: four fragments, and two elements of each.
+  __device__ static void store_row(unsigned int row, const float (&O)[FRAGMENTS][4], int half) {
+#pragma unroll
+    for (int n = 0; n < FRAGMENTS; n += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        st_shared_v4(row + 4 * (8 * n + 8 * (lane_id() % 4) + 4 * e),
+                     {__float_as_uint(O[n][2 * half + e]), __float_as_uint(O[n + 1][2 * half + e]),
+                      __float_as_uint(O[n + 2][2 * half + e]), __float_as_uint(O[n + 3][2 * half + e])});
+  }
+};
+#endif

@@ -63,6 +63,10 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
                             ,
                             RowStatistics (&statistics)[M][2], int kv_start
 #endif
+#if SCALED_KV
+                            ,
+                            float (&zeros)[M][1][4]
+#endif
 ) {
   float factors[M][2];
   bool any = false;
@@ -95,6 +99,9 @@ __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softma
 #endif
       }
     }
+#if SCALED_KV
+  if constexpr (CODES_OF_4_BITS) rescale(zeros, factors);
+#endif
   if (__any_sync(0xFFFFFFFF, any)) rescale(O, factors);
 }
 
@@ -280,6 +287,13 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   stages.begin();
   stages.wait_for_Q();
   sync_consumers();
+#if SCALED_KV
+  float Q_sums[M][2], zeros_rmem[M][1][4] = {};
+  if constexpr (CODES_OF_4_BITS) {
+    sum_Q(Q_sums, Q_smem);
+    sync_consumers();
+  }
+#endif
   Gemm::arrange_Q(Q_smem);  // @arrange-Q
   unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
   if constexpr (Q_IN_REGISTERS) load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, 0);
@@ -292,6 +306,9 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   RowStatistics statistics[M][2];
   init(statistics);
 #endif
+#if SCALED_KV
+  ScaledP scaled_P;
+#endif
 
   // Mainloop.
   for (; tiles.valid(); tiles.next()) {
@@ -303,27 +320,46 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
       Gemm::scores(S_rmem, Q_rmem, K_smem, K_lane);
     else
       Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
+#if SCALED_KV
+    scale_products(S_rmem, slot, Q_sums);
+#endif
     if (tiles.masked())
       modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
     else if constexpr (MODIFIED || DENSE_MASK)
       modify_rows<false>(S_rmem, p, part, scale, tiles.start + 16 * warp);
 #if STATISTICS
-    update_rows(O_rmem, softmax, S_rmem, scale_log2, statistics, tiles.start + 16 * warp);
+    update_rows(O_rmem, softmax, S_rmem, scale_log2, statistics, tiles.start + 16 * warp
+#if SCALED_KV
+                ,
+                zeros_rmem
+#endif
+    );
     if constexpr (ENTROPY)
       exponentiate<true>(S_rmem, softmax, statistics, scale_log2);
     else
       exponentiate(S_rmem, softmax, scale_log2);
 #else
+#if SCALED_KV
+    update_rows(O_rmem, softmax, S_rmem, scale_log2, zeros_rmem);
+#else
     update_rows(O_rmem, softmax, S_rmem, scale_log2);
+#endif
     exponentiate(S_rmem, softmax, scale_log2);
 #endif
     unsigned int P_rmem[M][N / 2][4];
+#if SCALED_KV
+    scaled_P.round(P_rmem, S_rmem, O_rmem, zeros_rmem, slot);
+#else
     round_fragments(P_rmem, S_rmem);
+#endif
     Gemm::accumulate(O_rmem, P_rmem, V_smem, V_lane);
     stages.release();
   }
 
   // Epilogue.
+#if SCALED_KV
+  scaled_P.end(O_rmem, zeros_rmem);
+#endif
   stages.end();
   float* O_smem = (float*)(smem + SharedMemory::O);
   auto softmax_smem = (float (*)[BLOCK_Q][2])(smem + SharedMemory::ROWS);

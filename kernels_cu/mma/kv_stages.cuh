@@ -9,7 +9,16 @@
 #include "load.cuh"
 #include "parts.cuh"
 
+#if SCALED_KV
+#include "scales.cuh"
+#if CODES_OF_4_BITS
+using Gemm = CacheGemm<nibbles>;
+#else
+using Gemm = CacheGemm<e4m3>;  // of codes of 8 bits, whatever they mean
+#endif
+#else
 using Gemm = CacheGemm<kv_element>;
+#endif
 constexpr int WARPS = THREADS / WARP;
 constexpr int O_ROW = columns_of_O(sizeof(kv_element));
 
@@ -129,13 +138,25 @@ struct KvStages {
   KvLoads loads;
   Pipeline<STAGES, KeySlot::BYTES> slots;
   PartTiles loaded;  // the tile to load next
+#if SCALED_KV
+  ScaleLoads scales;
+#endif
 
   __device__ KvStages(const Params& p, const Part& part, const PartTiles& tiles, unsigned int smem, Shared& pages_smem)
       : part(part),
         loads(p, part.sequence, part.kv_head, pages_smem),
         slots(smem + SharedMemory::SLOTS),
-        loaded(tiles) {}
+        loaded(tiles)
+#if SCALED_KV
+        ,
+        scales(p, part.sequence, part.kv_head)
+#endif
+  {
+  }
   __device__ void load() {
+#if SCALED_KV
+    if (loaded.valid()) scales.load(slots.next(), loaded.start, part.keys, loads.pages.stored());
+#endif
     if (loaded.valid()) loads.load(slots.next(), loaded.start, part.keys);
     loaded.next();  // @next-load-of-part
     slots.commit();
@@ -150,6 +171,9 @@ struct KvStages {
       loads.pages.store();
       if constexpr (PAGED) __syncthreads();
       load();
+#if SCALED_KV
+      scales.store();
+#endif
     }
     loads.pages.look_up(loaded.start, part.keys);
     loads.pages.store();
@@ -160,13 +184,21 @@ struct KvStages {
     if constexpr (STAGES == 1) {
       __syncthreads();
       load();
+#if SCALED_KV
+      scales.store();
+#endif
     }
     unsigned int tile = slots.wait();
     if constexpr (STAGES > 1) load();
     loads.pages.look_up(loaded.start, part.keys);
     return tile;
   }
-  __device__ void release() { loads.pages.store(); }
+  __device__ void release() {
+    loads.pages.store();
+#if SCALED_KV
+    scales.store();
+#endif
+  }
   __device__ void end() {
     cp_async_wait_group<0>();  // @wait-part-loads
     __syncthreads();           // @barrier-after-part

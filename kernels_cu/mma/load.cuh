@@ -162,13 +162,23 @@ __device__ void load_numbers(unsigned int to, const Number* numbers, int first, 
 
 // Byte offsets of the operands of a tile of keys and of their tangents.
 struct KeySlot {
+#if CODES_OF_4_BITS
+  static constexpr int K_BYTES = BLOCK_KV * row_bytes(HEAD_DIM / 2, 1);
+  static constexpr int V_BYTES = BLOCK_KV * row_bytes(HEAD_DIM_V / 2, 1);
+#else
   static constexpr int K_BYTES = BLOCK_KV * row_bytes(HEAD_DIM, sizeof(kv_element));
   static constexpr int V_BYTES = BLOCK_KV * row_bytes(HEAD_DIM_V, sizeof(kv_element));
+#endif
   static constexpr int K = 0;                  // [BLOCK_KV][HEAD_DIM]
   static constexpr int tK = K + K_BYTES;       // TK: [BLOCK_KV][HEAD_DIM]
   static constexpr int V = tK + TK * K_BYTES;  // [BLOCK_KV][HEAD_DIM_V]
   static constexpr int tV = V + V_BYTES;       // TV: [BLOCK_KV][HEAD_DIM_V]
+#if SCALED_KV
+  static constexpr int SCALES = tV + TV * V_BYTES;  // floats [4][BLOCK_KV]: scales of K and V, and their zeros
+  static constexpr int BYTES = SCALES + 16 * BLOCK_KV;
+#else
   static constexpr int BYTES = tV + TV * V_BYTES;
+#endif
 };
 
 // Loads tiles of K and V of one head into the slots of a pipeline.
@@ -176,8 +186,13 @@ struct KvLoads {
   const Sequence& sequence;
   KeyRows<kv_element> K;
   KeyRows<kv_element> V;
+#if CODES_OF_4_BITS
+  Loader<BLOCK_KV, HEAD_DIM / 2, kv_element> K_loader;
+  Loader<BLOCK_KV, HEAD_DIM_V / 2, kv_element> V_loader;
+#else
   Loader<BLOCK_KV, HEAD_DIM, kv_element> K_loader;
   Loader<BLOCK_KV, HEAD_DIM_V, kv_element> V_loader;
+#endif
   TilePages pages;
 
   __device__ KvLoads(const Params& p, const Sequence& sequence, int kv_head, int (&pages_smem)[2][BLOCK_KV])

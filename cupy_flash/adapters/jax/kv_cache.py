@@ -19,7 +19,7 @@ from ...arrays import Array, as_array
 from ...problem import features
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import in_layout
-from ...problem.records import CACHE_FEATURES, CACHES, CacheOptions, Statistics, UnsupportedError
+from ...problem.records import CACHE_FEATURES, CACHES, SCALES, CacheOptions, Statistics, UnsupportedError
 from . import primitive, static_call
 from .ffi_execute import bind
 from .op import JaxArray
@@ -59,7 +59,7 @@ class CacheCall(NamedTuple):
     def result_names(self) -> tuple[str, ...]:
         """The names of the results, in order."""
         if self.step == APPEND:
-            return tuple(name for name in CACHES if name in self.names)
+            return tuple(name for name in (*CACHES, *SCALES) if name in self.names)
         return ("out", "lse", *(self.static.statistics or ()))
 
     @property
@@ -90,6 +90,8 @@ class CacheCall(NamedTuple):
         layout = "thd" if rank == 3 else self.static.layout
         if name == "q" or name in CACHES:
             axes = in_layout("bihd" if name == "q" else "bjgd", layout)
+        elif name in SCALES:
+            axes = in_layout("bjg", self.static.layout)
         elif name == "lse" or name in Statistics._fields:
             axes = "bhi" if rank == 3 else "ht"
         elif name not in BY_NAME:
@@ -98,7 +100,7 @@ class CacheCall(NamedTuple):
             axes = in_layout(BY_NAME[name].axes[0], layout)
         else:
             axes = next((axes for axes in BY_NAME[name].axes if len(axes) == rank), "." * rank).lower()
-        if self._has_pool and (name in CACHES or self.step == APPEND):
+        if self._has_pool and (name in (*CACHES, *SCALES) or self.step == APPEND):
             axes = axes.replace("b", ".")
         return "".join(axis if axis in SHARDED else "." for axis in axes)
 
@@ -123,7 +125,9 @@ class CacheCall(NamedTuple):
         accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         shape = tuple(q.shape[axis] for axis in axes)
         dtypes = {name: np.dtype(np.int32) if name == "argmax" else accumulation for name in self.result_names[1:]}
-        columns = self.static.head_dim_v if v_cache is None else v_cache.shape[-1]
+        columns = self.static.head_dim_v
+        if v_cache is not None:
+            columns = v_cache.shape[-1] * (1 + (v_cache.dtype == np.uint8))
         return {"out": ((*q.shape[:-1], columns), q.dtype)} | {name: (shape, dtype) for name, dtype in dtypes.items()}
 
     def pose(self, operands: dict[str, Any]) -> Any:
@@ -179,11 +183,11 @@ def append_to_kv_cache(
     *,
     cu_seqlens: JaxArray | None = None,
     **options: JaxArray | int | str | None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array | None, ...]:
     """Return the caches with the rows of k and v appended, as `cupy_flash.append_to_kv_cache` writes them in place.
 
-    An eager call donates both caches: the given arrays are deleted, and the results reuse their memory. Under jit,
-    donate the caches to the jitted function, or XLA copies them.
+    An eager call donates both caches and their scales: the given arrays are deleted, and the results reuse their
+    memory. Under jit, donate them to the jitted function, or XLA copies them.
 
     Args:
         k: (B, S, Hk, D), or packed (T, Hk, D).
@@ -194,7 +198,8 @@ def append_to_kv_cache(
         **options: those of `cupy_flash.append_to_kv_cache`. cache_seqlens may be one traced number, slots int32.
 
     Returns:
-        (k_cache, v_cache), v_cache None if values are inside keys.
+        (k_cache, v_cache), v_cache None if values are inside keys; of a quantised cache followed by those of k_scale,
+        v_scale, k_zero and v_zero that are given, in this order.
 
     Raises:
         TypeError: as `cupy_flash.append_to_kv_cache`.
@@ -205,7 +210,7 @@ def append_to_kv_cache(
         raise TypeError(f"append_to_kv_cache: unknown option {', '.join(unknown)}; they are {', '.join(OF_APPEND)}")
     given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
     results = _call(APPEND, "append_to_kv_cache", given, options, k)
-    return results["k_cache"], results.get("v_cache")
+    return results["k_cache"], results.get("v_cache"), *(results[name] for name in SCALES if name in results)
 
 
 def attention_with_kv_cache(

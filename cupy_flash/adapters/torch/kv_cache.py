@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ... import dispatch, keyed_plan
 from ...problem.build import pose_append, pose_with_cache
 from ...problem.features import ARRAY, CHOICE, FLAG, INTEGER, LENGTHS, NUMBER
-from ...problem.records import CACHE_FEATURES, CacheOptions, UnsupportedError
+from ...problem.records import CACHE_FEATURES, CACHES, SCALES, CacheOptions, UnsupportedError
 from ...problem.statistics import selected
 from .autograd_kernel import are_plain
 from .keyed_plan import allocator, call_on_tensors
@@ -28,7 +28,7 @@ ARRAY_NAMES = tuple(feature.name for feature in CACHE_FEATURES if feature.kind i
 TYPES = {FLAG: "bool", NUMBER: "float?", INTEGER: "SymInt?", CHOICE: "str"}
 OTHERS = {x.name: TYPES[x.kind] for x in CACHE_FEATURES if x.kind in TYPES}
 OTHERS |= {"backend": "str?", "engine": "str?", "window_left": "int?", "window_right": "int?", "length": "SymInt?"}
-WRITTEN = {"k_cache": "(a!)", "v_cache": "(b!)", "out": "(c!)"}
+WRITTEN = {name: f"({chr(ord('a') + n)}!)" for n, name in enumerate((*CACHES, "out", *SCALES))}
 INPUTS = ("q", "k_cache", "v_cache")
 REQUIRED = ("q", "k_cache")  # without v_cache, values are inside keys
 
@@ -62,7 +62,7 @@ def attend(q: Any, k_cache: Any, v_cache: Any, options: CacheOptions) -> Any:
     if call is not None and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1])):
         outputs = keyed_plan.run(call)
         if outputs is not None:
-            _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
+            _bump(options.out, *((k_cache, v_cache, *_scales(options)) if options.k is not None else ()))
             return keyed_plan.result_on_cache(outputs, options)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_tensors(options)}
     if is_compiling:
@@ -116,7 +116,7 @@ def _attend_directly(
         result, *others = dispatch.forward(problem, operands)
     if call is not None:
         keyed_plan.keep(call, problem, operands, allocator, keyed_plan.unwanted(options))
-    _bump(options.out, *((k_cache, v_cache) if options.k is not None else ()))
+    _bump(options.out, *((k_cache, v_cache, *_scales(options)) if options.k is not None else ()))
     out = result.result() if options.out is None else options.out
     return selected((out, *(x.result() for x in others)), options)
 
@@ -263,7 +263,7 @@ def _positions(q: Any, lengths: Any, advance: bool) -> Any:
 def _returned(given: dict[str, Any], results: Any) -> tuple[Any, Any]:
     """Return an operator's results, and tell autograd which arguments it has written."""
     result, lse = results
-    _bump(*(given[name] for name in ("out", *(("k_cache", "v_cache") if given["k"] is not None else ()))))
+    _bump(*(given[name] for name in ("out", *((*CACHES, *SCALES) if given["k"] is not None else ()))))
     # An operator must not return a tensor to which it writes, so `attend` returns `out` itself.
     return (result.result() if given["out"] is None else given["q"].new_empty((0,))), lse.result()
 
@@ -274,7 +274,12 @@ def _append(*arguments: Any) -> None:
     k, v, k_cache, v_cache, cu_seqlens = (given[name] for name in APPEND[:5])
     with on_device_of(k):
         dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
-    _bump(given["k_cache"], given["v_cache"])
+    _bump(*(given[name] for name in (*CACHES, *SCALES)))
+
+
+def _scales(options: CacheOptions) -> tuple[object, ...]:
+    """Return the scales and zeros of a call, which an append writes beside the caches."""
+    return tuple([getattr(options, name) for name in SCALES])
 
 
 def _bump(*written: Any) -> None:
@@ -305,7 +310,9 @@ def _fake_attend(*arguments: Any) -> tuple[Any, Any]:
     else:
         heads, rows = (1, 2) if options.layout == "bhsd" else (2, 1)
         lse_shape = (q.shape[0], q.shape[heads], q.shape[rows])
-    columns = options.head_dim_v if given["v_cache"] is None else given["v_cache"].shape[-1]
+    v_cache, columns = given["v_cache"], options.head_dim_v
+    if v_cache is not None:
+        columns = v_cache.shape[-1] * (1 + (v_cache.dtype == torch.uint8))
     result = q.new_empty((0,) if options.out is not None else (*q.shape[:-1], columns))
     return result, q.new_empty(lse_shape, dtype=lse_dtype)
 

@@ -31,6 +31,7 @@ from ..score import MaskMod, steps
 from ..statistics import RowStatistics, empty_statistics, merged
 from ..thread_pool import Stop, run_tasks
 from . import append as appending
+from .keys import Scales
 from .sequences import RowScores, RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
 # Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
@@ -172,10 +173,13 @@ class Call:
         for start, stop in chunks:
             self.stop.poll()
             K, V = tile.sequence.keys.load(start, stop)
+            scales = tile.sequence.keys.scales(start, stop)
             if stop - start != width:
                 width = stop - start
                 S = np.empty((*shape, width), dtype)
             np.matmul(Q, K.swapaxes(1, 2), out=S)
+            if scales is not None:
+                scale_products(S, Q, scales)
             is_hidden = tile.is_partly_hidden(self.problem.mask, start, stop)
             if self.modifies or is_hidden:
                 self.modify(S, scores.at(start, stop), is_hidden)
@@ -199,6 +203,8 @@ class Call:
             if statistics is not None:
                 statistics.add(exponents, S)
             l += np.add.reduce(S, axis=2, keepdims=True)
+            if scales is not None:
+                O -= scale_values(S, scales, multiply)
             O += multiply(S, V)
         O /= np.maximum(l, 1)  # l >= exp(m - m) = 1 in a row that sees a key, else l = 0
         if statistics is not None:
@@ -244,6 +250,20 @@ class Call:
         if self.v_descale is not None:
             result.O[...] *= self.v_descale[tile.sequence.batch, :, None, None]
         return result
+
+
+def scale_products(S: np.ndarray, Q: np.ndarray, scales: Scales) -> None:
+    """Turn the products of Q and the codes of keys into those of Q and the keys, in place."""
+    if scales.k_zero is not None:
+        S -= np.add.reduce(Q, axis=2, keepdims=True) * scales.k_zero[:, None]
+    S *= scales.k[:, None]
+
+
+def scale_values(P: np.ndarray, scales: Scales, multiply: Callable[..., np.ndarray]) -> np.ndarray | float:
+    """Multiply P by the scales of values, in place, where it is not 0; return its product with their zeros."""
+    np.multiply(P, scales.v[:, None], out=P, where=P != 0)
+    product: np.ndarray | float = 0.0 if scales.v_zero is None else multiply(P, scales.v_zero[..., None])
+    return product
 
 
 def _merged(parts: list[Part]) -> Part:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ...arrays import Array
 from ...problem.kv_cache_contents import Spans, appended_places, positions_of_keys
-from ...problem.records import FP8, Operands, Problem
-
-LARGEST_FP8 = 448.0  # largest float8_e4m3fn, to which larger numbers saturate
+from ...problem.records import CODES, FP8, Cache, CacheOperands, Operands, Problem
+from .keys import Scales
 
 
 def append(problem: Problem, operands: Operands, spans: Spans) -> None:
@@ -26,18 +27,79 @@ def append(problem: Problem, operands: Operands, spans: Spans) -> None:
         known = positions_of_keys(problem, operands, spans)
         positions[: len(known)] = known
         K = rotated(K.astype(problem.accumulation), positions, problem, operands)
+    written, pools = blocks >= 0, None if cache.scale_dtype is None else scale_pools(cache, given)
+    places = blocks[written], rows[written]
     written_to = [("k_descale", K, operands.k), ("v_descale", V, operands.v)]
-    for name, X, array in written_to[:1] if problem.shared_kv else written_to:
+    for n, (name, X, array) in enumerate(written_to[:1] if problem.shared_kv else written_to):
+        pool = in_rows(array.numpy(), cache)
+        if pools is not None:
+            scale, zero = (pools.v, pools.v_zero) if n else (pools.k, pools.k_zero)
+            quantised = quantise(X[written].astype(np.float32), cache.dtype, scale.dtype)
+            pool[places], scale[places] = quantised.codes, quantised.scale
+            if zero is not None:
+                zero[places] = quantised.zero
+            continue
         if cache.dtype.name == FP8:
             X = X.astype(np.float32)
             descale = getattr(operands, name)
             if descale is not None:
                 of_rows = np.repeat(descale.numpy(), spans.k_rows, axis=0)[:count, :, None]
                 X[: len(of_rows)] /= of_rows  # packed rows past the last sequence may have slots, but no descale
-            X = np.clip(X, -LARGEST_FP8, LARGEST_FP8)
-        written = blocks >= 0
-        pool = array.numpy() if cache.layout == "bshd" else array.numpy().transpose(0, 2, 1, 3)
-        pool[blocks[written], rows[written]] = X[written].astype(cache.dtype, copy=False)
+            X = np.clip(X, -CODES[FP8], CODES[FP8])
+        pool[places] = X[written].astype(cache.dtype, copy=False)
+
+
+class Quantised(NamedTuple):
+    """Rows as a quantised cache stores them; `zero` is None but for codes of 4 bits."""
+
+    codes: np.ndarray  # (..., D), or of 4 bits (..., D / 2)
+    scale: np.ndarray  # (...)
+    zero: np.ndarray | None
+
+
+def quantise(X: np.ndarray, dtype: np.dtype, scale_dtype: np.dtype) -> Quantised:
+    """Return float32 rows X (..., D) as codes of `dtype`, with scales of `scale_dtype`.
+
+    Every operation is one of IEEE arithmetic, so that kernels write the same bits. A row with a NaN has codes 0 and the
+    scale NaN; so has a code whose quotient is NaN, as in a row with an infinity.
+    """
+    largest, zero = np.float32(CODES[dtype.name]), None
+    low, high = X.min(axis=-1), X.max(axis=-1)
+    span = high - low if dtype == np.uint8 else np.maximum(np.abs(low), np.abs(high))
+    scale = _canonical((span / largest).astype(scale_dtype))
+    scale[scale == 0] = 1
+    Y = X / scale.astype(np.float32)[..., None]
+    if dtype == np.uint8:
+        zero = _canonical(((0 - low) / scale.astype(np.float32)).astype(scale_dtype))
+        Y += zero.astype(np.float32)[..., None]
+    Y[np.isnan(Y)] = 0
+    if dtype == np.uint8:
+        numbers = np.clip(np.rint(Y), 0, largest).astype(dtype)
+        return Quantised(numbers[..., ::2] | numbers[..., 1::2] << 4, scale, zero)
+    if dtype == np.int8:
+        return Quantised(np.clip(np.rint(Y), -largest - 1, largest).astype(dtype), scale, zero)
+    return Quantised(np.clip(Y, -largest, largest).astype(dtype), scale, zero)
+
+
+def _canonical(x: np.ndarray) -> np.ndarray:
+    """Return the array with the one quiet NaN that all engines write."""
+    x[np.isnan(x)] = np.nan
+    return x
+
+
+def in_rows(array: np.ndarray, cache: Cache) -> np.ndarray:
+    """View a cache, or its scales, as (blocks, rows, Hk, ...)."""
+    return array if cache.layout == "bshd" else array.swapaxes(1, 2)
+
+
+def scale_pools(cache: Cache, given: CacheOperands) -> Scales:
+    """Return the scales and zeros of a quantised cache as (blocks, rows, Hk); weights read those of keys alone."""
+    k, v, *zeros = (
+        None if x is None else in_rows(x.numpy(), cache)
+        for x in (given.k_scale, given.v_scale or given.k_scale, given.k_zero, given.v_zero)
+    )
+    assert k is not None and v is not None
+    return Scales(k, v, *zeros)
 
 
 def _rows_of(array: Array, problem: Problem) -> np.ndarray:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Scales(NamedTuple):
+    """The scales and zeros of a quantised cache (blocks, rows, Hk), or of a chunk of its keys (Hk, keys)."""
+
+    k: np.ndarray
+    v: np.ndarray
+    k_zero: np.ndarray | None
+    v_zero: np.ndarray | None
 
 
 class Keys:
@@ -12,14 +22,21 @@ class Keys:
 
     `k` and `v` are (blocks, rows, Hk, D) in any strides. The keys of a contiguous sequence are rows `first` on of block
     `block`; those of a paged one are in the blocks that `table` names. Only keys in [start, stop) are read: others may
-    be NaN, or on pages that do not exist.
+    be NaN, or on pages that do not exist. `scales` are those of a quantised cache.
     """
 
     def __init__(
-        self, k: np.ndarray, v: np.ndarray, place: tuple[int, int] | np.ndarray, start: int, stop: int, dtype: np.dtype
+        self,
+        k: np.ndarray,
+        v: np.ndarray,
+        place: tuple[int, int] | np.ndarray,
+        start: int,
+        stop: int,
+        dtype: np.dtype,
+        scales: Scales | None = None,
     ) -> None:
         self.pools, self.place, self.dtype = (k, v), place, dtype
-        self.start, self.stop = start, stop
+        self.start, self.stop, self._scales = start, stop, scales
 
         # Chunks of a contiguous sequence in the accumulation dtype are views.
         self.are_views = isinstance(place, tuple) and _is_for_blas(k, dtype) and _is_for_blas(v, dtype)
@@ -35,6 +52,14 @@ class Keys:
             rows = slice(row + start, row + stop)
             return k[block, rows].transpose(1, 0, 2), v[block, rows].transpose(1, 0, 2)
         return self._load(k, start, stop), self._load(v, start, stop)
+
+    def scales(self, start: int, stop: int) -> Scales | None:
+        """Return the scales of keys [start, stop), those of keys outside [self.start, self.stop) 0; None without."""
+        if self._scales is None:
+            return None
+        k, v, *zeros = (None if pool is None else self._load(pool[..., None], start, stop) for pool in self._scales)
+        assert k is not None and v is not None
+        return Scales(k[..., 0], v[..., 0], *(None if x is None else x[..., 0] for x in zeros))
 
     def _load(self, pool: np.ndarray, start: int, stop: int) -> np.ndarray:
         first, last = max(start, self.start), min(stop, self.stop)
@@ -78,8 +103,11 @@ def in_accumulation(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
         wide = rows.view(np.uint16).astype(np.uint32)
         wide <<= np.uint32(16)
         return wide.view(np.float32)
+    if rows.dtype.itemsize > 2:
+        return rows.astype(dtype)
     # A table look-up costs two thirds of NumPy's conversion of float16, and a tenth of ml_dtypes' of float8.
-    return np.take(_numbers(rows.dtype), rows.view(f"u{rows.itemsize}"), mode="clip")
+    numbers = np.take(_numbers(rows.dtype), rows.view(f"u{rows.itemsize}"), axis=0, mode="clip")
+    return numbers if numbers.ndim == rows.ndim else numbers.reshape(*rows.shape[:-1], 2 * rows.shape[-1])
 
 
 def _is_for_blas(rows: np.ndarray, dtype: np.dtype) -> bool:
@@ -88,8 +116,10 @@ def _is_for_blas(rows: np.ndarray, dtype: np.dtype) -> bool:
     return rows.dtype == dtype and strides[-1] == size and strides[-3] >= size * rows.shape[-1]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=5)
 def _numbers(dtype: np.dtype) -> np.ndarray:
-    """Return a table from the codes of float16 or float8_e4m3fn to float32."""
+    """Return a table from the codes of float16, float8 or int8 to float32, or of uint8 to the two of 4 bits."""
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
+    if dtype == np.uint8:
+        return np.stack([codes & 15, codes >> 4], -1).astype(np.float32)
     return codes.view(dtype).astype(np.float32)

@@ -15,7 +15,7 @@ from ...problem.kv_cache_contents import Spans, places_of_sequences, positions_o
 from ...problem.mask import Mask
 from ...problem.records import Operands, Problem
 from ..score import four_dimensional
-from .append import rotated
+from .append import rotated, scale_pools
 from .keys import Keys
 
 
@@ -189,6 +189,7 @@ def sequences_of_cache(
         flat[:tokens] = rotated(flat[:tokens], positions_of_queries(problem, operands, spans), problem, operands)
         q = flat.reshape(q.shape)
     k, v = (x.numpy() if cache.layout == "bshd" else x.numpy().transpose(0, 2, 1, 3) for x in (operands.k, operands.v))
+    scales = None if cache.scale_dtype is None else scale_pools(cache, given)
     mask = None if operands.mask is None else operands.mask.numpy()
     q_idx = positions_of_queries(problem, operands, spans) if problem.mods else None
     pads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.numpy().tolist()
@@ -200,7 +201,7 @@ def sequences_of_cache(
         )
     ):  # fmt: skip
         here = (slice(start, start + rows),) if packed else (b,)
-        keys = Keys(k, v, place, pad, length, problem.accumulation)
+        keys = Keys(k, v, place, pad, length, problem.accumulation, scales)
         seen, first = None, 0
         if mask is not None:
             one = mask[b if len(mask) > 1 else 0]

@@ -18,7 +18,7 @@ from ...problem.records import Operands
 from ...problem.weights import IMPORTANCE, Asked
 from ..thread_pool import run_tasks
 from ..weights import Run, filled, result_of, runs_of
-from . import Call
+from . import Call, scale_products
 from .sequences import RowScores, RowTile, Sequence, sequences_of_cache
 
 
@@ -41,7 +41,9 @@ def forward(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
                 call.stop.poll()
                 start, stop = max(start, first), min(start + plan.block_kv, last)
                 K, _ = sequence.keys.load(start, stop)
-                S = np.matmul(Q, K.swapaxes(1, 2))
+                S, scales = np.matmul(Q, K.swapaxes(1, 2)), sequence.keys.scales(start, stop)
+                if scales is not None:
+                    scale_products(S, Q, scales)
                 call.modify(S, scores.at(start, stop), tile.is_partly_hidden(problem.mask, start, stop))
                 of_heads = S.reshape(problem.kv_heads, count, problem.group, stop - start).swapaxes(1, 2)
                 of_heads = of_heads.reshape(problem.heads, count, stop - start)

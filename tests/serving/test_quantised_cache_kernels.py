@@ -1,0 +1,76 @@
+"""Quantised caches in the kernels on the simulator: appends with the bits of the CPU, and decodes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cache_cases import CacheCase, references, run_kernels
+from cases import DTYPES
+from quantised import calls, options_of, quantised
+from tolerance import assert_matches_reference
+
+import cupy_flash
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SMALL = CacheCase((5, 61), 3, 3, 72, 8, 4, 2, 32, 24, "float16")
+SPECIAL = np.array([np.nan, 0, -0.0, np.inf, -np.inf, 6e4, -3e-8, 127, 0.5, -1.5, 2.5, 448, 17])
+
+
+def appended(case, kind, scale_dtype, monkeypatch, backend):
+    """Return the bytes of caches, scales and zeros after an append of rows with special numbers."""
+    call = case.call()
+    given = {name: call.options[name] for name in ("cache_seqlens", "block_table", "rotary_cos", "rotary_sin", "layout")
+             if name in call.options}  # fmt: skip
+    rows = [call.options[name] for name in "kv" if name in call.options]
+    for x in rows:
+        flat = x.reshape(-1, x.shape[-1])
+        for n, number in enumerate(SPECIAL[: len(flat)]):
+            flat[n, n] = number
+        flat[1], flat[2], flat[3, 8:] = 0, -0.0, 1e-6
+    pools = [quantised(np.ones(x.shape), kind, scale_dtype) for x in call[1:3] if x is not None]
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", backend)
+    v_cache = None if case.shared else pools[1].codes
+    scales = options_of(pools[0], None if case.shared else pools[1])
+    cupy_flash.append_to_kv_cache(rows[0], None if case.shared else rows[1], pools[0].codes, v_cache, **given, **scales)
+    return [x.tobytes() for of in pools for x in of if x is not None]
+
+
+CASES = {
+    "int8": (replace(SMALL, rotary=(8, True)), "int8", "float16"),
+    "e4m3": (replace(SMALL, page=None, layout="bhsd"), "float8_e4m3fn", "float32"),
+    "e5m2": (replace(SMALL, dtype="bfloat16"), "float8_e5m2", "float32"),
+    "uint8": (replace(SMALL, page=48, capacity=96), "uint8", "float16"),
+    "latent": (replace(SMALL, shared=True, kv_heads=1), "uint8", "float32"),
+}
+
+
+@pytest.mark.parametrize(("case", "kind", "scale_dtype"), CASES.values(), ids=CASES)
+def test_an_append_writes_the_bits_of_the_cpu(case, kind, scale_dtype, monkeypatch):
+    on = [appended(case, kind, scale_dtype, monkeypatch, backend) for backend in ("cpu", "simulator")]
+    assert on[0] == on[1]
+
+
+READ = replace(SMALL, appended=None)
+READS = {
+    "int8": (READ, "int8", "float16"),
+    "e4m3": (replace(READ, page=None, layout="bhsd", softcap=5.0), "float8_e4m3fn", "float32"),
+    "e5m2": (replace(READ, dtype="bfloat16", q_len=1), "float8_e5m2", "float32"),
+    "uint8": (replace(READ, page=48, capacity=96, head_dim=64), "uint8", "float16"),
+    "latent": (replace(READ, shared=True, kv_heads=1, dtype="bfloat16"), "uint8", "float32"),
+}
+
+
+def check(case, kind, scale_dtype, **options):
+    """Compare the kernels on a cache that is quantised by hand with the formula on the numbers that it stores."""
+    call, on_numbers = calls(case, kind, scale_dtype)
+    dtype = DTYPES[case.dtype]
+    exact, low = references(on_numbers, dtype)
+    out, lse = run_kernels(call, **options)[:2]
+    assert_matches_reference(out, exact[0], low[0], dtype, f"out of {case}")
+    assert_matches_reference(lse, exact[1], low[1], np.float32, f"lse of {case}")
+
+
+@pytest.mark.parametrize(("case", "kind", "scale_dtype"), READS.values(), ids=READS)
+def test_a_decode(case, kind, scale_dtype):
+    check(case, kind, scale_dtype)

@@ -23,7 +23,7 @@ from .problem.records import Gradients, SecondGradients, Statistics, Unsupported
 
 if TYPE_CHECKING:
     from . import memory, reference
-    from .mask_blocks import block_mask
+    from .mask_blocks import block_mask, selected_from_block_mask
     from .measure.checks.verdicts import check
     from .measure.tuning import tune
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
@@ -83,6 +83,7 @@ __all__ = [
     "not_mask",
     "or_masks",
     "reference",
+    "selected_from_block_mask",
     "top_weights",
     "top_weights_varlen",
     "top_weights_with_kv_cache",
@@ -92,7 +93,7 @@ __all__ = [
 
 MODULES = ("memory", "reference")
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mask_blocks"}
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mask_blocks", "selected_from_block_mask": ".mask_blocks"}
 LAZY |= {"WeightsGradients": ".problem.weights"}
 LAZY |= dict.fromkeys(
     (

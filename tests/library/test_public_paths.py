@@ -117,6 +117,7 @@ CORE = (
     "not_mask",
     "or_masks",
     "reference",
+    "selected_from_block_mask",
     "top_weights",
     "top_weights_varlen",
     "top_weights_with_kv_cache",

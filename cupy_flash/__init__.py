@@ -23,6 +23,7 @@ from .problem.records import Gradients, SecondGradients, Statistics, Unsupported
 
 if TYPE_CHECKING:
     from . import memory, reference
+    from .indexer import select_keys, selection_loss, selection_loss_vjp
     from .mask_blocks import block_mask, selected_from_block_mask
     from .measure.checks.verdicts import check
     from .measure.tuning import tune
@@ -83,7 +84,10 @@ __all__ = [
     "not_mask",
     "or_masks",
     "reference",
+    "select_keys",
     "selected_from_block_mask",
+    "selection_loss",
+    "selection_loss_vjp",
     "top_weights",
     "top_weights_varlen",
     "top_weights_with_kv_cache",
@@ -111,6 +115,7 @@ LAZY |= dict.fromkeys(
     ),
     ".weights",
 )
+LAZY |= dict.fromkeys(("select_keys", "selection_loss", "selection_loss_vjp"), ".indexer")
 LAZY |= {"check": ".measure.checks.verdicts", "tune": ".measure.tuning"}
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name

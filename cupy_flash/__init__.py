@@ -23,7 +23,8 @@ from .problem.records import Gradients, SecondGradients, Statistics, Unsupported
 
 if TYPE_CHECKING:
     from . import memory, reference
-    from .mask_blocks import block_mask
+    from .indexer import select_keys, selection_loss, selection_loss_vjp
+    from .mask_blocks import block_mask, selected_from_block_mask
     from .measure.checks.verdicts import check
     from .measure.tuning import tune
     from .mods.masks import and_masks, noop_mask, not_mask, or_masks
@@ -83,6 +84,10 @@ __all__ = [
     "not_mask",
     "or_masks",
     "reference",
+    "select_keys",
+    "selected_from_block_mask",
+    "selection_loss",
+    "selection_loss_vjp",
     "top_weights",
     "top_weights_varlen",
     "top_weights_with_kv_cache",
@@ -92,7 +97,7 @@ __all__ = [
 
 MODULES = ("memory", "reference")
 LAZY = dict.fromkeys(("and_masks", "noop_mask", "not_mask", "or_masks"), ".mods.masks")
-LAZY |= {"Mod": ".mods.trace", "block_mask": ".mask_blocks"}
+LAZY |= {"Mod": ".mods.trace", "block_mask": ".mask_blocks", "selected_from_block_mask": ".mask_blocks"}
 LAZY |= {"WeightsGradients": ".problem.weights"}
 LAZY |= dict.fromkeys(
     (
@@ -110,6 +115,7 @@ LAZY |= dict.fromkeys(
     ),
     ".weights",
 )
+LAZY |= dict.fromkeys(("select_keys", "selection_loss", "selection_loss_vjp"), ".indexer")
 LAZY |= {"check": ".measure.checks.verdicts", "tune": ".measure.tuning"}
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name

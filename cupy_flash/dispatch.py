@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .explanation import Tiles
     from .mods.tiles import TileCounts
+    from .problem.indexer import Indexer, IndexerOperands
     from .problem.weights import Asked, WeightsGradients
 
 # Appended to the error if CuPy is missing.
@@ -158,6 +159,24 @@ def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> Weig
     return gradients
 
 
+def select_keys(indexer: Indexer, operands: IndexerOperands) -> Array:
+    """Return the lists of keys that an indexer chooses, on the CPU."""
+    lists: Array = _imported(INDEXER).select(indexer, operands)
+    return lists
+
+
+def selection_loss(indexer: Indexer, operands: IndexerOperands) -> Array:
+    """Return the loss of an indexer, on the CPU."""
+    loss: Array = _imported(INDEXER).loss(indexer, operands)
+    return loss
+
+
+def selection_loss_gradients(indexer: Indexer, operands: IndexerOperands) -> tuple[Array, Array, Array, Array]:
+    """Return the loss of an indexer and its gradients by q, weights and k, on the CPU."""
+    results: tuple[Array, Array, Array, Array] = _imported(INDEXER).gradients(indexer, operands)
+    return results
+
+
 def along_cotangents(problem: Problem) -> Problem:
     """Return the JVP with which a double backward begins, in the direction of its cotangents."""
     captured_gradient = (False,) * len(problem.captured_gradient)
@@ -258,6 +277,7 @@ def explain(chosen: Plan, operands: Operands) -> str:
 
 
 SELECTED = ".cpu.selected"  # the module of the CPU engine for calls with `selected`
+INDEXER = ".cpu.indexer"
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.

@@ -1,4 +1,4 @@
-"""block_mask: precomputes the classes of a mask's blocks where interval arithmetic cannot prove them."""
+"""block_mask and selected_from_block_mask: the classes of a mask's blocks, and the lists of torch's BlockMask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import as_array, empty
-from .mods.block_tables import ALL, NONE, PARTIAL, converted, is_block_mask, masked_by
+from .mods.block_tables import ALL, NONE, PARTIAL, converted, is_block_mask, lists_of, masked_by
 from .mods.numpy_code import mask_function
 from .mods.tiles import CUT, FULL, TileClasses
 from .mods.trace import Mod, traced
@@ -16,6 +16,8 @@ from .problem.records import Operands, Options, Problem
 
 if TYPE_CHECKING:
     import cupy
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
     from .arrays import AnyArray
     from .mods.masks import MaskMod
@@ -83,6 +85,43 @@ def block_mask(
     like = next(iter(mod.arrays), None) if like is None else like
     rows, columns = (np.arange(length, dtype=np.int32) // block for length in (q_len, kv_len))
     return masked_by(mask_mod, _like(table, like) if on_host else table, _like(rows, like), _like(columns, like))
+
+
+def selected_from_block_mask(block_mask: BlockMask) -> tuple[torch.Tensor, int, int, MaskMod]:
+    """Return torch's BlockMask as lists of key blocks for `selected`, and a mask_mod for those it masks in part.
+
+    Only the listed blocks are read, in forward and backward. As in torch's kernels the table of a BlockMask counts,
+    also where it has been edited: the mask_mod is True in its full blocks.
+
+    Args:
+        block_mask: made by torch for Sq queries and Sk keys; its BLOCK_SIZE must have kb 1 or a multiple of 8, and its
+            heads must be 1, Hk or Hq. (1, 1, ..) serves all sequences and heads.
+
+    Returns:
+        (selected, kb, rows, mask_mod): int32 (B or 1, H, query blocks, n) on the device of the BlockMask, ascending
+        with -1 last; the keys and the queries of a block; and the mask_mod. They are `selected`, `selected_block`,
+        `selected_rows` and `mask_mod` of `attention`.
+
+    Raises:
+        TypeError: block_mask is not a BlockMask of torch.
+
+    >>> import torch, cupy_flash
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    >>> selected, kb, rows, mask_mod = cupy_flash.selected_from_block_mask(mask)
+    >>> selected[0, 0, 1].tolist(), kb, rows
+    ([0, 1, -1, -1], 64, 64)
+    >>> q = k = v = torch.ones(1, 256, 2, 8)
+    >>> lists = dict(selected=selected, selected_block=kb, selected_rows=rows)
+    >>> cupy_flash.attention(q, k, v, mask_mod=mask_mod, **lists).shape
+    torch.Size([1, 256, 2, 8])
+    """
+    if not is_block_mask(block_mask):
+        kind = type(block_mask).__name__
+        raise TypeError(f"selected_from_block_mask: block_mask must be a BlockMask of torch, not {kind}")
+    selected, mask_mod = lists_of(block_mask)
+    rows, kb = block_mask.BLOCK_SIZE
+    return selected, kb, rows, mask_mod
 
 
 def host_classes(mod: Mod, heads: tuple[int, int], lengths: tuple[int, int], block: int) -> np.ndarray:

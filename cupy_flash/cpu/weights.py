@@ -89,6 +89,24 @@ class _Best:
         self.lse = np.zeros(shape[:2], dtype)
 
 
+def largest(best: np.ndarray, keys: np.ndarray, S: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest scores of each row (..., n) and their keys, in the order of keys, after more scores.
+
+    The scores S (..., keys) are those of the keys from `first` on, which are above `keys`. Of equal scores the lower
+    keys remain: columns are in the order of keys.
+    """
+    if not (best.min(axis=-1, keepdims=True) < S).any():
+        return best, keys
+    n, numbers = best.shape[-1], np.broadcast_to(np.arange(first, first + S.shape[-1], dtype=np.int32), S.shape)
+    S, numbers = (np.concatenate(pair, axis=-1) for pair in ((best, S), (keys, numbers)))
+    last = S.shape[-1] - n
+    lowest = np.partition(S, last, axis=-1)[..., last, None]
+    above, equal = lowest < S, lowest == S
+    room = n - above.sum(axis=-1, keepdims=True)
+    chosen = above | (equal & (np.cumsum(equal, axis=-1) <= room))
+    return S[chosen].reshape(best.shape), numbers[chosen].reshape(best.shape)
+
+
 State: TypeAlias = np.ndarray | _Best | None  # of a run: what its tiles add up to
 
 
@@ -181,16 +199,7 @@ class Top:
         assert isinstance(best, _Best)
         best.lse = lse
         S = np.where(np.isnan(S), np.inf, S)
-        if not (best.S.min(axis=-1, keepdims=True) < S).any():
-            return
-        numbers = np.broadcast_to(np.arange(keys.start, keys.stop, dtype=np.int32), S.shape)
-        S, numbers = (np.concatenate(pair, axis=-1) for pair in ((best.S, S), (best.keys, numbers)))
-        last = S.shape[-1] - self.n
-        lowest = np.partition(S, last, axis=-1)[..., last, None]
-        above, equal = lowest < S, lowest == S
-        room = self.n - above.sum(axis=-1, keepdims=True)
-        chosen = above | (equal & (np.cumsum(equal, axis=-1) <= room))
-        best.S, best.keys = (x[chosen].reshape(best.S.shape) for x in (S, numbers))
+        best.S, best.keys = largest(best.S, best.keys, S, keys.start)
 
     def end(self, best: State, run: Run, heads: Sequence[int]) -> None:
         """Write the probabilities in descending order of their scores, ties in the order of keys."""

@@ -24,15 +24,37 @@ def is_block_mask(x: object) -> TypeGuard[BlockMask]:
 
 def converted(mask: BlockMask) -> MaskMod:
     """Return a mask_mod for a BlockMask: its own mask_mod in partial blocks, True in full blocks, False in others."""
+    return _converted(mask, _classes(mask))
+
+
+def lists_of(mask: BlockMask) -> tuple[torch.Tensor, MaskMod]:
+    """Return the key blocks that a BlockMask lists, int32 (B, H, query blocks, n), -1 last, and its mask_mod."""
     import torch
 
-    q_len, kv_len = mask.seq_lengths
-    block_q, block_kv = mask.BLOCK_SIZE
-    device = mask.kv_indices.device
-    columns = -(-kv_len // block_kv)
+    table = _classes(mask)
+    is_listed = table != NONE
+    n = int(is_listed.sum(-1).amax()) if table.numel() else 0
+    places = (~is_listed).to(torch.uint8).argsort(dim=-1, stable=True)[..., :n]
+    lists = torch.where(is_listed.gather(-1, places), places, -1).to(torch.int32)
+    return lists, _converted(mask, table)
+
+
+def _classes(mask: BlockMask) -> torch.Tensor:
+    """Return the classes of the blocks of a BlockMask, uint8 (B, H, query blocks, key blocks)."""
+    import torch
+
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
     table = _listed(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.uint8) * PARTIAL
     if mask.full_kv_num_blocks is not None:
         table[_listed(mask.full_kv_num_blocks, mask.full_kv_indices, columns)] = ALL
+    return table
+
+
+def _converted(mask: BlockMask, table: torch.Tensor) -> MaskMod:
+    import torch
+
+    (q_len, kv_len), (block_q, block_kv) = mask.seq_lengths, mask.BLOCK_SIZE
+    device = table.device
     queries, keys = (
         torch.arange(length, dtype=torch.int32, device=device) // size
         for length, size in ((q_len, block_q), (kv_len, block_kv))

@@ -43,7 +43,7 @@ RECORDED = (
     "attention", "attention_varlen", "attention_with_kv_cache", "append_to_kv_cache",
     "attention_weights", "attention_weights_varlen", "attention_weights_with_kv_cache",
     "top_weights", "top_weights_varlen", "top_weights_with_kv_cache",
-    "key_importance", "key_importance_varlen", "key_importance_with_kv_cache",
+    "key_importance", "key_importance_varlen", "key_importance_with_kv_cache", "selection_loss",
 )  # fmt: skip
 WITH_VALUES = tuple(feature for feature in ARRAYS if feature.longest or feature.not_negative)
 

@@ -87,20 +87,26 @@ def check_entries(requirements: Requirements, problem: Problem | None, call: dic
     what = "key" if selection.block == 1 else "block"
     for place in dict.fromkeys(places_of(selection, array.shape, spans, problem.layout == "thd")):
         for head, lists in enumerate(place.of(selected)):
-            step = max(CHUNK // max(selection.entries, 1), 1)
-            for start in range(0, place.number, step):
-                wrong = _first_wrong(lists[start : start + step], blocks)
-                if wrong is None:
-                    continue
+            wrong = first_wrong(lists, blocks)
+            if wrong is not None:
                 index, entry = wrong
-                here = f"{'' if selected.ndim == 3 else f'{place.batch}, '}{head}, {place.first + start + index}"
+                here = f"{'' if selected.ndim == 3 else f'{place.batch}, '}{head}, {place.first + index}"
                 reason = f"names {what} {entry} twice" if entry < blocks else f"names {what} {entry} of {blocks}"
                 requirements.require(False, f"selected[{here}] {reason}")
                 return
 
 
-def _first_wrong(lists: np.ndarray, blocks: int) -> tuple[int, int] | None:
+def first_wrong(lists: np.ndarray, blocks: int) -> tuple[int, int] | None:
     """Return (index of a list, entry) of an entry of (lists, n) that is too large or stands twice in its list."""
+    step = max(CHUNK // max(lists.shape[1], 1), 1)
+    for start in range(0, len(lists), step):
+        wrong = _first_wrong(lists[start : start + step], blocks)
+        if wrong is not None:
+            return start + wrong[0], wrong[1]
+    return None
+
+
+def _first_wrong(lists: np.ndarray, blocks: int) -> tuple[int, int] | None:
     if lists.size == 0:
         return None
     if lists.max() >= blocks:

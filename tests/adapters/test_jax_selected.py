@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cupy_flash.adapters.jax import attention, attention_with_kv_cache
+import cupy_flash
+from cupy_flash.adapters.jax import attention, attention_with_kv_cache, select_keys, selection_loss
 
 rng = np.random.default_rng(0)
 Q, K, V = (rng.normal(size=(2, 9, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
@@ -55,3 +56,43 @@ def test_batch_and_heads_that_are_sharded():
 def test_lists_of_keys_in_a_cache():
     out = attention_with_kv_cache(Q, K, V, selected=LISTS)
     np.testing.assert_allclose(out, attention(Q, K, V, selected=LISTS, causal=True), rtol=1e-4, atol=1e-5)
+
+
+Q_IDX, WEIGHTS, K_IDX = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 9, 3, 8), (2, 9, 3), (2, 11, 8)))
+TARGET = rng.random((2, 9, 4)).astype(np.float32)
+
+
+def indexer_loss(q, w, k, target=TARGET):
+    return 2 * selection_loss(q, w, k, select_keys(q, w, k, 4), target)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_an_indexer(jitted):
+    wrap = jax.jit if jitted else lambda f: f
+    lists = cupy_flash.select_keys(Q_IDX, WEIGHTS, K_IDX, 4)
+    np.testing.assert_array_equal(wrap(lambda *x: select_keys(*x, 4))(Q_IDX, WEIGHTS, K_IDX), lists)
+    loss, gradients = wrap(jax.value_and_grad(indexer_loss, (0, 1, 2)))(Q_IDX, WEIGHTS, K_IDX)
+    expected, of_numpy = cupy_flash.selection_loss_vjp(Q_IDX, WEIGHTS, K_IDX, lists, TARGET)
+    np.testing.assert_array_equal(loss, 2 * expected)
+    for x, y in zip(gradients, of_numpy, strict=True):
+        np.testing.assert_allclose(x, 2 * y, rtol=1e-5, atol=1e-6)
+
+
+def test_an_indexer_under_vmap_and_with_a_sharded_batch():
+    arrays = (Q_IDX, WEIGHTS, K_IDX, TARGET)
+    expected = jax.value_and_grad(indexer_loss)(*arrays)
+    instances = jax.vmap(indexer_loss)(*(x[:, None] for x in arrays))
+    np.testing.assert_allclose(instances.sum(), expected[0], rtol=1e-6)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    found = jax.jit(jax.value_and_grad(indexer_loss))(
+        *(jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))) for x in arrays)
+    )
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_wrong_arguments_of_an_indexer_are_refused():
+    with pytest.raises(ValueError, match="must have one batch size"):
+        jax.jit(lambda q, w, k: select_keys(q, w, k, 4))(Q_IDX, WEIGHTS, K_IDX[:1])
+    with pytest.raises(ValueError, match="names key 0 twice"):
+        selection_loss(Q_IDX, WEIGHTS, K_IDX, np.zeros((2, 1, 9, 4), np.int32), TARGET)

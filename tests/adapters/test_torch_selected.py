@@ -72,3 +72,48 @@ def test_lists_of_keys_in_a_cache():
         torch.testing.assert_close(out, attend(Q, K, V))
         compiled = torch.compile(cupy_flash.attention_with_kv_cache, backend="aot_eager")
         assert torch.equal(compiled(Q, K, V, selected=LISTS), out)
+
+
+Q_IDX, WEIGHTS, K_IDX = (
+    torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 9, 3, 8), (2, 9, 3), (2, 11, 8))
+)
+TARGET, ROWS = torch.rand(2, 9, 4, dtype=torch.float64), torch.rand(9, dtype=torch.float64)
+
+
+def test_the_choice_and_the_gradients_of_an_indexer():
+    lists = cupy_flash.select_keys(Q_IDX, WEIGHTS, K_IDX, 4)
+    assert (lists.dtype, lists.requires_grad) == (torch.int32, False)
+    arrays = [x.numpy(force=True) for x in (Q_IDX, WEIGHTS, K_IDX)]
+    assert lists.tolist() == cupy_flash.select_keys(*arrays, 4).tolist()
+    lists[0, 0, 3] = -1
+    assert torch.autograd.gradcheck(
+        lambda *x: cupy_flash.selection_loss(*x, lists, TARGET, ROWS), (Q_IDX, WEIGHTS, K_IDX), fast_mode=True
+    )
+    loss = cupy_flash.selection_loss(Q_IDX, WEIGHTS, K_IDX, lists, TARGET)
+    (gradient,) = torch.autograd.grad(loss, Q_IDX, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative of selection_loss"):
+        gradient.sum().backward()
+
+
+def test_a_compiled_indexer():
+    def train(q, w, k):
+        lists = cupy_flash.select_keys(q, w, k, 4, causal="bottom_right", block=1, local=1)
+        return cupy_flash.selection_loss(q, w, k, lists, TARGET)
+
+    compiled = torch.compile(train, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(Q_IDX, WEIGHTS, K_IDX), train(Q_IDX, WEIGHTS, K_IDX))
+
+
+@pytest.mark.parametrize(
+    "call, kind, reason",
+    [
+        (lambda: cupy_flash.select_keys(Q_IDX, WEIGHTS, K_IDX, "4"), TypeError, "n must be a whole number"),
+        (lambda: cupy_flash.select_keys(Q_IDX, WEIGHTS, K_IDX.tolist(), 4), TypeError, "k_idx"),
+        (lambda: cupy_flash.selection_loss(Q_IDX, WEIGHTS, K_IDX, LISTS, None), TypeError, "target"),
+        (lambda: cupy_flash.selection_loss(Q_IDX, WEIGHTS, K_IDX, LISTS * 0, TARGET), ValueError, "names key 0 twice"),
+    ],
+    ids=["number", "list", "none", "twice"],
+)
+def test_wrong_arguments_of_an_indexer_are_refused(call, kind, reason):
+    with pytest.raises(kind, match=reason):
+        call()

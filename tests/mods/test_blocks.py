@@ -176,3 +176,55 @@ def test_a_block_mask_without_a_function():
     torch.testing.assert_close(
         cupy_flash.attention(q, q, q, mask_mod=mask), cupy_flash.attention(q, q, q, mask=dense[None, None])
     )
+
+
+def edited_block_mask(heads):
+    """A causal mask of blocks of 64 x 32 in which query block 1 sees key blocks 7 in full and 9 in part, and not 0.
+
+    The causal mask_mod itself is False in key blocks 7 and 9.
+    """
+    made = flex_attention.create_block_mask(
+        lambda b, h, q, kv: kv <= q, None, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=(64, 32)
+    )
+    full_counts, full, counts, partial = (
+        x.clone() for x in (made.full_kv_num_blocks, made.full_kv_indices, made.kv_num_blocks, made.kv_indices)
+    )
+    full_counts[..., 1], full[..., 1, 0] = 2, 7
+    full[..., 1, 1] = 1
+    counts[..., 1], partial[..., 1, :3] = 3, torch.tensor([9, 3, 2], dtype=torch.int32)
+    table = flex_attention.BlockMask.from_kv_blocks(
+        counts, partial, full_counts, full, (64, 32), made.mask_mod, (LENGTH, LENGTH)
+    )
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    seen[64:128, :32] = False
+    seen[64:128, 7 * 32 : 8 * 32] = True
+    return table, seen
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+def test_a_block_mask_with_edited_full_blocks_as_lists_of_key_blocks(heads):
+    mask, seen = edited_block_mask(heads)
+    selected, kb, rows, mask_mod = cupy_flash.selected_from_block_mask(mask)
+    assert (tuple(selected.shape), selected.dtype, kb, rows) == ((1, heads or 1, 5, 10), torch.int32, 32, 64)
+    assert selected[0, -1, :2].tolist() == [[0, 1, *[-1] * 8], [1, 2, 3, 7, 9, *[-1] * 5]]
+    q, k, v = torch.randn(3, 2, LENGTH, 4, 8, dtype=torch.float64, requires_grad=True)
+    lists = dict(selected=selected, selected_block=kb, selected_rows=rows)
+    found, expected = (
+        torch.autograd.grad(cupy_flash.attention(q, k, v, **options).square().sum(), (q, k, v))
+        for options in (dict(lists, mask_mod=mask_mod), dict(mask=seen[None, None]))
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_block_mask_that_lists_nothing_as_lists():
+    nothing = flex_attention.create_block_mask(
+        lambda b, h, q, kv: q < 0, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=64
+    )
+    selected, kb, rows, mask_mod = cupy_flash.selected_from_block_mask(nothing)
+    assert selected.shape == (1, 1, 5, 0)
+    q = torch.randn(1, LENGTH, 4, 8)
+    lists = dict(selected=selected, selected_block=kb, selected_rows=rows)
+    assert not cupy_flash.attention(q, q, q, mask_mod=mask_mod, **lists).any()
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask of torch, not int"):
+        cupy_flash.selected_from_block_mask(3)

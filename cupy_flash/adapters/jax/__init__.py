@@ -1,5 +1,6 @@
 """Attention for jax: eager, and compiled through XLA's FFI on a CPU and on a GPU."""
 
+from .indexer import select_keys, selection_loss
 from .kv_cache import append_to_kv_cache, attention_with_kv_cache
 from .nn import dot_product_attention
 from .op import attention, attention_jvp, attention_varlen
@@ -26,6 +27,8 @@ __all__ = [
     "key_importance_varlen",
     "ring_attention",
     "ring_positions",
+    "select_keys",
+    "selection_loss",
     "top_weights",
     "top_weights_varlen",
 ]

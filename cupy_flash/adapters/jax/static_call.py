@@ -35,6 +35,7 @@ FORWARD, BACKWARD = "forward", "backward"
 APPEND, CACHED = "append", "cached"  # the steps of kv_cache.py
 WEIGHTS, WEIGHTS_BACKWARD = "weights", "weights backward"  # those of weights.py
 STATISTICS, STATISTICS_BACKWARD = "statistics", "statistics backward"  # those of statistics.py
+SELECT, LOSS, LOSS_BACKWARD = "select", "selection loss", "selection loss backward"  # those of indexer.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -241,7 +242,7 @@ def parse(text: str) -> Any:
     fields = json.loads(text)
     kind, options = STEPS[fields["step"]]
     static = dict.fromkeys(options._fields) | fields["static"]
-    if static["window"] is not None:
+    if static.get("window") is not None:
         static["window"] = tuple(static["window"])
     if isinstance(static.get("statistics"), list):
         static["statistics"] = tuple(static["statistics"])

@@ -181,7 +181,7 @@ def arguments_of(arrays: tuple[Any, Any, Any], options: Options, packed: Packed 
         q, k, v, *features, *bounds,
         _seed(options.seed, as_number(options.dropout), q),
         *longest,
-        _causal(options.causal),
+        causal_name(options.causal),
         None if left is None else as_index(left),
         None if right is None else as_index(right),
         *numbers,
@@ -209,7 +209,8 @@ def window_sides(window: Any) -> tuple[Any, Any]:
     return left, right
 
 
-def _causal(causal: Any) -> str:
+def causal_name(causal: Any) -> str:
+    """Return the operators' `causal`; ValueError for a value that is none of the four."""
     if isinstance(causal, (bool, np.bool_)):
         return "bottom_right" if causal else "none"
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):

@@ -16,7 +16,7 @@ from ... import keyed_plan
 from ...mods.trace import decoded
 from ...problem.build import pose
 from ...problem.records import DIFFERENTIATED, Options, Packed, Saved
-from .keyed_plan import allocator, is_changed, read
+from .keyed_plan import TORCH, allocator, is_changed, read
 from .op import (
     TENSORS,
     Call,
@@ -107,11 +107,13 @@ def _gradients(
     call, others = None, entry.others or ()
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or is_changed()):
         plain = len(tensors) - len(by_captured)
-        described = read([*tensors[:plain], *saved[:4], *tensors[plain:]])  # in the order of the launches' inputs
+        results = saved[:4] if saved[3] is not None else saved[:3]
+        inputs = [*tensors[:plain], *results, *tensors[plain:]]  # in the order of those of the launches
+        described = read(inputs) if TORCH.types.issuperset(map(type, inputs)) else None
         if described is not None:
-            facts, inputs, addresses = described
+            facts, addresses = described
             of_process = keyed_plan.facts_of_process(others[BACKEND])
-            call = (*of_process, saved[4], by_captured, *facts), inputs, addresses
+            call = (*of_process, len(results), saved[4], by_captured, *facts), inputs, addresses
     if call is not None and (kept := entry.backwards.get(call[0])) is not None:
         outputs = kept.run(call)
         if outputs is not None:

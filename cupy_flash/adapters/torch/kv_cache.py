@@ -279,9 +279,8 @@ def _append(*arguments: Any) -> None:
 
 def _bump(*written: Any) -> None:
     """Increment the version of these tensors, as torch's in-place operations do for autograd."""
-    for tensor in written:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    tensors = [x for x in written if x is not None and not x.is_inference()]
+    torch.autograd.graph.increment_version(tensors)
 
 
 library.impl("attention_with_kv_cache", _attend, "CompositeExplicitAutograd")

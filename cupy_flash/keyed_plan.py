@@ -164,7 +164,10 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     if packed is not None:
         given += packed
     types = tuple(map(type, given))
-    form = _forms.get(types)
+    try:
+        form = _forms.get(types)
+    except TypeError:  # a class that is not hashable
+        return None
     if form is None:
         form = _form_of(types, table, packed is not None, library.types)
         if form is None:

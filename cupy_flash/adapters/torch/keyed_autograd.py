@@ -43,7 +43,7 @@ def run_recorded(call: keyed_plan.Call) -> Any:
     if entry is None or entry.others is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
     outputs = entry.run(call)
-    return None if outputs is None else _NODES[entry.mods != ""].apply(*call[1], outputs[:2], entry)
+    return None if outputs is None else _APPLY[entry.mods != ""](*call[1], outputs[:2], entry)
 
 
 def keep_recorded(
@@ -87,9 +87,15 @@ def _backward(ctx: Any, dout: Any, dlse: Any) -> Any:
     )
 
 
+def _apply_of(name: str) -> Any:
+    """Return `apply` of a node without what torch.autograd.Function adds for torch.func, whose tensors have no key."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    return super(torch.autograd.Function, type(name, (torch.autograd.Function,), methods)).apply
+
+
 # Without and with mods, by the names that the operators' nodes have.
-_NODES: tuple[Any, ...] = tuple(
-    type(name, (torch.autograd.Function,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)})
+_APPLY: tuple[Any, ...] = tuple(
+    _apply_of(name)
     for name in (
         "cupy_flash_attention_forward",
         "GeneratedBackwardFor_cupy_flash_modified_attention_forward_default",

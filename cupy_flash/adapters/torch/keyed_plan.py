@@ -9,7 +9,7 @@ not give (nested, of another layout, a wrapper of another tensor).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,8 @@ from .autograd_kernel import PLAIN, is_observed
 if TYPE_CHECKING:
     from ...gpu.kept_launches import Allocate, Outputs
 
-_is_deterministic, _is_autocast = torch._C._get_deterministic_algorithms, torch._C._is_any_autocast_enabled
+_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+_is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def call_on_tensors(
@@ -35,7 +36,7 @@ def call_on_tensors(
 
 def is_changed() -> bool:
     """Return whether anything of torch changes or observes a call."""
-    return bool(is_observed() or _is_deterministic() or _is_autocast())
+    return is_observed() or _is_deterministic() or _is_autocast()
 
 
 def read(tensors: Sequence[Any]) -> tuple[list[Hashable], list[int]] | None:

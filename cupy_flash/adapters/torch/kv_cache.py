@@ -278,9 +278,8 @@ def _append(*arguments: Any) -> None:
 
 
 def _bump(*written: Any) -> None:
-    """Increment the version of these tensors, as torch's in-place operations do for autograd."""
-    tensors = [x for x in written if x is not None and not x.is_inference()]
-    torch.autograd.graph.increment_version(tensors)
+    """Increment the version of these tensors, as torch's in-place operations do; those of inference have none."""
+    torch.autograd.graph.increment_version([x for x in written if x is not None])
 
 
 library.impl("attention_with_kv_cache", _attend, "CompositeExplicitAutograd")

@@ -33,7 +33,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import lru_cache
+from operator import itemgetter
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -42,6 +45,7 @@ from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
 from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
 from .problem.checks import Requirements
+from .problem.features import MOD, SEED, STATISTICS
 from .problem.records import SCALES, Options
 from .problem.shared_kv import views_of
 from .problem.statistics import selected
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
     from .gpu.run_plan import Work
     from .mods.trace import Mod
+    from .problem.build import Table
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
@@ -59,11 +64,19 @@ MEMBERS = {"q": "q", "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new",
 MEMBERS |= {name: name for name in SCALES}
 CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu_seqlens_q", "cu_seqlens_k")
 
-Call: TypeAlias = tuple[Hashable, list[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
-Read: TypeAlias = Callable[[list[AnyArray]], "tuple[list[Hashable], list[AnyArray], list[int]] | None"]
+Call: TypeAlias = tuple[Hashable, Sequence[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
+Repeat: TypeAlias = Callable[["KeptLaunches", Sequence[AnyArray], list[int]], "list[AnyArray] | None"]
 Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray | None]  # q, and k and v or their caches
 # (index, index of another array, low, high): they overlap if low < address of the other - address of the first < high
 Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
+
+
+class Library(NamedTuple):
+    """The arrays of a library that a key may have, by their exact types."""
+
+    types: frozenset[type]
+    # Returns what the key has of arrays, and their addresses; None if one has no memory of its own.
+    read: Callable[[Sequence[Any]], tuple[list[Hashable], list[int]] | None]
 
 
 class Entry:
@@ -74,10 +87,11 @@ class Entry:
     and the entries of backwards by their keys.
     """
 
-    __slots__ = ("_backend", "_distances", "_kept", "_longest", "backwards", "mods", "others", "places", "served")
+    __slots__ = ("_distances", "_kept", "_longest", "_repeat", "backwards", "mods", "others", "places", "served")
 
     def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None) -> None:
-        self._backend, self._kept, self._distances, self._longest = backend, kept, distances, longest
+        self._repeat: Repeat = dispatch.repeater(backend).repeat
+        self._kept, self._distances, self._longest = kept, distances, longest
         self.served = 0
         self.others: tuple[object, ...] | None = None
         self.mods = ""
@@ -101,7 +115,7 @@ class Entry:
                 return None
         if self._longest is not None and not 0 <= addresses[-1] <= self._longest:
             return None
-        outputs: list[AnyArray] | None = dispatch.repeater(self._backend).repeat(self._kept, arrays, addresses)
+        outputs = self._repeat(self._kept, arrays, addresses)
         self.served += outputs is not None
         return outputs
 
@@ -112,62 +126,108 @@ _entries: dict[Hashable, Entry | None] = {}
 def forget() -> None:
     """Drop all entries."""
     _entries.clear()
+    _forms.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget)
 
 
-def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | None, read: Read) -> Call | None:
-    """Return the call if it has a key, else None. Functions among the options become the Mod that is traced of them.
+class _Form:
+    """What the calls share whose arguments are of equal types: which of them are arrays, and which a key has by value.
 
-    `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
-    None if one is not exactly of the library's type or has no memory of its own.
+    A call without a form has no key. So an argument of an unexpected type, which may do anything if it is compared,
+    hashed or tested for truth, is only asked for its type.
     """
-    if options.statistics is not None:
+
+    __slots__ = ("arrays", "dropout", "has_mods", "length", "values")
+
+    def __init__(
+        self, arrays: list[int], values: list[int], dropout: int | None, length: int | None, has_mods: bool
+    ) -> None:
+        self.arrays, self.values = itemgetter(*arrays), itemgetter(*values)
+        self.dropout, self.length, self.has_mods = dropout, length, has_mods
+
+
+_forms: dict[tuple[type | bool, ...], _Form] = {}
+OPTIONS = 4  # the place of the first option among the arguments, behind the Options, q, k and v
+
+
+def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | None, library: Library) -> Call | None:
+    """Return the call if it has a key, else None. Functions among the options become the Mod that is traced of them."""
+    table = TABLE if type(options) is Options else of_cache()
+    given: tuple[Any, ...] = (options, *arrays, *table.values_of(options))
+    window: Any = options.window
+    if type(window) is tuple:
+        if len(window) != 2:
+            return None
+        given += window
+    if packed is not None:
+        given += packed
+    types = tuple(map(type, given))
+    try:
+        form = _forms.get(types)
+    except TypeError:  # a class that is not hashable
         return None
-    mod = None
-    if options.score_mod is not None or options.mask_mod is not None:
+    if form is None:
+        form = _form_of(types, table, packed is not None, library.types)
+        if form is None:
+            return None
+    if form.dropout is not None and given[form.dropout]:
+        return None
+    inputs, encoded = form.arrays(given), ""
+    if form.has_mods:
         mod = _traced(options)
-        if mod is None:
+        if mod is None or not library.types.issuperset(map(type, mod.arrays)):
             return None
-    length: int | None = None
-    longest: tuple[int | None, ...] = ()
-    if isinstance(options, Options):
-        if options.seed is not None or type(options.dropout) is not float or options.dropout:
-            return None
-        plain, given = TABLE.plain_of(options), [*arrays, *TABLE.read_of(options)]
-        if packed is not None:
-            given += packed[:2]
-            longest = packed[2:]
-    else:
-        table = of_cache()
-        plain, given = table.plain_of(options), [*arrays, *table.read_of(options)]
-        if type(options.cache_seqlens) is int:
-            length, given[len(arrays) + table.names.index(LENGTH)] = options.cache_seqlens, None
-            longest = (0,)
-    absent: tuple[bool, ...] = ()
-    if arrays[2] is None:  # values inside keys are at the addresses of the keys
-        absent = tuple([x is None for x in given])
-        given[2] = given[1]
-        for of, view in views_of((TABLE if isinstance(options, Options) else of_cache()).names):
-            given[len(arrays) + view] = given[len(arrays) + of]
-    if mod is not None:
-        given += mod.arrays
-    window = options.window
-    sides = window if type(window) is tuple else (window,)
-    types = tuple(map(type, (*plain, *sides, *longest)))
-    if not PLAIN.issuperset(types):
-        return None
-    described = read(given)
+        inputs, encoded = inputs + mod.arrays, mod.encoded
+    described = library.read(inputs)
     if described is None:
         return None
-    facts, inputs, addresses = described
+    facts, addresses = described
+    if form.length is not None:
+        addresses.append(given[form.length])
+    of_process = environment.backend() if options.backend is None else "", measurements.generation
+    return (form, *form.values(given), encoded, *of_process, *facts), inputs, addresses
+
+
+def _form_of(types: tuple[type, ...], table: Table, is_packed: bool, readable: frozenset[type]) -> _Form | None:
+    """Return the form of calls with arguments of these types, and keep it; None if they have no key."""
+    place = {name: OPTIONS + n for n, name in enumerate(table.every)}
+    rest = range(OPTIONS + len(place), len(types))  # the sides of a window, then boundaries and max_seqlen
+    arrays = [1, 2, 3, *(place[name] for name in table.names)]
+    if types[3] is NoneType:  # values inside keys are at the addresses of the keys
+        arrays[2] = arrays[1]
+        for of, view in views_of(table.names):
+            arrays[3 + view] = arrays[3 + of]
+    values = [*(place[name] for name in (*table.plain, "window")), *rest]
+    if is_packed:
+        arrays += rest[-4:-2]
+        del values[-4:-2]
+    dropout, length = place.get("dropout"), place.get(LENGTH)
     if length is not None:
-        addresses.append(length)
-    encoded = "" if mod is None else mod.encoded
-    of_call = (types, plain, window, longest, absent, encoded)
-    return (*of_call, *facts_of_process(options.backend), *facts), inputs, addresses
+        if types[length] is int:
+            arrays.remove(length)
+        else:
+            length = None
+    arrays = [n for n in arrays if n < 3 or types[n] is not NoneType]
+    of_values = [types[n] for n in values if n != place["window"] or types[n] is not tuple]
+    absent = [types[place[feature.name]] for feature in table.features if feature.kind in (SEED, STATISTICS)]
+    if (
+        not readable.issuperset([types[n] for n in arrays])
+        or not PLAIN.issuperset(of_values)
+        or not {NoneType}.issuperset(absent)
+        or (dropout is not None and types[dropout] is not float)
+    ):
+        return None
+    mods = [place[feature.name] for feature in table.features if feature.kind == MOD]
+    has_mods = any(types[n] is not NoneType for n in mods)
+    # Functions and a Mod of the same text are the same mods.
+    without = tuple([has_mods if n in mods else x for n, x in enumerate(types)])
+    if len(_forms) >= CACHED:
+        _forms.clear()
+    form = _forms.setdefault(without, _Form(arrays, values, dropout, length, has_mods))
+    return _forms.setdefault(types, form)
 
 
 def _traced(options: Options | CacheOptions) -> Mod | None:
@@ -311,7 +371,7 @@ def call_on_cupy(arrays: Inputs, options: Options | CacheOptions, packed: Packed
     cupy = sys.modules.get("cupy")
     if cupy is None or type(arrays[0]) is not cupy.ndarray:
         return None
-    return call_of(arrays, options, packed, _read_cupy)
+    return call_of(arrays, options, packed, _cupy())
 
 
 def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None) -> Call | None:
@@ -319,39 +379,37 @@ def call_on_numpy(arrays: Inputs, options: Options, packed: Packed | None = None
     backend = environment.backend() if options.backend is None else options.backend
     # A backend of a wrong type, which may be an array, has no key: the full pose refuses it.
     on_cpu = backend is None or (isinstance(backend, str) and backend == "cpu")
-    return call_of(arrays, options, packed, _read_numpy) if on_cpu and "torch" in sys.modules else None
+    return call_of(arrays, options, packed, NUMPY) if on_cpu and "torch" in sys.modules else None
 
 
-def _read_numpy(arrays: Sequence[object]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
-    facts: list[Hashable] = [None] * len(arrays)
-    inputs: list[AnyArray] = []
+def _read_numpy(arrays: Sequence[Any]) -> tuple[list[Hashable], list[int]]:
+    facts: list[Hashable] = []
     addresses: list[int] = []
-    for place, x in enumerate(arrays):
-        if x is None:
-            continue
-        if type(x) is not np.ndarray:
-            return None
+    for x in arrays:
         address = x.__array_interface__["data"][0]
-        facts[place] = (x.shape, x.strides, x.dtype, address % NUMPY_ALIGNMENT)
-        inputs.append(x)
+        facts += x.shape, x.strides, x.dtype, address % NUMPY_ALIGNMENT
         addresses.append(address)
-    return facts, inputs, addresses
+    return facts, addresses
 
 
-def _read_cupy(arrays: list[Any]) -> tuple[list[Hashable], list[AnyArray], list[int]] | None:
-    ndarray = sys.modules["cupy"].ndarray
-    facts: list[Hashable] = [None] * len(arrays)
-    inputs: list[AnyArray] = []
+def _read_cupy(arrays: Sequence[Any]) -> tuple[list[Hashable], list[int]] | None:
+    facts: list[Hashable] = []
     addresses: list[int] = []
-    for place, x in enumerate(arrays):
-        if x is None:
-            continue
-        if type(x) is not ndarray or not (address := x.data.ptr):
+    for x in arrays:
+        address = x.data.ptr
+        if not address:
             return None
-        facts[place] = (x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT)
-        inputs.append(x)
+        facts += x.shape, x.strides, x.dtype, x.data.device_id, address % ALIGNMENT
         addresses.append(address)
-    return facts, inputs, addresses
+    return facts, addresses
+
+
+NUMPY = Library(frozenset((np.ndarray,)), _read_numpy)
+
+
+@lru_cache(maxsize=1)
+def _cupy() -> Library:
+    return Library(frozenset((sys.modules["cupy"].ndarray,)), _read_cupy)
 
 
 def _cupy_allocator(outputs: Outputs) -> Allocate:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy import ndarray
 
 from ..arrays import AnyArray, Array, contiguous_strides
 from ..engines.launch import Box, Launch
@@ -52,9 +54,18 @@ class _Step(NamedTuple):
     """One launch."""
 
     launch: Launch
+    shorter: np.dtype | None  # raw bytes, as many as its Params has if it is shorter than that of other launches
     boxed: tuple[_Boxed, ...]
-    maps: np.dtype  # raw bytes, as many as its maps have
-    params: np.dtype | None  # raw bytes, as many as its Params has if it is shorter than that of other launches
+    at: Callable[[Sequence[int]], Hashable]  # returns the addresses of its boxed operands, one or a tuple
+    maps: dict[Hashable, np.ndarray]  # the argument that has all its maps, by these addresses
+
+    def encoded(self, addresses: Sequence[int], encode: Encode) -> np.ndarray:
+        """Return the argument that has all its maps, and keep it."""
+        if len(self.maps) >= MAPS:
+            self.maps.clear()
+        maps = [of.maps.get(address := addresses[of.place]) or of.encode(address, encode) for of in self.boxed]
+        of_all = self.maps[self.at(addresses)] = np.ndarray((), f"V{128 * len(maps)}", b"".join(maps))
+        return of_all
 
 
 class KeptLaunches:
@@ -95,9 +106,10 @@ class KeptLaunches:
         self.steps = tuple(
             _Step(
                 launch,
-                tuple(_Boxed({}, box, box.layout or work.layout, *boxed[box.operand]) for box in launch.boxes),
-                np.dtype(f"V{128 * len(launch.boxes)}"),
                 shortened(launch) if work.is_shortened(launch) else None,
+                tuple(_Boxed({}, box, box.layout or work.layout, *boxed[box.operand]) for box in launch.boxes),
+                itemgetter(*[boxed[box.operand][0] for box in launch.boxes] or [0]),
+                {},
             )
             for launch in work.launches
         )
@@ -116,17 +128,18 @@ class KeptLaunches:
         if self._length is not None:
             place, shift, index = self._length
             words[place] |= addresses[index] << shift
-        params = np.ndarray((), self._bytes, words)
+        params = ndarray((), self._bytes, words)
         arguments: list[tuple[Launch, tuple[np.ndarray, ...]]] = []
-        for launch, boxed, size, shorter in self.steps:
-            own = params if shorter is None else np.ndarray((), shorter, words)
+        for step in self.steps:
+            launch, shorter, boxed, at, maps = step
+            own = params if shorter is None else ndarray((), shorter, words)
             if launch.lengths is not None:
                 own = with_lengths(own, launch.lengths)
-            if not boxed:
+            if boxed:
+                of_all = maps.get(at(addresses))
+                arguments.append((launch, (own, step.encoded(addresses, encode) if of_all is None else of_all)))
+            else:
                 arguments.append((launch, (own,)))
-                continue
-            maps = [of[0].get(address := addresses[of[3]]) or of.encode(address, encode) for of in boxed]
-            arguments.append((launch, (own, np.ndarray((), size, b"".join(maps)))))
         return arguments
 
 

@@ -304,23 +304,29 @@ def _direction(requirements: Requirements, tangents: Tangents, mod: "Mod | None"
 NOT_PLAIN = (ARRAY, LENGTHS, WINDOW, SEED, MOD, STATISTICS)
 
 
-class _Table:
+class Table:
     """The names of the options of a class, by kind."""
 
     def __init__(self, features: tuple[Feature, ...]) -> None:
         self.features = features
-        self.arrays = self.names = tuple(feature.name for feature in features if feature.kind == ARRAY)
+        self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
-        self.read_of = self.arrays_of  # all that may be arrays, `names`, in the order of Operands
+        self.order_by(self.arrays)
+
+    def order_by(self, names: tuple[str, ...]) -> None:
+        """Set `names`, all that may be arrays in the order of Operands, and `every`, which begins with them."""
+        others = [feature.name for feature in self.features if feature.name not in names]
+        self.names, self.every = names, (*names, *others)
+        self.values_of = operator.attrgetter(*self.every)
 
 
-TABLE = _Table(FEATURES)
+TABLE = Table(FEATURES)
 ARRAY_NAMES = TABLE.arrays
 LENGTH = "cache_seqlens"  # an option that may be an array or a number
 
 
-class _OfCache(_Table):
+class _OfCache(Table):
     """The options of a call on a KV cache, and functions of modules that only such calls import."""
 
     def __init__(self) -> None:
@@ -329,7 +335,7 @@ class _OfCache(_Table):
         super().__init__(CACHE_FEATURES)
         names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
         names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
-        self.names, self.read_of = tuple(names), operator.attrgetter(*names)
+        self.order_by(tuple(names))
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap
@@ -341,7 +347,7 @@ of_cache = lru_cache(maxsize=1)(_OfCache)
 
 
 def _given(
-    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: Options | CacheOptions, table: _Table
+    names: tuple[str, ...], arrays: "tuple[Given | None, ...]", options: Options | CacheOptions, table: Table
 ) -> dict[str, object]:
     """Return the arrays of a call by name, as the caller passed them, without v and options that are None."""
     given: dict[str, object] = {n: x for n, x in zip(names, arrays, strict=True) if x is not None or n not in VALUES}

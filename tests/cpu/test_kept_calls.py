@@ -4,14 +4,17 @@ import gc
 import warnings
 import weakref
 from contextlib import nullcontext
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
+from odd_arguments import ODD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupy_flash
 from cupy_flash import device, dispatch, keyed_plan
+from cupy_flash.problem.records import Options
 
 RANDOM = np.random.default_rng(36)
 
@@ -254,3 +257,20 @@ def test_arrays_on_the_simulator_are_posed(by_option, monkeypatch):
     options = {"backend": "simulator"} if by_option else {}
     for _ in range(2):
         np.testing.assert_array_equal(cupy_flash.attention(x, x, x, **options), x)
+
+
+def test_an_argument_of_any_type_is_served_or_refused_as_if_nothing_were_kept(monkeypatch):
+    inputs = arrays(q_len=2, kv_len=3, heads=2, kv_heads=2, dim=4, batch=1)
+    cupy_flash.attention(*inputs)
+
+    def called(option):
+        try:
+            return repr(cupy_flash.attention(*inputs, **option))
+        except Exception as error:
+            return repr(error)
+
+    odd = [{field.name: value} for field in fields(Options) if field.name != "seed" for value in ODD]
+    results = [called(option) for option in odd]
+    monkeypatch.setattr(keyed_plan, "call_on_numpy", lambda *_: None)
+    for option, result in zip(odd, results, strict=True):
+        assert result == called(option), option

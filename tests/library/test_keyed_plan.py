@@ -14,9 +14,11 @@ import sys
 import threading
 import weakref
 from collections import Counter, namedtuple
+from dataclasses import fields
 
 import pytest
 import torch
+from odd_arguments import ODD
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +27,7 @@ import cupy_flash
 from cupy_flash import dispatch, keyed_plan
 from cupy_flash.adapters.torch import keyed_autograd, transforms
 from cupy_flash.adapters.torch import keyed_plan as of_torch
+from cupy_flash.adapters.torch import kv_cache as of_cache_on_torch
 from cupy_flash.engines import simt
 from cupy_flash.gpu import run_plan
 from cupy_flash.gpu.kept_launches import LINE, KeptLaunches, without_memory
@@ -33,7 +36,7 @@ from cupy_flash.gpu.tensor_map import encode_for_simulator
 from cupy_flash.mods import trace
 from cupy_flash.plan import plan
 from cupy_flash.problem.build import of_cache, pose
-from cupy_flash.problem.records import Operands, Options, Packed, Saved
+from cupy_flash.problem.records import CacheOptions, Operands, Options, Packed, Saved
 
 OUTPUTS, SPACING = 1 << 50, 1 << 30  # the addresses of outputs in what is recorded
 Launched = namedtuple("Launched", "kept launches arguments")
@@ -489,14 +492,14 @@ def test_a_process_that_records_poses(monkeypatch):
 def test_an_unaligned_output_poses(monkeypatch):
     kept = base(Q, K, V)
     (entry,) = keyed_plan._entries.values()
-    monkeypatch.setattr(dispatch, "launcher", lambda _: namedtuple("none", "repeat")(lambda *_: None))
+    monkeypatch.setattr(entry, "_repeat", lambda *_: None)
     assert not outcome(kept)[1] and keyed_plan._entries.get(next(iter(keyed_plan._entries))) is entry
 
 
 def test_an_allocator_refuses_unaligned_memory(monkeypatch):
     allocate = of_torch.allocator([((4,), (1,), Q.numpy().dtype)])
     assert allocate(Q) is not None
-    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *_, **__: misaligned(torch.zeros(4), 2))
+    monkeypatch.setattr(of_torch, "_empty_strided_cpu", lambda *_: misaligned(torch.zeros(4), 2))
     assert allocate(Q) is None
 
 
@@ -1159,3 +1162,35 @@ def test_only_lse_may_be_used():
         _, lse = attention(*inputs, return_lse=True)
     gradients = torch.autograd.grad(lse, inputs, DLSE)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
+
+
+# Arguments of any type
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_varlen", "attention_with_kv_cache"])
+def test_an_argument_of_any_type_is_served_or_refused_as_if_nothing_were_kept(function, unread, monkeypatch):
+    rows = tuple(x[0] for x in (Q, K, V))
+    bounds = dict(cu_seqlens_q=indices(3), cu_seqlens_k=indices(3), max_seqlen_q=40, max_seqlen_k=40)
+    inputs, options, given = {
+        "attention": ((Q, K, V), Options, {}),
+        "attention_varlen": (rows, Options, bounds),
+        "attention_with_kv_cache": (CACHED, CacheOptions, {"return_lse": True}),
+    }[function]
+    names = {field.name for field in fields(options)} | (bounds.keys() & given.keys())
+    if function == "attention_varlen":
+        names -= {"mask", "q_lengths", "kv_lengths", "layout"}
+
+    def called(**more):
+        arguments = {"backend": "simulator", "engine": "simt"} | given | more
+        try:
+            return outcome(lambda: getattr(cupy_flash, function)(*inputs, **arguments))
+        except Exception as error:
+            return repr(error), False
+
+    called()
+    odd = [{name: value} for name in sorted(names) for value in ODD]
+    results = [called(**more)[0] for more in odd]
+    for module in (transforms, of_cache_on_torch):
+        monkeypatch.setattr(module, "call_on_tensors", lambda *_: None)
+    for more, result in zip(odd, results, strict=True):
+        assert result == called(**more)[0], more

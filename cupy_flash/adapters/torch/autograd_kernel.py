@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+_interpreter, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_is_profiled = torch.autograd._profiler_enabled
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types without __torch_function__ of their own
 
 
@@ -82,12 +85,12 @@ def are_plain(tensors: Iterable[Any]) -> bool:
 def is_observed() -> bool:
     """Return whether a mode, transform, trace or profiler of torch is active."""
     return bool(
-        torch._C._functorch.peek_interpreter_stack() is not None
+        _interpreter() is not None
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or _dispatch_modes()
+        or _function_modes()
+        or _trace() is not None
+        or _is_profiled()
     )
 
 

@@ -16,7 +16,7 @@ from ... import keyed_plan
 from ...mods.trace import decoded
 from ...problem.build import pose
 from ...problem.records import DIFFERENTIATED, Options, Packed, Saved
-from .keyed_plan import allocator, is_changed, read
+from .keyed_plan import TORCH, allocator, is_changed, read
 from .op import (
     TENSORS,
     Call,
@@ -43,7 +43,7 @@ def run_recorded(call: keyed_plan.Call) -> Any:
     if entry is None or entry.others is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
     outputs = entry.run(call)
-    return None if outputs is None else _NODES[entry.mods != ""].apply(*call[1], outputs[:2], entry)
+    return None if outputs is None else _APPLY[entry.mods != ""](*call[1], outputs[:2], entry)
 
 
 def keep_recorded(
@@ -87,9 +87,15 @@ def _backward(ctx: Any, dout: Any, dlse: Any) -> Any:
     )
 
 
+def _apply_of(name: str) -> Any:
+    """Return `apply` of a node without what torch.autograd.Function adds for torch.func, whose tensors have no key."""
+    methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    return super(torch.autograd.Function, type(name, (torch.autograd.Function,), methods)).apply
+
+
 # Without and with mods, by the names that the operators' nodes have.
-_NODES: tuple[Any, ...] = tuple(
-    type(name, (torch.autograd.Function,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)})
+_APPLY: tuple[Any, ...] = tuple(
+    _apply_of(name)
     for name in (
         "cupy_flash_attention_forward",
         "GeneratedBackwardFor_cupy_flash_modified_attention_forward_default",
@@ -107,11 +113,13 @@ def _gradients(
     call, others = None, entry.others or ()
     if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or is_changed()):
         plain = len(tensors) - len(by_captured)
-        described = read([*tensors[:plain], *saved[:4], *tensors[plain:]])  # in the order of the launches' inputs
+        results = saved[:4] if saved[3] is not None else saved[:3]
+        inputs = [*tensors[:plain], *results, *tensors[plain:]]  # in the order of those of the launches
+        described = read(inputs) if TORCH.types.issuperset(map(type, inputs)) else None
         if described is not None:
-            facts, inputs, addresses = described
+            facts, addresses = described
             of_process = keyed_plan.facts_of_process(others[BACKEND])
-            call = (*of_process, saved[4], by_captured, *facts), inputs, addresses
+            call = (*of_process, len(results), saved[4], by_captured, *facts), inputs, addresses
     if call is not None and (kept := entry.backwards.get(call[0])) is not None:
         outputs = kept.run(call)
         if outputs is not None:

@@ -9,64 +9,66 @@ not give (nested, of another layout, a wrapper of another tensor).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
 
 from ...arrays import dtype_name
-from ...keyed_plan import ALIGNMENT, Call, call_of
+from ...keyed_plan import ALIGNMENT, Call, Library, call_of
 from ...problem.records import CacheOptions, Options, Packed
 from .autograd_kernel import PLAIN, is_observed
 
 if TYPE_CHECKING:
     from ...gpu.kept_launches import Allocate, Outputs
 
+_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+_is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 
 def call_on_tensors(
     arrays: tuple[Any, Any, Any], options: Options | CacheOptions, packed: Packed | None = None
 ) -> Call | None:
     """Return the call if it has a key, else None."""
-    if is_changed():
-        return None
-    return call_of(arrays, options, packed, read)
+    return None if is_changed() else call_of(arrays, options, packed, TORCH)
 
 
 def is_changed() -> bool:
     """Return whether anything of torch changes or observes a call."""
-    return bool(is_observed() or torch._C._get_deterministic_algorithms() or torch._C._is_any_autocast_enabled())
+    return is_observed() or _is_deterministic() or _is_autocast()
 
 
-def read(arrays: list[Any]) -> tuple[list[Hashable], list[Any], list[int]] | None:
-    """Return the facts of the key, the tensors that are given, and their addresses; None without a key."""
+def read(tensors: Sequence[Any]) -> tuple[list[Hashable], list[int]] | None:
+    """Return what the key has of tensors, and their addresses; None without a key."""
     facts: list[Hashable] = []
-    inputs: list[Any] = []
     addresses: list[int] = []
     try:
-        for x in arrays:
-            if x is None:
-                facts.append(None)
-                continue
-            if type(x) not in PLAIN or x.is_neg() or not (address := x.data_ptr()):
+        for x in tensors:
+            address = x.data_ptr()
+            if not address or x.is_neg():
                 return None
-            facts.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))
-            inputs.append(x)
+            facts += x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT
             addresses.append(address)
     except RuntimeError:
         return None
-    return facts, inputs, addresses
+    return facts, addresses
+
+
+TORCH = Library(frozenset(PLAIN), read)
 
 
 def allocator(outputs: Outputs) -> Allocate:
-    """Return the function that allocates outputs."""
+    """Return the function that allocates outputs, without torch's dispatcher, which takes half of the time."""
     of_torch = [(shape, strides, getattr(torch, dtype_name(dtype))) for shape, strides, dtype in outputs]
 
     def allocate(like: torch.Tensor) -> tuple[list[Any], list[int]] | None:
+        empty = _empty_strided_cuda if like.is_cuda else _empty_strided_cpu
         tensors: list[Any] = []
         addresses: list[int] = []
         bits = 0
         for shape, strides, dtype in of_torch:
-            tensor = like.new_empty_strided(shape, strides, dtype=dtype)
+            tensor = empty(shape, strides, dtype)
             tensors.append(tensor)
             address = tensor.data_ptr()
             addresses.append(address)

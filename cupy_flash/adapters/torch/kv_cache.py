@@ -283,10 +283,8 @@ def _scales(options: CacheOptions) -> tuple[object, ...]:
 
 
 def _bump(*written: Any) -> None:
-    """Increment the version of these tensors, as torch's in-place operations do for autograd."""
-    for tensor in written:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    """Increment the version of these tensors, as torch's in-place operations do; those of inference have none."""
+    torch.autograd.graph.increment_version([x for x in written if x is not None])
 
 
 library.impl("attention_with_kv_cache", _attend, "CompositeExplicitAutograd")

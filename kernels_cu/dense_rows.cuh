@@ -9,7 +9,7 @@
 #include "ptx.cuh"
 #include "mask.cuh"
 
-// The softmax stores P in parts of so many keys, and modifies S in such parts.
+// Columns of scores that are loaded, modified or stored at once.
 constexpr int PART = 32;
 
 // Number n of those in words. Of two bfloat16 each has its own instruction, where a cast would first take them apart.

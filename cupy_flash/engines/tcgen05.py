@@ -170,7 +170,7 @@ def launches(problem: Problem, device: Device, tile: AnyTile) -> tuple[Launch, .
     return nonempty(with_mods(problem, [launch]))
 
 
-def _tile_constants(problem: Problem, tile: AnyTile) -> dict[str, Constant]:
+def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
     """Return the constants of the kernel."""
     return fragment_constants(problem) | {
         "THREADS": THREADS,
@@ -199,6 +199,6 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _shared_bytes(problem: Problem, tile: AnyTile) -> int:
+def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
     return shared_bytes("tcgen05/forward", _tile_constants(problem, tile))

@@ -25,7 +25,6 @@ constexpr int COMPUTE_WARP = 4, MMA_WARP = 12, LOAD_WARP = 13, ROWS_WARP = 14, T
 constexpr int DQ_WARPS = 4, COMPUTE_WARPS = 8, HALF_WARPS = COMPUTE_WARPS / 2;
 
 constexpr int QUERIES = BLOCK_Q / 2;  // columns of S^T in a thread, which has the row of a key
-constexpr int PART = 32;              // columns that are loaded or stored at once
 // The probabilities of all columns do not fit the registers beside derivatives or dropout: then P^T and dS^T are
 // computed part by part, in steps of HALF_PART columns.
 constexpr bool PART_BY_PART = SOFTCAP || SCORE_MOD || DROPOUT;

@@ -130,10 +130,11 @@ __device__ void init(RowStatistics (&statistics)[M][2]) {
   for (int n = 0; n < 2 * M; ++n) statistics[n / 2][n % 2].init();
 }
 
-// The largest scores of a lane in a tile, by parts of the columns: where a row max grows, its key is sought in one part.
+// The largest scores of a lane in a tile, by parts of the columns: where a row max grows, its key is sought in one
+// part.
 template <int M, int N>
 struct LargestOfTile {
-  static constexpr int PART = N > 8 ? 4 : 2, PARTS = (N + PART - 1) / PART;  // fragments of a part
+  static constexpr int PART = 4, PARTS = (N + PART - 1) / PART;  // fragments of a part
 
   float parts[M][2][PARTS];
   float all[M][2];
@@ -160,7 +161,7 @@ __device__ int column_with(const LargestOfTile<M, N>& largest, const float (&S)[
   int column = 0;
 #pragma unroll
   for (int c = LargestOfTile<M, N>::PARTS - 1; c >= 0; --c)
-    if (largest.parts[m][half][c] == x) {
+    if (largest.parts[m][half][c] == x) {  // @lowest-part
 #pragma unroll
       for (int n = min(c * PART + PART, N) - 1; n >= c * PART; --n)
 #pragma unroll
@@ -177,8 +178,7 @@ __device__ int column_with_nan(const float (&S)[M][N][4], int m, int half) {
 #pragma unroll
   for (int n = N - 1; n >= 0; --n)
 #pragma unroll
-    for (int e = 2 * half + 1; e >= 2 * half; --e)
-      column = S[m][n][e] != S[m][n][e] ? column_offset(n, e) : column;
+    for (int e = 2 * half + 1; e >= 2 * half; --e) column = S[m][n][e] != S[m][n][e] ? column_offset(n, e) : column;
   return column;
 }
 
@@ -210,23 +210,22 @@ template <int M, int N>
 __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
                         const float (&S)[M][N][4], float scale_log2, int kv_start) {
   LargestOfTile<M, N> largest(S);
-  if constexpr (FIND_MAX) {
+  if constexpr (FIND_ARGMAX) {
     // A reference is exceeded only by a score that is larger than all before.
     bool grows = false;
 #pragma unroll
-    for (int n = 0; n < 2 * M; ++n) grows |= !(largest.all[n / 2][n % 2] < statistics[n / 2][n % 2].top);
+    for (int n = 0; n < 2 * M; ++n) grows |= !(largest.all[n / 2][n % 2] < statistics[n / 2][n % 2].top);  // @grows
     if (!__any_sync(0xFFFFFFFF, grows)) return false;
-    if constexpr (FIND_ARGMAX) {
-      find_keys(statistics, S, largest, kv_start);
-    } else {
+    find_keys(statistics, S, largest, kv_start);
+  } else if constexpr (FIND_MAX) {
 #pragma unroll
-      for (int n = 0; n < 2 * M; ++n)
-        statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest.all[n / 2][n % 2]);
-    }
+    for (int n = 0; n < 2 * M; ++n)
+      statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest.all[n / 2][n % 2]);
   }
   bool exceeds = false;
 #pragma unroll
-  for (int n = 0; n < 2 * M; ++n) exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest.all[n / 2][n % 2], scale_log2);
+  for (int n = 0; n < 2 * M; ++n)
+    exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest.all[n / 2][n % 2], scale_log2);
   if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
 #pragma unroll
   for (int m = 0; m < M; ++m)

@@ -58,18 +58,32 @@ __device__ void modify(float (&S)[N], Score& score, const Band& band, int i, int
   }
 }
 
+#if STATISTICS
+// Where the largest score of a row grows, its key is sought among so many columns.
+constexpr int SOUGHT = 16;
+
+// The largest number of a row, found part by part; NaN if one is NaN.
+template <int N>
+__device__ float max_of(const float (&S)[N]) {
+  if constexpr (N > SOUGHT) {
+    float rest = max_of(*(const float (*)[N - SOUGHT])(S + SOUGHT));
+    return max_nan(max_of(*(const float (*)[SOUGHT])S), rest);
+  } else {
+    float even = S[0], odd = S[1];
+#pragma unroll
+    for (int n = 2; n < N; n += 2) even = max_nan(even, S[n]), odd = max_nan(odd, S[n + 1]);
+    return max_nan(even, odd);
+  }
+}
+#else
 template <int N>
 __device__ float max_of(const float (&S)[N]) {
   float largest[4] = {-infinity(), -infinity(), -infinity(), -infinity()};
 #pragma unroll
-#if STATISTICS
-  for (int n = 0; n < N; n += 2) largest[n / 2 % 4] = max_nan(largest[n / 2 % 4], max_nan(S[n], S[n + 1]));
-  return max_nan(max_nan(largest[0], largest[1]), max_nan(largest[2], largest[3]));
-#else
   for (int n = 0; n < N; n += 2) largest[n / 2 % 4] = max(largest[n / 2 % 4], max(S[n], S[n + 1]));
   return max(max(largest[0], largest[1]), max(largest[2], largest[3]));
-#endif
 }
+#endif
 
 // Lazy rescaling (FlashAttention-4): returns the factor by which O must be rescaled, 1 unless the row max grew by more
 // than RESCALE_ABOVE.
@@ -92,7 +106,11 @@ __device__ void observe(RowStatistics& statistics, const float (&S)[N], float la
     if (largest < statistics.top) return;
     int column = 0;
 #pragma unroll
-    for (int n = N - 1; n >= 0; --n) column = S[n] == largest ? n : column;  // @lowest-column-of-row
+    for (int part = N - SOUGHT; part >= 0; part -= SOUGHT)
+      if (max_of(*(const float (*)[SOUGHT])(S + part)) == largest) {  // @lowest-part-of-row
+#pragma unroll
+        for (int n = part + SOUGHT - 1; n >= part; --n) column = S[n] == largest ? n : column;  // @lowest-column-of-row
+      }
     if (largest != largest) {
 #pragma unroll
       for (int n = N - 1; n >= 0; --n) column = S[n] != S[n] ? n : column;

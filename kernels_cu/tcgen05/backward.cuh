@@ -119,8 +119,8 @@ struct Rings {
     return (float*)(smem + SharedMemory::ROW_SLOTS + (rows.slot() - rows.start));
   }
   __device__ void init() const {
-    Q.init(), dO.init();
-    init(K, 1, HALF_WARPS), init(V, 1, HALF_WARPS);
+    init(Q, 1, 2), init(dO, 1, 2);                           // @arrivals-of-readers
+    init(K, 1, HALF_WARPS + 1), init(V, 1, HALF_WARPS + 1);  // the load of rows, and the epilogue
     init(rows, WARP, COMPUTE_WARPS);
     init(dQ, 1, DQ_WARPS);
     if constexpr (DQ_IN_ORDER) init(turn, 1, DQ_WARPS);
@@ -158,24 +158,27 @@ __device__ void clear_rows_of_warp(unsigned int tile, Wanted wanted) {
 
 // The role that loads lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0, which does not cancel a NaN or an infinity: their rows of Q and dO are zeroed. So are the rows
-// of K and V past the end of the sequence, which may hold another sequence's data. The role waits for every tile, also
-// for those that it does not change: a wait for a slot passes if not even the tile before has arrived in it.
+// of K and V past the end of the sequence, which may hold another sequence's data. The role waits for every tile, and
+// no slot is filled again before it has: it would take the next tile for this one.
 __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, const Sequence& sequence, const Band& band,
                           const BlockIndex& block) {
-  bool is_later = false;
+  auto release = [](auto& ring) {
+    if (lane_id() == 0) mbarrier_arrive(ring.empty());
+    ++ring.index;
+  };
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start;
     QTiles q_tiles(p, band, block.kv_head, kv_start);
-    if constexpr (PACKED || KV_LENGTHS) {
-      rings.K.wait(), rings.V.wait();                                  // @wait-K-V-to-clear
+    rings.K.wait(), rings.V.wait();  // @wait-K-V-to-clear
+    if constexpr (PACKED || KV_LENGTHS)
       if (q_tiles.valid() && kv_start + BLOCK_KV > sequence.kv_len) {  // @past-the-keys
         auto exists = [&](int row) { return kv_start + row < sequence.kv_len; };
         clear_rows_of_warp<HEAD_DIM>(rings.K.tile(), exists);
         clear_rows_of_warp<HEAD_DIM_V>(rings.V.tile(), exists);
         fence_proxy_async();  // @fence-cleared-keys
       }
-    }
-    ++rings.K.index, ++rings.V.index;
+    __syncwarp();
+    release(rings.K), release(rings.V);
     for (; q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();  // @acquire-row-slot
       const float* lse2 = sequence.queries<float>(p.lse2, q_tiles.head);
@@ -189,11 +192,6 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         to[n] = of_row, to[BLOCK_Q + n] = visible ? -delta[i] : 0;
         unwanted |= of_row == -infinity();
       }
-      if (is_later) {  // @wait-tile-before
-        rings.Q.wait(), rings.dO.wait();
-        ++rings.Q.index, ++rings.dO.index;
-      }
-      is_later = true;
       if (__any_sync(0xFFFFFFFF, unwanted)) {  // @clear-queries
         __syncwarp();                          // @written-row-numbers
         auto sees = [&](int row) { return to[row] != -infinity(); };
@@ -204,6 +202,9 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
       }
       mbarrier_arrive(rings.rows.full());
       ++rings.rows.index;
+      rings.Q.wait(), rings.dO.wait();  // @wait-every-tile
+      __syncwarp();
+      release(rings.Q), release(rings.dO);
     }
   }
 }

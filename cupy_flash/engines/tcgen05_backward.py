@@ -44,7 +44,9 @@ def refusals(problem: Problem) -> list[str]:
     if problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
     if (largest := max(problem.head_dim, problem.head_dim_v)) > LARGEST:
-        reasons.append(f"head dimension {largest} is larger than {LARGEST}, up to which it computes gradients")
+        reasons.append(
+            f"head dimension {largest} is larger than {LARGEST}: two score tiles, dK and dV do not fit tensor memory"
+        )
     return reasons
 
 

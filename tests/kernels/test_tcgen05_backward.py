@@ -352,7 +352,7 @@ def test_kernel_compiles_without_spills(words, target):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param(dict(head_dim=192), "head dimension 192 is larger than 128, up to which", id="head-dimension"),
+        pytest.param(dict(head_dim=192), "192 is larger than 128: two score tiles", id="head-dimension"),
         pytest.param(dict(head_dim_v=60), "rows of dout, 60 numbers each", id="dout"),
         pytest.param(dict(shared_kv=True), "values inside keys", id="shared"),
     ],

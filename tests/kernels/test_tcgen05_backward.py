@@ -16,7 +16,6 @@ import cupy_flash
 from cupy_flash import device
 from cupy_flash.arrays import Array
 from cupy_flash.engines import tcgen05
-from cupy_flash.engines.tcgen05_backward import Tile
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHORT = LONG | dict(heads=1)
 PLAIN = Case(**SHORT)
 WIDE = dict(head_dim=128, head_dim_v=128)  # dQ lies over dP
-FEW_SLOTS = Tile(block_q=128, block_kv=128, stages=2, dq_in_bulk=True)
+FEW_SLOTS = tcgen05.Tile(block_q=128, block_kv=128, stages=2)
 
 
 def backward(case, tile=None, blocks=None, start=start, arch="sm_100a", **how):
@@ -352,7 +351,7 @@ def test_kernel_compiles_without_spills(words, target):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param(dict(head_dim=192), "192 is larger than 128: two score tiles", id="head-dimension"),
+        pytest.param(dict(head_dim=192), "192 is larger than 128: dK and dV", id="head-dimension"),
         pytest.param(dict(head_dim_v=60), "rows of dout, 60 numbers each", id="dout"),
         pytest.param(dict(shared_kv=True), "values inside keys", id="shared"),
     ],

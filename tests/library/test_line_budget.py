@@ -30,6 +30,7 @@ BUDGET = {
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
         (22, "mma: the tiles of a backward whose warps share their scores, and what they read of shared memory"),
         (119, "the engine tcgen05: what it refuses, its tiles, cost model, share of polynomials and launch"),
+        (48, "the backward of tcgen05: what it refuses, its tiles, cost model and launches"),
         (625, "selected=: the option, its types and checks 275, on the CPU 250, on its caches 55, torch and jax 35"),
         (
             123,

@@ -70,7 +70,7 @@ struct SharedMemory {
   static constexpr int dQ_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);
   static constexpr int TURN_MBARRIERS = dQ_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
   static constexpr int SIGNALS = TURN_MBARRIERS + mbarrier_bytes(1);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * 6;
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * 5;
   static constexpr int TILE_NUMBER = TENSOR_MEMORY_ADDRESS + 4;  // DQ_IN_ORDER: the number of this block
   static constexpr int BYTES = TILE_NUMBER + 4;
 };
@@ -108,12 +108,13 @@ struct Rings {
         smem(smem) {}
 
   __device__ unsigned int signal(int n) const { return smem + SharedMemory::SIGNALS + 8 * n; }
-  __device__ Signal S_ready() const { return signal(0); }          // q.k are in S^T; dV has read P^T before
-  __device__ Signal P_ready() const { return signal(1); }          // P^T is stored
-  __device__ Signal dP_ready() const { return signal(2); }         // V dO^T are in dP^T; dK and dQ have read dS before
-  __device__ Signal dS_ready() const { return signal(3); }         // dS is stored, in both memories
-  __device__ Signal gradients_ready() const { return signal(4); }  // dK and dV are complete
-  __device__ Signal gradients_read() const { return {signal(5), true}; }
+  __device__ Signal S_ready() const { return signal(0); }   // q.k are in S^T; dV has read P^T before
+  __device__ Signal P_ready() const { return signal(1); }   // P^T is stored
+  __device__ Signal dP_ready() const { return signal(2); }  // V dO^T are in dP^T; dK and dQ have read dS before
+  __device__ Signal dS_ready() const { return signal(3); }  // dS is stored, in both memories
+  __device__ Signal gradients_ready() const {
+    return signal(4);
+  }  // dK and dV are complete; P is stored after they are read
 
   __device__ float* row_numbers(unsigned char* smem) const {
     return (float*)(smem + SharedMemory::ROW_SLOTS + (rows.slot() - rows.start));
@@ -129,7 +130,6 @@ struct Rings {
     mbarrier_init(dP_ready().mbarrier, 1);
     mbarrier_init(dS_ready().mbarrier, COMPUTE_WARPS);  // @arrivals-of-dS
     mbarrier_init(gradients_ready().mbarrier, 1);
-    mbarrier_init(gradients_read().mbarrier, COMPUTE_WARPS);
   }
   // Initialises a ring with so many arrivals per full and per empty phase.
   template <int SLOTS, int SLOT_BYTES, int PRODUCERS>

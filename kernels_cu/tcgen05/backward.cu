@@ -124,12 +124,6 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
       rings.rows.wait();  // S is issued after this, but its commit is a signal of the mma alone
       const float *minus_lse2 = rings.row_numbers(smem) + first, *minus_delta = minus_lse2 + BLOCK_Q;
       S_ready.wait();  // @wait-S-of-queries
-      auto exponentiate_part = [&](auto& P, auto& derivatives, int n) {
-        if (masked)
-          exponentiate<true>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
-        else
-          exponentiate<false>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
-      };
       if constexpr (PART_BY_PART) {
         dP_ready.wait();  // @wait-dP-of-parts
 #pragma unroll 1
@@ -140,7 +134,7 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
             float P[HALF_PART], dP[HALF_PART], derivatives[HALF_PART];
             unsigned int kept_of_part = (n > 0 ? kept[1] : kept[0]) >> m;
             load(P, S_tmem + n + m);
-            exponentiate_part(P, derivatives, n + m);
+            exponentiate(P, derivatives, masked, score, band, i + n + m, j, scale_log2, minus_lse2 + n + m);
             load(dP, dP_tmem + n + m);
             if constexpr (DROPOUT) drop(dP, dropout, kept_of_part);
             differentiate(dP, P, derivatives, score, minus_delta + n + m);
@@ -163,7 +157,7 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
         for (int n = 0; n < QUERIES; n += PART) {
           float (&part)[PART] = *(float (*)[PART])(P + n);
           unsigned int rounded[PART / 2];
-          exponentiate_part(part, derivatives, n);
+          exponentiate(part, derivatives, masked, score, band, i + n, j, scale_log2, minus_lse2 + n);
           round_row(rounded, part);
           tmem_st(S_tmem + n / 2, rounded);
         }

@@ -156,16 +156,19 @@ __device__ void clear_rows_of_warp(unsigned int tile, Wanted wanted) {
         st_shared_v4(tile + panel * ROWS * PANEL_ROW + 16 * n, zeros);  // @clear-rows-of-warp
 }
 
+// Signals that the load of rows needs a slot no longer.
+template <typename TilesOfRing>
+__device__ void leave(TilesOfRing& ring) {
+  if (lane_id() == 0) mbarrier_arrive(ring.empty());
+  ++ring.index;
+}
+
 // The role that loads lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0, which does not cancel a NaN or an infinity: their rows of Q and dO are zeroed. So are the rows
 // of K and V past the end of the sequence, which may hold another sequence's data. The role waits for every tile, and
 // no slot is filled again before it has: it would take the next tile for this one.
 __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, const Sequence& sequence, const Band& band,
                           const BlockIndex& block) {
-  auto release = [](auto& ring) {
-    if (lane_id() == 0) mbarrier_arrive(ring.empty());
-    ++ring.index;
-  };
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start;
     QTiles q_tiles(p, band, block.kv_head, kv_start);
@@ -178,7 +181,7 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         fence_proxy_async();  // @fence-cleared-keys
       }
     __syncwarp();
-    release(rings.K), release(rings.V);
+    leave(rings.K), leave(rings.V);
     for (; q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();  // @acquire-row-slot
       const float* lse2 = sequence.queries<float>(p.lse2, q_tiles.head);
@@ -204,7 +207,7 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
       ++rings.rows.index;
       rings.Q.wait(), rings.dO.wait();  // @wait-every-tile
       __syncwarp();
-      release(rings.Q), release(rings.dO);
+      leave(rings.Q), leave(rings.dO);
     }
   }
 }
@@ -255,8 +258,8 @@ __device__ inline unsigned int kept_queries(const Dropout& dropout, int i, int j
 
 // Turns q.k of key j and queries from i on into probabilities; `derivatives` are those that Score::gradient needs.
 template <bool MASKED, int N>
-__device__ void exponentiate(float (&S)[N], float (&derivatives)[N], const Score& score, const Band& band, int i, int j,
-                             float scale_log2, const float* minus_lse2) {
+__device__ void exponentiate_part(float (&S)[N], float (&derivatives)[N], const Score& score, const Band& band, int i,
+                                  int j, float scale_log2, const float* minus_lse2) {
   int key_read = MASKED ? band.key(j) : j;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -289,6 +292,15 @@ __device__ void exponentiate(float (&S)[N], float (&derivatives)[N], const Score
 #pragma unroll
     for (int e = n; e < n + 4; ++e) S[e] = ex2_approx(S[e]);
   }
+}
+
+template <int N>
+__device__ void exponentiate(float (&S)[N], float (&derivatives)[N], bool masked, const Score& score, const Band& band,
+                             int i, int j, float scale_log2, const float* minus_lse2) {
+  if (masked)
+    exponentiate_part<true>(S, derivatives, score, band, i, j, scale_log2, minus_lse2);
+  else
+    exponentiate_part<false>(S, derivatives, score, band, i, j, scale_log2, minus_lse2);
 }
 
 // Zeroes what dropout does not keep, and scales the rest.

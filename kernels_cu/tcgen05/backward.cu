@@ -254,10 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (warp < COMPUTE_WARP) {
-    if constexpr (TensorMemory::dQ_OVER_dP)
-      setmaxnreg_inc<DQ_REGISTERS>();
-    else
-      setmaxnreg_dec<DQ_REGISTERS>();
+    setmaxnreg_inc<DQ_REGISTERS>();
     add_dQ_of_tiles(p, rings, smem, tmem, sequence, band, block);
   } else if (warp < MMA_WARP) {
     setmaxnreg_inc<COMPUTE_REGISTERS>();

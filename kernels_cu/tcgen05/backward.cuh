@@ -40,9 +40,7 @@ struct TensorMemory {
   __device__ static constexpr int dQ(int n) { return dQ_OVER_dP ? dP : dK + (1 + n) * DIM; }  // @columns-of-dQ
 };
 // A warp of the first role holds its whole part of dQ, so that dP need not wait longer than for its loads.
-constexpr int DQ_REGISTERS = TensorMemory::dQ_OVER_dP ? 168 : 120;
-constexpr int COMPUTE_REGISTERS = TensorMemory::dQ_OVER_dP ? 144 : 152;
-constexpr int ISSUING_REGISTERS = TensorMemory::dQ_OVER_dP ? 56 : 88;
+constexpr int DQ_REGISTERS = 168, COMPUTE_REGISTERS = 144, ISSUING_REGISTERS = 56;
 static_assert(TensorMemory::dK + DIM <= TENSOR_MEMORY_COLUMNS, "scores and gradients fit tensor memory");
 
 // lse2 and delta of a tile of queries, negated.

@@ -56,7 +56,7 @@ def check_gradients(case, result=None):
 
 
 BIASES = {"bias-gradient": dict(bias="1hqk", causal=True), "bias-per-key": dict(bias="b11k", sink=True)}
-BY_DEFAULT = ("causal", "all", "packed-causal")
+BY_DEFAULT = ("all", "packed-causal")
 
 
 @pytest.mark.parametrize("options", in_tiers(OPTIONS | BIASES, BY_DEFAULT))
@@ -107,7 +107,7 @@ def test_head_dimension(dims, options):
 
 
 LENGTHS = Case(**SHORT | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
-ORDERS = (dict(order="early"), *(dict(order="random", seed=seed) for seed in range(2)))
+ORDERS = (dict(order="random", seed=0), dict(order="early"), dict(order="random", seed=1))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_every_order(case):
     """Copies and mma complete early, late or at random; only the rounding of dQ depends on the order of its blocks."""
     first = backward(case, FEW_SLOTS)
     check_gradients(case, first)
-    for order in ORDERS[: None if case.batch > 1 else 2]:
+    for order in ORDERS[: None if case.batch > 1 else 1]:
         other = backward(case, FEW_SLOTS, start=functools.partial(start, **order))
         check_gradients(case, other)
         assert_bitwise_equal(other._replace(dq=first.dq), first, case)
@@ -294,13 +294,7 @@ BUGS = {
     )
     for name, bug in bugs.items()
 }
-FOUND_BY_DEFAULT = (
-    "no wait for dS",
-    "dP over dQ",
-    "out of step with the slots",
-    "no fence of dS",
-    "words of another key",
-)
+FOUND_BY_DEFAULT = ("no wait for dS", "dP over dQ", "out of step with the slots", "no fence of dS")
 
 
 @pytest.mark.parametrize("row", in_tiers(BUGS, FOUND_BY_DEFAULT))

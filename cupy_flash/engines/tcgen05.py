@@ -1,20 +1,17 @@
-"""The Blackwell engine (sm_100a, sm_103a), for fp16 and bf16 on tcgen05 and tensor memory.
-
-The forward is here, the backward in tcgen05_backward.py.
-"""
+"""The Blackwell engine (sm_100a, sm_103a): fp16 and bf16 on tcgen05 and tensor memory."""
 
 # No `from __future__ import annotations`, as in records.py.
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import FORWARD, Problem
-from . import tcgen05_backward
-from .fragments import fragment_constants, fragment_refusals
+from . import mma
+from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .launch import Box, Constant, Launch, Workspace
-from .shared import ATTENTION_OPTIONS, known_constants, nonempty, sequences, with_mods
+from .shared import ATTENTION_OPTIONS, grid_refusals, known_constants, nonempty, sequences, with_mods
 from .shared import advantage as advantage
 
 BACKENDS: tuple[str, ...] = ("cuda", "simulator")
@@ -34,11 +31,13 @@ MICRO_KERNELS: tuple[str, ...] = ("tcgen05",)
 KERNELS = "tcgen05"
 
 LARGEST, LARGEST_V = 192, 128  # maximum head dimensions: tensor memory holds O of two tiles of 128 columns
-ROWS = 128  # queries of a tile in tensor memory
+LARGEST_OF_BACKWARD = 128  # tensor memory holds two score tiles, dK and dV
+ROWS = 128  # queries of a tile in tensor memory; in a backward also keys
 KEYS = 128  # keys of a mainloop step: mma of fewer columns take more clocks per column
 PANEL = 64  # columns of a TMA box: 128 bytes, one swizzle row
 THREADS = 512
 MOST_STAGES = 8  # slots of K and V together
+MOST_STAGES_OF_BACKWARD = 4  # slots of Q; dO has one less
 WARP_ROWS = 32  # rows of a tile that a warp stores
 
 # Cost model, per SM and clock, from data sheets and published measurements: not measured here yet.
@@ -47,7 +46,9 @@ MULTIPLY_ADDS = 4096
 EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
 PRODUCT_COST = 1.2  # clocks of the products over those at the peak, in a public study of mma with N 128
 WAIT = 200  # clocks per step and tile of queries in which a strict order leaves the tensor cores idle
+BACKWARD_PRODUCT_COST = 1.4  # of these, some have N 64 at D 64
 STEP = 200  # clocks of waits and signals per step, which the other tile of queries does not hide
+BACKWARD_STEP = 400
 TILE_STEPS = 2  # steps that take as long as a prologue and epilogue
 BLOCK = 2000  # clocks of the start of a block
 CLOCK = 1.85e9
@@ -56,16 +57,14 @@ CLOCK = 1.85e9
 class Tile(NamedTuple):
     """Queries of a block, keys of a mainloop step, slots of K and V together, and whether products wait for each other.
 
-    Tiles that are not strict rely on mma which run in the order in which a thread issues them.
+    The slots of a backward are those of Q. Tiles of a forward that are not strict rely on mma which run in the order in
+    which a thread issues them.
     """
 
     block_q: int
     block_kv: int
     stages: int
     strict: bool = False
-
-
-AnyTile: TypeAlias = Tile | tcgen05_backward.Tile
 
 
 def refusals(problem: Problem, device: Device) -> list[str]:
@@ -78,7 +77,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if not problem.aligned:
         reasons.append("not every row of q, k and v starts at a multiple of 16 bytes")
     if problem.backward:
-        return reasons + tcgen05_backward.refusals(problem)
+        return reasons + _backward_refusals(problem)
     if problem.head_dim > LARGEST:
         reasons.append(f"head dimension {problem.head_dim} is larger than {LARGEST}")
     if problem.head_dim_v > LARGEST_V:
@@ -86,41 +85,40 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     return reasons
 
 
-def tiles(problem: Problem, device: Device) -> Sequence[AnyTile]:
+def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return tiles of two and of one tile of queries per block, with as many stages as fit shared memory.
 
     A backward has one tile of queries at a time.
     """
     if problem.backward:
-        return tcgen05_backward.tiles(problem, device)
-    legal: list[AnyTile] = []
+        shapes = (Tile(ROWS, ROWS, stages) for stages in range(MOST_STAGES_OF_BACKWARD, 1, -1))
+        return [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
+    legal = []
     for block_q in (2 * ROWS, ROWS):
         shapes = (Tile(block_q, KEYS, stages) for stages in range(MOST_STAGES, 1, -1))
         legal += [tile for tile in shapes if _shared_bytes(problem, tile) <= device.shared_bytes][:1]
     return legal
 
 
-def choices(problem: Problem, device: Device) -> Sequence[AnyTile]:
-    """Return `tiles`, and those of the forward once more with a strict order of mma."""
-    each = tiles(problem, device)
-    return [*each, *[tile._replace(strict=True) for tile in each if isinstance(tile, Tile)]]
+def choices(problem: Problem, device: Device) -> Sequence[Tile]:
+    """Return `tiles`, and those of a forward once more with a strict order of mma."""
+    orders = (False,) if problem.backward else (False, True)
+    return [tile._replace(strict=strict) for strict in orders for tile in tiles(problem, device)]
 
 
-def forms(problem: Problem, device: Device, tile: AnyTile) -> dict[str, Sequence[AnyTile]]:
-    """Return the strict form of the tiles of the forward with as many queries."""
-    if not isinstance(tile, Tile):
-        return {}
-    legal = [each for each in choices(problem, device) if isinstance(each, Tile)]
-    return {"strict": [each for each in legal if each.strict and each.block_q == tile.block_q]}
+def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
+    """Return the strict form of the tiles of a forward with as many queries."""
+    strict = [each for each in choices(problem, device) if each.strict and each.block_q == tile.block_q]
+    return {"strict": strict} if strict else {}
 
 
-def seconds(problem: Problem, pairs: int, device: Device, tile: AnyTile) -> float:
+def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Return predicted seconds: waves of blocks x the slower of products and exponentials.
 
     With one tile of queries nothing hides the softmax, so the times are added.
     """
-    if isinstance(tile, tcgen05_backward.Tile):
-        return tcgen05_backward.seconds(problem, pairs, device, tile)
+    if problem.backward:
+        return _backward_seconds(problem, pairs, device, tile)
     dims = problem.head_dim + problem.head_dim_v
     elements = tile.block_q * tile.block_kv
     products = elements * dims * PRODUCT_COST / MULTIPLY_ADDS
@@ -133,29 +131,31 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: AnyTile) -> floa
     return (waves * (max(steps, 1) + TILE_STEPS) * clocks + BLOCK) / CLOCK
 
 
-def alike(tile: AnyTile) -> object:
+def alike(tile: Tile) -> object:
     """Return the tile: no two tiles rank alike at all lengths."""
     return tile
 
 
-def threads(device: Device, tile: AnyTile, cost: float) -> int:
+def threads(device: Device, tile: Tile, cost: float) -> int:
     """Return the threads per block, those of all roles."""
     return THREADS
 
 
-def workspaces(problem: Problem, tile: AnyTile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
+def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple[Workspace, ...]:
     """Return the workspaces of the backward; the forward needs none."""
-    return tcgen05_backward.workspaces(problem, q_rows) if problem.backward else ()
+    if not problem.backward:
+        return ()
+    return backward_workspaces(problem, q_rows, add_dq=True, in_order=problem.deterministic)
 
 
-def launches(problem: Problem, device: Device, tile: AnyTile) -> tuple[Launch, ...]:
+def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
     """Return the launch of the forward, or those of the backward.
 
     If tiles of queries differ in cost, each has a block of its own, and the longest start first; else there is a block
     for each SM.
     """
-    if isinstance(tile, tcgen05_backward.Tile):
-        return tcgen05_backward.launches(problem, device, tile)
+    if problem.backward:
+        return _backward_launches(problem, device, tile)
     kernel = "tcgen05/forward"
     boxes = [Box("q", ROWS, PANEL), Box("k", tile.block_kv, PANEL), Box("v", tile.block_kv, PANEL)]
     if _is_stored_in_boxes(problem):
@@ -170,18 +170,63 @@ def launches(problem: Problem, device: Device, tile: AnyTile) -> tuple[Launch, .
     return nonempty(with_mods(problem, [launch]))
 
 
+def _backward_refusals(problem: Problem) -> list[str]:
+    """Return reasons against head dimensions, options and grids of the backward."""
+    reasons = grid_refusals(problem)
+    if problem.shared_kv:
+        reasons.append("it computes no gradient of values inside keys in this version")
+    if problem.head_dim_v * problem.dtype.itemsize % 16:
+        reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")
+    if (largest := max(problem.head_dim, problem.head_dim_v)) > LARGEST_OF_BACKWARD:
+        reasons.append(
+            f"head dimension {largest} is larger than {LARGEST_OF_BACKWARD}: dK and dV do not fit tensor memory beside "
+            "two score tiles"
+        )
+    return reasons
+
+
+def _backward_seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
+    """Return predicted seconds: waves of blocks x the slower of products and exponentials."""
+    elements = tile.block_q * tile.block_kv
+    products = elements * (3 * problem.head_dim + 2 * problem.head_dim_v) * BACKWARD_PRODUCT_COST / MULTIPLY_ADDS
+    clocks = BACKWARD_STEP + max(products, elements / EXPONENTIALS.get(device.arch, 16))
+    blocks = max(problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_kv), 1)
+    visited = problem.mask.visited(problem.group * pairs / max(problem.kv_len, 1), tile.block_kv, tile.block_q)
+    steps = -(-visited // tile.block_q) + TILE_STEPS
+    return (-(-blocks // device.units) * steps * clocks + BLOCK) / CLOCK
+
+
+def _backward_launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
+    """Return the launches: row kernels, the backward, and the kernels of mma and simt for bias and captured arrays."""
+    kernel, boxes = "tcgen05/backward", tuple(Box(name, ROWS, PANEL) for name in ("q", "k", "v", "dout"))
+    constants = known_constants(kernel, _tile_constants(problem, tile))
+    grid = max(-(-problem.kv_len // tile.block_kv), 1), problem.kv_heads, sequences(problem)
+    launch = Launch(kernel, constants, grid, THREADS, _shared_bytes(problem, tile), boxes)
+    tile_launches = [launch, *mma.array_launches(problem, device, mma.bias_tile(problem, device))]
+    return fragment_backward(problem, tile_launches, add_dq=True, in_order=problem.deterministic)
+
+
 def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
     """Return the constants of the kernel."""
-    return fragment_constants(problem) | {
-        "THREADS": THREADS,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "STAGES": tile.stages,
-        "STRICT": tile.strict,
-        "PERSISTENT": True,
-        "STAGED_BIAS": problem.bias is not None,
-        "TMA_STORE_O": _is_stored_in_boxes(problem),
-    }
+    if problem.backward:
+        of_step = {"DQ_IN_ORDER": problem.deterministic, "DQ_IN_BULK": not problem.deterministic}
+    else:
+        of_step = {
+            "STRICT": tile.strict,
+            "PERSISTENT": True,
+            "STAGED_BIAS": problem.bias is not None,
+            "TMA_STORE_O": _is_stored_in_boxes(problem),
+        }
+    return (
+        fragment_constants(problem)
+        | of_step
+        | {
+            "THREADS": THREADS,
+            "BLOCK_Q": tile.block_q,
+            "BLOCK_KV": tile.block_kv,
+            "STAGES": tile.stages,
+        }
+    )
 
 
 def _polynomials(problem: Problem, device: Device) -> int:
@@ -201,4 +246,5 @@ def _is_stored_in_boxes(problem: Problem) -> bool:
 @lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
-    return shared_bytes("tcgen05/forward", _tile_constants(problem, tile))
+    kernel = "tcgen05/backward" if problem.backward else "tcgen05/forward"
+    return shared_bytes(kernel, _tile_constants(problem, tile))

@@ -16,7 +16,7 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
                          OF_K = instruction_descriptor<element>(DIM, MN_MAJOR), OF_Q = OF_K | A_MN_MAJOR;
   constexpr int PANEL_BYTES = ROWS * PANEL_ROW;
   Q_Ring next_Q = rings.Q;  // of S; rings.Q is that of dK
-  Signal P_ready = rings.P_ready(), dS_ready = rings.dS_ready(), gradients_read = rings.gradients_read();
+  Signal P_ready = rings.P_ready(), dS_ready = rings.dS_ready();
 
   // Products of the rows of a tile of keys and of one of queries, over `columns` columns.
   auto issue_scores = [&](int columns_of_tmem, unsigned int keys, unsigned int queries, int columns) {
@@ -76,7 +76,6 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start);
     rings.K.wait(), rings.V.wait();  // @wait-K-V-tiles
-    gradients_read.wait();           // @wait-gradients-read
     if (q_tiles.valid()) issue_S(), issue_dP();
     for (bool adds = false; q_tiles.valid(); adds = true) {
       P_ready.wait();  // @wait-P-stored
@@ -106,7 +105,7 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
   unsigned int dP_tmem = lanes_of_warp(tmem + TensorMemory::dP + first);
   unsigned int dS_smem = rings.smem + SharedMemory::dS;
   Signal S_ready = rings.S_ready(), P_ready = rings.P_ready(), dP_ready = rings.dP_ready(), dS_ready = rings.dS_ready();
-  Signal gradients_ready = rings.gradients_ready(), gradients_read = rings.gradients_read();
+  Signal gradients_ready = rings.gradients_ready();
 
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start, j = kv_start + row;
@@ -122,15 +121,9 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
 #pragma unroll
         for (int n = 0; n < QUERIES; n += PART) kept[n / PART] = kept_queries(dropout, i + n, j);
       }
-      rings.rows.wait();  // @wait-row-numbers
+      rings.rows.wait();  // S is issued after this, but its commit is a signal of the mma alone
       const float *minus_lse2 = rings.row_numbers(smem) + first, *minus_delta = minus_lse2 + BLOCK_Q;
       S_ready.wait();  // @wait-S-of-queries
-      auto exponentiate_part = [&](auto& P, auto& derivatives, int n) {
-        if (masked)
-          exponentiate<true>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
-        else
-          exponentiate<false>(P, derivatives, score, band, i + n, j, scale_log2, minus_lse2 + n);
-      };
       if constexpr (PART_BY_PART) {
         dP_ready.wait();  // @wait-dP-of-parts
 #pragma unroll 1
@@ -141,7 +134,7 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
             float P[HALF_PART], dP[HALF_PART], derivatives[HALF_PART];
             unsigned int kept_of_part = (n > 0 ? kept[1] : kept[0]) >> m;
             load(P, S_tmem + n + m);
-            exponentiate_part(P, derivatives, n + m);
+            exponentiate(P, derivatives, masked, score, band, i + n + m, j, scale_log2, minus_lse2 + n + m);
             load(dP, dP_tmem + n + m);
             if constexpr (DROPOUT) drop(dP, dropout, kept_of_part);
             differentiate(dP, P, derivatives, score, minus_delta + n + m);
@@ -164,7 +157,7 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
         for (int n = 0; n < QUERIES; n += PART) {
           float (&part)[PART] = *(float (*)[PART])(P + n);
           unsigned int rounded[PART / 2];
-          exponentiate_part(part, derivatives, n);
+          exponentiate(part, derivatives, masked, score, band, i + n, j, scale_log2, minus_lse2 + n);
           round_row(rounded, part);
           tmem_st(S_tmem + n / 2, rounded);
         }
@@ -196,7 +189,6 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
                                tmem + TensorMemory::dK, (float)p.scale, visited, kv_start, sequence.kv_rows);
       rings.K.release();
     }
-    gradients_read.arrive();
   }
 }
 
@@ -262,10 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (warp < COMPUTE_WARP) {
-    if constexpr (TensorMemory::dQ_OVER_dP)
-      setmaxnreg_inc<DQ_REGISTERS>();
-    else
-      setmaxnreg_dec<DQ_REGISTERS>();
+    setmaxnreg_inc<DQ_REGISTERS>();
     add_dQ_of_tiles(p, rings, smem, tmem, sequence, band, block);
   } else if (warp < MMA_WARP) {
     setmaxnreg_inc<COMPUTE_REGISTERS>();

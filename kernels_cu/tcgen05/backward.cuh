@@ -39,9 +39,7 @@ struct TensorMemory {
   __device__ static constexpr int dQ(int n) { return dQ_OVER_dP ? dP : dK + (1 + n) * DIM; }  // @columns-of-dQ
 };
 // A warp of the first role holds its whole part of dQ, so that dP need not wait longer than for its loads.
-constexpr int DQ_REGISTERS = TensorMemory::dQ_OVER_dP ? 168 : 120;
-constexpr int COMPUTE_REGISTERS = TensorMemory::dQ_OVER_dP ? 144 : 152;
-constexpr int ISSUING_REGISTERS = TensorMemory::dQ_OVER_dP ? 56 : 88;
+constexpr int DQ_REGISTERS = 168, COMPUTE_REGISTERS = 144, ISSUING_REGISTERS = 56;
 static_assert(TensorMemory::dK + DIM <= TENSOR_MEMORY_COLUMNS, "scores and gradients fit tensor memory");
 
 // lse2 and delta of a tile of queries, negated.
@@ -69,7 +67,7 @@ struct SharedMemory {
   static constexpr int dQ_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);
   static constexpr int TURN_MBARRIERS = dQ_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
   static constexpr int SIGNALS = TURN_MBARRIERS + mbarrier_bytes(1);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * 6;
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * 5;
   static constexpr int TILE_NUMBER = TENSOR_MEMORY_ADDRESS + 4;  // DQ_IN_ORDER: the number of this block
   static constexpr int BYTES = TILE_NUMBER + 4;
 };
@@ -107,19 +105,20 @@ struct Rings {
         smem(smem) {}
 
   __device__ unsigned int signal(int n) const { return smem + SharedMemory::SIGNALS + 8 * n; }
-  __device__ Signal S_ready() const { return signal(0); }          // q.k are in S^T; dV has read P^T before
-  __device__ Signal P_ready() const { return signal(1); }          // P^T is stored
-  __device__ Signal dP_ready() const { return signal(2); }         // V dO^T are in dP^T; dK and dQ have read dS before
-  __device__ Signal dS_ready() const { return signal(3); }         // dS is stored, in both memories
-  __device__ Signal gradients_ready() const { return signal(4); }  // dK and dV are complete
-  __device__ Signal gradients_read() const { return {signal(5), true}; }
+  __device__ Signal S_ready() const { return signal(0); }   // q.k are in S^T; dV has read P^T before
+  __device__ Signal P_ready() const { return signal(1); }   // P^T is stored
+  __device__ Signal dP_ready() const { return signal(2); }  // V dO^T are in dP^T; dK and dQ have read dS before
+  __device__ Signal dS_ready() const { return signal(3); }  // dS is stored, in both memories
+  __device__ Signal gradients_ready() const {
+    return signal(4);
+  }  // dK and dV are complete; P is stored after they are read
 
   __device__ float* row_numbers(unsigned char* smem) const {
     return (float*)(smem + SharedMemory::ROW_SLOTS + (rows.slot() - rows.start));
   }
   __device__ void init() const {
-    Q.init(), dO.init();
-    init(K, 1, HALF_WARPS), init(V, 1, HALF_WARPS);
+    init(Q, 1, 2), init(dO, 1, 2);                           // @arrivals-of-readers
+    init(K, 1, HALF_WARPS + 1), init(V, 1, HALF_WARPS + 1);  // the load of rows, and the epilogue
     init(rows, WARP, COMPUTE_WARPS);
     init(dQ, 1, DQ_WARPS);
     if constexpr (DQ_IN_ORDER) init(turn, 1, DQ_WARPS);
@@ -128,7 +127,6 @@ struct Rings {
     mbarrier_init(dP_ready().mbarrier, 1);
     mbarrier_init(dS_ready().mbarrier, COMPUTE_WARPS);  // @arrivals-of-dS
     mbarrier_init(gradients_ready().mbarrier, 1);
-    mbarrier_init(gradients_read().mbarrier, COMPUTE_WARPS);
   }
   // Initialises a ring with so many arrivals per full and per empty phase.
   template <int SLOTS, int SLOT_BYTES, int PRODUCERS>
@@ -155,26 +153,32 @@ __device__ void clear_rows_of_warp(unsigned int tile, Wanted wanted) {
         st_shared_v4(tile + panel * ROWS * PANEL_ROW + 16 * n, zeros);  // @clear-rows-of-warp
 }
 
+// Signals that the load of rows needs a slot no longer.
+template <typename TilesOfRing>
+__device__ void leave(TilesOfRing& ring) {
+  if (lane_id() == 0) mbarrier_arrive(ring.empty());
+  ++ring.index;
+}
+
 // The role that loads lse2 and delta. Rows that see no key, or are outside the sequence, get lse2 +inf, so that their
 // probabilities are 0, which does not cancel a NaN or an infinity: their rows of Q and dO are zeroed. So are the rows
-// of K and V past the end of the sequence, which may hold another sequence's data. The role waits for every tile, also
-// for those that it does not change: a wait for a slot passes if not even the tile before has arrived in it.
+// of K and V past the end of the sequence, which may hold another sequence's data. The role waits for every tile, and
+// no slot is filled again before it has: it would take the next tile for this one.
 __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, const Sequence& sequence, const Band& band,
                           const BlockIndex& block) {
-  bool is_later = false;
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     int kv_start = kv_tiles.kv_start;
     QTiles q_tiles(p, band, block.kv_head, kv_start);
-    if constexpr (PACKED || KV_LENGTHS) {
-      rings.K.wait(), rings.V.wait();                                  // @wait-K-V-to-clear
+    rings.K.wait(), rings.V.wait();  // @wait-K-V-to-clear
+    if constexpr (PACKED || KV_LENGTHS)
       if (q_tiles.valid() && kv_start + BLOCK_KV > sequence.kv_len) {  // @past-the-keys
         auto exists = [&](int row) { return kv_start + row < sequence.kv_len; };
         clear_rows_of_warp<HEAD_DIM>(rings.K.tile(), exists);
         clear_rows_of_warp<HEAD_DIM_V>(rings.V.tile(), exists);
         fence_proxy_async();  // @fence-cleared-keys
       }
-    }
-    ++rings.K.index, ++rings.V.index;
+    __syncwarp();
+    leave(rings.K), leave(rings.V);
     for (; q_tiles.valid(); q_tiles.next()) {
       rings.rows.acquire();  // @acquire-row-slot
       const float* lse2 = sequence.queries<float>(p.lse2, q_tiles.head);
@@ -188,11 +192,6 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
         to[n] = of_row, to[BLOCK_Q + n] = visible ? -delta[i] : 0;
         unwanted |= of_row == -infinity();
       }
-      if (is_later) {  // @wait-tile-before
-        rings.Q.wait(), rings.dO.wait();
-        ++rings.Q.index, ++rings.dO.index;
-      }
-      is_later = true;
       if (__any_sync(0xFFFFFFFF, unwanted)) {  // @clear-queries
         __syncwarp();                          // @written-row-numbers
         auto sees = [&](int row) { return to[row] != -infinity(); };
@@ -203,6 +202,9 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
       }
       mbarrier_arrive(rings.rows.full());
       ++rings.rows.index;
+      rings.Q.wait(), rings.dO.wait();  // @wait-every-tile
+      __syncwarp();
+      leave(rings.Q), leave(rings.dO);
     }
   }
 }
@@ -253,8 +255,8 @@ __device__ inline unsigned int kept_queries(const Dropout& dropout, int i, int j
 
 // Turns q.k of key j and queries from i on into probabilities; `derivatives` are those that Score::gradient needs.
 template <bool MASKED, int N>
-__device__ void exponentiate(float (&S)[N], float (&derivatives)[N], const Score& score, const Band& band, int i, int j,
-                             float scale_log2, const float* minus_lse2) {
+__device__ void exponentiate_part(float (&S)[N], float (&derivatives)[N], const Score& score, const Band& band, int i,
+                                  int j, float scale_log2, const float* minus_lse2) {
   int key_read = MASKED ? band.key(j) : j;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -287,6 +289,15 @@ __device__ void exponentiate(float (&S)[N], float (&derivatives)[N], const Score
 #pragma unroll
     for (int e = n; e < n + 4; ++e) S[e] = ex2_approx(S[e]);
   }
+}
+
+template <int N>
+__device__ void exponentiate(float (&S)[N], float (&derivatives)[N], bool masked, const Score& score, const Band& band,
+                             int i, int j, float scale_log2, const float* minus_lse2) {
+  if (masked)
+    exponentiate_part<true>(S, derivatives, score, band, i, j, scale_log2, minus_lse2);
+  else
+    exponentiate_part<false>(S, derivatives, score, band, i, j, scale_log2, minus_lse2);
 }
 
 // Zeroes what dropout does not keep, and scales the rest.

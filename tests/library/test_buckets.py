@@ -73,7 +73,7 @@ def problems(engine, backward):
     [
         pytest.param(engine, backward, id=f"{engine}-{'backward' if backward else 'forward'}")
         for engine, backward in product(MODULES, (False, True))
-        if "decode" not in engine and not (backward and engine == "tcgen05")  # which has no backward
+        if "decode" not in engine
     ],
 )
 def test_a_bucket_shares_its_tile(engine, backward):

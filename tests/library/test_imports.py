@@ -76,7 +76,6 @@ FLOW = (
     "engines.wgmma.forward",
     "engines.wgmma.forward_fp8",
     "engines.wgmma",
-    "engines.tcgen05_backward",
     "engines.tcgen05",
     "engines",
     "plan",

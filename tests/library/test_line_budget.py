@@ -33,6 +33,7 @@ BUDGET = {
         (22, "tcgen05 with a strict order of mma, beside the others in check and tune"),
         (182, "micro-kernels of tcgen05: products, order, commits, shapes of loads and stores, allocation in turns"),
         (24, "check with ptxas's checks of tensor memory"),
+        (48, "the backward of tcgen05: what it refuses, its tiles, cost model and launches"),
         (625, "selected=: the option, its types and checks 275, on the CPU 250, on its caches 55, torch and jax 35"),
         (
             123,

@@ -404,8 +404,7 @@ def test_sanitized_calls_start_every_kernel():
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
     # drow_weights follows the launches of a plan if there are row weights, which a plan does not know.
     of_rows = set().union({"drow_weights"}, *map(kernels_of_weights, sanitize.ROWS.values()))
-    # Not sanitized yet, as it has no backward: tests/gpu and `python -m cupy_flash check` run it on a card.
-    others |= {"tcgen05/forward"}
+    others |= {"tcgen05/forward"}  # sanitize._tcgen05 runs it
     assert kernels == every - of_caches - (of_derivatives - kernels) - of_rows - others
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")

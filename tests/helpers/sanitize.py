@@ -1,8 +1,8 @@
 """Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
-ENGINE is simt, mma, wgmma, fp8, cache, derivatives or rows (statistics of rows, and attention weights); for the last
-three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and the results are compared
-with the formula.
+ENGINE is simt, mma, wgmma, fp8, tcgen05 (forwards), cache, derivatives or rows (statistics of rows, and attention
+weights); for the last three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and
+the results are compared with the formula.
 
 The driver allocates each array, because the tool does not detect out-of-bounds accesses inside a memory pool.
 """
@@ -30,6 +30,7 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import Statistics, device, dispatch
+from cupy_flash.engines import tcgen05
 from cupy_flash.plan.plan import Plan, candidates, plan
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.records import Operands, Options, Saved
@@ -91,6 +92,7 @@ def engines() -> list[str]:
         "derivatives",
         "rows",
         *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else []),
+        *(["tcgen05"] if device.gpu(0).arch in (tcgen05.ARCHES or ()) else []),
     ]
 
 
@@ -145,6 +147,8 @@ def sanitize(engine: str, *, checked: bool) -> None:
         return _fp8(checked)
     if engine == "cache":
         return _caches(checked)
+    if engine == "tcgen05":
+        return _tcgen05(checked)
     for name in on_gpu.FUNCTIONS:
         setattr(cupy_flash, name, on_gpu.moving(getattr(cupy_flash, name)))
     if engine == "derivatives":
@@ -253,6 +257,18 @@ def _fp8(checked: bool) -> None:
         if checked:
             compare(case, result, *fp8_cases.references(call), only=("out", "lse"))
         print(f"fp8: {name}", flush=True)
+
+
+def _tcgen05(checked: bool) -> None:
+    for name, case in (CASES | {"mods": MODS}).items():
+        case = replace(case, dtype="bfloat16")
+        call = _with_mods(case)
+        forward = cupy_flash.attention if call.packed is None else cupy_flash.attention_varlen
+        bounds = () if call.packed is None else tuple(call.packed)
+        result = forward(call.q, call.k, call.v, *bounds, **call.options, engine="tcgen05", return_lse=True)
+        if checked:
+            check(case, Result(*result, *[None] * 5), only=("out", "lse"))
+        print(f"tcgen05: {name}", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

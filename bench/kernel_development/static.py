@@ -146,6 +146,8 @@ MAY_SPILL = {
     ("mma/backward, fp16 D 128, tile 64x128/256, sm_80", "12.8.93"): 12,
     ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.8.93"): 24,
     ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.8.93"): 24,
+    ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.9.86"): 32,
+    ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.9.86"): 32,
     ("wgmma/backward, Hopper fp16 D 256, tile 64x64/384, sm_90a", "12.8.93"): 8,
 }
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need

@@ -47,7 +47,7 @@ ARCHS = ("sm_75", "sm_80", HOPPER, BLACKWELL)
 # The architectures whose tile steps are counted, for all engines but those of ARCH_OF_ENGINE, and for these.
 ARCH_OF_ENGINE = {"wgmma": HOPPER, "tcgen05": BLACKWELL}
 STEP_ARCHS = ("sm_80", *ARCH_OF_ENGINE.values())
-EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+EVERY_ARCH = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103a", "sm_120")
 FIRST_RELEASE = {"sm_103a": (12, 9)}  # of NVRTC for an architecture, if it is later than the first that is supported
 EVERY_OPTION: dict[str, Any] = dict(
     causal=True, window=(48, 48), softcap=30.0, alibi_slopes=True, bias=True, mask=True, sink=True,
@@ -124,25 +124,30 @@ PROBLEMS: dict[str, dict[str, Any]] = {
         }.items()
     },
 }
-# The problems with the highest register pressure: --all compiles only these, for every architecture and compiler. Those
-# of Blackwell, whose rows are not stored, are compiled without --all.
+# The problems with the highest register pressure: --all compiles only these, for every architecture and compiler. A
+# strict order of mma changes one thread of tcgen05's kernels, so its tiles, which only a tune may choose, have no rows.
 SCARCE = (
     "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 96", "fp16 D 128", "fp16 D 64 all options",
     "KV cache fp16 D 64", "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128",
     "Hopper fp16 D 256", "Hopper fp16 D 128 all options", "Hopper e4m3 D 64", "Hopper e4m3 D 128", "Hopper e4m3 D 256",
+    *(name for name in PROBLEMS if name.startswith("Blackwell")),
 )  # fmt: skip
 MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions with counted steps
 STEP_LENGTH, STEP_HEADS = 4096, 64  # sequence length and heads of the problem whose steps are counted
 NOT_OPTIONS = ("dtype", "head_dim", "head_dim_v", "backward")  # keys of PROBLEMS that are no options of attention()
 # Bytes that rows may spill, (name, NVRTC): never inside a steady loop. Here one number, or three, is stored in the
-# prologue, and loaded again where the block takes its next work item, before the mainloop; in the Hopper backward,
-# behind the mainloop.
+# prologue, and loaded again where the block takes its next work item, before the mainloop; in the Hopper backward and
+# the forward of tcgen05, behind the mainloop.
 MAY_SPILL = {
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_100", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.9.86"): 8,
     ("mma/backward, fp16 D 64, tile 128x128/256, sm_80", "13.5.37"): 36,
     ("mma/backward, fp16 D 128, tile 64x128/256, sm_80", "12.8.93"): 12,
+    ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.8.93"): 24,
+    ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.8.93"): 24,
+    ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.9.86"): 32,
+    ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.9.86"): 32,
     ("wgmma/backward, Hopper fp16 D 256, tile 64x64/384, sm_90a", "12.8.93"): 8,
 }
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need

@@ -45,6 +45,9 @@ CHECKS = {
         "a bulk copy that signals an mbarrier without fence.mbarrier_init or fence.proxy.async after its mbarrier.init",
         enforced=False,
     ),
+    "commit-wait": Check(
+        "a block that ends without a wait for the arrival of its last tcgen05.commit to an mbarrier", enforced=False
+    ),
     "bulk-read-wait": Check(
         "a block that ends without a cp.async.bulk.wait_group{.read} after its last bulk store", enforced=False
     ),

@@ -47,9 +47,9 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
     }
   }
   if (!issues_loads()) return;
-  barriers.K.drain(), barriers.V.drain();
+  barriers.K.drain(), barriers.V.drain();  // @drain-slots
 #pragma unroll
-  for (int t = 0; t < TILES; ++t) Q[t].drain();
+  for (int t = 0; t < TILES; ++t) Q[t].drain();  // @drain-Q
 }
 
 // True if rows of this tile of V are past the end of the sequence.

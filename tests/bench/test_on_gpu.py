@@ -388,7 +388,8 @@ def test_sanitized_calls_start_every_kernel():
             call = case.call()
             out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
             for saved in (None, Saved(call.dout, out, lse, call.dlse)):
-                chosen, _ = planned(case, saved, "sm_90a", tile, engine=engine, **words)
+                arch = "sm_100a" if engine == "tcgen05" else "sm_90a"
+                chosen, _ = planned(case, saved, arch, tile, engine=engine, **words)
                 kernels |= {launch.kernel for launch in chosen.launches}
                 constants |= {pair for launch in chosen.launches for pair in launch.constants}
     folder = ROOT / "kernels_cu"
@@ -404,8 +405,6 @@ def test_sanitized_calls_start_every_kernel():
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
     # drow_weights follows the launches of a plan if there are row weights, which a plan does not know.
     of_rows = set().union({"drow_weights"}, *map(kernels_of_weights, sanitize.ROWS.values()))
-    # Not sanitized yet: tests/gpu and `python -m cupy_flash check` run them on a card.
-    others |= {"tcgen05/forward", "tcgen05/backward"}
     assert kernels == every - of_caches - (of_derivatives - kernels) - of_rows - others
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")

@@ -15,6 +15,7 @@ from on_gpu import in_numpy, torch_has_gpu
 
 import cupy_flash
 from cupy_flash import device
+from cupy_flash.engines import tcgen05
 
 FRAMEWORKS = ["cupy"]
 if torch_has_gpu():
@@ -26,6 +27,8 @@ HALF = "float16" if device.gpu(0).arch == "sm_75" else "bfloat16"
 ENGINES = {"simt": "float32", "mma": HALF}
 if device.gpu(0).arch == "sm_90a":
     ENGINES["wgmma"] = "bfloat16"
+if device.gpu(0).arch in (tcgen05.ARCHES or ()):
+    ENGINES["tcgen05"] = "bfloat16"
 
 on_every_engine = pytest.mark.parametrize("engine", ENGINES)
 on_both_frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -1,8 +1,8 @@
 """Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
-ENGINE is simt, mma, wgmma, fp8, cache, derivatives or rows (statistics of rows, and attention weights); for the last
-three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and the results are compared
-with the formula.
+ENGINE is simt, mma, wgmma, fp8, tcgen05, cache, derivatives or rows (statistics of rows, and attention
+weights); for the last three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and
+the results are compared with the formula.
 
 The driver allocates each array, because the tool does not detect out-of-bounds accesses inside a memory pool.
 """
@@ -30,11 +30,12 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash import Statistics, device, dispatch
+from cupy_flash.engines import tcgen05
 from cupy_flash.plan.plan import Plan, candidates, plan
 from cupy_flash.problem.build import pose
 from cupy_flash.problem.records import Operands, Options, Saved
 
-DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16"}
+DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16", "tcgen05": "bfloat16"}
 # Each case has a few tiles, the last one partial. Together they cover every option, every kernel, and both orders of
 # the additions to dQ.
 LONG = dict(q_len=150, kv_len=170, batch=1, heads=2, kv_heads=1, head_dim=64, head_dim_v=64)
@@ -91,6 +92,7 @@ def engines() -> list[str]:
         "derivatives",
         "rows",
         *(["wgmma", "fp8"] if device.gpu(0).arch == "sm_90a" else []),
+        *(["tcgen05"] if device.gpu(0).arch in (tcgen05.ARCHES or ()) else []),
     ]
 
 
@@ -100,6 +102,8 @@ TileOf = Callable[[Plan], Any]
 def calls(engine: str) -> Iterator[tuple[str, Case, dict, TileOf | None]]:
     """Yield (name, case, further options, tile to use instead of the planned one)."""
     for name, case in CASES.items():
+        if engine == "tcgen05":
+            case = replace(case, head_dim=min(case.head_dim, tcgen05.LARGEST_OF_BACKWARD))
         for deterministic in (False, True):
             order = "deterministic" if deterministic else "in any order"
             yield f"{name}, {order}", replace(case, dtype=DTYPES[engine]), dict(deterministic=deterministic), None

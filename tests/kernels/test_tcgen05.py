@@ -262,6 +262,8 @@ PLANTED = {
     "columns of Q and K": (change("mma-S", "NEXT_OF_K + n % 4", "NEXT_OF_K + (n + 1) % 4"), AssertionError),
     "columns of P": (change("mma-PV", "8 * n", "8 * (n ^ 1)"), AssertionError),
     "O not begun": (change("mma-PV", "adds || n > 0", "true"), errors.Uninitialised),
+    "the block ends before its last slots are empty": (skip("drain-slots"), errors.PendingCopy),
+    "the block ends before its last Q are released": (skip("drain-Q"), errors.PendingCopy),
     "slots released by hand": (RELEASED_BY_HAND, ORDERING),
     "correction not waited for": (change("arrivals-of-P", "2 *", ""), (*ORDERING, errors.BarrierMisuse)),
     "phases": (skip("signal-parity"), (*ORDERING, errors.Deadlock, errors.BarrierMisuse)),

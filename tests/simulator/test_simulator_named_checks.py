@@ -5,7 +5,8 @@ import pytest
 import tcgen05_kernels
 from micro import run
 
-from cupy_flash.measure.checks.blackwell.case import FENCE_BEFORE, BlackwellCase
+from cupy_flash.measure.checks.blackwell.case import DEALLOC, FENCE_BEFORE, BlackwellCase
+from cupy_flash.measure.checks.blackwell.products import COMMIT
 from cupy_flash.measure.checks.hopper import BY_NAME
 from cupy_flash.measure.checks.hopper.case import HopperCase, wait
 from cupy_flash.measure.checks.hopper.wgmma import Operand
@@ -63,6 +64,10 @@ PLANTED = {
     "mbarrier-init-fence": without(LOAD, FENCE),
     "bulk-read-wait": without(STORE, "cp.async.bulk.wait_group 0;"),
     "tcgen05-fence": without(TCGEN05, FENCE_BEFORE),
+    "commit-wait": (
+        TCGEN05,
+        TCGEN05.body.replace(DEALLOC.format(columns=512), f"{DEALLOC.format(columns=512)} {COMMIT}"),
+    ),
     "kmajor-lbo": with_leading_offset(WGMMA, Operand(16, "f16"), 1024),
 }
 
@@ -95,7 +100,7 @@ def test_a_check_is_switched_off_by_its_name_alone(name, order):
 
 def test_the_checks_that_other_code_generators_do_not_need():
     hopper = {"float-order", "setmaxnreg-aligned", "mbarrier-init-fence", "bulk-read-wait", "kmajor-lbo"}
-    assert hopper | {"tcgen05-fence"} == UNENFORCED
+    assert hopper | {"tcgen05-fence", "commit-wait"} == UNENFORCED
 
 
 @pytest.mark.parametrize("unchecked", [["race", "lbo"], "race", [False]], ids=["one", "string", "type"])

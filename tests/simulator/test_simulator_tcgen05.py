@@ -183,6 +183,16 @@ def test_fences_of_tcgen05_can_be_left_to_the_compiler():
         run_changed(*without, (WAIT, ""), unchecked=("tcgen05-fence",))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_block_waits_for_its_commits(order):
+    """A commit that is in flight when its block ends would arrive in the shared memory of another block."""
+    last = f"{BARRIER}\n    {DEALLOC.format(columns=512)}"
+    with pytest.raises(errors.PendingCopy, match="ends before its tcgen05.commit arrives"):
+        run_changed((last, f"{COMMIT} {last}"), order=order)
+    assert run_changed((last, f"{COMMIT} {last}"), order=order, unchecked=("commit-wait",))
+    assert run_changed((last, f"{COMMIT} {wait(1, 'LAST')} {last}"), order=order)
+
+
 def test_a_commit_covers_the_mma_of_its_own_thread():
     other = COMMIT.replace("@%q6", "@%q2")
     with pytest.raises(errors.PendingCopy, match="without a wait for the tcgen05.commit"):

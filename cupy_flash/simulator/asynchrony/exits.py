@@ -1,13 +1,14 @@
-"""Block exit: no other block of the cluster may access an exited block's shared memory.
+"""Block exit: nothing may access an exited block's shared memory.
 
-A remote arrival at a block's mbarrier, a copy into the block, or a read of its memory must happen before one of its
-warps exits: by a wait for the phase that an arrival or copy belongs to or, except for a copy, by anything else that
-orders it, usually a cluster barrier. The check does not depend on whether the access happens to be complete in this
-run.
+A remote arrival at a block's mbarrier, that of a tcgen05.commit, a copy into the block, or a read of its memory by
+another block must happen before one of its warps exits: by a wait for the phase that an arrival or copy belongs to or,
+except for a commit or a copy, by anything else that orders it, usually a cluster barrier. The check does not depend on
+whether the access happens to be complete in this run.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import Enum
 
 import numpy as np
@@ -30,6 +31,7 @@ class Use(Enum):
     """How a block uses the shared memory of another."""
 
     ARRIVAL = "arrives at"
+    COMMIT = "commits to"
     COPY = "copies with"
     READ = "reads"
 
@@ -45,6 +47,8 @@ class Exits(Unit):
         # (4, warps): _CLOCK is the warp's own clock, _CLUSTER_PHASE its arrivals at the cluster barrier, _DONE the
         # mbarrier's completed phases once the use is complete (0: no use), _NUMBER the instruction.
         self._uses: dict[tuple[int, int, Use], Indices] = {}
+        # By the same key: the commits of each warp that have not arrived yet.
+        self._commits: defaultdict[tuple[int, int], Indices] = defaultdict(lambda: np.zeros(context.warps, np.int64))
 
     def record(
         self, targets: SharedAddresses, instruction: Instruction, use: Use, phases: Indices | None = None
@@ -61,18 +65,33 @@ class Exits(Unit):
             )
         if self.checks is None:
             return
-        # A block's own warps arrive and read before it exits anyway.
-        foreign = (targets.blocks != context.block_of_row[targets.rows]) | (use is Use.COPY)
+        # A block's own warps arrive and read before it exits anyway, but not their copies and commits.
+        asynchronous = use in (Use.COPY, Use.COMMIT)
+        foreign = (targets.blocks != context.block_of_row[targets.rows]) | asynchronous
         rank = targets.blocks % context.cluster
         offsets = np.zeros_like(targets.offsets) if use is Use.READ else targets.offsets
         for offset, r in {(int(o), int(r)) for o, r in zip(offsets[foreign], rank[foreign], strict=True)}:
             mine = foreign & (offsets == offset) & (rank == r)
             rows = targets.rows[mine]
             uses = self._uses.setdefault((offset, r, use), np.zeros((4, context.warps), np.int64))
-            uses[_CLOCK, rows] = _UNREACHED if use is Use.COPY else self.checks.clocks.own(rows)
-            uses[_CLUSTER_PHASE, rows] = _UNREACHED if use is Use.COPY else self.cluster_barrier.arrivals[rows]
-            uses[_DONE, rows] = _UNREACHED if phases is None else phases[mine] + 1
+            uses[_CLOCK, rows] = _UNREACHED if asynchronous else self.checks.clocks.own(rows)
+            uses[_CLUSTER_PHASE, rows] = _UNREACHED if asynchronous else self.cluster_barrier.arrivals[rows]
+            uses[_DONE, rows] = _UNREACHED if phases is None else phases[mine] + 1  # a commit has no phase yet
             uses[_NUMBER, rows] = context.number_of[id(instruction)]
+
+    def record_commit(self, targets: SharedAddresses, instruction: Instruction) -> None:
+        """Record that lanes have issued a tcgen05.commit; `commit_arrives` says in which phase it arrives."""
+        self.record(targets, instruction, Use.COMMIT)
+        for offset, block, row in zip(targets.offsets, targets.blocks, targets.rows, strict=True):
+            self._commits[int(offset), int(block) % self.context.cluster][row] += 1
+
+    def commit_arrives(self, targets: SharedAddresses, phases: Indices) -> None:
+        """Record the phases in which commits of these lanes arrive."""
+        for offset, block, row, phase in zip(targets.offsets, targets.blocks, targets.rows, phases, strict=True):
+            key = int(offset), int(block) % self.context.cluster
+            self._commits[key][row] -= 1
+            if self.checks is not None and self._commits[key][row] == 0:
+                self._uses[(*key, Use.COMMIT)][_DONE, row] = phase + 1
 
     def check_exited(self) -> None:
         """Check every block that has no live lane left, after lanes have exited."""
@@ -110,6 +129,12 @@ class Exits(Unit):
                 f"{name} may exit before {other} of its cluster reads its shared memory: it does not wait at a cluster "
                 f"barrier after the read"
             )
+        elif use is Use.COMMIT:
+            error = PendingCopy
+            message = (
+                f"{name} ends before its tcgen05.commit arrives: none of its warps has waited for the phase of "
+                f"{mbarrier}"
+            )
         elif use is Use.COPY:
             error = PendingCopy
             message = (
@@ -122,4 +147,4 @@ class Exits(Unit):
                 f"{name} may exit before {other} of its cluster arrives at {mbarrier}: it neither waits for that phase "
                 f"nor at a cluster barrier"
             )
-        context.report("early-exit", error, f"{message}\n  {instruction.where}")
+        context.report("commit-wait" if use is Use.COMMIT else "early-exit", error, f"{message}\n  {instruction.where}")

@@ -240,6 +240,7 @@ class Mbarriers(Unit):
         """Record that tcgen05.commit of these lanes will arrive, once the mma of `agents` up to `clocks` complete."""
         at = self._begin(targets, instruction, "a tcgen05.commit")
         self._committed_by[at], self._committed[at] = agents, clocks
+        self.exits.record_commit(targets, instruction)
 
     def _begin(self, targets: SharedAddresses, instruction: Instruction, signal: str) -> tuple[Indices, Indices]:
         at = self.lookup(targets, instruction), targets.blocks
@@ -257,6 +258,7 @@ class Mbarriers(Unit):
     def arrive_of_commit(self, targets: SharedAddresses, instruction: Instruction) -> None:
         """Arrive once at each mbarrier, for a tcgen05.commit whose mma are complete."""
         at = self.lookup(targets, instruction), targets.blocks
+        self.exits.commit_arrives(targets, self.phase[at])
         self._count_arrivals(at, targets, instruction, 1)
         self._complete(at, targets, instruction)
 

@@ -260,7 +260,7 @@ class Tcgen05Queue(Unit):
         self.context.events += 1
 
     def finish(self) -> None:
-        """Check at the end of the kernel that every mma is complete; commits that nothing waits for may remain."""
+        """Check at the end of the kernel that every mma is complete; `Exits` checks the commits."""
         while self.in_flight and not any(isinstance(one, _Mma) for one in self.in_flight):
             self.land()
         if self.in_flight:

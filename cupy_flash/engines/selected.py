@@ -52,6 +52,27 @@ def key_grid(problem: Problem, block_kv: int) -> Grid:
     return max(-(-problem.kv_len // width) * -(-width // block_kv), 1), problem.kv_heads, sequences(problem)
 
 
+def row_visits(problem: Problem, pairs: int, block_q: int) -> tuple[int, float]:
+    """Return the blocks that own rows of a list, and how many keys each visits."""
+    assert problem.selected is not None
+    tiles, groups, _ = list_grid(problem, block_q)
+    named = min(problem.selected.entries * problem.selected.block, problem.kv_len)
+    return tiles * groups * problem.batch, min(pairs / max(problem.q_len, 1), named)
+
+
+def key_visits(problem: Problem, pairs: int, rows: int, step: int) -> tuple[int, float]:
+    """Return the blocks that compute dK and dV in tiles of `rows` keys, and how many rows of lists each visits.
+
+    A block that adds owns `step` rows of a list, and visits keys in tiles of `rows`, each of which counts as a step.
+    """
+    if adds(problem):
+        blocks, named = row_visits(problem, pairs, step)
+        return blocks, named * step / rows
+    tiles, heads, _ = key_grid(problem, rows)
+    _, named = row_visits(problem, pairs, step)
+    return tiles * heads * problem.batch, named * problem.q_len * problem.group / max(problem.kv_len, 1)
+
+
 def adds(problem: Problem) -> bool:
     """Return whether the blocks that own rows of a list add dK and dV to sums, in any order."""
     return not problem.deterministic

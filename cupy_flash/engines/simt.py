@@ -9,7 +9,7 @@ from ..jit.shared_memory import shared_bytes
 from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
+from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, row_visits, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -123,6 +123,10 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
     computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     kernels = 2 if problem.backward else 1  # dK/dV and dQ
+    if problem.selected is not None:
+        blocks, named = row_visits(problem, pairs, tile.block_q)
+        waves, scores = -(-blocks // device.units), tile.block_q * -(-named // tile.block_kv) * tile.block_kv
+        computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     return computing + kernels * -(-scores // (tile.block_q * LARGEST_STEP)) * LOAD_SECONDS
 
 

@@ -64,7 +64,7 @@ LIVE = {
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
     "key_importance": 128,
 }  # fmt: skip
-LIVE_OF_LISTS = 18  # subtracted with selected keys, whose positions and heads are in shared memory
+LIVE_OF_LISTS = 30  # subtracted with selected keys, whose positions and heads are in shared memory
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
@@ -381,6 +381,7 @@ def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool 
                     for row_warps, m in shapes
                     if row_warps * column_warps <= 8
                     for step in steps
+                    if problem.selected is None or step <= 32 * row_warps * column_warps
                     for shape in (Tile(16 * m * row_warps, step, 32 * row_warps * column_warps, column_warps, 1),)
                     if (tile := _legal(kernel, problem, device, shape._replace(add_dq=add_dq)))
                 ]

@@ -54,6 +54,7 @@ LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.
 # operands and addresses. bench/results/static.json shows no spills up to these limits; with 128 the fp64 backward
 # spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
+OF_LISTS = 16  # of them are for the positions and heads of selected keys
 FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
 # A mainloop step loads two tiles one after the other and waits for each. Blocks on one SM overlap their waits, so
 # that only those of one block are counted, for steps of the largest tile.
@@ -83,6 +84,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the tiles whose kernels fit shared memory and registers, with at least one row per row of threads."""
+    limit = ACCUMULATORS[problem.accumulation.itemsize] - OF_LISTS * (problem.selected is not None)
     sizes = (
         Tile(block_q, block_kv, threads)
         for threads in (128, 64)
@@ -94,7 +96,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         tile
         for tile in sizes
         if max(_shared_bytes(problem, tile).values()) + _static_bytes(problem, tile) <= device.shared_bytes
-        and _accumulators(problem, tile) <= ACCUMULATORS[problem.accumulation.itemsize]
+        and _accumulators(problem, tile) <= limit
     ]
 
 

@@ -43,33 +43,34 @@ DEFAULT = (
 )  # fmt: skip
 
 
-def kernels_of(name, engine="simt", call=None, **how):
-    """Return results of the kernels of a case, in small tiles."""
-    case, made = call_of(name, dtype="float16") if engine == "mma" else call_of(name)
-    return run_kernels(case, call=call or made, tile=small_tile, engine=engine, **how)
+def made_of(name, engine="simt", **options):
+    """Return the case of a name and its call, in a dtype of the engine."""
+    return call_of(name, **options, **dict(dtype="float16") if engine == "mma" else {})
 
 
 @pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT))
 def test_results_and_gradients_are_those_of_the_reference(row):
     name, engine, deterministic = row
-    case, call = call_of(name, dtype="float16") if engine == "mma" else call_of(name)
-    check(case, kernels_of(name, engine, deterministic=deterministic), call=call)
+    case, call = made_of(name, engine)
+    result = run_kernels(case, call=call, tile=small_tile, engine=engine, deterministic=deterministic)
+    check(case, result, call=call)
 
 
-@pytest.mark.parametrize("engine", ["simt", "mma"])
+@pytest.mark.parametrize("engine", ["simt", exhaustive("mma")])
 def test_a_bias_that_hides_keys(engine):
-    case, call = call_of("query-heads-bias", **dict(dtype="float16") if engine == "mma" else {})
+    case, call = made_of("query-heads-bias", engine)
     out, lse = (x.numpy() for x in run_plan.forward(*planned(case, call=call, tile=small_tile, engine=engine), start))
     none = [None] * (len(Result._fields) - 2)
     check(case, Result(out, lse, *none), only=("out", "lse"), call=call)
 
 
-@pytest.mark.parametrize("engine", ["simt", exhaustive("mma")])
-def test_sorted_lists_give_the_same_bits_in_every_order(engine):
+@pytest.mark.parametrize(("engine", "runs"), [("simt", 2), exhaustive("simt", 5), exhaustive("mma", 5)])
+def test_sorted_lists_give_the_same_bits_in_every_order(engine, runs):
+    case, call = made_of("keys-causal-heads", engine, batch=1)
     bits = set()
-    for seed in range(5):
+    for seed in range(runs):
         in_order = functools.partial(start, order="random", seed=seed)
-        found = kernels_of("keys-causal-heads", engine, deterministic=True, start=in_order)
+        found = run_kernels(case, call=call, tile=small_tile, engine=engine, deterministic=True, start=in_order)
         bits.add(b"".join(x.tobytes() for x in found if x is not None))
     assert len(bits) == 1
 
@@ -140,10 +141,11 @@ def test_a_key_that_no_list_of_a_tile_names_never_reaches_it():
     i = np.arange(SQ) + SK - SQ  # causal
     names = (np.isin(lists, bad) & (lists <= i[:, None])).any(axis=-1)[:, 0]  # (B, Sq)
     assert 0 < names.sum() < names.size
-    clean, dirty = results(lists, causal=True), results(lists, k=k, v=v, causal=True)
+    clean = results(lists, "cpu", causal=True)
+    dirty = results(lists, k=k, v=v, causal=True)
     for index in (0, 2):  # out and dq
         assert np.isnan(dirty[index][names]).any()
-        np.testing.assert_array_equal(dirty[index][~names], clean[index][~names])
+        assert_close([dirty[index][~names]], [clean[index][~names]])
 
 
 def with_lists(call, change):
@@ -154,16 +156,16 @@ def with_lists(call, change):
 def test_wrong_entries_are_never_followed(monkeypatch):
     """Entries past the keys are hidden; entries that stand twice give some result."""
     monkeypatch.setattr("cupy_flash.problem.build.check_entries", lambda *arguments: None)
-    _, call = call_of("last-list-and-block-are-cut")
+    case, call = call_of("last-list-and-block-are-cut", batch=1)
     rng = np.random.default_rng(8)
     wrong = rng.choice(np.array([3, 2**26, 2**27 - 1, 2**31 - 1], np.int32), call.options["selected"].shape)
 
     def kernels(lists):
-        return kernels_of("last-list-and-block-are-cut", call=with_lists(call, lists), deterministic=True)
+        return run_kernels(case, call=with_lists(call, lists), tile=small_tile, deterministic=True)
 
-    expected, found = (kernels(lambda x, y=y: np.where(wrong == 3, x, y)) for y in (-1, wrong))
-    for x, y in zip(found[:5], expected[:5], strict=True):
-        np.testing.assert_array_equal(x, y)
+    expected = run_public(case, call=with_lists(call, lambda x: np.where(wrong == 3, x, -1)))
+    for x, y in zip(kernels(lambda x: np.where(wrong == 3, x, wrong))[:5], expected[:5], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
     kernels(lambda x: np.full_like(x, 1))
 
 
@@ -175,15 +177,15 @@ def test_rows_with_empty_lists_see_nothing():
     np.testing.assert_array_equal(lse, np.broadcast_to(sink[:, None], lse.shape))
 
 
-def test_values_inside_keys():
+@pytest.mark.parametrize("deterministic", [False, exhaustive(True)])
+def test_values_inside_keys(deterministic):
     """The gradient of the keys is the sum of both, also where blocks add to it."""
     lists = lists_of(np.random.default_rng(10), heads=HK)
     options = dict(selected=lists, head_dim_v=DV)
     expected = cupy_flash.attention(Q, K, None, return_lse=True, **options)
-    for deterministic in (False, True):
-        kernels = options | dict(backend="simulator", deterministic=deterministic)
-        found = cupy_flash.attention_backward(DOUT, Q, K, None, *expected, **kernels)
-        assert_close(found[:2], cupy_flash.attention_backward(DOUT, Q, K, None, *expected, **options)[:2])
+    kernels = options | dict(backend="simulator", deterministic=deterministic)
+    found = cupy_flash.attention_backward(DOUT, Q, K, None, *expected, **kernels)
+    assert_close(found[:2], cupy_flash.attention_backward(DOUT, Q, K, None, *expected, **options)[:2])
 
 
 # (bug, case, engine, whether a call is deterministic, error)
@@ -230,24 +232,21 @@ DEFAULT_BUGS = ("the-next-page", "last-block-not-cut", "inverse-list-off-by-one"
 @pytest.mark.parametrize("row", in_tiers(BUGS, DEFAULT_BUGS))
 def test_planted_bugs_are_found(row, monkeypatch):
     bug, name, engine, deterministic, error = row
-    case, call = call_of(name, dtype="float16") if engine == "mma" else call_of(name)
+    case, call = made_of(name, engine, batch=1)
     expected = run_public(case, call=call)
     with planted(monkeypatch, bug), pytest.raises(error):
-        found = kernels_of(name, engine, deterministic=deterministic)
+        found = run_kernels(case, call=call, tile=small_tile, engine=engine, deterministic=deterministic)
         for x, y in zip(found[:5], expected[:5], strict=True):
             np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize(
-    ("bug", "find"),
-    [
-        pytest.param(change("first-list", "+ sequence.batch", ""), "packed", id="lists-of-the-sequence-before"),
-        pytest.param(change("inverse-entry-exists", "&& entry < blocks", ""), "wrong", id="wrong-entries-are-followed"),
-    ],
-)
-def test_planted_bugs_in_rarer_calls_are_found(bug, find, monkeypatch):
-    with planted(monkeypatch, bug), pytest.raises(WRONG):
-        if find == "packed":
-            test_a_packed_batch()
-        else:
-            test_wrong_entries_are_never_followed(monkeypatch)
+@pytest.mark.exhaustive
+def test_the_lists_of_the_sequence_before_are_found(monkeypatch):
+    with planted(monkeypatch, change("first-list", "+ sequence.batch", "")), pytest.raises(WRONG):
+        test_a_packed_batch()
+
+
+def test_wrong_entries_in_sorted_lists_are_found(monkeypatch):
+    bug = change("inverse-entry-exists", "&& entry < blocks", "")
+    with planted(monkeypatch, bug), pytest.raises(SimulationError):
+        test_wrong_entries_are_never_followed(monkeypatch)

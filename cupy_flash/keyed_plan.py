@@ -123,7 +123,7 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
     `read` returns what the key has of arrays, some of which may be None, those that are not, and their addresses; or
     None if one is not exactly of the library's type or has no memory of its own.
     """
-    if options.statistics is not None:
+    if options.statistics is not None or options.check_selected:
         return None
     mod = None
     if options.score_mod is not None or options.mask_mod is not None:

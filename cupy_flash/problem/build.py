@@ -241,8 +241,7 @@ def _pose_on_cache(
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
         table.check_contents(requirements, checked.problem, operands, bounds)
-    if checked.readable or options.check_selected:
-        check_entries(requirements, checked.problem, call, options.check_selected)
+    check_entries(requirements, checked.problem, call, options.check_selected)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.sizes.kv_len)
     requirements.raise_if_unmet(call)

@@ -38,6 +38,10 @@ BUDGET = {
         (16, "pages of any number of keys: their reciprocal, and when kernels divide by it"),
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
         (18, "selected keys: one list's rows in parts, rows and blocks cut at lengths; which arrays a kept call has"),
+        (
+            200,
+            "selected keys on simt and mma: launches and workspaces 125, mma 50, checks of lists on a GPU 15",
+        ),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
     ],
     "bench": [

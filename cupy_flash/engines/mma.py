@@ -10,16 +10,6 @@ from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import (
-    adds,
-    key_launches,
-    key_visits,
-    key_workspaces,
-    list_bytes,
-    list_grid,
-    row_visits,
-    selection_refusals,
-)
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -144,7 +134,10 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
-    reasons += selection_refusals(problem)
+    if problem.selected is not None:
+        from . import selected  # imported by the first call with selected keys
+
+        reasons += selected.refusals(problem)
     if problem.weights and problem.backward:
         reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
@@ -218,8 +211,10 @@ def _key_kernel(problem: Problem, tile: Tile) -> str:
 
 def _owner_of_keys(problem: Problem) -> str:
     """Return the kernel of dK and dV whose warps do not share their scores."""
-    if problem.selected is not None and adds(problem):
-        return "selected_backward_add"
+    if problem.selected is not None:
+        from . import selected
+
+        return "selected_backward_add" if selected.adds(problem) else "selected_backward_kv"
     return f"{_backward(problem)}_kv"
 
 
@@ -257,11 +252,13 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
     if problem.selected is not None:
+        from . import selected
+
         if tile.q_tile is not None:
-            visits = row_visits(problem, pairs, tile.q_tile.rows)
+            visits = selected.row_visits(problem, pairs, tile.q_tile.rows)
             total += _seconds_of_visits(_row_kernel(problem), problem, device, tile.q_tile, visits)
         if tile.kv_tile is not None:
-            visits = key_visits(problem, pairs, tile.kv_tile.rows, tile.kv_tile.step)
+            visits = selected.key_visits(problem, pairs, tile.kv_tile.rows, tile.kv_tile.step)
             total += _seconds_of_visits(_owner_of_keys(problem), problem, device, tile.kv_tile, visits)
         return total
     if tile.q_tile is not None:
@@ -293,7 +290,11 @@ def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tupl
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     rows = backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
-    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
+    if problem.selected is None:
+        return rows
+    from . import selected
+
+    return *rows, *selected.key_workspaces(problem, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -301,7 +302,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         if problem.selected is not None:
-            return list_grid(problem, q_tile.rows)
+            from . import selected
+
+            return selected.list_grid(problem, q_tile.rows)
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
@@ -316,7 +319,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if problem.selected is None:
         backward.append(_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid))
     else:
-        backward += key_launches(
+        from . import selected
+
+        backward += selected.key_launches(
             problem,
             fragment_constants(problem),
             (kv_tile.step, kv_tile.rows),
@@ -486,7 +491,9 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 def _static_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of static shared memory of a kernel whose blocks own `tile.rows` rows."""
     if problem.selected is not None:
-        return list_bytes(problem, (max(tile.rows, tile.step),) * 2, tile.stages)
+        from . import selected
+
+        return selected.list_bytes(problem, (max(tile.rows, tile.step),) * 2, tile.stages)
     return static_bytes(problem, tile.step)
 
 

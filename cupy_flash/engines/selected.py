@@ -15,10 +15,8 @@ ROW_THREADS = 256  # of the kernels without tiles
 KEY_BLOCKS = 4096  # maximum number of blocks per sequence and head of those that clear and round sums
 
 
-def selection_refusals(problem: Problem) -> list[str]:
-    """Return the reasons against what no kernel computes with selected keys; [] without them."""
-    if problem.selected is None:
-        return []
+def refusals(problem: Problem) -> list[str]:
+    """Return the reasons against what no kernel computes with selected keys."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
     absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)

@@ -9,7 +9,6 @@ from ..jit.shared_memory import shared_bytes
 from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, row_visits, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -71,7 +70,11 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and D or Dv > LARGEST."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem) + selection_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    if problem.selected is not None:
+        from . import selected  # imported by the first call with selected keys
+
+        reasons += selected.refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -126,7 +129,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     kernels = 2 if problem.backward else 1  # dK/dV and dQ
     if problem.selected is not None:
-        blocks, named = row_visits(problem, pairs, tile.block_q)
+        from . import selected
+
+        blocks, named = selected.row_visits(problem, pairs, tile.block_q)
         waves, scores = -(-blocks // device.units), tile.block_q * -(-named // tile.block_kv) * tile.block_kv
         computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     return computing + kernels * -(-scores // (tile.block_q * LARGEST_STEP)) * LOAD_SECONDS
@@ -149,7 +154,11 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     if problem.weights:
         return ()
     rows = row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
-    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
+    if problem.selected is None:
+        return rows
+    from . import selected
+
+    return *rows, *selected.key_workspaces(problem, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -166,12 +175,16 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         weights = launch(f"simt/{problem.weights}", weights_grid(problem, *tile[:2]))
         return nonempty(with_mods(problem, [*append_launches(problem, constants), weights]))
     if problem.selected is not None:
-        own = [launch("simt/selected_forward", list_grid(problem, tile.block_q))]
+        from . import selected
+
+        own = [launch("simt/selected_forward", selected.list_grid(problem, tile.block_q))]
         if problem.backward:
             own = [
                 launch("delta", (q_tiles, problem.heads, sequences(problem))),
-                *key_launches(problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)),
-                launch("simt/selected_backward_q", list_grid(problem, tile.block_q)),
+                *selected.key_launches(
+                    problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)
+                ),
+                launch("simt/selected_backward_q", selected.list_grid(problem, tile.block_q)),
             ]
             own += [launch("dsink", (problem.heads, 1, 1))] * problem.sink
         return nonempty(with_mods(problem, [*append_launches(problem, constants), *own]))
@@ -221,7 +234,13 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     """Return the bytes of dynamic shared memory of each tile kernel."""
     if problem.selected is not None:
-        steps = ("backward_add" if adds(problem) else "backward_kv", "backward_q") if problem.backward else ("forward",)
+        from . import selected
+
+        steps = (
+            ("backward_add" if selected.adds(problem) else "backward_kv", "backward_q")
+            if problem.backward
+            else ("forward",)
+        )
         kernels = [f"simt/selected_{step}" for step in steps]
     elif problem.backward:
         step = "simt/second" if problem.derivative else "simt/backward"
@@ -237,7 +256,9 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
 def _static_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of static shared memory of the tile kernels."""
     if problem.selected is not None:
-        return list_bytes(problem, tile[:2])
+        from . import selected
+
+        return selected.list_bytes(problem, tile[:2])
     return static_bytes(problem, tile.block_kv)
 
 

@@ -198,6 +198,21 @@ def from_host(numbers: np.ndarray, like: Array) -> Array:
         return as_array(cupy.asarray(numbers), "numbers")
 
 
+def to_host(array: Array) -> np.ndarray:
+    """Return the numbers of an array in host memory, a copy if it is on a GPU, for which this waits."""
+    if array.device == "cpu":
+        return array.numpy()
+    if array.framework == "torch":
+        numbers: np.ndarray = array.owner.cpu().numpy()
+        return numbers
+    import cupy
+
+    with cupy.cuda.Device(_device_index(array.device)):
+        on_gpu = cupy.from_dlpack(array.owner) if array.framework in BY_DLPACK else cupy.asarray(array.owner)
+        copy: np.ndarray = cupy.asnumpy(on_gpu)
+        return copy
+
+
 def contiguous(array: Array) -> Array:
     """Return a C-contiguous copy in the same framework, on the same device.
 

@@ -140,13 +140,19 @@ class _Form:
     hashed or tested for truth, is only asked for its type.
     """
 
-    __slots__ = ("arrays", "dropout", "has_mods", "length", "values")
+    __slots__ = ("arrays", "dropout", "has_mods", "length", "reads_lists", "values")
 
     def __init__(
-        self, arrays: list[int], values: list[int], dropout: int | None, length: int | None, has_mods: bool
+        self,
+        arrays: list[int],
+        values: list[int],
+        dropout: int | None,
+        reads_lists: int,
+        length: int | None,
+        has_mods: bool,
     ) -> None:
         self.arrays, self.values = itemgetter(*arrays), itemgetter(*values)
-        self.dropout, self.length, self.has_mods = dropout, length, has_mods
+        self.dropout, self.reads_lists, self.length, self.has_mods = dropout, reads_lists, length, has_mods
 
 
 _forms: dict[tuple[type | bool, ...], _Form] = {}
@@ -173,7 +179,7 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
         form = _form_of(types, table, packed is not None, library.types)
         if form is None:
             return None
-    if form.dropout is not None and given[form.dropout]:
+    if (form.dropout is not None and given[form.dropout]) or given[form.reads_lists]:
         return None
     inputs, encoded = form.arrays(given), ""
     if form.has_mods:
@@ -226,7 +232,7 @@ def _form_of(types: tuple[type, ...], table: Table, is_packed: bool, readable: f
     without = tuple([has_mods if n in mods else x for n, x in enumerate(types)])
     if len(_forms) >= CACHED:
         _forms.clear()
-    form = _forms.setdefault(without, _Form(arrays, values, dropout, length, has_mods))
+    form = _forms.setdefault(without, _Form(arrays, values, dropout, place["check_selected"], length, has_mods))
     return _forms.setdefault(types, form)
 
 

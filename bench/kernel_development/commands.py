@@ -23,6 +23,7 @@ from . import (
     marks,
     peers,
     predict,
+    selected,
     static,
     static_mods,
     static_tables,
@@ -95,6 +96,19 @@ def _predict(options: argparse.Namespace, arguments: list[str]) -> int:
     write(describe(arguments, 1) | {"predict": predictions, "tcgen05": of_blackwell}, path)
     show(predict.table(predictions))
     show(events.table(of_blackwell))
+    return 0
+
+
+def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
+    with progress("simulate", len(selected.CASES)) as step:
+        counts = []
+        for case in selected.CASES:
+            step(f"{case.engine}, {case.heads} heads")
+            counts.append(selected.count(case))
+    write(
+        describe(arguments, 1) | {"selected": [selected.record(each) for each in counts]}, options.out / "selected.json"
+    )
+    show(selected.table(counts))
     return 0
 
 
@@ -179,6 +193,9 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="predict nothing; exit status 1 names the rows whose kernels have changed"
     )
     add_out(prediction)
+    of_lists = commands.add_parser("selected")
+    of_lists.set_defaults(run=_selected)
+    add_out(of_lists)
     machine_code = commands.add_parser("sass")
     machine_code.set_defaults(run=_sass)
     machine_code.add_argument("folder", type=Path, help="folder of *.cubin files of other implementations")

@@ -14,6 +14,8 @@ heads) as one axis.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +29,7 @@ from ..problem.mask import Band
 from ..problem.records import Gradients, Operands, Problem
 from ..problem.selection import places_of, spans_of_queries
 from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded
-from .blas import product
+from .blas import product, shaped, square_sum
 from .score import Positions
 from .thread_pool import OrderedSum, run_tasks
 
@@ -37,6 +39,20 @@ PIECES = 4  # into which a backward splits the lists of a key/value head if ther
 # Cost model in nanoseconds on one core, as in engines/cpu.py: per floating-point operation of a product of one list's
 # rows and of a large one, per score between the products, and per number of a gathered key.
 FLOP_OF_LIST, FLOP, SCORE, GATHER = 0.03, 0.0095, 1.5, 0.4
+
+
+class Scratch(threading.local):
+    """Buffers that the tiles of a thread use in turn: the system would map and clear fresh memory for each tile."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, *shape: int, dtype: np.dtype) -> np.ndarray:
+        """Return the buffer of a name in a shape, with any contents."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < math.prod(shape):
+            buffer = self._buffers[name] = np.empty(math.prod(shape), dtype)
+        return shaped(buffer, *shape)
 
 
 class Unit(NamedTuple):
@@ -119,18 +135,25 @@ class ListTile(NamedTuple):
         queries = self.queries
         to[:, queries] = flat[: queries.stop - queries.start].swapaxes(0, 1)
 
-    def gather(self, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    def gather(self, rows: np.ndarray, dtype: np.dtype, scratch: Scratch, name: str) -> np.ndarray:
         """Return the rows (S, D) of the keys, (lists, keys, D), in the accumulation dtype; a view of all of them."""
         j = self.j[:, 0, 0]
         if len(j) == 1 and j.size == len(rows):
             return load_rows(rows, dtype)[None]
-        taken = np.take(rows, j, axis=0, mode="clip") if rows.flags.c_contiguous else rows[self.places[1][:, 0, 0]]
-        return load_rows(taken, dtype)
+        if not rows.flags.c_contiguous:
+            return load_rows(rows[self.places[1][:, 0, 0]], dtype)
+        taken = scratch.array(name, *j.shape, rows.shape[1], dtype=rows.dtype)
+        return load_rows(np.take(rows, j, axis=0, mode="clip", out=taken), dtype)
 
     def scatter(self, total: np.ndarray, X: np.ndarray) -> None:
         """Add X (lists, keys, D) to the rows of the keys; a last row takes what belongs to no key."""
-        for keys, rows in zip(self.j[:, 0, 0], X, strict=True):
-            total[keys] += rows
+        row = np.dtype((np.void, total.strides[0]))  # NumPy copies a row as one element faster than its numbers
+        rows, taken = total.view(row)[:, 0], np.empty(X.shape[1:], X.dtype)
+        taken_rows = taken.view(row)[:, 0]
+        for keys, added in zip(self.j[:, 0, 0], X, strict=True):
+            np.take(rows, keys, out=taken_rows, mode="clip")
+            taken += added
+            rows[keys] = taken_rows
 
 
 class Lists:
@@ -232,11 +255,11 @@ def outside(band: Band, tile: ListTile) -> np.ndarray:
     return hidden
 
 
-def products_of_rows(Q: np.ndarray, K: np.ndarray) -> np.ndarray:
+def products_of_rows(Q: np.ndarray, K: np.ndarray, scratch: Scratch, name: str) -> np.ndarray:
     """Return Q K^T, (lists, rows, heads, keys), of rows (lists, rows, heads, D) and keys (lists, keys, D)."""
     lists, rows, heads, dim = Q.shape
-    S: np.ndarray = np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2)).reshape(lists, rows, heads, -1)
-    return S
+    S = scratch.array(name, lists, rows * heads, K.shape[1], dtype=Q.dtype)
+    return np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2), out=S).reshape(lists, rows, heads, -1)
 
 
 def softmax(S: np.ndarray, sink: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -267,6 +290,7 @@ class SelectedCall(Call):
     def __init__(self, plan: Plan, operands: Operands) -> None:
         super().__init__(plan, operands)
         self.lists = Lists(plan.problem, operands)
+        self.scratch = Scratch()
         self.has_sums = any(step.gradients() for step in self.score_steps)
 
     def units(self, sequence: Sequence, kv_head: int) -> list[Unit]:
@@ -281,7 +305,7 @@ class SelectedCall(Call):
 
     def scores(self, tile: ListTile, band: Band, Q: np.ndarray, K: np.ndarray) -> tuple[np.ndarray, list[object], bool]:
         """Return S, what the gradients of the score modifications need, and whether a score is hidden (S is -inf)."""
-        S = products_of_rows(Q, K)
+        S = products_of_rows(Q, K, self.scratch, "S")
         self.scale(S)
         saved = [step.apply(S, tile, save=self.problem.backward) for step in self.score_steps]
         hidden = tile.hidden
@@ -332,11 +356,11 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
             call.stop.poll()
             Q = tile.rows_of(call.q[here], dtype)
             Q *= call.q_scale
-            S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype))
+            S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype, call.scratch, "keys"))
             l, row_lse = softmax(S, sink)
             if problem.dropout:
                 S *= call.kept(tile)
-            tile.store(averaged(S, tile.gather(v, dtype), l), out_rows[here])
+            tile.store(averaged(S, tile.gather(v, dtype, call.scratch, "values"), l), out_rows[here])
             tile.store(row_lse, lse_rows[here])
 
     units = [
@@ -408,7 +432,7 @@ def _differentiate(
     here = (sequence.row, unit.heads, sequence.queries)
     assert call.dout is not None and call.out is not None and call.lse is not None
     k, v = call.keys(sequence, unit.kv_head)
-    K, V = tile.gather(k, dtype), tile.gather(v, dtype)
+    K, V = (tile.gather(x, dtype, call.scratch, name) for x, name in ((k, "keys"), (v, "values")))
     Q = tile.rows_of(call.q[here], dtype)
     Q *= call.q_scale
     lse = tile.rows_of(call.lse[here], dtype, -np.inf)
@@ -426,7 +450,7 @@ def _differentiate(
     np.copyto(P, 0, where=unseen)
     lists, rows, heads, keys = P.shape
     in_product = (lists, rows * heads)
-    dS = np.matmul(dO.reshape(*in_product, -1), V.swapaxes(1, 2)).reshape(P.shape)
+    dS = products_of_rows(dO, V, call.scratch, "dS")
     kept = call.kept(tile) if problem.dropout else None
     if kept is not None:
         dS *= kept
@@ -444,8 +468,15 @@ def _differentiate(
     dQ = product(dS, K)
     dQ *= dtype.type(problem.scale)
     tile.store(dQ.reshape(lists, rows, heads, -1), dq_rows[here])
-    dK, dV = product(dS.swapaxes(1, 2), Q), product(P.swapaxes(1, 2), dO)
-    tile.scatter(total, np.concatenate([dK, dV], axis=2))
+    both = call.scratch.array("of_keys", lists, keys, total.shape[1], dtype=dtype)
+    dK_dV = both[..., : problem.head_dim], both[..., problem.head_dim :]
+    weighted = ((dS.swapaxes(1, 2), Q), (P.swapaxes(1, 2), dO))
+    for (W, X), out in zip(weighted, dK_dV, strict=True):
+        np.matmul(W, X, out=out)
+    if not math.isfinite(square_sum(both)):
+        for (W, X), out in zip(weighted, dK_dV, strict=True):
+            out[...] = product(W, X)
+    tile.scatter(total, both)
     if call.sink is None:
         return 0.0
     gradients: np.ndarray = -(np.exp(call.sink[unit.heads] - lse) * delta).sum(axis=(0, 1))

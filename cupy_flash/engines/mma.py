@@ -10,7 +10,6 @@ from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -53,10 +52,9 @@ LARGEST, LARGEST_ON_TURING = 576, 512  # maximum head dimension
 LIVE = {
     "forward": 164, "jvp": 180, "backward": 200, "backward_q": 168, "backward_kv": 168, "backward_bias": 112,
     "second_q": 167, "second_kv": 168, "second_bias": 112, "attention_weights": 128, "top_weights": 128,
-    "key_importance": 128, "selected_forward": 148, "selected_backward_q": 150,
-    "selected_backward_kv": 150, "selected_backward_add": 150,
+    "key_importance": 128,
 }  # fmt: skip
-FORWARDS = "forward", "selected_forward"
+LIVE_OF_LISTS = 30  # subtracted with selected keys, whose positions and heads are in shared memory
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
@@ -81,16 +79,20 @@ INSTRUCTIONS = 4  # warp instructions issued
 # and mainloop step.
 INSTRUCTIONS_OF_SCORE = {
     "forward": 4.6, "jvp": 9, "backward": 6.5, "backward_q": 4.5, "backward_kv": 5, "second_q": 10, "second_kv": 12,
-    "attention_weights": 12, "top_weights": 12, "key_importance": 12, "selected_forward": 9, "selected_backward_q": 12, "selected_backward_kv": 14, "selected_backward_add": 14,
+    "attention_weights": 12, "top_weights": 12, "key_importance": 12,
 }  # fmt: skip
 INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
-    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80, "selected_forward": 160, "selected_backward_q": 200, "selected_backward_kv": 280, "selected_backward_add": 280,
+    "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
 RESERVED = 1024  # bytes of shared memory that CUDA reserves per block
+# ((row warps, 16-row fragments per warp) and steps), in order of preference
+SHAPES = tuple((shapes, ((32, 64, 128), (16,))) for shapes in (((4, 1), (4, 2), (8, 1)), ((2, 1),), ((1, 1),)))
+# Few rows may share a list, so that small tiles compete with large ones.
+SHAPES_OF_LISTS = ((((4, 1), (4, 2), (8, 1), (2, 1), (1, 1)), ((16, 32, 64, 128),)),)
 
 
 class Tile(NamedTuple):
@@ -132,7 +134,10 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
-    reasons += selection_refusals(problem)
+    if problem.selected is not None:
+        from . import selected  # imported by the first call with selected keys
+
+        reasons += selected.refusals(problem)
     if problem.weights and problem.backward:
         reasons.append(f"it computes no gradients of {problem.weights} in this version")
     if problem.dtype.name not in ELEMENTS:
@@ -189,6 +194,11 @@ def _row_kernel(problem: Problem) -> str:
     return "jvp" if problem.derivative else "forward"
 
 
+def _dense(kernel: str) -> str:
+    """Return the kernel whose accumulators and products a kernel of selected keys has."""
+    return kernel.removeprefix("selected_").replace("_add", "_kv")
+
+
 def _owns_keys(kernel: str) -> bool:
     """Return whether the blocks of a kernel own tiles of keys."""
     return kernel.endswith("_kv") or kernel in ("backward", "key_importance", "selected_backward_add")
@@ -201,8 +211,10 @@ def _key_kernel(problem: Problem, tile: Tile) -> str:
 
 def _owner_of_keys(problem: Problem) -> str:
     """Return the kernel of dK and dV whose warps do not share their scores."""
-    if problem.selected is not None and adds(problem):
-        return "selected_backward_add"
+    if problem.selected is not None:
+        from . import selected
+
+        return "selected_backward_add" if selected.adds(problem) else "selected_backward_kv"
     return f"{_backward(problem)}_kv"
 
 
@@ -239,6 +251,16 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     """Return predicted seconds: waves of blocks x time of one block, summed over the tile kernels."""
     heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.kv_heads
     total = 0.0
+    if problem.selected is not None:
+        from . import selected
+
+        if tile.q_tile is not None:
+            visits = selected.row_visits(problem, pairs, tile.q_tile.rows)
+            total += _seconds_of_visits(_row_kernel(problem), problem, device, tile.q_tile, visits)
+        if tile.kv_tile is not None:
+            visits = selected.key_visits(problem, pairs, tile.kv_tile.rows, tile.kv_tile.step)
+            total += _seconds_of_visits(_owner_of_keys(problem), problem, device, tile.kv_tile, visits)
+        return total
     if tile.q_tile is not None:
         kernel = _row_kernel(problem)
         length = problem.kv_len if _owns_keys(kernel) else problem.q_len
@@ -248,6 +270,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
         kernel = _key_kernel(problem, tile.kv_tile)
         total += _seconds(kernel, problem, device, tile.kv_tile, kv_heads, problem.kv_len, group_pairs)
     return total
+
+
+def _seconds_of_visits(kernel: str, problem: Problem, device: Device, tile: Tile, visits: tuple[int, float]) -> float:
+    """Return predicted seconds of a kernel with (blocks, rows or keys that each block visits in steps)."""
+    blocks, visited = visits
+    return _seconds(kernel, problem, device, tile, blocks, tile.rows, round(visited * tile.rows))
 
 
 def threads(device: Device, tile: Tiles, cost: float) -> int:
@@ -262,7 +290,11 @@ def workspaces(problem: Problem, tile: Tiles, q_rows: int, kv_rows: int) -> tupl
     if not problem.backward:
         return rotated_rows(problem, q_rows)
     rows = backward_workspaces(problem, q_rows, add_dq=tile.q_tile is None)
-    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
+    if problem.selected is None:
+        return rows
+    from . import selected
+
+    return *rows, *selected.key_workspaces(problem, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...]:
@@ -270,7 +302,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
 
     def q_grid(q_tile: Tile) -> tuple[int, int, int]:
         if problem.selected is not None:
-            return list_grid(problem, q_tile.rows)
+            from . import selected
+
+            return selected.list_grid(problem, q_tile.rows)
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
@@ -285,7 +319,9 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
     if problem.selected is None:
         backward.append(_launch(_key_kernel(problem, kv_tile), problem, kv_tile, kv_grid))
     else:
-        backward += key_launches(
+        from . import selected
+
+        backward += selected.key_launches(
             problem,
             fragment_constants(problem),
             (kv_tile.step, kv_tile.rows),
@@ -343,13 +379,14 @@ def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool 
     no other shape is legal.
     """
     for column_warps in (1, 2, 4):
-        for shapes in (((4, 1), (4, 2), (8, 1)), ((2, 1),), ((1, 1),)):  # (row warps, 16-row fragments per warp)
-            for steps in ((32, 64, 128), (16,)):
+        for shapes, all_steps in SHAPES if problem.selected is None else SHAPES_OF_LISTS:
+            for steps in all_steps:
                 legal = [
                     tile
                     for row_warps, m in shapes
                     if row_warps * column_warps <= 8
                     for step in steps
+                    if problem.selected is None or step <= 32 * row_warps * column_warps
                     for shape in (Tile(16 * m * row_warps, step, 32 * row_warps * column_warps, column_warps, 1),)
                     if (tile := _legal(kernel, problem, device, shape._replace(add_dq=add_dq)))
                 ]
@@ -375,27 +412,28 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
 
     Two or more stages are preferred to one even at lower occupancy.
     """
-    limit = LIVE[kernel]
+    limit = LIVE[_dense(kernel)]
     hides = problem.dense_mask is not None or problem.mask_mod
-    if problem.mods and kernel in FORWARDS:
+    if problem.mods and _dense(kernel) == "forward":
         limit -= LIVE_OF_MODS
     elif problem.is_modified or problem.dropout or kernel == "backward" and hides:
         limit -= LIVE_IN_OPTIONS
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
+    limit -= LIVE_OF_LISTS if problem.selected is not None else 0
     if reads_at_scores(problem):
         limit -= 2 * max(_scores(shape) - FREE_READS, 0)
     if kernel == "jvp" and ("v" not in problem.tangents or device.arch in BLACKWELL):
         limit -= LIVE_OF_JVP
     limit -= LIVE_ON_TURING if device.arch == "sm_75" else 0
-    if kernel in FORWARDS and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
+    if _dense(kernel) == "forward" and _live(kernel, problem, shape._replace(q_in_registers=True)) <= limit:
         shape = shape._replace(q_in_registers=True)
     if _live(kernel, problem, shape) > limit:
         return None
     # sm_75 has no cp.async. With synchronous loads more stages would only save a barrier.
     single = device.arch == "sm_75" or kernel.endswith("_bias") or problem.weights != ""
     single |= problem.selected is not None and problem.backward
-    stage_counts = (1,) if single else (1, 2, 3) if kernel in FORWARDS else (1, 2)
+    stage_counts = (1,) if single else (1, 2, 3) if _dense(kernel) == "forward" else (1, 2)
     legal = [
         tile
         for stages in stage_counts
@@ -432,15 +470,14 @@ def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
     # accumulator. JVP: S and tS, and their packed halves. Double backward: S, tS, dP and dtP.
     copies = {
-        "forward": 1, "selected_forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "selected_backward_q": 2.25, "selected_backward_kv": 2.25, "selected_backward_add": 2.25, "backward_bias": 3.25,
+        "forward": 1, "jvp": 3, "backward": 2, "backward_q": 2.25, "backward_kv": 2.25, "backward_bias": 3.25,
         "second_q": 4.25, "second_kv": 4.25, "second_bias": 5.25, "attention_weights": 2, "top_weights": 1,
         "key_importance": 1,
-    }[kernel]  # fmt: skip
+    }[_dense(kernel)]  # fmt: skip
     columns = {
-        "forward": v, "selected_forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
-        "selected_backward_q": k, "selected_backward_kv": k + v, "selected_backward_add": k + v,
+        "forward": v, "jvp": 2 * v, "backward": k + v, "backward_q": k, "backward_kv": k + v, "second_q": k,
         "second_kv": k + v,
-    }.get(kernel, 0)  # fmt: skip
+    }.get(_dense(kernel), 0)  # fmt: skip
     q = m * (k // 4 if tile.q_in_registers else 4)
     return int(copies * _scores(tile)) + m * columns // (2 * tile.column_warps) + q
 
@@ -454,7 +491,9 @@ def _shared_bytes(kernel: str, problem: Problem, tile: Tile) -> int:
 def _static_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of static shared memory of a kernel whose blocks own `tile.rows` rows."""
     if problem.selected is not None:
-        return list_bytes(problem, (max(tile.rows, tile.step),) * 2, tile.stages)
+        from . import selected
+
+        return selected.list_bytes(problem, (max(tile.rows, tile.step),) * 2, tile.stages)
     return static_bytes(problem, tile.step)
 
 
@@ -467,14 +506,13 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
     """Return predicted seconds of one kernel. Resident blocks share an SM; a warp uses one of its units at a time."""
+    dense = _dense(kernel)
     k, v = _padded(problem, tile.column_warps)
     v = 0 if problem.weights else v
     scores, sums = {
-        "forward": (k, v), "selected_forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
-        "selected_backward_q": (k + v, k), "selected_backward_kv": (k + v, k + v),
-        "selected_backward_add": (k + v, k + v),
+        "forward": (k, v), "jvp": (3 * k, 3 * v), "backward": (k + v, k + v), "backward_q": (k + v, k),
         "backward_kv": (k + v, k + v), "second_q": (3 * k + 2 * v, 2 * k), "second_kv": (3 * k + 2 * v, 2 * k + v),
-    }.get(kernel, (k, 0))  # fmt: skip
+    }.get(dense, (k, 0))  # fmt: skip
     row_warps = tile.threads // 32 // tile.column_warps
     loaded = 2 * tile.step * (k + v) * (2 if problem.derivative else 1)
     read = 2 * tile.step * row_warps * (scores * tile.score_warps + sums) + (
@@ -483,6 +521,8 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     elements = tile.rows * tile.step
     vectors = device.arch in VECTOR_ADDITION
     added = 4 * tile.step * k if tile.add_dq else 0
+    if kernel == "selected_backward_add":
+        added, vectors = 4 * tile.rows * (k + v), False
     if tile.add_dq:  # dQ += dS K also loads dS and K from shared memory
         sums += k
         if tile.shares_scores:  # 32 queries a warp; P and dS are written once, and read by all column warps
@@ -492,8 +532,8 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
         else:
             read += 2 * elements + 2 * elements * k // 32 * 2
     dims = scores * tile.score_warps + sums  # multiply-adds per score, over all warps that compute it
-    issued = elements * tile.score_warps / 32 * INSTRUCTIONS_OF_SCORE[kernel] + elements * dims / 2048 + read / 512
-    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[kernel] + added / (512 if vectors else 128)
+    issued = elements * tile.score_warps / 32 * INSTRUCTIONS_OF_SCORE[dense] + elements * dims / 2048 + read / 512
+    issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[dense] + added / (512 if vectors else 128)
     clocks = (  # clocks of one mainloop step of one block, for each resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,

@@ -15,10 +15,8 @@ ROW_THREADS = 256  # of the kernels without tiles
 KEY_BLOCKS = 4096  # maximum number of blocks per sequence and head of those that clear and round sums
 
 
-def selection_refusals(problem: Problem) -> list[str]:
-    """Return the reasons against what no kernel computes with selected keys; [] without them."""
-    if problem.selected is None:
-        return []
+def refusals(problem: Problem) -> list[str]:
+    """Return the reasons against what no kernel computes with selected keys."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
     absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)
@@ -50,6 +48,27 @@ def key_grid(problem: Problem, block_kv: int) -> Grid:
     assert problem.selected is not None
     width = max(min(problem.selected.block, problem.kv_len), 1)
     return max(-(-problem.kv_len // width) * -(-width // block_kv), 1), problem.kv_heads, sequences(problem)
+
+
+def row_visits(problem: Problem, pairs: int, block_q: int) -> tuple[int, float]:
+    """Return the blocks that own rows of a list, and how many keys each visits."""
+    assert problem.selected is not None
+    tiles, groups, _ = list_grid(problem, block_q)
+    named = min(problem.selected.entries * problem.selected.block, problem.kv_len)
+    return tiles * groups * problem.batch, min(pairs / max(problem.q_len, 1), named)
+
+
+def key_visits(problem: Problem, pairs: int, rows: int, step: int) -> tuple[int, float]:
+    """Return the blocks that compute dK and dV in tiles of `rows` keys, and how many rows of lists each visits.
+
+    A block that adds owns `step` rows of a list, and visits keys in tiles of `rows`, each of which counts as a step.
+    """
+    if adds(problem):
+        blocks, named = row_visits(problem, pairs, step)
+        return blocks, named * step / rows
+    tiles, heads, _ = key_grid(problem, rows)
+    _, named = row_visits(problem, pairs, step)
+    return tiles * heads * problem.batch, named * problem.q_len * problem.group / max(problem.kv_len, 1)
 
 
 def adds(problem: Problem) -> bool:

@@ -9,7 +9,6 @@ from ..jit.shared_memory import shared_bytes
 from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
-from .selected import adds, key_launches, key_workspaces, list_bytes, list_grid, selection_refusals
 from .shared import (
     ATTENTION_OPTIONS,
     ELEMENTS,
@@ -54,6 +53,7 @@ LANES = 8  # threads per row of the thread grid over a tile; LANES in simt/tile.
 # operands and addresses. bench/results/static.json shows no spills up to these limits; with 128 the fp64 backward
 # spills on sm_90a.
 ACCUMULATORS = {4: 128, 8: 120}
+OF_LISTS = 16  # of them are for the positions and heads of selected keys
 FMA_PER_SECOND = 64 * 1.5e9  # per SM: half of its lanes busy with FMAs, the rest with their loads
 # A mainloop step loads two tiles one after the other and waits for each. Blocks on one SM overlap their waits, so
 # that only those of one block are counted, for steps of the largest tile.
@@ -70,7 +70,11 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and D or Dv > LARGEST."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem) + selection_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    if problem.selected is not None:
+        from . import selected  # imported by the first call with selected keys
+
+        reasons += selected.refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -83,6 +87,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the tiles whose kernels fit shared memory and registers, with at least one row per row of threads."""
+    limit = ACCUMULATORS[problem.accumulation.itemsize] - OF_LISTS * (problem.selected is not None)
     sizes = (
         Tile(block_q, block_kv, threads)
         for threads in (128, 64)
@@ -94,7 +99,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         tile
         for tile in sizes
         if max(_shared_bytes(problem, tile).values()) + _static_bytes(problem, tile) <= device.shared_bytes
-        and _accumulators(problem, tile) <= ACCUMULATORS[problem.accumulation.itemsize]
+        and _accumulators(problem, tile) <= limit
     ]
 
 
@@ -123,6 +128,12 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     scores = tile.block_q * max(pairs, 1) / max(problem.q_len, 1)
     computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     kernels = 2 if problem.backward else 1  # dK/dV and dQ
+    if problem.selected is not None:
+        from . import selected
+
+        blocks, named = selected.row_visits(problem, pairs, tile.block_q)
+        waves, scores = -(-blocks // device.units), tile.block_q * -(-named // tile.block_kv) * tile.block_kv
+        computing = waves * scores * (products + loads) / FMA_PER_SECOND / (tile.threads / 128)
     return computing + kernels * -(-scores // (tile.block_q * LARGEST_STEP)) * LOAD_SECONDS
 
 
@@ -143,7 +154,11 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     if problem.weights:
         return ()
     rows = row_workspaces(problem, q_rows, "delta", *(("delta_tangent",) if problem.derivative else ()))
-    return rows if problem.selected is None else (*rows, *key_workspaces(problem, q_rows, kv_rows))
+    if problem.selected is None:
+        return rows
+    from . import selected
+
+    return *rows, *selected.key_workspaces(problem, q_rows, kv_rows)
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -160,12 +175,16 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         weights = launch(f"simt/{problem.weights}", weights_grid(problem, *tile[:2]))
         return nonempty(with_mods(problem, [*append_launches(problem, constants), weights]))
     if problem.selected is not None:
-        own = [launch("simt/selected_forward", list_grid(problem, tile.block_q))]
+        from . import selected
+
+        own = [launch("simt/selected_forward", selected.list_grid(problem, tile.block_q))]
         if problem.backward:
             own = [
                 launch("delta", (q_tiles, problem.heads, sequences(problem))),
-                *key_launches(problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)),
-                launch("simt/selected_backward_q", list_grid(problem, tile.block_q)),
+                *selected.key_launches(
+                    problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)
+                ),
+                launch("simt/selected_backward_q", selected.list_grid(problem, tile.block_q)),
             ]
             own += [launch("dsink", (problem.heads, 1, 1))] * problem.sink
         return nonempty(with_mods(problem, [*append_launches(problem, constants), *own]))
@@ -215,7 +234,13 @@ def captured_launches(problem: Problem, device: Device) -> list[Launch]:
 def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     """Return the bytes of dynamic shared memory of each tile kernel."""
     if problem.selected is not None:
-        steps = ("backward_add" if adds(problem) else "backward_kv", "backward_q") if problem.backward else ("forward",)
+        from . import selected
+
+        steps = (
+            ("backward_add" if selected.adds(problem) else "backward_kv", "backward_q")
+            if problem.backward
+            else ("forward",)
+        )
         kernels = [f"simt/selected_{step}" for step in steps]
     elif problem.backward:
         step = "simt/second" if problem.derivative else "simt/backward"
@@ -231,7 +256,9 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
 def _static_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of static shared memory of the tile kernels."""
     if problem.selected is not None:
-        return list_bytes(problem, tile[:2])
+        from . import selected
+
+        return selected.list_bytes(problem, tile[:2])
     return static_bytes(problem, tile.block_kv)
 
 

@@ -145,7 +145,7 @@ def pose(
     check_values(requirements, call, checked.sizes)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.longest[1])
-    check_entries(requirements, checked.problem, call)
+    check_entries(requirements, checked.problem, call, options.check_selected)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None  # holds because every requirement is met
     seed = None if not drops else drawn_seed() if seed is None else seed
@@ -241,7 +241,7 @@ def _pose_on_cache(
         assert checked.problem is not None  # holds because the sizes are known
         check_values(requirements, call, checked.sizes)
         table.check_contents(requirements, checked.problem, operands, bounds)
-        check_entries(requirements, checked.problem, call)
+    check_entries(requirements, checked.problem, call, options.check_selected)
     if beside is not None:
         beside.check(requirements, call, checked.sizes, checked.sizes.kv_len)
     requirements.raise_if_unmet(call)

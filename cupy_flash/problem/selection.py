@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, as_array, to_host
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes
 from .mask import Selection
 from .records import LONGEST, Operands, Problem
@@ -66,24 +66,23 @@ def spans_of_queries(problem: Problem, operands: Operands) -> list[tuple[int, in
     return [(0, problem.q_len)] * problem.batch
 
 
-def check_entries(requirements: Requirements, problem: Problem | None, call: dict[str, Array]) -> None:
-    """Require that each list in host memory names no key twice and none past the longest sequence.
+def check_entries(
+    requirements: Requirements, problem: Problem | None, call: dict[str, Array], on_gpu: bool = False
+) -> None:
+    """Require that each list in host memory, or with `on_gpu` anywhere, names no key twice and none past the longest.
 
     A backward does not check the lists of its forward again. Those in a program of jax are never checked.
     """
     if "selected" not in call or problem is None or problem.selected is None or problem.backward or requirements.unmet:
         return
     array, selection = call["selected"], problem.selected
-    if array.device != "cpu" or array.framework == "xla":
+    bounds = [call.get(name) for name in ("cu_seqlens_q", "q_lengths")]
+    if array.framework == "xla" or not (on_gpu or all(x is None or x.device == "cpu" for x in (array, *bounds))):
         return
-    bounds = [call[name] for name in ("cu_seqlens_q", "q_lengths") if name in call]
-    if any(x.device != "cpu" for x in bounds):
-        return
-    operands = Operands(
-        call["q"], call["q"], call["q"], cu_seqlens_q=call.get("cu_seqlens_q"), q_lengths=call.get("q_lengths")
-    )
+    cu_seqlens_q, q_lengths = (None if x is None else as_array(to_host(x), "bounds") for x in bounds)
+    operands = Operands(call["q"], call["q"], call["q"], cu_seqlens_q=cu_seqlens_q, q_lengths=q_lengths)
     spans = spans_of_queries(problem, operands)
-    blocks, selected = -(-problem.kv_len // selection.block), array.numpy()
+    blocks, selected = -(-problem.kv_len // selection.block), to_host(array)
     what = "key" if selection.block == 1 else "block"
     for place in dict.fromkeys(places_of(selection, array.shape, spans, problem.layout == "thd")):
         for head, lists in enumerate(place.of(selected)):

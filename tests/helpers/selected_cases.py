@@ -34,8 +34,9 @@ CASES = {
 def call_of(name, **options):
     """Return the case of a name, with more options of a Case, and its call with lists."""
     made = dict(CASES[name])
-    options = made.pop("case", {}) | options
-    case = Case(q_len=SQ, kv_len=SK, batch=B, heads=HQ, kv_heads=HK, head_dim=D, head_dim_v=DV, **options)
+    options = dict(batch=B) | made.pop("case", {}) | options
+    made["batch"] = min(made.get("batch", B), options["batch"])
+    case = Case(q_len=SQ, kv_len=SK, heads=HQ, kv_heads=HK, head_dim=D, head_dim_v=DV, **options)
     call = case.call()
     selected = dict(selected=lists_of(np.random.default_rng(1), **made))
     selected |= dict(selected_block=made.get("block", 1), selected_rows=made.get("rows", 1))

@@ -1,17 +1,21 @@
 """Kernels for selected keys on the simulator: results and gradients, what a list does not name, planted bugs."""
 
+import functools
+
 import numpy as np
 import pytest
-from cases import check, run_kernels
+from cases import Result, check, planned, run_kernels, run_public
 from planting import change, planted
 from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
-from tiers import exhaustive
+from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE, small_tile
 
 import cupy_flash
 from cupy_flash.engines import simt
+from cupy_flash.gpu import run_plan
 from cupy_flash.plan import plan
 from cupy_flash.simulator.errors import SimulationError
+from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "small_tiles")
 
@@ -25,16 +29,50 @@ def small_tiles(monkeypatch):
     plan.plan.cache_clear()
 
 
-DEFAULT = ("keys-causal-heads", "last-list-and-block-are-cut", "dropout-mask", "lengths-alibi")
-WITH_DBIAS = "query-heads-bias"  # whose gradient no kernel computes
+# (case, engine, deterministic): where it is, lists are sorted by the keys that they name
+ROWS = {
+    f"{engine}-{name}-{'sorted' if deterministic else 'added'}": (name, engine, deterministic)
+    for engine in ("simt", "mma")
+    for name in CASES
+    for deterministic in (False, True)
+    if name != "query-heads-bias"  # its gradient, which no kernel computes
+}
+DEFAULT = (
+    "simt-keys-causal-heads-added", "simt-lengths-alibi-sorted", "mma-dropout-mask-added",
+    "mma-last-list-and-block-are-cut-sorted",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [exhaustive(name) if name not in DEFAULT else name for name in CASES if name != WITH_DBIAS]
-)
-def test_results_and_gradients_are_those_of_the_reference(name):
-    case, call = call_of(name)
-    check(case, backend="simulator", call=call)
+def made_of(name, engine="simt", **options):
+    """Return the case of a name and its call, in a dtype of the engine."""
+    return call_of(name, **options, **dict(dtype="float16") if engine == "mma" else {})
+
+
+@pytest.mark.parametrize("row", in_tiers(ROWS, DEFAULT))
+def test_results_and_gradients_are_those_of_the_reference(row):
+    name, engine, deterministic = row
+    case, call = made_of(name, engine)
+    result = run_kernels(case, call=call, tile=small_tile, engine=engine, deterministic=deterministic)
+    check(case, result, call=call)
+
+
+@pytest.mark.parametrize("engine", ["simt", exhaustive("mma")])
+def test_a_bias_that_hides_keys(engine):
+    case, call = made_of("query-heads-bias", engine)
+    out, lse = (x.numpy() for x in run_plan.forward(*planned(case, call=call, tile=small_tile, engine=engine), start))
+    none = [None] * (len(Result._fields) - 2)
+    check(case, Result(out, lse, *none), only=("out", "lse"), call=call)
+
+
+@pytest.mark.parametrize(("engine", "runs"), [("simt", 2), exhaustive("simt", 5), exhaustive("mma", 5)])
+def test_sorted_lists_give_the_same_bits_in_every_order(engine, runs):
+    case, call = made_of("keys-causal-heads", engine, batch=1)
+    bits = set()
+    for seed in range(runs):
+        in_order = functools.partial(start, order="random", seed=seed)
+        found = run_kernels(case, call=call, tile=small_tile, engine=engine, deterministic=True, start=in_order)
+        bits.add(b"".join(x.tobytes() for x in found if x is not None))
+    assert len(bits) == 1
 
 
 def assert_close(actual, expected):
@@ -103,16 +141,11 @@ def test_a_key_that_no_list_of_a_tile_names_never_reaches_it():
     i = np.arange(SQ) + SK - SQ  # causal
     names = (np.isin(lists, bad) & (lists <= i[:, None])).any(axis=-1)[:, 0]  # (B, Sq)
     assert 0 < names.sum() < names.size
-    clean, dirty = results(lists, causal=True), results(lists, k=k, v=v, causal=True)
+    clean = results(lists, "cpu", causal=True)
+    dirty = results(lists, k=k, v=v, causal=True)
     for index in (0, 2):  # out and dq
         assert np.isnan(dirty[index][names]).any()
-        np.testing.assert_array_equal(dirty[index][~names], clean[index][~names])
-
-
-def kernels_of(name, call=None, start=None, **how):
-    """Return results of the kernels of a case, in small tiles."""
-    case, made = call_of(name)
-    return run_kernels(case, call=call or made, tile=small_tile, **how | ({} if start is None else {"start": start}))
+        assert_close([dirty[index][~names]], [clean[index][~names]])
 
 
 def with_lists(call, change):
@@ -123,74 +156,97 @@ def with_lists(call, change):
 def test_wrong_entries_are_never_followed(monkeypatch):
     """Entries past the keys are hidden; entries that stand twice give some result."""
     monkeypatch.setattr("cupy_flash.problem.build.check_entries", lambda *arguments: None)
-    _, call = call_of("last-list-and-block-are-cut")
+    case, call = call_of("last-list-and-block-are-cut", batch=1)
     rng = np.random.default_rng(8)
     wrong = rng.choice(np.array([3, 2**26, 2**27 - 1, 2**31 - 1], np.int32), call.options["selected"].shape)
-    expected = kernels_of("last-list-and-block-are-cut", with_lists(call, lambda x: np.where(wrong == 3, x, -1)))
-    found = kernels_of("last-list-and-block-are-cut", with_lists(call, lambda x: np.where(wrong == 3, x, wrong)))
-    for x, y in zip(found[:5], expected[:5], strict=True):
-        np.testing.assert_array_equal(x, y)
-    kernels_of("last-list-and-block-are-cut", with_lists(call, lambda x: np.full_like(x, 1)))
+
+    def kernels(lists):
+        return run_kernels(case, call=with_lists(call, lists), tile=small_tile, deterministic=True)
+
+    expected = run_public(case, call=with_lists(call, lambda x: np.where(wrong == 3, x, -1)))
+    for x, y in zip(kernels(lambda x: np.where(wrong == 3, x, wrong))[:5], expected[:5], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    kernels(lambda x: np.full_like(x, 1))
 
 
-@pytest.mark.parametrize("sink", [None, np.arange(4.0)], ids=["", "sink"])
-def test_a_row_with_an_empty_list_sees_nothing(sink):
+def test_rows_with_empty_lists_see_nothing():
+    """Their lse is that of the sink."""
+    sink = np.arange(4.0)
     out, lse, *gradients = results(np.full((1, 1, SQ, 3), -1, np.int32), sink=sink)
     assert not out.any() and not any(x.any() for x in gradients)
-    np.testing.assert_array_equal(lse, -np.inf if sink is None else np.broadcast_to(sink[:, None], lse.shape))
+    np.testing.assert_array_equal(lse, np.broadcast_to(sink[:, None], lse.shape))
 
 
+@pytest.mark.parametrize("deterministic", [False, exhaustive(True)])
+def test_values_inside_keys(deterministic):
+    """The gradient of the keys is the sum of both, also where blocks add to it."""
+    lists = lists_of(np.random.default_rng(10), heads=HK)
+    options = dict(selected=lists, head_dim_v=DV)
+    expected = cupy_flash.attention(Q, K, None, return_lse=True, **options)
+    kernels = options | dict(backend="simulator", deterministic=deterministic)
+    found = cupy_flash.attention_backward(DOUT, Q, K, None, *expected, **kernels)
+    assert_close(found[:2], cupy_flash.attention_backward(DOUT, Q, K, None, *expected, **options)[:2])
+
+
+# (bug, case, engine, whether a call is deterministic, error)
+WRONG = (AssertionError, SimulationError)
 BUGS = {
     "the-next-page": (
         change("listed-key-exists", "named < visible.end", "true")
         + change("listed-keys-alone", "tile.key[row] < kv_len", "true"),
-        "last-list-and-block-are-cut",
-        SimulationError,
+        "last-list-and-block-are-cut", "simt", False, SimulationError,
     ),
     "last-block-not-cut": (
-        change("cut-block", "sequence.kv_len", "kv_start + BLOCK_KV")
+        change("cut-block", "end)}", "begin + BLOCK_KV)}")
         + change("listed-keys-alone", "tile.key[row] < kv_len", "true"),
-        "last-list-and-block-are-cut",
-        SimulationError,
+        "last-list-and-block-are-cut", "simt", True, SimulationError,
     ),
     "inverse-list-off-by-one": (
-        change("lists-of-block", "block * CHUNKS - 1", "block * CHUNKS"),
-        "keys-causal-heads",
-        (AssertionError, SimulationError),
-    ),
-    "entries-of-one-key": (
-        change("key-of-entry", "entry * KEYS_OF_ENTRY", "entry"),
-        "last-list-and-block-are-cut",
-        AssertionError,
-    ),
-    "heads-after-rows": (change("listed-head", "row % HEADS_OF_LIST", "0"), "keys-causal-heads", AssertionError),
-    "rows-of-the-first-list": (
-        change("listed-query", "list * lists.queries +", ""),
-        "dropout-mask",
-        (AssertionError, SimulationError),
+        change("lists-of-block", "block * CHUNKS - 1", "block * CHUNKS"), "keys-causal-heads", "simt", True, WRONG,
     ),
     "rows-of-other-lists": (
-        change("rows-of-inverse-list", "place < places.end", "true"),
-        "keys-causal-heads",
-        (AssertionError, SimulationError),
+        change("rows-of-inverse-list", "place < places.end", "true"), "keys-causal-heads", "simt", True, WRONG,
     ),
-}
+    "entries-of-one-key": (
+        change("key-of-entry", "entry * KEYS_OF_ENTRY", "entry"), "last-list-and-block-are-cut", "mma", False, WRONG,
+    ),
+    "one-head-of-a-group": (
+        change("listed-head", "row % HEADS_OF_LIST", "0"), "keys-causal-heads", "mma", False, WRONG,
+    ),
+    "rows-of-the-first-list": (
+        change("listed-query", "list * lists.queries +", ""), "dropout-mask", "mma", False, WRONG,
+    ),
+    "no-scale-on-added-keys": (
+        change("scale-added-dK", "* (real)p.scale", ""), "keys-causal-heads", "simt", False, WRONG,
+    ),
+    "adds-to-keys-past-the-end": (
+        change("add-to-listed-keys", "continue;", ""), "keys-causal-heads", "simt", False, SimulationError,
+    ),
+    "only-the-first-tile-with-keys": (
+        change("pass-lists-of-no-key", "!valid &&", "start == 0 &&"), "one-sequence-of-lists", "mma", False, WRONG,
+    ),
+}  # fmt: skip
+DEFAULT_BUGS = ("the-next-page", "last-block-not-cut", "inverse-list-off-by-one", "adds-to-keys-past-the-end")
 
 
-@pytest.mark.parametrize(("bug", "name", "error"), BUGS.values(), ids=BUGS)
-def test_planted_bugs_are_found(bug, name, error, monkeypatch):
+@pytest.mark.parametrize("row", in_tiers(BUGS, DEFAULT_BUGS))
+def test_planted_bugs_are_found(row, monkeypatch):
+    bug, name, engine, deterministic, error = row
+    case, call = made_of(name, engine, batch=1)
+    expected = run_public(case, call=call)
     with planted(monkeypatch, bug), pytest.raises(error):
-        check(*call_of(name)[:1], backend="simulator", call=call_of(name)[1])
+        found = run_kernels(case, call=call, tile=small_tile, engine=engine, deterministic=deterministic)
+        for x, y in zip(found[:5], expected[:5], strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize(
-    ("bug", "find"),
-    [
-        (change("first-list", "+ sequence.batch", ""), test_a_packed_batch),
-        (change("inverse-entry-exists", "&& entry < blocks", ""), test_wrong_entries_are_never_followed),
-    ],
-    ids=["lists-of-the-sequence-before", "inverse-of-wrong-entries"],
-)
-def test_planted_bugs_in_rarer_calls_are_found(bug, find, monkeypatch):
-    with planted(monkeypatch, bug), pytest.raises((AssertionError, SimulationError)):
-        find(*[monkeypatch] * find.__code__.co_argcount)
+@pytest.mark.exhaustive
+def test_the_lists_of_the_sequence_before_are_found(monkeypatch):
+    with planted(monkeypatch, change("first-list", "+ sequence.batch", "")), pytest.raises(WRONG):
+        test_a_packed_batch()
+
+
+def test_wrong_entries_in_sorted_lists_are_found(monkeypatch):
+    bug = change("inverse-entry-exists", "&& entry < blocks", "")
+    with planted(monkeypatch, bug), pytest.raises(SimulationError):
+        test_wrong_entries_are_never_followed(monkeypatch)

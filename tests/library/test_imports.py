@@ -68,6 +68,7 @@ FLOW = (
     "engines.aten",
     "engines.fragments",
     "engines.kv_cache",
+    "engines.selected",
     "engines.simt",
     "engines.mma",
     "engines.mma_decode",

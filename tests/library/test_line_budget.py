@@ -44,6 +44,7 @@ BUDGET = {
         (18, "selected keys: one list's rows in parts, rows and blocks cut at lengths; which arrays a kept call has"),
         (34, "selected_from_block_mask: the lists of torch's BlockMask"),
         (610, "select_keys, selection_loss: functions and poses 230, CPU 178, torch 90, jax 112"),
+        (240, "selected keys on simt and mma: launches and workspaces 165, mma 60, checks of lists on a GPU 15"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
     ],
     "bench": [
@@ -56,6 +57,7 @@ BUDGET = {
         (1, "overhead: out and lse of a forward that may return statistics"),
         (16, "torch tensors beside NumPy arrays, medians of ratios, and a budget for implementations beside others"),
         (340, "Blackwell: its model of events 270; rows of static and the softmax's loop in SASS 70"),
+        (95, "selected: counted bytes and instructions of the look-up of selected keys"),
         (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
     ],
 }

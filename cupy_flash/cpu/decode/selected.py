@@ -12,7 +12,7 @@ from ...plan.plan import Plan
 from ...problem.mask import Band
 from ...problem.records import Operands
 from ..score import Positions
-from ..selected import LISTS, Lists, ListTile, Unit, averaged, either, outside, products_of_rows, softmax
+from ..selected import LISTS, Lists, ListTile, Scratch, Unit, averaged, either, outside, products_of_rows, softmax
 from ..thread_pool import run_tasks
 from .sequences import Sequence
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def attend(plan: Plan, operands: Operands, call: Call, sequences: list[Sequence]) -> None:
     """Write the results of all queries of the sequences, after the append."""
-    problem, lists = plan.problem, Lists(plan.problem, operands)
+    problem, lists, scratch = plan.problem, Lists(plan.problem, operands), Scratch()
     mask, dtype = problem.mask, problem.accumulation
     sinks = None if call.sink is None else call.sink.ravel()
 
@@ -40,7 +40,7 @@ def attend(plan: Plan, operands: Operands, call: Call, sequences: list[Sequence]
             Q *= call.q_scale
             j = tile.places[1][:, 0, 0]
             K, V = (keys.take(pool, unit.kv_head, j) for pool in keys.pools)
-            S = products_of_rows(Q, K)
+            S = products_of_rows(Q, K, scratch, "S")
             if call.product_scale != 1:
                 S *= call.product_scale
             for step in call.steps:

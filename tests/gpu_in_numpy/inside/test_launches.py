@@ -228,3 +228,19 @@ def test_no_launch_without_blocks() -> None:
     empty = cupy.empty((0, 4, 2, 8), np.float32)
     assert cupy_flash.attention(empty, empty, empty).shape == empty.shape
     assert not machine.modules.launches
+
+
+def test_lists_of_selected_keys_are_checked_on_request() -> None:
+    """With and without the check the results are those of the CPU; a kept call checks too."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 12, 2, 16), np.float32)
+    lists = np.sort(rng.permuted(np.tile(np.arange(12, dtype=np.int32), (1, 1, 12, 1)), axis=-1)[..., :5])
+    expected = cupy_flash.attention(q, k, v, selected=lists)
+    on_gpu = [cupy.asarray(x) for x in (q, k, v)]
+    for options in ({}, {}, {"check_selected": True}):
+        out = cupy_flash.attention(*on_gpu, selected=cupy.asarray(lists), **options)
+        np.testing.assert_allclose(cupy.asnumpy(out), expected, rtol=1e-4, atol=1e-5)
+    lists[0, 0, 7, :2] = 3
+    cupy_flash.attention(*on_gpu, selected=cupy.asarray(lists))
+    with pytest.raises(ValueError, match=r"selected\[0, 0, 7\] names key 3 twice"):
+        cupy_flash.attention(*on_gpu, selected=cupy.asarray(lists), check_selected=True)

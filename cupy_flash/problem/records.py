@@ -199,13 +199,12 @@ ROTARY_TABLE: dict[str, Any] = dict(
     shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
     appends=True,
 )
-PER_KEY: dict[str, Any] = dict(
-    axes=("PRg",),
-    per_key=True,
-    dtypes=("float16", "float32"),
-    dtype_text="float16 or float32",
+PER_KEY: dict[str, object] = dict(
+    axes=("PRg",), per_key=True, dtypes=("float16", "float32"), dtype_text="float16 or float32", appends=True,
     shape_text="must be {shape}, one number per key and head of the caches, not {given}",
-    appends=True,
+)  # fmt: skip
+BESIDE_SCALES = tuple(
+    Conflict(f"{x}_descale", f"{x}_descale is per sequence and {x}_scale per key: give one of them") for x in "kv"
 )
 
 
@@ -282,15 +281,7 @@ class CacheOptions:
     check_selected: bool = _shared("check_selected")
     k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
-    k_scale: AnyArray | None = option(
-        ARRAY,
-        fact="scale_dtype",
-        conflicts=(
-            Conflict("k_descale", "k_descale is per sequence and k_scale per key: give one of them"),
-            Conflict("v_descale", "v_descale is per sequence and v_scale per key: give one of them"),
-        ),
-        **PER_KEY,
-    )
+    k_scale: AnyArray | None = option(ARRAY, fact="scale_dtype", conflicts=BESIDE_SCALES, **PER_KEY)
     v_scale: AnyArray | None = option(ARRAY, **PER_KEY)
     k_zero: AnyArray | None = option(ARRAY, **PER_KEY)
     v_zero: AnyArray | None = option(ARRAY, **PER_KEY)

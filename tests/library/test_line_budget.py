@@ -43,6 +43,7 @@ BUDGET = {
             "quantised caches: options and checks 85, on the CPU 70, torch and jax 15, the kernels' constants, Params "
             "and tiles 30",
         ),
+        (90, "shared prefixes: options and checks 50, tiles of a group on the chunks of its prefix 40"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
     ],
     "bench": [

@@ -22,17 +22,24 @@ import numpy as np
 from ..arrays import AnyArray, Array, named_dtype
 from .features import (
     ARRAY,
+    BESIDE_SCALES,
     CAP,
     CAUSAL,
     CHOICE,
     FINITE,
     FLAG,
     FLOATING,
+    INT32,
+    INT64,
     INTEGER,
     LENGTHS,
     MOD,
     NUMBER,
+    OF_SEQUENCES,
+    PER_KEY,
+    PREFIX,
     PROBABILITY,
+    ROTARY_TABLE,
     SEED,
     STATISTICS,
     WINDOW,
@@ -191,23 +198,6 @@ def _shared(name: str, **changes: Any) -> Any:
 
 
 SPLIT_UNIT = 64  # split_size must be a multiple of this
-INT32, INT64 = ("int32",), ("int64",)
-OF_SEQUENCES = "must be {shape}, not {given}"
-ROTARY_TABLE: dict[str, Any] = dict(
-    axes=("rf",),
-    dtypes=FLOATING,
-    dtype_text="floating",
-    shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
-    appends=True,
-)
-PER_KEY: dict[str, object] = dict(
-    axes=("PRg",), per_key=True, dtypes=("float16", "float32"), dtype_text="float16 or float32", appends=True,
-    shape_text="must be {shape}, one number per key and head of the caches, not {given}",
-)  # fmt: skip
-PREFIX: dict[str, Any] = dict(dtypes=INT32, shape_text=OF_SEQUENCES, host=True)
-BESIDE_SCALES = tuple(
-    Conflict(f"{x}_descale", f"{x}_descale is per sequence and {x}_scale per key: give one of them") for x in "kv"
-)
 
 
 @dataclass(slots=True)
@@ -428,8 +418,7 @@ class Cache(NamedTuple):
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
         if self.dtype.itemsize == 1:
             texts.append(f"{'4-bit' if self.codes == 2 else self.dtype.name} keys")
-        if self.prefix:
-            texts.append(f"shared prefixes of up to {self.prefix} keys")
+        texts += [f"shared prefixes of up to {self.prefix} keys"] * (self.prefix > 0)
         if self.scale_dtype is not None:
             texts.append(f"{self.scale_dtype} scales per key")
         if self.appended is not None:

@@ -80,7 +80,8 @@ def test_a_decode(case):
 
 @pytest.mark.parametrize(
     ("arch", "case", "kind"),
-    [exhaustive("sm_75", READ, "uint8"), exhaustive("sm_80", replace(READ, head_dim=256, head_dim_v=256), "uint8"), exhaustive("sm_90a", replace(READ, head_dim=128, head_dim_v=128), "uint8"),
+    [exhaustive("sm_75", READ, "uint8"), exhaustive("sm_80", replace(READ, head_dim=256, head_dim_v=256), "uint8"),
+     exhaustive("sm_90a", replace(READ, head_dim=128, head_dim_v=128), "uint8"),
      exhaustive("sm_120", replace(READ, dtype="bfloat16", head_dim=64, head_dim_v=64, q_len=20), "int8"),
      exhaustive("sm_89", replace(READ, lengths=(300, 0), capacity=320, page=None), "float8_e5m2")],
 )  # fmt: skip

@@ -93,6 +93,9 @@ def attention_with_kv_cache(
     v_scale: AnyArray | None = None,
     k_zero: AnyArray | None = None,
     v_zero: AnyArray | None = None,
+    prefix_table: AnyArray | None = None,
+    prefix_lengths: AnyArray | None = None,
+    prefix_group: AnyArray | None = None,
     split_size: int | None = None,
     head_dim_v: int | None = None,
     layout: Layout = "bshd",
@@ -161,6 +164,11 @@ def attention_with_kv_cache(
         k_zero: with uint8 caches, of the shape and dtype of k_scale: a key is k_scale * (code - k_zero). An append
             writes k_scale = (max x - min x) / 15 and k_zero = -min x / k_scale; a code is x / k_scale + k_zero.
         v_zero: likewise.
+        prefix_table: int32 (G, columns): the pages of G prefixes that sequences share, each of which is read once. If
+            g = prefix_group[b] >= 0, the first prefix_lengths[g] keys of sequence b are on the pages of prefix g, and
+            block_table, cache_seqlens and slots count its own keys, which come after them; L_b counts both.
+        prefix_lengths: int32 (G,), any numbers of keys up to columns * P.
+        prefix_group: int32 (B,); -1: none.
         split_size: a multiple of 64: split-KV divides the keys of each sequence at multiples of it. The bits of a
             query's result then depend only on its own sequence and the options: not on the batch, its order or padding,
             page numbers, or the number of queries in the call. None divides the work equally among the processors.
@@ -199,7 +207,8 @@ def attention_with_kv_cache(
         k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, slots, positions, cu_seqlens_q, max_seqlen_q,
         rotary_cos, rotary_sin, rotary_interleaved, causal, window, scale, softcap, alibi_slopes, sink, mask, score_mod,
         mask_mod, selected, selected_block, selected_rows, check_selected, k_descale, v_descale, k_scale, v_scale,
-        k_zero, v_zero, split_size, head_dim_v, layout, out, return_lse, statistics, backend, engine,
+        k_zero, v_zero, prefix_table, prefix_lengths, prefix_group, split_size, head_dim_v, layout,
+        out, return_lse, statistics, backend, engine,
     )  # fmt: skip
     if is_torch(q):
         import cupy_flash.adapters.torch.kv_cache as adapter  # Python takes more than twice the time for `from .`

@@ -7,12 +7,19 @@
     python examples/serve.py --pages 24
     # tokens that do not depend on the other requests
     python examples/serve.py --split-size 64
+    # codes of 8 or 4 bits with a scale for each key and head, or one row for all heads
+    python examples/serve.py --cache int8
+    python examples/serve.py --cache latent
 
 Each step processes one token of every running request that generates, and a part of the
 prompts of new ones, in one call of `attention_with_kv_cache` per layer, which also
 appends the new keys and values. A request owns whole pages and returns them when it
 ends. At the end each request is generated again alone, by the model's own attention on
 the whole text, and the tokens are compared.
+
+A latent cache has the input of a layer's keys and values instead of both, as multi-head
+latent attention has. Queries are multiplied by the weights of the keys before, and
+results by those of the values after; `head_dim_v` says that a row is key and value.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import argparse
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -30,6 +38,7 @@ from torch.nn import functional as F
 
 from cupy_flash import attention_with_kv_cache
 
+CODES = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "int4": torch.uint8}
 PROMPTS = (
     "def ",
     "class ",
@@ -82,6 +91,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=8,
         help="keys in a page, a power of two [%(default)s]",
     )
+    parser.add_argument(
+        "--cache",
+        choices=["float32", *CODES, "latent"],
+        default="float32",
+        help="what the cache has of a key [%(default)s]",
+    )
     parser.add_argument("--split-size", type=int, help="see attention_with_kv_cache")
     arguments = parser.parse_args(argv)
     if arguments.running > arguments.budget:
@@ -115,6 +130,50 @@ def load_model(path: Path) -> train_gpt.GPT:
     return model.eval()
 
 
+class LayerCache:
+    """The pages of a layer; `scales` are those of codes, `values` None if latent."""
+
+    def __init__(self, kind: str, pages: int, page: int, heads: int, dim: int) -> None:
+        self.latent, self.scales = kind == "latent", {}
+        if self.latent:
+            heads, dim = 1, heads * dim
+        if kind == "int4":  # two numbers in a byte
+            dim //= 2
+        dtype = CODES.get(kind, torch.float32)
+        self.keys = torch.zeros(pages, page, heads, dim, dtype=dtype)
+        self.values = None if self.latent else torch.zeros_like(self.keys)
+        names = ("k_scale", "v_scale", "k_zero", "v_zero")
+        for name in names[: 4 if kind == "int4" else 2 if kind in CODES else 0]:
+            self.scales[name] = torch.zeros(pages, page, heads, dtype=torch.float16)
+
+    @property
+    def nbytes(self) -> int:
+        arrays = [self.keys, self.values, *self.scales.values()]
+        return sum(x.nbytes for x in arrays if x is not None)
+
+    def attend(self, block: train_gpt.Block, x: Tensor, options: dict) -> Tensor:
+        """Append the keys of the layer's input x (T, embed); return (T, embed)."""
+        q, k, v = block.qkv(x).view(len(x), 3, block.heads, -1).unbind(1)  # (T, H, D)
+        if not self.latent:
+            out = attention_with_kv_cache(
+                q, self.keys, self.values, k=k, v=v, **self.scales, **options
+            )
+            return out.flatten(1)
+        of_keys, of_values = block.qkv.weight.view(3, *q.shape[1:], -1)[1:]  # (H, D, E)
+        out = attention_with_kv_cache(
+            torch.einsum("thd,hde->the", q, of_keys),
+            self.keys,
+            None,
+            k=x[:, None],
+            head_dim_v=x.shape[1],
+            scale=q.shape[2] ** -0.5,
+            **options,
+        )
+        # A bias of the keys adds the same to all scores, which changes nothing.
+        bias = 0 if block.qkv.bias is None else block.qkv.bias.view(3, -1)[2]
+        return torch.einsum("the,hde->thd", out, of_values).flatten(1) + bias
+
+
 class Server:
     """The model, its cache, and the waiting and running requests."""
 
@@ -124,10 +183,8 @@ class Server:
             model.blocks[0].heads,
             model.tokens.embedding_dim // model.blocks[0].heads,
         )
-        # (layers, K or V, pages, keys of a page, heads, dim)
-        self.cache = torch.zeros(
-            len(model.blocks), 2, arguments.pages, arguments.page, heads, dim
-        )
+        sizes = arguments.pages, arguments.page, heads, dim
+        self.caches = [LayerCache(arguments.cache, *sizes) for _ in model.blocks]
         self.free = list(range(arguments.pages))
         self.columns = -(
             -model.context // arguments.page
@@ -253,16 +310,9 @@ class Server:
         x = (
             self.model.tokens.weight[ids] + self.model.positions.weight[places]
         )  # (T, embed)
-        for block, (k_cache, v_cache) in zip(
-            self.model.blocks, self.cache, strict=True
-        ):
-            q, k, v = (
-                block.qkv(block.attention_norm(x))
-                .view(len(ids), 3, block.heads, -1)
-                .unbind(1)
-            )  # (T, H, D) each
-            attended = attention_with_kv_cache(q, k_cache, v_cache, k=k, v=v, **options)
-            x = x + block.attention_out(attended.flatten(1))
+        for block, cache in zip(self.model.blocks, self.caches, strict=True):
+            attended = cache.attend(block, block.attention_norm(x), options)
+            x = x + block.attention_out(attended)
             x = x + block.mlp_out(F.gelu(block.mlp_in(block.mlp_norm(x))))
         return F.linear(self.model.norm(x[ends - 1]), self.model.tokens.weight)
 
@@ -302,23 +352,30 @@ def main(argv: list[str] | None = None) -> None:
         f"{len(requests)} requests, {generated} tokens in {steps} steps, "
         f"{generated / seconds:,.0f} tokens/s"
     )
-    bytes_of_page = server.cache[:, :, 0].nbytes
+    bytes_of_page = sum(cache.nbytes for cache in server.caches) // arguments.pages
     contiguous = arguments.running * server.columns
     print(
-        f"KV cache: at most {server.most_pages} of {arguments.pages} pages in use, "
+        f"{arguments.cache} KV cache, {bytes_of_page // arguments.page} bytes a token: "
+        f"at most {server.most_pages} of {arguments.pages} pages in use, "
         f"{server.most_pages * bytes_of_page / 2**20:.2f} MiB; one row of the whole "
         "context for each of "
         f"{arguments.running} requests would take "
         f"{contiguous * bytes_of_page / 2**20:.2f} MiB; "
         f"{server.preemptions} preemptions"
     )
-    equal = sum(
-        generate_alone(model, x, r.length) == r.tokens
+    alone = [
+        generate_alone(model, x, r.length)
         for x, r in zip(prompts, requests, strict=True)
+    ]
+    equal = sum(x == r.tokens for x, r in zip(alone, requests, strict=True))
+    # Tokens after the first difference belong to another text.
+    agreeing = sum(
+        len(commonprefix([x, r.tokens])) - len(prompt)
+        for x, r, prompt in zip(alone, requests, prompts, strict=True)
     )
     print(
         f"{equal} of {len(requests)} requests have the tokens of attention without a "
-        "cache"
+        f"cache; {agreeing} of {generated} tokens come before a difference"
     )
     print(bytes(requests[-1].tokens).decode(errors="replace"))
 

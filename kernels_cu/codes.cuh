@@ -34,7 +34,7 @@ __device__ inline unsigned int code_of(float x, e4m3 y) {
 // As e4m3 (number.cuh): a subnormal code counts units of 2^-16, and the first code after them is 2^-14.
 __device__ inline unsigned int code_of(float x, e5m2) {
   float z = min(abs(x), LARGEST_CODE<e5m2>);
-  unsigned int rounded = (__float_as_uint(z) + 0xFFFFF + (__float_as_uint(z) >> 21 & 1)) >> 21;  // @round-e5m2
+  unsigned int rounded = (__float_as_uint(z) + 0xFFFFF + (__float_as_uint(z) >> 21 & 1)) >> 21;
   unsigned int code = z < 0x1p-14f ? __float2uint_rn(z * 0x1p16f) : rounded - ((127 - 15) << 2);
   return __float_as_uint(x) >> 24 & 0x80 | code;
 }
@@ -56,7 +56,7 @@ struct Quantiser {
   __device__ Quantiser(float low, float high, bool has_nan) {
     float span = CODES_OF_4_BITS ? __fadd_rn(high, -low) : max(abs(low), abs(high));
     store_scale(&scale, has_nan ? __uint_as_float(0x7FC00000) : __fdiv_rn(span, LARGEST_CODE<kv_element>));
-    if (to_real(scale) == 0) store(&scale, 1);  // @scale-of-zeros
+    if (to_real(scale) == 0) store(&scale, 1);
     store_scale(&zero, __fdiv_rn(__fadd_rn(0, -low), to_real(scale)));
   }
   __device__ unsigned int code(float x) const {

@@ -85,7 +85,7 @@ __device__ void append_codes(const Params& p, const element* row, int position, 
     unsigned int byte = 0;
 #pragma unroll
     for (int half = 0; half < CODES_PER_BYTE; ++half)
-      byte |= quantiser.code(number(CODES_PER_BYTE * n + half)) << 4 * half;  // @code-of-column
+      byte |= quantiser.code(number(CODES_PER_BYTE * n + half)) << 4 * half;
     codes[n].bits = byte;
   }
   if (lane_id() == 0) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..device import Device
 from ..problem.features import FLOATING
-from ..problem.records import CODES, FORWARD, SCALES, Problem
+from ..problem.records import CODES, FORWARD, PREFIXES, SCALES, Problem
 from .cpu import FLOP, LOAD, SCORE, TILE, Tile, worth
 from .cpu import alike as alike
 from .cpu import launches as launches
@@ -17,7 +17,9 @@ BACKENDS: tuple[str, ...] = ("cpu",)
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = FLOATING
 OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS - {"dropout", "seed", "bias", "score_mod", "mask_mod"}
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION | {"split_size", "k_descale", "v_descale", *SCALES}
+CACHE_OPTIONS: frozenset[str] | None = (
+    KV_CACHE_OPTIONS | SELECTION | {"split_size", "k_descale", "v_descale", *SCALES, *PREFIXES}
+)
 CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
@@ -50,6 +52,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
             absent.append("pieces of split_size")
         if problem.cache is not None and problem.cache.scale_dtype is not None:
             absent.append("attention on caches with scales per key")
+        if problem.cache is not None and problem.cache.prefix:
+            absent.append("attention on shared prefixes")
         reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]
     if problem.cache is None:
         if problem.weights:

@@ -65,7 +65,7 @@ KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory 
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
 ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S with an fp8 cache, which is converted
-ACCUMULATORS_WITH_SCALES = 96  # the same with a scale for each key
+ACCUMULATORS_WITH_SCALES = 136  # the same with a scale for each key
 ACCUMULATORS_ON_TURING = 96  # ACCUMULATORS on sm_75, whose mma has K = 8 instead of 16
 LIVE = 136  # Q stays in registers if O, S and Q need at most this many per thread
 LIVE_WITH_MASK_MOD = 100  # the same with a mask_mod, whose walk over the tiles takes registers

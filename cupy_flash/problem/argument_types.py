@@ -215,6 +215,9 @@ class CacheArgumentsWithoutLse(CacheReading[T], total=False):
 
     k: T | None
     v: T | None
+    prefix_table: T | None
+    prefix_lengths: T | None
+    prefix_group: T | None
     slots: T | None
     head_dim_v: int | None
     out: T | None

@@ -141,3 +141,20 @@ def in_layout(axes: str, layout: str) -> str:
 def record(*names: str) -> Any:
     """Return a namedtuple class to derive from, for an adapter whose calls have a field for each option."""
     return namedtuple("record", names)
+
+
+# Columns that rows of CacheOptions share.
+INT32, INT64 = ("int32",), ("int64",)
+OF_SEQUENCES = "must be {shape}, not {given}"
+ROTARY_TABLE: dict[str, object] = dict(
+    axes=("rf",), dtypes=FLOATING, dtype_text="floating", appends=True,
+    shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
+)  # fmt: skip
+PER_KEY: dict[str, object] = dict(
+    axes=("PRg",), per_key=True, dtypes=("float16", "float32"), dtype_text="float16 or float32", appends=True,
+    shape_text="must be {shape}, one number per key and head of the caches, not {given}",
+)  # fmt: skip
+PREFIX: dict[str, object] = dict(dtypes=INT32, shape_text=OF_SEQUENCES, host=True)
+BESIDE_SCALES = tuple(
+    Conflict(f"{x}_descale", f"{x}_descale is per sequence and {x}_scale per key: give one of them") for x in "kv"
+)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .checks import ArrayFacts, Length, Requirements, Settings, Sizes, check_dtype, check_features, check_shape
 from .features import FLOATING
-from .records import CACHE_FEATURES, CACHES, CODES, FP8, INDICES, LONGEST, SCALES, Cache
+from .records import CACHE_FEATURES, CACHES, CODES, FP8, INDICES, LONGEST, PREFIXES, SCALES, Cache
 from .selection import axes_of_lists
 
 Arrays = dict[str, ArrayFacts]
@@ -23,7 +23,7 @@ ROWS = (BY_NAME["k"], BY_NAME["v"])
 PER_KEY = [feature for feature in CACHE_FEATURES if feature.per_key]
 CHECKED = [feature for feature in CACHE_FEATURES if feature.axes and feature not in (*ROWS, *PER_KEY)]
 CHECKED.append(BY_NAME["cu_seqlens_q"]._replace(name="cu_seqlens"))
-OWN_AXES = frozenset("prf")  # sizes that only one option has
+OWN_AXES = frozenset("prfyz")  # sizes that only one option has
 
 
 def own_axes(arrays: Arrays) -> dict[str, int]:
@@ -85,7 +85,8 @@ def _check_caches(requirements: Requirements, arrays: Arrays, layout: str) -> Si
     sized = require(min(kv_heads, head_dim, head_dim_v) > 0, "heads and head dimensions must be at least 1")
     if not (agreed and sized):
         return None
-    capacity = rows * own_axes(arrays).get("p", 1)
+    own = own_axes(arrays)
+    capacity = rows * (own.get("p", 1) + own.get("z", 0))
     if not require(capacity <= LONGEST, f"a sequence must have at most {LONGEST} keys, and {capacity} fit"):
         return None
     return Sizes(
@@ -181,6 +182,7 @@ def _lengths(sizes: Sizes, arrays: Arrays) -> dict[str, Length]:
         "d": sizes.head_dim, "e": sizes.head_dim_v, "m": sizes.tokens, "c": range(1, LONGEST + 2),
         "p": range(LONGEST + 1), "r": range(2**63), "f": range(1, sizes.head_dim // 2 + 1),
         "s": range(sizes.kv_len + 1), "B": (1, sizes.batch), "H": (1, sizes.heads), "P": sizes.blocks, "R": sizes.rows,
+        "y": own_axes(arrays).get("y", 0), "z": range(LONGEST + 1),
     }  # fmt: skip
     if sizes.packed:
         del lengths["i"]
@@ -209,6 +211,9 @@ def _check_combination(requirements: Requirements, arrays: Arrays, attends: bool
             if not {feature.name, conflict.other} <= arrays.keys() or (conflict.append and attends):
                 continue
             (requirements.unmet if conflict.supported else requirements.unsupported).append(conflict.reason)
+    given = [name for name in PREFIXES if name in arrays]
+    require(len(given) in (0, len(PREFIXES)), f"{', '.join(PREFIXES)} are given together or not at all")
+    require(not given or "block_table" in arrays, f"{', '.join(given)}: prefixes are of pages, with block_table")
     require(rotates == ("rotary_sin" in arrays), "rotary_cos and rotary_sin are given together or not at all")
     _check_written(requirements, arrays)
 
@@ -320,4 +325,5 @@ def facts_of_cache(arrays: Arrays, settings: Settings, layout: str, sizes: Sizes
         split_size=settings.others["split_size"],
         rotary_dtypes=None if rotary is None else (tables[0].dtype.name, tables[1].dtype.name),
         scale_dtype=arrays["k_scale"].dtype.name if "k_scale" in arrays else None,
+        prefix=sizes.rows * own.get("z", 0),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..arrays import CACHED, Array
-from .records import CACHES, FIELDS, INDICES, LONGEST, SCALES, Operands, Problem
+from .records import CACHES, FIELDS, INDICES, LONGEST, SCALES, Cache, CacheOperands, Operands, Problem
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -39,11 +39,17 @@ class Spans(NamedTuple):
     k_rows: Integers  # rows of k
     before: Integers  # n_b: keys in the cache before the call
     appended: Integers  # s_b: keys that the call appends; 0 with slots
+    prefix: Integers  # keys of the shared prefix, which come before
+
+    @property
+    def own_lengths(self) -> Integers:
+        """The number of keys on each sequence's own pages after the append."""
+        return self.before + self.appended
 
     @property
     def kv_lengths(self) -> Integers:
-        """L_b, the number of keys of each sequence after the append."""
-        return self.before + self.appended
+        """L_b, the number of keys of each sequence after the append, with its prefix."""
+        return self.prefix + self.own_lengths
 
     @property
     def q_starts(self) -> Integers:
@@ -69,8 +75,17 @@ def read_spans(problem: Problem, operands: Operands) -> Spans:
     if isinstance(lengths, Array):
         before = lengths.numpy().astype(np.int64)
     else:
-        before = _equal(problem.batch, problem.kv_len if lengths is None else lengths)
-    return Spans(q_rows, k_rows, before, none if cache.slots else k_rows)
+        before = _equal(problem.batch, problem.kv_len - cache.prefix if lengths is None else lengths)
+    return Spans(q_rows, k_rows, before, none if cache.slots else k_rows, _prefixes(given, none))
+
+
+def _prefixes(given: CacheOperands, none: Integers) -> Integers:
+    """Return the length of each sequence's prefix; 0 for a group that does not exist, which is an error."""
+    if given.prefix_lengths is None or given.prefix_group is None:
+        return none
+    lengths, groups = given.prefix_lengths.numpy().astype(np.int64), given.prefix_group.numpy()
+    exists = (groups >= 0) & (groups < len(lengths))
+    return np.where(exists, np.append(lengths, 0)[np.where(exists, groups, -1)], 0)
 
 
 @lru_cache(maxsize=16)
@@ -97,7 +112,7 @@ def positions_of_keys(problem: Problem, operands: Operands, spans: Spans) -> Int
     assert operands.cache is not None
     if operands.cache.positions is not None:
         return operands.cache.positions.numpy().ravel()[: spans.k_rows.sum()].astype(np.int64)
-    return np.maximum(_ranges(spans.before + spans.appended - spans.k_rows, spans.k_rows), 0)
+    return np.maximum(_ranges(spans.kv_lengths - spans.k_rows, spans.k_rows), 0)
 
 
 def appended_places(problem: Problem, operands: Operands, spans: Spans) -> tuple[Integers, Integers]:
@@ -247,10 +262,11 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
     if bounds == "cu_seqlens_q" and operands.cu_seqlens_q is not None and problem.batch:
         longest = int(spans.q_rows.max())
         require(longest <= problem.q_len, f"max_seqlen_q is {problem.q_len}, but a sequence has {longest} tokens")
-    capacity = str(problem.kv_len)
+    keys = problem.kv_len - cache.prefix
+    capacity = str(keys)
     if given.block_table is not None and cache.page is not None:
         capacity += f", {given.block_table.shape[1]} columns of block_table with pages of {cache.page} keys"
-    wrong = np.flatnonzero((spans.before < 0) | (spans.kv_lengths > problem.kv_len)).tolist()
+    wrong = np.flatnonzero((spans.before < 0) | (spans.own_lengths > keys)).tolist()
     for b in wrong[:SHOWN]:
         before = f" before {spans.appended[b]} appended rows" if spans.appended[b] else ""
         require(False, f"cache_seqlens[{b}] is {spans.before[b]}{before}, and the capacity is {capacity}")
@@ -261,13 +277,16 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
     if given.slots is not None:
         rows = operands.k.shape[2 if cache.layout == "bhsd" else 1]
         _check_range(requirements, "slots", given.slots.numpy(), None, cache.blocks * rows - 1)
+    if given.prefix_group is not None and given.prefix_lengths is not None:
+        groups = given.prefix_lengths.shape[0]
+        _check_range(requirements, "prefix_group", given.prefix_group.numpy(), -1, groups - 1)
+        _check_range(requirements, "prefix_lengths", given.prefix_lengths.numpy(), 0, cache.prefix)
     if requirements.unmet:
         return
-    if given.block_table is not None and cache.page is not None:
-        table = given.block_table.numpy()
-        used = np.arange(table.shape[1]) * cache.page < spans.kv_lengths[:, None]
-        for b, column in np.argwhere(used & ((table < 0) | (table >= cache.blocks)))[:SHOWN].tolist():
-            require(False, f"block_table[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages")
+    if given.block_table is not None:
+        _check_table(requirements, cache, "block_table", given.block_table, spans.own_lengths)
+    if given.prefix_table is not None and given.prefix_lengths is not None:
+        _check_table(requirements, cache, "prefix_table", given.prefix_table, given.prefix_lengths.numpy())
     if given.rotary_cos is not None and cache.rotary is not None:
         _check_positions(requirements, problem, operands, spans)
     elif given.positions is not None and problem.mods:
@@ -310,6 +329,16 @@ def _check_range(requirements: Requirements, name: str, values: np.ndarray, low:
     for b in np.flatnonzero(wrong.ravel())[:SHOWN].tolist():
         interval = f"at most {high}" if low is None else f"in [{low}, {high}]"
         requirements.require(False, f"{name}[{b}] is {values.ravel()[b]} and must be {interval}")
+
+
+def _check_table(requirements: Requirements, cache: Cache, name: str, array: Array, lengths: np.ndarray) -> None:
+    """Check the entries of a table that the keys of its rows use."""
+    assert cache.page is not None
+    table = array.numpy()
+    used = np.arange(table.shape[1]) * cache.page < lengths[:, None]
+    for b, column in np.argwhere(used & ((table < 0) | (table >= cache.blocks)))[:SHOWN].tolist():
+        reason = f"{name}[{b}, {column}] is {table[b, column]}, and the pool has {cache.blocks} pages"
+        requirements.require(False, reason)
 
 
 def _check_positions(requirements: Requirements, problem: Problem, operands: Operands, spans: Spans) -> None:

@@ -22,17 +22,24 @@ import numpy as np
 from ..arrays import AnyArray, Array, named_dtype
 from .features import (
     ARRAY,
+    BESIDE_SCALES,
     CAP,
     CAUSAL,
     CHOICE,
     FINITE,
     FLAG,
     FLOATING,
+    INT32,
+    INT64,
     INTEGER,
     LENGTHS,
     MOD,
     NUMBER,
+    OF_SEQUENCES,
+    PER_KEY,
+    PREFIX,
     PROBABILITY,
+    ROTARY_TABLE,
     SEED,
     STATISTICS,
     WINDOW,
@@ -61,6 +68,7 @@ ENGINES = ("cpu", "cpu_decode", "aten", "simt", "mma", "mma_decode", "wgmma", "t
 FORWARD, BACKWARD = "forward", "backward"
 JVP, DOUBLE_BACKWARD = "JVP", "double backward"
 CACHES = ("k_cache", "v_cache")
+PREFIXES = ("prefix_table", "prefix_lengths", "prefix_group")
 SCALES = ("k_scale", "v_scale", "k_zero", "v_zero")  # of a quantised cache, one number per key and head
 # {dtype of a quantised cache: its largest code}; a byte of uint8 has two codes of 4 bits
 CODES = {"int8": 127.0, FP8: 448.0, "float8_e5m2": 57344.0, "uint8": 15.0}
@@ -190,23 +198,6 @@ def _shared(name: str, **changes: Any) -> Any:
 
 
 SPLIT_UNIT = 64  # split_size must be a multiple of this
-INT32, INT64 = ("int32",), ("int64",)
-OF_SEQUENCES = "must be {shape}, not {given}"
-ROTARY_TABLE: dict[str, Any] = dict(
-    axes=("rf",),
-    dtypes=FLOATING,
-    dtype_text="floating",
-    shape_text="must be (R, rd / 2) with rd up to D = {d}, not {given}",
-    appends=True,
-)
-PER_KEY: dict[str, Any] = dict(
-    axes=("PRg",),
-    per_key=True,
-    dtypes=("float16", "float32"),
-    dtype_text="float16 or float32",
-    shape_text="must be {shape}, one number per key and head of the caches, not {given}",
-    appends=True,
-)
 
 
 @dataclass(slots=True)
@@ -214,8 +205,8 @@ class CacheOptions:
     """The options of a call on a KV cache, which `cupy_flash.attention_with_kv_cache` describes.
 
     Further axes of its arrays are "m", all rows of k; "c", B + 1; "p", the columns of a block table; "r" and "f", the
-    sizes of a rotary table; "s", the keys of a mask; "P" and "R", the blocks of a cache and their rows. Axes "B" and
-    "H" are "b" and "h", or 1.
+    sizes of a rotary table; "s", the keys of a mask; "P" and "R", the blocks of a cache and their rows; "y" and "z",
+    the sizes of a table of prefixes. Axes "B" and "H" are "b" and "h", or 1.
     """
 
     k: AnyArray | None = common(ARRAY, axes=("bngd",), rows=True, dtypes=FLOATING, member="k_new", fact="appended")
@@ -282,18 +273,13 @@ class CacheOptions:
     check_selected: bool = _shared("check_selected")
     k_descale: AnyArray | None = _shared("k_descale", fp8=False, appends=True)
     v_descale: AnyArray | None = _shared("v_descale", fp8=False, appends=True)
-    k_scale: AnyArray | None = option(
-        ARRAY,
-        fact="scale_dtype",
-        conflicts=(
-            Conflict("k_descale", "k_descale is per sequence and k_scale per key: give one of them"),
-            Conflict("v_descale", "v_descale is per sequence and v_scale per key: give one of them"),
-        ),
-        **PER_KEY,
-    )
+    k_scale: AnyArray | None = option(ARRAY, fact="scale_dtype", conflicts=BESIDE_SCALES, **PER_KEY)
     v_scale: AnyArray | None = option(ARRAY, **PER_KEY)
     k_zero: AnyArray | None = option(ARRAY, **PER_KEY)
     v_zero: AnyArray | None = option(ARRAY, **PER_KEY)
+    prefix_table: AnyArray | None = option(ARRAY, axes=("yz",), fact="prefix", **PREFIX)
+    prefix_lengths: AnyArray | None = option(ARRAY, axes=("y",), **PREFIX)
+    prefix_group: AnyArray | None = option(ARRAY, axes=("b",), **PREFIX)
     split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
     head_dim_v: int | None = _shared("head_dim_v")
     layout: "Layout" = _shared("layout", appends=True)
@@ -311,7 +297,7 @@ class CacheOptions:
     @classmethod
     def of_reading(cls, function: str, options: Mapping[str, object]) -> "CacheOptions":
         """Make the options of a function of weights, which takes no array that a call writes or appends."""
-        others = ("k", "v", "slots", "out", "statistics", "head_dim_v")
+        others = ("k", "v", "slots", "out", "statistics", "head_dim_v", *PREFIXES)
         return cls(**known(function, options, tuple(x for x in CACHE_FEATURES if x.name not in others)))
 
 
@@ -421,6 +407,7 @@ class Cache(NamedTuple):
     split_size: int | None
     rotary_dtypes: tuple[str, str] | None = None  # dtypes of the tables, cos and sin
     scale_dtype: str | None = None  # dtype of the scales of each key, and of the zeros of codes of 4 bits
+    prefix: int = 0  # keys of the capacity that are of shared prefixes
 
     @property
     def codes(self) -> int:
@@ -431,6 +418,7 @@ class Cache(NamedTuple):
         texts = ["contiguous cache" if self.page is None else f"cache of {self.blocks} pages of {self.page}"]
         if self.dtype.itemsize == 1:
             texts.append(f"{'4-bit' if self.codes == 2 else self.dtype.name} keys")
+        texts += [f"shared prefixes of up to {self.prefix} keys"] * (self.prefix > 0)
         if self.scale_dtype is not None:
             texts.append(f"{self.scale_dtype} scales per key")
         if self.appended is not None:
@@ -595,6 +583,9 @@ class CacheOperands(NamedTuple):
     v_scale: Array | None = None
     k_zero: Array | None = None
     v_zero: Array | None = None
+    prefix_table: Array | None = None
+    prefix_lengths: Array | None = None
+    prefix_group: Array | None = None
     out: Array | None = None
 
     def arrays(self) -> dict[str, Array]:

@@ -24,7 +24,7 @@ __device__ inline void cvt_codes_x4(unsigned int (&y)[2], unsigned int x, int8, 
   x ^= 0x80808080;  // code + 128
 #pragma unroll
   for (int n = 0; n < 2; ++n)
-    y[n] = fma_rn_x2<half16>(__byte_perm(x, 0x64646464, n ? 0x4342 : 0x4140), 0x3C003C00, 0xE480E480);  // @bias-of-int8
+    y[n] = fma_rn_x2<half16>(__byte_perm(x, 0x64646464, n ? 0x4342 : 0x4140), 0x3C003C00, 0xE480E480);
 }
 __device__ inline void cvt_codes_x4(unsigned int (&y)[2], unsigned int x, e5m2, half16) {
   y[0] = __byte_perm(x, 0, 0x1404), y[1] = __byte_perm(x, 0, 0x3424);
@@ -48,7 +48,7 @@ __device__ void cvt_codes_x4(unsigned int (&y)[2], unsigned int x, Code code, bf
 __device__ inline unsigned int cvt_nibbles(unsigned int x, int n, half16) {
   unsigned int shifted = n < 2 ? x : x >> 8;
   if (n % 2) return fma_rn_x2<half16>(shifted & 0x00F000F0 | 0x64006400, 0x2C002C00, 0xD400D400);
-  return fma_rn_x2<half16>(shifted & 0x000F000F | 0x64006400, 0x3C003C00, 0xE400E400);  // @bias-of-nibbles
+  return fma_rn_x2<half16>(shifted & 0x000F000F | 0x64006400, 0x3C003C00, 0xE400E400);
 }
 #if __CUDA_ARCH__ >= 800
 __device__ inline unsigned int cvt_nibbles(unsigned int x, int n, bfloat16) {

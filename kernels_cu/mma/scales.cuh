@@ -27,8 +27,8 @@ struct ScaleLoads {
   __device__ void load(unsigned int slot, int start, Range keys, const int* pages) {
     int row = threadIdx.x % BLOCK_KV;
     auto tile = scales.tile(start, pages);
-    bool read = sequence.readable(keys)(start + row) && tile.has(start + row);  // @readable-scales
-    scale = read ? to_real(*tile(row)) : 0;                                     // @scale-of-key
+    bool read = sequence.readable(keys)(start + row) && tile.has(start + row);
+    scale = read ? to_real(*tile(row)) : 0;  // @scale-of-key
     if constexpr (CODES_OF_4_BITS) zero = read ? to_real(*zeros.tile(start, pages)(row)) : 0;
     to = slot + KeySlot::SCALES + 4 * threadIdx.x;
   }
@@ -84,7 +84,7 @@ __device__ void scale_products(float (&S)[M][2][4], unsigned int slot, const flo
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if constexpr (CODES_OF_4_BITS) S[m][n][e] -= Q_sums[m][e / 2] * zeros.of[n][e % 2];  // @subtract-zero
-        S[m][n][e] *= scales.of[n][e % 2];                                                   // @scale-products
+        S[m][n][e] *= scales.of[n][e % 2];
       }
 }
 
@@ -127,7 +127,7 @@ struct ScaledP {
       for (int n = 0; n < 4; ++n) scales.of[n / 2][n % 2] *= power_of_two(-unit);
     }
 #pragma unroll
-    for (int t = 0; t < M * 8; ++t) S[t / 8][t / 4 % 2][t % 4] *= scales.of[t / 4 % 2][t % 2];  // @scale-P
+    for (int t = 0; t < M * 8; ++t) S[t / 8][t / 4 % 2][t % 4] *= scales.of[t / 4 % 2][t % 2];
     round_fragments(P, S);
     if constexpr (CODES_OF_4_BITS) {
       OfColumns of_values(slot, 3);

@@ -66,8 +66,14 @@ def options_of(k: Codes, v: Codes | None) -> dict[str, np.ndarray]:
 
 
 def calls(case: CacheCase, kind: str, scale_dtype: str = "float32") -> tuple[CacheCall, CacheCall]:
-    """Return the call of a case on caches that are quantised by hand, and on the numbers that they store."""
+    """Return the call of a case on caches that are quantised by hand, and on the numbers that they store.
+
+    Values of each block have another magnitude, and so other scales.
+    """
     call = case.call()
+    if call.v_cache is not None:
+        blocks = np.arange(len(call.v_cache)).reshape(-1, 1, 1, 1)
+        call = call._replace(v_cache=call.v_cache.astype(np.float32) * np.exp2(-(blocks % 5)).astype(np.float32))
     k = quantised(call.k_cache, kind, scale_dtype)
     v = None if call.v_cache is None else quantised(call.v_cache, kind, scale_dtype)
     scaled = call.options | options_of(k, v)

@@ -190,7 +190,7 @@ def test_the_records_have_the_fields_of_the_table():
 
 @pytest.mark.parametrize("feature", CACHE_FEATURES, ids=lambda feature: feature.name)
 def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
-    members, names = dtypes("", ("KV_CACHE",))["Params"].names, [other.name for other in CACHE_FEATURES]
+    members, names = dtypes("", ("KV_CACHE", "SCALED_KV"))["Params"].names, [other.name for other in CACHE_FEATURES]
     if feature.constant:
         assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     if feature.kind == features.ARRAY and feature.name != "out":

@@ -628,6 +628,12 @@ PACKED = dict(cu_seqlens_q=indices(3), max_seqlen_q=3)
 QUERIES = half(2, 2, 4, 32)
 SQUARE = tuple(half(2, 4, 4, 32) for _ in range(3))
 FP8 = tuple(x.to(torch.float8_e4m3fn) for x in CACHED[1:])
+CODES = (CACHED[0], *(torch.ones(2, 64, 2, 32, dtype=torch.int8) for _ in range(2)))
+
+
+def scales(dtype=torch.float32):
+    return {"engine": "mma_decode"} | {name: torch.ones(2, 64, 2, dtype=dtype) for name in ("k_scale", "v_scale")}
+
 
 # As CHANGES
 CACHE_CHANGES = {
@@ -678,6 +684,11 @@ CACHE_CHANGES = {
         ((CACHED[0], *FP8), dict(engine="mma_decode")),
         ((CACHED[0], *FP8), dict(engine="mma_decode", k_descale=torch.ones(2, 2))),
     ),
+    "scales": (
+        ((CACHED[0], *FP8), dict(engine="mma_decode")), ((CACHED[0], *FP8), scales())
+    ),
+    "dtype-of-scales": ((CODES, scales()), (CODES, scales(torch.float16))),
+    "strides-of-scales": ((CODES, scales()), (CODES, scales() | dict(k_scale=torch.ones(2, 64, 4)[..., ::2]))),
     "split-size": ((CACHED, dict(engine="mma_decode")), (CACHED, dict(engine="mma_decode", split_size=64))),
     "layout": ((SQUARE, {}), (SQUARE, dict(layout="bhsd"))),
     "out": ((CACHED, {}), (CACHED, dict(out=half(2, 1, 4, 32)))),
@@ -728,6 +739,17 @@ def test_an_entry_of_a_call_on_a_cache_launches_what_a_posed_call_does(form, eng
         inputs, options = CACHE_FORMS[form]()
         inputs = tuple(x.clone() for x in inputs)
         return lambda: on_cache(*inputs, **options | CACHE_ENGINES[engine])
+
+    posed(call())
+    second = call()
+    got, kept = outcome(second)
+    assert kept and got == posed(second)
+
+
+def test_an_entry_of_a_call_on_a_quantised_cache_appends_and_reads_scales(unread):
+    def call():
+        inputs, given = tuple(x.clone() for x in CODES), scales() | new() | dict(cache_seqlens=3)
+        return lambda: on_cache(*inputs, **given)
 
     posed(call())
     second = call()

@@ -45,6 +45,12 @@ BUDGET = {
         (34, "selected_from_block_mask: the lists of torch's BlockMask"),
         (610, "select_keys, selection_loss: functions and poses 230, CPU 178, torch 90, jax 112"),
         (240, "selected keys on simt and mma: launches and workspaces 165, mma 60, checks of lists on a GPU 15"),
+        (
+            201,
+            "quantised caches: options and checks 85, on the CPU 70, torch and jax 15, the kernels' constants, Params "
+            "and tiles 30",
+        ),
+        (90, "shared prefixes: options and checks 50, tiles of a group on the chunks of its prefix 40"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
     ],
     "bench": [

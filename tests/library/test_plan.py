@@ -197,6 +197,8 @@ def test_every_option_is_named_by_an_engine():
     part_of_a_fact = {"causal", "window", "seed", "selected_block", "selected_rows"}
     only_read = {"v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "positions", "rotary_sin", "out"}
     only_read |= {"cu_seqlens_q", "max_seqlen_q", "rotary_interleaved"}
+    part_of_a_fact |= {"v_scale", "k_zero", "v_zero"}  # that of k_scale, and of the dtype of the caches
+    only_read |= {"prefix_lengths", "prefix_group"}
     for table, attribute, fields in (
         (FEATURES, "OPTIONS", {*Problem._fields}),
         (CACHE_FEATURES, "CACHE_OPTIONS", {*Problem._fields, *Cache._fields}),

@@ -67,8 +67,18 @@ def test_tokens_are_those_without_a_cache(example, saved, options, preempts):
 def test_whole_run(example, saved, capsys):
     example.main(["--model", str(saved), "--requests", "3", "--tokens", "8", "--split-size", "64"])
     printed = capsys.readouterr().out
-    assert "3 of 3 requests have the tokens of attention without a cache" in printed
-    assert "pages in use" in printed
+    assert "3 of 3 requests have the tokens of attention without a cache; 16 of 16 tokens" in printed
+    assert "float32 KV cache, 512 bytes a token" in printed and "pages in use" in printed
+
+
+@pytest.mark.parametrize(("cache", "size"), [("latent", 256), ("int8", 144), ("int4", 96)])
+def test_other_caches(example, saved, cache, size):
+    """Tokens of a latent cache are exact; codes change some scores a little, and with them perhaps a token."""
+    tokens, expected, server = serve(example, saved, "--cache", cache, "--pages=8")
+    assert sum(x.nbytes for x in server.caches) == 8 * 8 * size
+    if cache == "latent":
+        assert tokens == expected
+    assert all(x[:2] == y[:2] for x, y in zip(tokens, expected, strict=True))
 
 
 def test_request_that_never_fits(example, saved):

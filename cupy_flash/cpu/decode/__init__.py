@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from ..score import MaskMod, steps
 from ..statistics import RowStatistics, empty_statistics, merged
 from ..thread_pool import Stop, run_tasks
 from . import append as appending
-from .keys import Scales
+from .keys import Keys, Scales
 from .sequences import RowScores, RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
 # Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
@@ -45,6 +45,10 @@ class Part(NamedTuple):
     O: np.ndarray
     lse: np.ndarray
     statistics: RowStatistics | None = None  # (Hk, rows), if the call asks for statistics
+
+
+# {chunk of keys of a prefix: its K, V and scales}
+Loaded: TypeAlias = "dict[tuple[int, int], tuple[np.ndarray, np.ndarray, Scales | None]]"
 
 
 def append(plan: Plan, operands: Operands) -> None:
@@ -90,18 +94,27 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
             return [(max(chunk, start), min(chunk + plan.block_kv, last)) for chunk in grid]
 
         tiles = [tile for sequence in sequences for tile in row_tiles(plan, sequence)]
-        ranges = [call.visible(tile) for tile in tiles]
-        piece = _piece(problem, sum(stop - start for start, stop in ranges), plan.block_kv)
+        # Each tile twice if its sequence has a prefix: with the keys of the prefix, and with its own.
+        both = [(*tile.on_prefix(), tile) for tile in tiles]
+        ranges = {id(tile): call.visible(tile) for pair in both for tile in pair}
+        piece = _piece(problem, sum(stop - start for start, stop in ranges.values()), plan.block_kv)
         parts: list[list[Part | None]] = []
         tasks: list[Callable[[], None]] = []
-        for tile, (start, stop) in zip(tiles, ranges, strict=True):
-            pieces = range(start // piece * piece, stop, piece) if start < stop else range(0)
-            parts.append([None] * len(pieces))
+        shared: dict[tuple[int, int], list[Callable[[Loaded], None]]] = {}  # by the prefix and the piece
+        for tile, pair in zip(tiles, both, strict=True):
+            parts.append([])
             Q = call.load(tile)
-            tasks += [
-                partial(call.attend, parts[-1], index, tile, Q, chunks(first, min(first + piece, stop), start))
-                for index, first in enumerate(pieces)
-            ]
+            for each in pair:
+                start, stop = ranges[id(each)]
+                for first in range(start // piece * piece, stop, piece) if start < stop else ():
+                    of_piece = chunks(first, min(first + piece, stop), start)
+                    attend = partial(call.attend, parts[-1], len(parts[-1]), each, Q, of_piece)
+                    parts[-1].append(None)
+                    if each is tile:
+                        tasks.append(attend)
+                    else:
+                        shared.setdefault((id(tile.sequence.prefix), first), []).append(attend)
+        tasks += [partial(_together, of_prefix) for of_prefix in shared.values()]
         run_tasks(plan.threads, tasks, call.stop)
         for tile, of_tile in zip(tiles, parts, strict=True):
             done = call.finish(tile, of_tile)
@@ -116,6 +129,23 @@ def _piece(problem: Problem, keys: int, chunk: int) -> int:
     if problem.cache is not None and problem.cache.split_size is not None:
         return problem.cache.split_size
     return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
+
+
+def _together(tiles: list[Callable[[Loaded], None]]) -> None:
+    """Compute the attention of tiles over the same piece of a prefix, each chunk of which is loaded once."""
+    loaded: Loaded = {}
+    for attend in tiles:
+        attend(loaded)
+
+
+def _load(keys: Keys, start: int, stop: int, loaded: Loaded | None) -> tuple[np.ndarray, np.ndarray, Scales | None]:
+    """Return K, V and the scales of a chunk, from `loaded` if it is there."""
+    chunk = None if loaded is None else loaded.get((start, stop))
+    if chunk is None:
+        chunk = (*keys.load(start, stop), keys.scales(start, stop))
+        if loaded is not None:
+            loaded[start, stop] = chunk
+    return chunk
 
 
 class Call:
@@ -155,16 +185,30 @@ class Call:
         return Q
 
     def attend(
-        self, parts: list[Part | None], index: int, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]]
+        self,
+        parts: list[Part | None],
+        index: int,
+        tile: RowTile,
+        Q: np.ndarray,
+        chunks: list[tuple[int, int]],
+        loaded: Loaded | None = None,
     ) -> None:
-        """Compute parts[index], the attention of the tile over the keys of these chunks."""
-        part = self._attend(tile, Q, chunks, np.matmul)
+        """Compute parts[index], the attention of the tile over the keys of these chunks.
+
+        Chunks are kept in `loaded` for other tiles.
+        """
+        part = self._attend(tile, Q, chunks, np.matmul, loaded)
         if not math.isfinite(square_sum(part.O)):  # V has NaN or infinity, perhaps in a key that some rows do not see
-            part = self._attend(tile, Q, chunks, product)
+            part = self._attend(tile, Q, chunks, product, loaded)
         parts[index] = part
 
     def _attend(
-        self, tile: RowTile, Q: np.ndarray, chunks: list[tuple[int, int]], multiply: Callable[..., np.ndarray]
+        self,
+        tile: RowTile,
+        Q: np.ndarray,
+        chunks: list[tuple[int, int]],
+        multiply: Callable[..., np.ndarray],
+        loaded: Loaded | None,
     ) -> Part:
         shape, dtype, width, m = Q.shape[:2], Q.dtype, 0, None
         scores = RowScores(self.problem, tile)
@@ -172,8 +216,7 @@ class Call:
         O, l = np.zeros((*shape, self.problem.head_dim_v), dtype), np.zeros((*shape, 1), dtype)
         for start, stop in chunks:
             self.stop.poll()
-            K, V = tile.sequence.keys.load(start, stop)
-            scales = tile.sequence.keys.scales(start, stop)
+            K, V, scales = _load(tile.sequence.keys, start, stop, loaded)
             if stop - start != width:
                 width = stop - start
                 S = np.empty((*shape, width), dtype)

@@ -22,7 +22,8 @@ class Keys:
 
     `k` and `v` are (blocks, rows, Hk, D) in any strides. The keys of a contiguous sequence are rows `first` on of block
     `block`; those of a paged one are in the blocks that `table` names. Only keys in [start, stop) are read: others may
-    be NaN, or on pages that do not exist. `scales` are those of a quantised cache.
+    be NaN, or on pages that do not exist. `scales` are those of a quantised cache. Key `base` is the first one of a
+    table: those before it are of a prefix.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class Keys:
         stop: int,
         dtype: np.dtype,
         scales: Scales | None = None,
+        base: int = 0,
     ) -> None:
         self.pools, self.place, self.dtype = (k, v), place, dtype
-        self.start, self.stop, self._scales = start, stop, scales
+        self.start, self.stop, self._scales, self._base = start, stop, scales, base
 
         # Chunks of a contiguous sequence in the accumulation dtype are views.
         self.are_views = isinstance(place, tuple) and _is_for_blas(k, dtype) and _is_for_blas(v, dtype)
@@ -85,7 +87,7 @@ class Keys:
         if isinstance(self.place, tuple):
             block, row = self.place
             return pool[block, row + first : row + last]
-        page = pool.shape[1]
+        page, first, last = pool.shape[1], first - self._base, last - self._base
         first_page, last_page = first // page, -(-last // page)
         offset = first - first_page * page
         if last_page - first_page == 1:

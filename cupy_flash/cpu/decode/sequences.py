@@ -32,6 +32,7 @@ class Sequence(NamedTuple):
     mask_start: int  # the key of the mask's first column
     q_idx: np.ndarray | None = None  # int64 (Sq,): the positions that mods see; None without mods
     statistics: tuple[np.ndarray, ...] = ()  # (Hq, Sq): those that the call asks for
+    prefix: Keys | None = None  # the keys before `keys`, which the sequences of a group share
 
 
 class RowTile(NamedTuple):
@@ -54,6 +55,11 @@ class RowTile(NamedTuple):
         rows = self.sequence.q[self.queries]
         self.of_queries(Q, problem)[...] = rows.reshape(-1, problem.kv_heads, problem.group, problem.head_dim)
         return Q
+
+    def on_prefix(self) -> tuple[RowTile, ...]:
+        """Return the tile with the keys of its sequence's prefix, if there is one."""
+        prefix = self.sequence.prefix
+        return () if prefix is None else (self._replace(sequence=self.sequence._replace(keys=prefix)),)
 
     def store(self, O: np.ndarray, lse: np.ndarray, problem: Problem) -> None:
         """Write O (Hk, rows, Dv) and lse (Hk, rows) to the rows of the sequence."""
@@ -192,6 +198,15 @@ def sequences_of_cache(
     scales = None if cache.scale_dtype is None else scale_pools(cache, given)
     mask = None if operands.mask is None else operands.mask.numpy()
     q_idx = positions_of_queries(problem, operands, spans) if problem.mods else None
+    groups, prefixes = [-1] * problem.batch, {}
+    if given.prefix_table is not None and given.prefix_lengths is not None and given.prefix_group is not None:
+        groups = given.prefix_group.numpy().tolist()
+        of_groups = zip(given.prefix_table.numpy(), given.prefix_lengths.numpy().tolist(), strict=True)
+        prefixes = {
+            group: Keys(k, v, table, 0, length, problem.accumulation, scales)
+            for group, (table, length) in enumerate(of_groups)
+            if length
+        }
     pads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.numpy().tolist()
     sequences = []
     for b, (start, rows, length, place, pad) in enumerate(
@@ -201,7 +216,9 @@ def sequences_of_cache(
         )
     ):  # fmt: skip
         here = (slice(start, start + rows),) if packed else (b,)
-        keys = Keys(k, v, place, pad, length, problem.accumulation, scales)
+        group = groups[b]
+        own = int(spans.prefix[b]) if group in prefixes else 0
+        keys = Keys(k, v, place, max(pad, own), length, problem.accumulation, scales, own)
         seen, first = None, 0
         if mask is not None:
             one = mask[b if len(mask) > 1 else 0]
@@ -210,7 +227,7 @@ def sequences_of_cache(
             Sequence(
                 b, q[here], out[here], lse[:, here[0]] if packed else lse[b], keys, length - rows, seen, first,
                 None if q_idx is None else q_idx[start : start + rows],
-                tuple(x[:, here[0]] if packed else x[b] for x in statistics),
+                tuple(x[:, here[0]] if packed else x[b] for x in statistics), prefixes.get(group),
             )
         )  # fmt: skip
     return sequences

@@ -39,6 +39,7 @@ BUDGET = {
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
         (18, "selected keys: one list's rows in parts, rows and blocks cut at lengths; which arrays a kept call has"),
         (34, "selected_from_block_mask: the lists of torch's BlockMask"),
+        (80, "attention_weights of selected keys: on the CPU 59, the width of results and the lists of heads 21"),
         (610, "select_keys, selection_loss: functions and poses 230, CPU 178, torch 90, jax 112"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
     ],

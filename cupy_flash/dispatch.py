@@ -277,6 +277,7 @@ def explain(chosen: Plan, operands: Operands) -> str:
 
 
 SELECTED = ".cpu.selected"  # the module of the CPU engine for calls with `selected`
+SELECTED_WEIGHTS = ".cpu.selected_weights"
 INDEXER = ".cpu.indexer"
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
@@ -310,6 +311,8 @@ def _derivatives(chosen: Plan) -> ModuleType:
 
 def _weights(chosen: Plan) -> ModuleType:
     """Return the module in which an engine computes attention weights."""
+    if chosen.problem.selected is not None:
+        return _imported(SELECTED_WEIGHTS)
     return _imported(f".{MODULES[chosen.engine].WEIGHTS}")
 
 

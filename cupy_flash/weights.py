@@ -61,6 +61,9 @@ def attention_weights(
     Returns:
         P in the dtype of q: (B, Hq, rows, Sk), for a list of heads (B, heads, rows, Sk), for "mean" (B, rows, Sk). A
         row sums to 1, with a sink to 1 - exp(sink - lse); a row that sees no key is 0, and so are rows past q_lengths.
+        With `selected` the last axis has the keys that the row's list names in place of all Sk: n selected_block
+        columns in the order of its entries, 0 where an entry names no key, without gradients. "mean" is for lists that
+        all heads share.
 
     Raises:
         TypeError: as `attention`, one error with every reason.

@@ -372,8 +372,6 @@ IGNORED = frozenset(
 )  # fmt: skip
 # Keyword arguments of continuous batching with a paged cache.
 OF_PAGES = frozenset({"cache", "read_index", "write_index", "block_table"})
-# Keyword arguments for kernels only: eager attention lacks them because the model puts them into its mask instead.
-OF_KERNELS = frozenset({"block_indices"})
 
 
 def attention_forward(
@@ -389,6 +387,7 @@ def attention_forward(
     s_aux: Any = None,
     position_bias: Any = None,
     indices: Any = None,
+    block_indices: Any = None,
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
@@ -399,8 +398,10 @@ def attention_forward(
 
     attention_mask: a LazyMask; a boolean or additive tensor broadcastable to (B, Hq, Sq, Sk); or None, and then
     `is_causal`, by default module.is_causal, determines the mask. s_aux: (Hq,), the sinks. position_bias: added to the
-    scores, with a gradient. indices: integers (B, Sq, n), the only keys that a query may see, for models with sparse
-    attention. Raises UnsupportedError for other arguments that would change the result: see `_check_arguments`.
+    scores, with a gradient. indices: integers (B, Sq, n), the only keys that a query may see, and block_indices:
+    (B, Hs, Sq, n), the only blocks of module.indexer.block_size keys, for models with sparse attention; on a CPU they
+    take no memory of Sq x Sk. Raises UnsupportedError for other arguments that would change the result: see
+    `_check_arguments`.
     """
     _check_arguments(module, attention_mask, kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -415,15 +416,17 @@ def attention_forward(
         return _attend_on_pages(module, query, key, value, options, kwargs), None
     if k.shape[2] != v.shape[2]:  # in Nemotron 3, one of them already has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    if indices is not None:
-        selected = torch.zeros(*indices.shape[:2], k.shape[1], dtype=torch.bool, device=indices.device)
-        selected = selected.scatter(-1, indices.long(), True)[:, None]
+    lists = _lists(module, indices, block_indices)
+    if lists is not None and (wants_weights or q.device.type != "cpu"):
+        named = _keys_named_by(lists, q.shape[2], k.shape[1])
         if attention_mask is None:
-            options["mask"] = selected
+            options["mask"] = named
         elif attention_mask.dtype == torch.bool:
-            attention_mask = attention_mask & selected
+            attention_mask = attention_mask & named
         else:
-            attention_mask = attention_mask.masked_fill(~selected, -torch.inf)
+            attention_mask = attention_mask.masked_fill(~named, -torch.inf)
+    elif lists is not None:
+        options |= lists._asdict()
     if isinstance(attention_mask, LazyMask) and not attention_mask.is_pattern:
         attention_mask = attention_mask.dense()
     static_keys = getattr(attention_mask, "static_keys", None)
@@ -441,6 +444,36 @@ def attention_forward(
     else:
         options["bias"] = attention_mask if position_bias is None else attention_mask + position_bias
     return _attention(q, k, v, options, wants_weights)
+
+
+class Lists(NamedTuple):
+    """The options of `attention` for keys that a model has selected."""
+
+    selected: Any  # int32 (B, Hs, Sq, n)
+    selected_block: int
+
+
+def _lists(module: Any, indices: Any, block_indices: Any) -> Lists | None:
+    """Return the lists that a model passes, None if it passes none."""
+    if indices is not None:
+        return Lists(indices[:, None].to(torch.int32), 1)
+    if block_indices is None:
+        return None
+    block = getattr(getattr(module, "indexer", None), "block_size", None)
+    if block is None:
+        name = type(module).__name__
+        raise UnsupportedError(f"cupy_fa: {name} passes block_indices, and has no indexer.block_size")
+    return Lists(block_indices.to(torch.int32), block)
+
+
+def _keys_named_by(lists: Lists, heads: int, length: int) -> Any:
+    """Return which keys the lists name, bool (B, 1 or Hq, Sq, Sk), for weights of all keys and for GPUs."""
+    selected, block = lists
+    blocks = -(-length // block)
+    named = torch.zeros(*selected.shape[:3], blocks + 1, dtype=torch.bool, device=selected.device)
+    named.scatter_(-1, torch.where(selected < 0, blocks, selected).long(), True)
+    named = named[..., :blocks].repeat_interleave(block, dim=-1)[..., :length]
+    return named if named.shape[1] == 1 else named.repeat_interleave(heads // named.shape[1], dim=1)
 
 
 def _wants_weights(kwargs: dict[str, Any]) -> bool:
@@ -474,7 +507,7 @@ def _check_arguments(module: Any, attention_mask: Any, kwargs: dict[str, Any]) -
         )
     known = IGNORED | {"output_attentions", "cu_seq_lens_q"} | (OF_PAGES if kwargs.get("cache") is not None else set())
     unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
-    refused = [name for name in unknown if name in OF_KERNELS or _is_argument_of_eager(type(module), name)]
+    refused = [name for name in unknown if _is_argument_of_eager(type(module), name)]
     if refused:
         raise UnsupportedError(f"cupy_fa: {type(module).__name__} passes {', '.join(refused)}, which is not supported")
 
@@ -506,7 +539,7 @@ def _attend(mask: LazyMask, q: Any, k: Any, v: Any, options: dict[str, Any], wan
         return attend_with(q_lengths=padding.lengths, kv_lengths=padding.lengths)
     if padding.is_right and not is_relative:
         return attend_with(kv_lengths=padding.lengths)
-    is_packable = is_self_attention and options["bias"] is None and not wants_weights
+    is_packable = is_self_attention and options["bias"] is None and not wants_weights and "selected" not in options
     if padding.is_worth_packing and is_packable:
         packing = padding.packing
         del options["bias"]
@@ -528,8 +561,8 @@ def _attend_on_static_cache(
     if records or has_options or wants_weights:
         options |= dict(mask=keys.valid, kv_lengths=keys.lengths)
         return _attention(q, k, v, options, wants_weights)
-    names = ("scale", "softcap", "sink", "causal", "window")
-    settings = CacheOptions(cache_seqlens=keys.lengths, **{name: options[name] for name in names})
+    names = ("scale", "softcap", "sink", "causal", "window", *Lists._fields)
+    settings = CacheOptions(cache_seqlens=keys.lengths, **{name: options[name] for name in names if name in options})
     return attend(q, k, v, settings), None
 
 

@@ -210,6 +210,14 @@ class Lists:
             yield from self.tiles(unit, start, middle)
             yield from self.tiles(unit, middle, stop)
 
+    def listed(self, unit: Unit, queries: np.ndarray) -> ListTile:
+        """Return the tile of consecutive queries with the keys of the list of each, in the order of its entries."""
+        entries = unit.lists[queries // unit.rows].astype(np.int64)
+        blocks = -(-unit.kv_len // unit.block)
+        entries[(entries < 0) | (entries >= blocks)] = blocks
+        j = _keys_of(entries, unit.block, unit.kv_len)
+        return self._tile(unit, queries, j, (j == unit.kv_len)[:, None])
+
     def _parts(self, unit: Unit, index: int, blocks: np.ndarray) -> Iterator[ListTile]:
         """Yield the tiles of one list, of some of its rows each: all may be as many as there are queries."""
         j = _keys_of(blocks, unit.block, unit.kv_len)

@@ -57,7 +57,14 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     """Return the reasons against fp8, and against what cpu/selected.py does not compute; [] if there are none."""
     reasons = dtype_refusals(problem)
     if problem.selected is not None:
-        absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)
+        weights = f"gradients of {problem.weights}" if problem.weights and problem.backward else problem.weights
+        served = weights == "attention_weights"
+        absent = (
+            problem.derivative,
+            "" if served else weights,
+            " and ".join(problem.statistics),
+            "shard" * problem.shard,
+        )
         reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]
     return reasons
 

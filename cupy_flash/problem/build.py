@@ -59,7 +59,7 @@ from .records import (
     Tangents,
     out_dtype,
 )
-from .selection import axes_of_lists, check_entries, selection_of
+from .selection import axes_of_lists, check_entries, most_keys, selection_of
 from .shared_kv import VALUES, share
 from .statistics import check_asked, check_statistics, differentiated_statistics, gradients_of_statistics
 
@@ -144,7 +144,7 @@ def pose(
         check_boundaries(requirements, call, checked.longest)
     check_values(requirements, call, checked.sizes)
     if beside is not None:
-        beside.check(requirements, call, checked.sizes, checked.longest[1])
+        beside.check(requirements, call, checked.sizes, most_keys(checked.problem, checked.longest[1]))
     check_entries(requirements, checked.problem, call, options.check_selected)
     requirements.raise_if_unmet(call)
     assert checked.problem is not None  # holds because every requirement is met

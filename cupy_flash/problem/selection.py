@@ -48,6 +48,13 @@ def selection_of(lists: ArrayFacts | None, settings: Settings) -> Selection | No
     return Selection(lists.shape[-3], lists.shape[-1], block, rows)
 
 
+def most_keys(problem: Problem | None, longest: int | None) -> int | None:
+    """Return the number of keys that the entries of a list may name; without lists `longest`, that of a sequence."""
+    if problem is None or problem.selected is None:
+        return longest
+    return problem.selected.entries * problem.selected.block
+
+
 def places_of(selection: Selection, shape: tuple[int, ...], spans: list[tuple[int, int]], packed: bool) -> list[Place]:
     """Return the place of the lists of each sequence; `spans` are its first row among packed rows, and its rows."""
     rows = selection.rows

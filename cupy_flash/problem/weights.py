@@ -95,7 +95,10 @@ class Beside:
         self.arrays = {"lse": lse, **{name: x for name, x in given.items() if x is not None}}
 
     def check(self, requirements: Requirements, call: dict[str, Array], sizes: Sizes, width: int | None) -> None:
-        """Check what the call wants against its sizes, of which `width` is the largest number of keys of a sequence."""
+        """Check what the call wants against its sizes.
+
+        `width` is the largest number of keys of a sequence, or with `selected` of a list.
+        """
         kind, require_type, wish = self.wish.kind, requirements.require_type, self.wish
         n = _count(requirements, wish.n) if kind == TOP else 0
         if not sizes.known or width is None:
@@ -112,6 +115,11 @@ class Beside:
             shape = (sizes.batch, sizes.heads, width)
         elif kind == WEIGHTS:
             rows, heads = _rows(requirements, wish.rows, lse[-1]), _heads(requirements, wish.heads, sizes.heads)
+            of_heads = call["selected"].shape[-3] if "selected" in call else 1
+            shared = heads is not None or of_heads == 1
+            requirements.require(
+                shared, f'heads="mean" needs lists that all heads share, not those of {of_heads} heads'
+            )
             shape = (*lse[:-2], *(() if heads is None else (len(heads),)), len(rows), width)
             _check_limit(requirements, wish.limit, math.prod(shape) * q.dtype.itemsize)
         if "lse" in call and not sizes.lse:  # a call on a KV cache, whose lse build.py does not check

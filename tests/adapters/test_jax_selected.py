@@ -7,7 +7,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import cupy_flash
-from cupy_flash.adapters.jax import attention, attention_with_kv_cache, select_keys, selection_loss
+from cupy_flash.adapters.jax import (
+    attention,
+    attention_weights,
+    attention_with_kv_cache,
+    select_keys,
+    selection_loss,
+)
 
 rng = np.random.default_rng(0)
 Q, K, V = (rng.normal(size=(2, 9, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
@@ -96,3 +102,10 @@ def test_wrong_arguments_of_an_indexer_are_refused():
         jax.jit(lambda q, w, k: select_keys(q, w, k, 4))(Q_IDX, WEIGHTS, K_IDX[:1])
     with pytest.raises(ValueError, match="names key 0 twice"):
         selection_loss(Q_IDX, WEIGHTS, K_IDX, np.zeros((2, 1, 9, 4), np.int32), TARGET)
+
+
+def test_weights_at_the_lists():
+    _, lse = attention(Q, K, V, return_lse=True)
+    expected = np.take_along_axis(np.asarray(attention_weights(Q, K, lse)), LISTS.repeat(2, axis=1), axis=3)
+    found = jax.jit(lambda *x: attention_weights(*x, selected=LISTS))(Q, K, lse)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

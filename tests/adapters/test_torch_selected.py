@@ -117,3 +117,19 @@ def test_a_compiled_indexer():
 def test_wrong_arguments_of_an_indexer_are_refused(call, kind, reason):
     with pytest.raises(kind, match=reason):
         call()
+
+
+def test_weights_at_the_lists_as_the_target_of_a_loss():
+    lse = attention(Q, K, V, causal=True, return_lse=True)[1].detach()
+
+    def target_of(q, k, lse, lists):
+        return cupy_flash.attention_weights(q, k, lse, heads="mean", causal=True, selected=lists)
+
+    target = target_of(Q, K, lse, LISTS)
+    dense = cupy_flash.attention_weights(Q, K, lse, heads="mean", causal=True)
+    expected = torch.where(LISTS[:, 0] < 0, 0, dense.gather(-1, LISTS[:, 0].clamp(min=0).long()))
+    torch.testing.assert_close(target, expected)
+    assert torch.equal(torch.compile(target_of, backend="aot_eager", fullgraph=True)(Q, K, lse, LISTS), target)
+    k_idx = K_IDX[:1, :9]
+    loss = cupy_flash.selection_loss(Q_IDX[:1], WEIGHTS[:1], k_idx, LISTS, target)
+    assert torch.autograd.grad(loss, (Q_IDX, Q), allow_unused=True)[1] is None

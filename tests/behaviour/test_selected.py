@@ -292,3 +292,60 @@ def test_values_inside_keys():
     gradients = cupy_flash.attention_backward(DOUT, Q, K, None, *shared, **options)
     dk[..., :DV] += dv
     assert_close((*shared, gradients.dq, gradients.dk), (out, lse, dq, dk))
+
+
+def at_lists(dense, lists, block, rows, columns):
+    """Return the columns of dense weights (B, Hq, Sq, Sk) that the list of each row names, 0 for none."""
+    named = np.zeros((*dense.shape[:3], lists.shape[-1], block))
+    for b, h, i, e in np.ndindex(named.shape[:4]):
+        entry = lists[b % len(lists), h * lists.shape[1] // HQ, i // rows, e]
+        if entry >= 0:
+            part = dense[b, h, i, entry * block : (entry + 1) * block]
+            named[b, h, i, e, : len(part)] = part
+    return named.reshape(*named.shape[:3], columns)
+
+
+@pytest.mark.parametrize("heads, block, rows", [(1, 1, 1), (HK, 8, 4), (HQ, 64, 3)])
+def test_weights_at_the_lists_have_the_lse_of_the_whole_row(heads, block, rows):
+    options = dict(causal=True, softcap=3.0, kv_lengths=np.array([43, 20], np.int32))
+    lse = cupy_flash.attention(Q, K, V, return_lse=True, **options)[1]
+    lists = lists_of(np.random.default_rng(5), heads=heads, block=block, rows=rows, batch=2)
+    expected = at_lists(cupy_flash.attention_weights(Q, K, lse, **options), lists, block, rows, lists.shape[-1] * block)
+    options |= dict(selected=lists, selected_block=block, selected_rows=rows)
+    k = K.copy()
+    k[1, 20:] = np.nan
+    np.testing.assert_allclose(cupy_flash.attention_weights(Q, k, lse, **options), expected, rtol=1e-12)
+    chosen, size = [7, 8, 3, 18], 4 * 3 * expected[0, 0, 0].nbytes * B
+    found = cupy_flash.attention_weights(Q, k, lse, rows=chosen, heads=[2, 0, 2], limit=size, **options)
+    np.testing.assert_allclose(found, expected[:, [2, 0, 2]][:, :, chosen], rtol=1e-12)
+    if heads == 1:
+        mean = cupy_flash.attention_weights(Q, k, lse, heads="mean", **options)
+        np.testing.assert_allclose(mean, expected.mean(axis=1), rtol=1e-12)
+    else:
+        with pytest.raises(ValueError, match=f"lists that all heads share, not those of {heads} heads"):
+            cupy_flash.attention_weights(Q, k, lse, heads="mean", **options)
+
+
+def test_weights_at_the_lists_of_a_packed_batch():
+    bounds = np.array([0, 5, 19], np.int32)
+    packed = (bounds, bounds, 14, 14)
+    q, k = Q[0], K[0, :19]
+    lists = np.full((1, 6, 2), -1, np.int32)  # of rows of 4: those of the second sequence begin at 5 // 4 + 1 = 2
+    lists[0, :2], lists[0, 2:] = [1, 0], [0, -1]
+    lse = cupy_flash.attention_varlen(q, k, k, *packed, return_lse=True)[1]
+    dense = cupy_flash.attention_weights_varlen(q, k, lse, *packed)
+    found = cupy_flash.attention_weights_varlen(q, k, lse, *packed, selected=lists, selected_block=8, selected_rows=4)
+    assert not found[:, :5, :8].any() and not found[:, 5:, 8:].any()  # block 1 of 5 keys, and entries below 0
+    np.testing.assert_allclose(found[:, :5, 8:13], dense[:, :5, :5], rtol=1e-12)
+    np.testing.assert_allclose(found[:, 5:, :8], dense[:, 5:, :8], rtol=1e-12)
+
+
+def test_what_lists_do_not_serve_of_weights_is_refused_by_name():
+    lists, lse = lists_of(np.random.default_rng(6)), np.zeros((B, HQ, SQ))
+    weights, vjp = cupy_flash.attention_weights_vjp(Q, K, lse, selected=lists)
+    with pytest.raises(cupy_flash.UnsupportedError, match="no gradients of attention_weights with selected keys"):
+        vjp(weights)
+    with pytest.raises(cupy_flash.UnsupportedError, match="no top_weights with selected keys"):
+        cupy_flash.top_weights(Q, K, lse, 2, selected=lists)
+    with pytest.raises(cupy_flash.UnsupportedError, match="no key_importance with selected keys"):
+        cupy_flash.key_importance(Q, K, lse, selected=lists)

@@ -101,6 +101,7 @@ FLOW = (
     "cpu.aten",
     "cpu.derivatives",
     "cpu.weights",
+    "cpu.selected_weights",
     "cpu.indexer",
     "cpu.decode.weights",
     "gpu",

@@ -43,6 +43,8 @@ BUDGET = {
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
         (18, "selected keys: one list's rows in parts, rows and blocks cut at lengths; which arrays a kept call has"),
         (34, "selected_from_block_mask: the lists of torch's BlockMask"),
+        (80, "attention_weights of selected keys: on the CPU 59, the width of results and the lists of heads 21"),
+        (33, "transformers: lists of keys and of blocks as options, or as a mask for weights and GPUs"),
         (610, "select_keys, selection_loss: functions and poses 230, CPU 178, torch 90, jax 112"),
         (240, "selected keys on simt and mma: launches and workspaces 165, mma 60, checks of lists on a GPU 15"),
         (

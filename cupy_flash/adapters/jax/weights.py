@@ -76,6 +76,8 @@ class WeightsCall(Call):
         static, q, lse = self.static, operands["q"], tuple(operands["lse"].shape)
         packed = static.max_seqlen_q is not None
         width = static.max_seqlen_k if packed else operands["k"].shape[2 if static.layout == "bhsd" else 1]
+        if "selected" in operands:
+            width = operands["selected"].shape[-1] * (static.selected_block or 1)
         if static.kind == IMPORTANCE:
             batch = operands["cu_seqlens_q"].shape[0] - 1 if packed else lse[0]
             return {"result": ((batch, lse[-2], width), np.dtype(np.float64 if q.dtype == np.float64 else np.float32))}

@@ -53,7 +53,8 @@ def selection_loss(given: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
             pose_indexer("selection_loss", given)
         raise
-    return _loss(*tensors)
+    # The others are constants: the graph does not go on to what computed the target.
+    return _loss(*tensors[:3], *(None if x is None else x.detach() for x in tensors[3:]))
 
 
 def _tensors(given: dict[str, Any]) -> tuple[Any, ...]:

@@ -216,6 +216,8 @@ def _fake_forward(*arguments: Any) -> tuple[Any, Any]:
     q, lse = call.q, call.lse_shape
     batch = call.cu_seqlens_q.shape[0] - 1 if call.is_packed else lse[0]
     width = call.max_seqlen_k if call.is_packed else call.k.shape[2 if call.layout == "bhsd" else 1]
+    if call.selected is not None:
+        width = call.selected.shape[-1] * (call.selected_block or 1)
     if wanted.kind == IMPORTANCE:
         accumulation = torch.float64 if q.dtype == torch.float64 else torch.float32
         return q.new_empty((batch, lse[-2], width), dtype=accumulation), q.new_empty((0,), dtype=torch.int32)

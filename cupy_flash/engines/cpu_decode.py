@@ -33,9 +33,11 @@ KERNELS = "cpu.decode"
 # matmuls. With 4096 keys, 32/8 heads, D 128, float32 on one core, chunks of 64, 128, 256 and 512 keys take 5.9, 6.5,
 # 6.7 and 8.6 ms.
 CHUNK_BYTES = 2**19
-# Keys per chunk of views that are read once. With 8192 keys, 8 heads, D 64, chunks of 128, 256, 512 and 1024 take .94,
-# .80, .79 and .68 of the time of torch's SDPA, with D 128 .70, .61, .53 and .55.
-VIEW = 512
+# Minimum keys of a chunk if its K and V are views, for a single row of a key/value head and for up to FEW_ROWS rows.
+# On AVX2 with 512 KiB of L2, chunks of 64, 128, 256 and 512 keys take 1.26, .94, .80 and .79 of the time of SDPA with
+# 8192 keys, 8/8 heads, D 64, and 1.29, 1.12, 1.04 and .98 with 4096 keys, 32/8 heads, D 128. The times at CHUNK_BYTES
+# are of AVX-512.
+SINGLE_ROW, SEVERAL_ROWS, FEW_ROWS = 512, 256, 16
 ROWS = 128  # rows of a tile, which are (query, head of the GQA group) pairs
 FIXED_ROWS = 16  # rows of a tile with split_size, fixed so that rounding does not depend on other queries
 SHORTEST = 64  # minimum keys of a chunk
@@ -74,21 +76,19 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     while chunk < 512 and 2 * chunk * key <= CHUNK_BYTES:
         chunk *= 2
     if split is None:
-        if _reads_views_once(problem):
-            chunk = VIEW
+        rows = problem.q_len * problem.group
+        if rows <= FEW_ROWS and _are_views(problem):
+            chunk = max(chunk, SINGLE_ROW if rows == 1 else SEVERAL_ROWS)
         return [Tile(max(ROWS // problem.group, 1), chunk)]
     return [Tile(max(FIXED_ROWS // problem.group, 1), min(chunk, split))]
 
 
-def _reads_views_once(problem: Problem) -> bool:
-    """Return whether a key/value head has a single row, and its keys need no copy: chunks need not stay in the cache.
-
-    Without a cache `problem` has the dtype of K and V.
-    """
+def _are_views(problem: Problem) -> bool:
+    """Return whether chunks of K and V are views, as their dtype and place say."""
     cache = problem.cache
-    dtype = problem.dtype if cache is None else cache.dtype
-    is_view = dtype == problem.accumulation and (cache is None or cache.page is None)
-    return is_view and problem.q_len * problem.group == 1
+    if cache is None:
+        return problem.dtype == problem.accumulation
+    return cache.dtype == problem.accumulation and cache.page is None
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:

@@ -13,7 +13,9 @@ The key has everything that this path reads, unless the call has no key because 
   conditions tested, before there is a key, so a changed closure is another key.
 - the environment's default backend, and the generation of the evidence and of the plans made from it.
 
-A call has no key with statistics, dropout, a seed, or options of other types, which may be mutable; on torch tensors
+The types of all arguments come first: they tell which arguments are arrays (`_Form`), and a call whose types nobody
+expects has no key. A call has none with statistics, dropout, a seed, or options of other types, which may be mutable,
+either; on torch tensors
 also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy arrays before torch is imported. Calls
 that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
 records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py), are posed every time; the

@@ -298,7 +298,9 @@ def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray
     )
     O, L = form.attend(*[_heads_first(x, form.layout) for x in tensors])
     lse = L.numpy()
-    if not (_is_finite(lse) and np.count_nonzero(lse) == lse.size and _is_finite(O.numpy())):
+    with np.errstate(over="ignore", invalid="ignore"):  # as in _is_finite, entered once
+        total = np.add.reduce(lse, axis=None) + np.add.reduce(O.numpy(), axis=None)
+    if not (math.isfinite(total) and lse.all()):
         return None
     if form.layout == "bshd":
         O.transpose_(1, 2)  # in place, which makes no view

@@ -274,3 +274,11 @@ def test_an_argument_of_any_type_is_served_or_refused_as_if_nothing_were_kept(mo
     monkeypatch.setattr(keyed_plan, "call_on_numpy", lambda *_: None)
     for option, result in zip(odd, results, strict=True):
         assert result == called(option), option
+
+
+def test_a_window_that_is_too_long_is_no_window_of_a_packed_batch():
+    """The types of its elements may be those of a window's sides, boundaries and max_seqlen."""
+    x, bounds = np.ones((3, 2, 4), np.float32), np.array([0, 3], np.int32)
+    cupy_flash.attention_varlen(x, x, x, bounds, bounds, 3, 3, window=(1, 1))
+    with pytest.raises(TypeError, match="window"):
+        cupy_flash.attention(x[None], x[None], x[None], window=(1, 1, bounds, bounds, 3, 3))

@@ -262,11 +262,12 @@ def test_an_entry_launches_what_a_posed_call_does(form, engine):
     options = ENGINES["simt" if form == "float64" and engine != "arrays" else engine]
     if "score_mod" in options:
         options = options | {"score_mod": added(TABLE.clone())}
-    first, second = FORMS[form](), FORMS[form]()
+    first, *others = (FORMS[form]() for _ in range(3))
     posed(lambda: attention(*first, **options))
-    got, kept = outcome(lambda: attention(*second, **options))
-    assert kept == (form != "misaligned" or "wgmma" not in engine)
-    assert got == posed(lambda: attention(*second, **options))
+    results = [outcome(lambda inputs=inputs: attention(*inputs, **options)) for inputs in others]
+    for (got, kept), inputs in zip(results, others, strict=True):
+        assert kept == (form != "misaligned" or "wgmma" not in engine)
+        assert got == posed(lambda inputs=inputs: attention(*inputs, **options))
 
 
 def test_kept_launches_have_their_own_lengths():

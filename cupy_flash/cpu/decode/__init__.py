@@ -34,9 +34,10 @@ from . import append as appending
 from .keys import Keys, Scales
 from .sequences import RowScores, RowTile, row_tiles, sequences_of_batch, sequences_of_cache
 
-# Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks.
+# Without split_size, the keys are divided into about TASKS tasks in all, each of at least CHUNKS chunks or KEYS keys.
 TASKS = 32
 CHUNKS = 8
+KEYS = 1024  # a multiple of a chunk
 
 
 class Part(NamedTuple):
@@ -128,7 +129,7 @@ def _piece(problem: Problem, keys: int, chunk: int) -> int:
     """Return the number of keys per piece: split_size if that is given, else a multiple of `chunk`."""
     if problem.cache is not None and problem.cache.split_size is not None:
         return problem.cache.split_size
-    return max(-(-keys // (TASKS * chunk)), CHUNKS) * chunk
+    return max(-(-keys // (TASKS * chunk)) * chunk, min(CHUNKS * chunk, KEYS))
 
 
 def _together(tiles: list[Callable[[Loaded], None]]) -> None:

@@ -209,23 +209,23 @@ __device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M]
 template <int M, int N>
 __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
                         const float (&S)[M][N][4], float scale_log2, int kv_start) {
-  LargestOfTile<M, N> largest(S);
+  LargestOfTile<M, N> of_tile(S);
+  const float (&largest)[M][2] = of_tile.all;
   if constexpr (FIND_ARGMAX) {
     // A reference is exceeded only by a score that is larger than all before.
     bool grows = false;
 #pragma unroll
-    for (int n = 0; n < 2 * M; ++n) grows |= !(largest.all[n / 2][n % 2] < statistics[n / 2][n % 2].top);  // @grows
+    for (int n = 0; n < 2 * M; ++n) grows |= !(largest[n / 2][n % 2] < statistics[n / 2][n % 2].top);  // @grows
     if (!__any_sync(0xFFFFFFFF, grows)) return false;
-    find_keys(statistics, S, largest, kv_start);
+    find_keys(statistics, S, of_tile, kv_start);
   } else if constexpr (FIND_MAX) {
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n)
-      statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest.all[n / 2][n % 2]);
+      statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest[n / 2][n % 2]);
   }
   bool exceeds = false;
 #pragma unroll
-  for (int n = 0; n < 2 * M; ++n)
-    exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest.all[n / 2][n % 2], scale_log2);
+  for (int n = 0; n < 2 * M; ++n) exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest[n / 2][n % 2], scale_log2);
   if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -233,7 +233,7 @@ __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowSt
     for (int half = 0; half < 2; ++half) {
       Softmax2& row = softmax[m][half];
       float reference = row.reference, l = row.l;
-      factors[m][half] = row.update(row_max(largest.all[m][half]), scale_log2);  // @update-softmax
+      factors[m][half] = row.update(row_max(largest[m][half]), scale_log2);  // @update-softmax
       // The exponents have base 2.
       if constexpr (ENTROPY) statistics[m][half].rescale(reference, row.reference, factors[m][half], l);
     }

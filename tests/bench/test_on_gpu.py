@@ -19,7 +19,7 @@ import pytest
 import sanitize
 import torch
 from cache_cases import posed
-from cases import planned
+from cases import Case, planned, run_public
 from mods import mods_of
 from patience import FOREVER, give_workers_time, patiently
 
@@ -383,15 +383,19 @@ def test_sanitized_calls_start_every_kernel():
     Calls in fp8 are rows of the fp8 tests, and `sanitize._block_mask` runs the kernel block_classes.
     """
     kernels, constants = set(), set()
-    for engine in sanitize.DTYPES:
-        for _, case, words, tile in sanitize.calls(engine):
-            call = case.call()
-            out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
-            for saved in (None, Saved(call.dout, out, lse, call.dlse)):
-                arch = "sm_100a" if engine == "tcgen05" else "sm_90a"
-                chosen, _ = planned(case, saved, arch, tile, engine=engine, **words)
-                kernels |= {launch.kernel for launch in chosen.launches}
-                constants |= {pair for launch in chosen.launches for pair in launch.constants}
+    every_call = [
+        (case, case.call(), dict(engine=engine, **words), tile)
+        for engine in sanitize.DTYPES
+        for _, case, words, tile in sanitize.calls(engine)
+    ]
+    every_call += [(case, call, words, None) for _, case, call, words in sanitize.selected_calls()]
+    for case, call, words, tile in every_call:
+        arch = "sm_100a" if words["engine"] == "tcgen05" else "sm_90a"
+        out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
+        for saved in (None, Saved(call.dout, out, lse, call.dlse)):
+            chosen, _ = planned(case, saved, arch, tile, call, **words)
+            kernels |= {launch.kernel for launch in chosen.launches}
+            constants |= {pair for launch in chosen.launches for pair in launch.constants}
     folder = ROOT / "kernels_cu"
     every = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.cu")}
     of_caches = {
@@ -410,6 +414,13 @@ def test_sanitized_calls_start_every_kernel():
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
     } <= constants
     assert set(sanitize.FP8) <= set(fp8_cases.OPTIONS)
+
+
+def test_a_sanitized_call_runs_on_the_engine_that_it_names():
+    call = Case().call()
+    call.options.update(engine="none")
+    with pytest.raises(ValueError, match="engine must be"):
+        run_public(Case(), "simulator", call)
 
 
 # Files with lines that only run on a GPU.

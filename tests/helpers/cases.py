@@ -201,12 +201,12 @@ SCORES = {
 
 
 def run_public(case: Case, backend: str = "cpu", call: Call | None = None) -> Result:
-    """Return results of the public functions on the arrays of the case, or on those of `call`.
+    """Return results of the public functions on the arrays of the case, or on those of `call`, in its engine.
 
     On the CPU it is the engine cpu, whatever a process has imported; tests/cpu/test_aten.py runs the cases on aten.
     """
     q, k, v, options, dout, dlse, packed = call or case.call()
-    options = options | dict(backend=backend, engine="cpu" if backend == "cpu" else None)
+    options = options | dict(backend=backend) | (dict(engine="cpu") if backend == "cpu" else {})
     if packed is None:
         out, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
         return Result(out, lse, *cupy_flash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))

@@ -1,6 +1,6 @@
 """Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
-ENGINE is simt, mma, wgmma, fp8, tcgen05, cache, derivatives or rows (statistics of rows, and attention
+ENGINE is simt, mma, wgmma, fp8, tcgen05, selected (keys), cache, derivatives or rows (statistics of rows, and attention
 weights); for the last three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and
 the results are compared with the formula.
 
@@ -21,6 +21,7 @@ import fp8_cases
 import numpy as np
 import on_gpu
 import row_statistics
+import selected_cases
 import weights_cases
 from cache_cases import CacheCase
 from cache_cases import check as check_cache
@@ -80,6 +81,7 @@ ROWS = {
     "rows": CASES["causal-sink"],
     "rows on tensor cores": replace(CASES["bias-mask-alibi"], dtype="bfloat16"),
 }
+SELECTED = ("rows-sink", "dropout-mask")
 FP8 = ("sink-causal-more-queries", "all", "packed-causal", "narrow")
 
 
@@ -88,6 +90,7 @@ def engines() -> list[str]:
     return [
         "simt",
         "mma",
+        "selected",
         "cache",
         "derivatives",
         "rows",
@@ -155,6 +158,8 @@ def sanitize(engine: str, *, checked: bool) -> None:
         return _derivatives(checked)
     if engine == "rows":
         return _rows(checked)
+    if engine == "selected":
+        return _selected(checked)
     for name, case, words, tile in calls(engine):
         call = _with_mods(case)
         call.options.update(engine=engine, **words)
@@ -233,6 +238,25 @@ def _rows(checked: bool) -> None:
             low = low.astype(float).sum(axis=(0, 1, 3))
             assert_matches_reference(of_importance.drow_weights, P.sum(axis=(0, 1, 3)), low, np.dtype(np.float32), name)
         print(f"rows: {name}", flush=True)
+
+
+def selected_calls() -> Iterator[tuple[str, Case, Call, dict]]:
+    """Yield (name, case, call, further options) of lists of keys, with gradients added in any and in one order."""
+    for engine in ("simt", "mma"):
+        for name in SELECTED:
+            for deterministic in (False, True):
+                case, call = selected_cases.call_of(name, dtype=DTYPES[engine])
+                order = "deterministic" if deterministic else "in any order"
+                yield f"{engine}, {name}, {order}", case, call, dict(engine=engine, deterministic=deterministic)
+
+
+def _selected(checked: bool) -> None:
+    for name, case, call, words in selected_calls():
+        call.options.update(words)
+        result = run(case, "cuda", call)
+        if checked:
+            check(case, result, call=call)
+        print(f"selected: {name}", flush=True)
 
 
 def _caches(checked: bool) -> None:

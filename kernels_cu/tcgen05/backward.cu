@@ -46,20 +46,16 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
     }
     ++next_Q.index;
   };
-  auto acquire_dQ = [&] {
-    rings.dQ.acquire();
-    tcgen05_fence_after();
-  };
   auto issue_dP = [&] {
-    rings.dO.wait();                                       // @wait-dO-tile
-    if constexpr (TensorMemory::dQ_OVER_dP) acquire_dQ();  // @wait-dQ-over-dP
+    rings.dO.wait();                                             // @wait-dO-tile
+    if constexpr (TensorMemory::dQ_OVER_dP) rings.acquire_dQ();  // @wait-dQ-over-dP
     if (issues_loads()) {
       issue_scores(TensorMemory::dP, rings.V.tile(), rings.dO.tile(), round_up(HEAD_DIM_V, 16));
       tcgen05_commit(rings.dP_ready().mbarrier);  // @commit-dP
     }
   };
   auto issue_dQ = [&] {
-    if constexpr (!TensorMemory::dQ_OVER_dP) acquire_dQ();  // @wait-dQ-buffer-read
+    if constexpr (!TensorMemory::dQ_OVER_dP) rings.acquire_dQ();  // @wait-dQ-buffer-read
     if (issues_loads()) {
       unsigned long long dS = tcgen05_descriptor(
                              mn_major_descriptor(recomputed(rings.smem + SharedMemory::dS), PANEL_BYTES)),
@@ -91,6 +87,32 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
     }
     if (issues_loads()) tcgen05_commit(rings.gradients_ready().mbarrier);  // @commit-gradients
     ++rings.K.index, ++rings.V.index;
+  }
+}
+
+// PART_BY_PART: P^T and dS^T of a key and half of the queries, `first` and after.
+__device__ inline void compute_by_parts(unsigned int S_tmem, unsigned int dP_tmem, unsigned int dS_smem,
+                                        const unsigned int (&kept)[QUERIES / PART], bool masked, const Score& score,
+                                        const Band& band, const Dropout& dropout, int i, int j, float scale_log2,
+                                        const float* minus_lse2, int row, int first) {
+#pragma unroll 1
+  for (int n = 0; n < QUERIES; n += PART) {
+    unsigned int P_rounded[PART / 2], dS_rounded[PART / 2];
+#pragma unroll
+    for (int m = 0; m < PART; m += HALF_PART) {
+      float P[HALF_PART], dP[HALF_PART], derivatives[HALF_PART];
+      unsigned int kept_of_part = (n > 0 ? kept[1] : kept[0]) >> m;
+      load(P, S_tmem + n + m);
+      exponentiate(P, derivatives, masked, score, band, i + n + m, j, scale_log2, minus_lse2 + n + m);
+      load(dP, dP_tmem + n + m);
+      if constexpr (DROPOUT) drop(dP, dropout, kept_of_part);
+      differentiate(dP, P, derivatives, score, minus_lse2 + BLOCK_Q + n + m);
+      if constexpr (DROPOUT) drop(P, dropout, kept_of_part);
+      round_row(*(unsigned int (*)[HALF_PART / 2])(P_rounded + m / 2), P);
+      round_row(*(unsigned int (*)[HALF_PART / 2])(dS_rounded + m / 2), dP);
+    }
+    tmem_st(S_tmem + n / 2, P_rounded);
+    store_dS(dP_tmem + n / 2, dS_smem, dS_rounded, row, first + n);
   }
 }
 
@@ -126,25 +148,8 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
       S_ready.wait();  // @wait-S-of-queries
       if constexpr (PART_BY_PART) {
         dP_ready.wait();  // @wait-dP-of-parts
-#pragma unroll 1
-        for (int n = 0; n < QUERIES; n += PART) {
-          unsigned int P_rounded[PART / 2], dS_rounded[PART / 2];
-#pragma unroll
-          for (int m = 0; m < PART; m += HALF_PART) {
-            float P[HALF_PART], dP[HALF_PART], derivatives[HALF_PART];
-            unsigned int kept_of_part = (n > 0 ? kept[1] : kept[0]) >> m;
-            load(P, S_tmem + n + m);
-            exponentiate(P, derivatives, masked, score, band, i + n + m, j, scale_log2, minus_lse2 + n + m);
-            load(dP, dP_tmem + n + m);
-            if constexpr (DROPOUT) drop(dP, dropout, kept_of_part);
-            differentiate(dP, P, derivatives, score, minus_delta + n + m);
-            if constexpr (DROPOUT) drop(P, dropout, kept_of_part);
-            round_row(*(unsigned int (*)[HALF_PART / 2])(P_rounded + m / 2), P);
-            round_row(*(unsigned int (*)[HALF_PART / 2])(dS_rounded + m / 2), dP);
-          }
-          tmem_st(S_tmem + n / 2, P_rounded);
-          store_dS(dP_tmem + n / 2, dS_smem, dS_rounded, row, first + n);
-        }
+        compute_by_parts(S_tmem, dP_tmem, dS_smem, kept, masked, score, band, dropout, i, j, scale_log2, minus_lse2,
+                         row, first);
         tmem_wait_st();  // @wait-stored-parts
         P_ready.arrive();
       } else {

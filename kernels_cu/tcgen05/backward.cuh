@@ -113,6 +113,10 @@ struct Rings {
     return signal(4);
   }  // dK and dV are complete; P is stored after they are read
 
+  __device__ void acquire_dQ() const {
+    dQ.acquire();
+    tcgen05_fence_after();
+  }
   __device__ float* row_numbers(unsigned char* smem) const {
     return (float*)(smem + SharedMemory::ROW_SLOTS + (rows.slot() - rows.start));
   }

@@ -41,6 +41,23 @@ struct ListLoads {
   }
 };
 
+// Computes the factors that normalise O in the rows from `row` on, and stores their lse.
+__device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const ListRows& rows, const Params& p,
+                       const Sequence& sequence, const Dropout& dropout, int row) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int at = row + row_of(m, 2 * half), i = rows.query[at], of = rows.head[at];
+      softmax[m][half].l = row_sum(softmax[m][half].l);
+      Softmax2::Ending ending = softmax[m][half].end(log2_scale_of(p), SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
+      if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[of]));
+      factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
+      if (column_warp() == 0 && lane_id() % 4 == 0 && i < sequence.q_rows)
+        sequence.queries<float>(p.lse, of)[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ ListRows rows;
@@ -133,18 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
 
     // Epilogue.
     float factors[M][2];
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int at = row + row_of(m, 2 * half), i = rows.query[at], of = rows.head[at];
-        softmax[m][half].l = row_sum(softmax[m][half].l);
-        Softmax2::Ending ending = softmax[m][half].end(scale_log2, SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
-        if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[of]));
-        factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
-        if (column_warp() == 0 && lane_id() % 4 == 0 && i < sequence.q_rows)
-          sequence.queries<float>(p.lse, of)[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
-      }
+    finish(factors, softmax, rows, p, sequence, dropout, row);
     cp_async_wait_group<0>();
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(O_smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });

@@ -41,6 +41,26 @@ struct ListLoads {
   }
 };
 
+// Turns q.k into scores; keys that a query does not see get -inf.
+__device__ void modify(float (&S)[M][N][4], const ListRows& rows, const ListKeys& keys, const Params& p,
+                       const Sequence& sequence, const Band& band, int row) {
+  for_each_score<false, M, N>(rows, keys, p, sequence, band, row,
+                              [&](int m, int n, int e, int, const Score& score, bool seen, int i, int j) {
+                                float derivative, s = S[m][n][e];
+                                if constexpr (MODIFIED) s = seen ? score.apply(s, i, j, derivative) : s;
+                                S[m][n][e] = seen ? s : -infinity();
+                              });
+}
+
+// Drops probabilities.
+__device__ void drop(float (&P)[M][N][4], const ListRows& rows, const ListKeys& keys, const Params& p,
+                     const Sequence& sequence, const Band& band, const Dropout& dropout, int row) {
+  for_each_score<false, M, N>(rows, keys, p, sequence, band, row,
+                              [&](int m, int n, int e, int, const Score& score, bool, int i, int j) {
+                                if (!keeps(dropout, p, sequence, score.head, i, j)) P[m][n][e] = 0;
+                              });
+}
+
 // Computes the factors that normalise O in the rows from `row` on, and stores their lse.
 __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const ListRows& rows, const Params& p,
                        const Sequence& sequence, const Dropout& dropout, int row) {
@@ -126,23 +146,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
       if constexpr (STAGES > 1) load();
-      for_each_score<false, M, N>(rows, keys[used], p, sequence, band, row,
-                                  [&](int m, int n, int e, int, const Score& score, bool seen, int i, int j) {
-                                    float& s = S_rmem[m][n][e];
-                                    float derivative;
-                                    if constexpr (MODIFIED)
-                                      s = seen ? score.apply(s, i, j, derivative) : -infinity();
-                                    else
-                                      s = seen ? s : -infinity();
-                                  });
+      modify(S_rmem, rows, keys[used], p, sequence, band, row);
       float O_scale[M][2];
       if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
       exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT)
-        for_each_score<false, M, N>(rows, keys[used], p, sequence, band, row,
-                                    [&](int m, int n, int e, int, const Score& score, bool, int i, int j) {
-                                      if (!keeps(dropout, p, sequence, score.head, i, j)) S_rmem[m][n][e] = 0;
-                                    });
+      if constexpr (DROPOUT) drop(S_rmem, rows, keys[used], p, sequence, band, dropout, row);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);

@@ -41,6 +41,20 @@ struct ListLoads {
   }
 };
 
+// Loads Q to shared memory; Q_IN_REGISTERS: and its fragments to registers.
+__device__ void load_Q(unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4], unsigned int Q_smem, const ListRows& rows,
+                       const Params& p, const Sequence& sequence, int row) {
+  __syncthreads();
+  load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, ListedQueries<element>(rows, sequence, p.q), Range{0, BLOCK_Q});
+  if constexpr (Q_IN_REGISTERS) {
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    __syncthreads();
+    load_fragments<M, HEAD_DIM>(Q, Q_smem, row);
+    __syncthreads();
+  }
+}
+
 // Turns q.k into scores; keys that a query does not see get -inf.
 __device__ void modify(float (&S)[M][N][4], const ListRows& rows, const ListKeys& keys, const Params& p,
                        const Sequence& sequence, const Band& band, int row) {
@@ -105,16 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
     Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KV);
     __syncthreads();
     rows.find_rows(lists, list, first, head);
-    __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, ListedQueries<element>(rows, sequence, p.q), Range{0, BLOCK_Q});
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
-    if constexpr (Q_IN_REGISTERS) {
-      cp_async_commit_group();
-      cp_async_wait_group<0>();
-      __syncthreads();
-      load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
-      __syncthreads();
-    }
+    load_Q(Q_rmem, Q_smem, rows, p, sequence, row);
     int found = 0;  // tiles that are loaded and not yet used
     auto load = [&] {
       loads.find();

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_add(c
       Gradients<M, N, true, true> products(queries, keys, lanes, [] {});
       differentiate(products, tile, tile, p, sequence, band, dropout, queries.numbers_of(smem, 0), row);
       float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
-      products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [](auto&) {});
+      products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [](const unsigned int (&)[M][N / 2][4]) {});
       add_rows<HEAD_DIM>(tile, dK_rmem, row, sequence.kv_len, [&](int j) { return sums.of_K(j); });
       add_rows<HEAD_DIM_V>(tile, dV_rmem, row, sequence.kv_len, [&](int j) { return sums.of_V(j); });
     }

@@ -56,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_kv(co
         wait_for_loads();
         Gradients<M, N, true, true> products(queries, keys, lanes, [] {});
         differentiate(products, tile, tile, p, sequence, band, dropout, queries.numbers_of(smem, 0), row);
-        products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [](auto&) {});
+        products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane,
+                        [](const unsigned int (&)[M][N / 2][4]) {});
       }
     }
 

@@ -41,6 +41,57 @@ struct ListLoads {
   }
 };
 
+// Loads Q to shared memory; Q_IN_REGISTERS: and its fragments to registers.
+__device__ void load_Q(unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4], unsigned int Q_smem, const ListRows& rows,
+                       const Params& p, const Sequence& sequence, int row) {
+  __syncthreads();
+  load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, ListedQueries<element>(rows, sequence, p.q), Range{0, BLOCK_Q});
+  if constexpr (Q_IN_REGISTERS) {
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    __syncthreads();
+    load_fragments<M, HEAD_DIM>(Q, Q_smem, row);
+    __syncthreads();
+  }
+}
+
+// Turns q.k into scores; keys that a query does not see get -inf.
+__device__ void modify(float (&S)[M][N][4], const ListRows& rows, const ListKeys& keys, const Params& p,
+                       const Sequence& sequence, const Band& band, int row) {
+  for_each_score<false, M, N>(rows, keys, p, sequence, band, row,
+                              [&](int m, int n, int e, int, const Score& score, bool seen, int i, int j) {
+                                float derivative, s = S[m][n][e];
+                                if constexpr (MODIFIED) s = seen ? score.apply(s, i, j, derivative) : s;
+                                S[m][n][e] = seen ? s : -infinity();
+                              });
+}
+
+// Drops probabilities.
+__device__ void drop(float (&P)[M][N][4], const ListRows& rows, const ListKeys& keys, const Params& p,
+                     const Sequence& sequence, const Band& band, const Dropout& dropout, int row) {
+  for_each_score<false, M, N>(rows, keys, p, sequence, band, row,
+                              [&](int m, int n, int e, int, const Score& score, bool, int i, int j) {
+                                if (!keeps(dropout, p, sequence, score.head, i, j)) P[m][n][e] = 0;
+                              });
+}
+
+// Computes the factors that normalise O in the rows from `row` on, and stores their lse.
+__device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const ListRows& rows, const Params& p,
+                       const Sequence& sequence, const Dropout& dropout, int row) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int at = row + row_of(m, 2 * half), i = rows.query[at], of = rows.head[at];
+      softmax[m][half].l = row_sum(softmax[m][half].l);
+      Softmax2::Ending ending = softmax[m][half].end(log2_scale_of(p), SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
+      if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[of]));
+      factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
+      if (column_warp() == 0 && lane_id() % 4 == 0 && i < sequence.q_rows)
+        sequence.queries<float>(p.lse, of)[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const __grid_constant__ Params p) {
   extern __shared__ uint4 shared[];
   __shared__ ListRows rows;
@@ -68,16 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
     Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KV);
     __syncthreads();
     rows.find_rows(lists, list, first, head);
-    __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, ListedQueries<element>(rows, sequence, p.q), Range{0, BLOCK_Q});
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
-    if constexpr (Q_IN_REGISTERS) {
-      cp_async_commit_group();
-      cp_async_wait_group<0>();
-      __syncthreads();
-      load_fragments<M, HEAD_DIM>(Q_rmem, Q_smem, row);
-      __syncthreads();
-    }
+    load_Q(Q_rmem, Q_smem, rows, p, sequence, row);
     int found = 0;  // tiles that are loaded and not yet used
     auto load = [&] {
       loads.find();
@@ -109,23 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
       if constexpr (STAGES > 1) load();
-      for_each_score<false, M, N>(rows, keys[used], p, sequence, band, row,
-                                  [&](int m, int n, int e, int, const Score& score, bool seen, int i, int j) {
-                                    float& s = S_rmem[m][n][e];
-                                    float derivative;
-                                    if constexpr (MODIFIED)
-                                      s = seen ? score.apply(s, i, j, derivative) : -infinity();
-                                    else
-                                      s = seen ? s : -infinity();
-                                  });
+      modify(S_rmem, rows, keys[used], p, sequence, band, row);
       float O_scale[M][2];
       if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
       exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT)
-        for_each_score<false, M, N>(rows, keys[used], p, sequence, band, row,
-                                    [&](int m, int n, int e, int, const Score& score, bool, int i, int j) {
-                                      if (!keeps(dropout, p, sequence, score.head, i, j)) S_rmem[m][n][e] = 0;
-                                    });
+      if constexpr (DROPOUT) drop(S_rmem, rows, keys[used], p, sequence, band, dropout, row);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
@@ -133,18 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
 
     // Epilogue.
     float factors[M][2];
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int at = row + row_of(m, 2 * half), i = rows.query[at], of = rows.head[at];
-        softmax[m][half].l = row_sum(softmax[m][half].l);
-        Softmax2::Ending ending = softmax[m][half].end(scale_log2, SCALE_IN_EXPONENT ? (float)p.scale : 1.0f);
-        if constexpr (SINK) ending.add_sink(to_real(((const sink_element*)p.sink)[of]));
-        factors[m][half] = i < sequence.q_len ? ending.factor * (DROPOUT ? (float)dropout.keep_scale : 1.0f) : 0;
-        if (column_warp() == 0 && lane_id() % 4 == 0 && i < sequence.q_rows)
-          sequence.queries<float>(p.lse, of)[i * p.lse.row] = i < sequence.q_len ? ending.lse : -infinity();
-      }
+    finish(factors, softmax, rows, p, sequence, dropout, row);
     cp_async_wait_group<0>();
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(O_smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });

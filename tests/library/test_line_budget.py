@@ -39,7 +39,7 @@ BUDGET = {
         (50, "array libraries: variables and tensors of a graph in mods, forward mode and dtypes that are refused"),
         (18, "selected keys: one list's rows in parts, rows and blocks cut at lengths; which arrays a kept call has"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
-        (51, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),
+        (58, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),
         (14, "cpu_decode: larger chunks of keys that need no copy"),
     ],
     "bench": [

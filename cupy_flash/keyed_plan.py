@@ -36,9 +36,9 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -73,12 +73,18 @@ Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray | None]  # q, and k and v
 Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
 
-class Library(NamedTuple):
-    """The arrays of a library that a key may have, by their exact types."""
+class Library:
+    """The arrays of a library that a key may have, by their exact types.
 
-    types: frozenset[type]
-    # Returns what the key has of arrays, and their addresses; None if one has no memory of its own.
-    read: Callable[[Sequence[Any]], tuple[list[Hashable], list[int]] | None]
+    `read` returns what the key has of arrays, and their addresses; None if one has no memory of its own.
+    """
+
+    __slots__ = ("read", "types")
+
+    def __init__(
+        self, types: frozenset[type], read: Callable[[Sequence[Any]], tuple[list[Hashable], list[int]] | None]
+    ) -> None:
+        self.types, self.read = types, read
 
 
 class Entry:
@@ -161,10 +167,20 @@ _forms: dict[tuple[type | bool, ...], _Form] = {}
 OPTIONS = 4  # the place of the first option among the arguments, behind the Options, q, k and v
 
 
+def _order_of(table: Table) -> tuple[str, ...]:
+    """Return the names of all options of a class, beginning with those that may be arrays."""
+    return *table.names, *(feature.name for feature in table.features if feature.name not in table.names)
+
+
+@lru_cache(maxsize=2)
+def _values_of(table: Table) -> Callable[[object], tuple[Any, ...]]:
+    return attrgetter(*_order_of(table))
+
+
 def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | None, library: Library) -> Call | None:
     """Return the call if it has a key, else None. Functions among the options become the Mod that is traced of them."""
     table = TABLE if type(options) is Options else of_cache()
-    given: tuple[Any, ...] = (options, *arrays, *table.values_of(options))
+    given: tuple[Any, ...] = (options, *arrays, *_values_of(table)(options))
     window: Any = options.window
     if type(window) is tuple:
         if len(window) != 2:
@@ -201,7 +217,7 @@ def call_of(arrays: Inputs, options: Options | CacheOptions, packed: Packed | No
 
 def _form_of(types: tuple[type, ...], table: Table, is_packed: bool, readable: frozenset[type]) -> _Form | None:
     """Return the form of calls with arguments of these types, and keep it; None if they have no key."""
-    place = {name: OPTIONS + n for n, name in enumerate(table.every)}
+    place = {name: OPTIONS + n for n, name in enumerate(_order_of(table))}
     rest = range(OPTIONS + len(place), len(types))  # the sides of a window, then boundaries and max_seqlen
     arrays = [1, 2, 3, *(place[name] for name in table.names)]
     if types[3] is NoneType:  # values inside keys are at the addresses of the keys

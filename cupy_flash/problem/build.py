@@ -312,13 +312,7 @@ class Table:
         self.arrays = tuple(feature.name for feature in features if feature.kind == ARRAY)
         self.plain = tuple(feature.name for feature in features if feature.kind not in NOT_PLAIN)
         self.arrays_of, self.plain_of = operator.attrgetter(*self.arrays), operator.attrgetter(*self.plain)
-        self.order_by(self.arrays)
-
-    def order_by(self, names: tuple[str, ...]) -> None:
-        """Set `names`, all that may be arrays in the order of Operands, and `every`, which begins with them."""
-        others = [feature.name for feature in self.features if feature.name not in names]
-        self.names, self.every = names, (*names, *others)
-        self.values_of = operator.attrgetter(*self.every)
+        self.names = self.arrays  # all that may be arrays, in the order of Operands
 
 
 TABLE = Table(FEATURES)
@@ -335,7 +329,7 @@ class _OfCache(Table):
         super().__init__(CACHE_FEATURES)
         names = [name for name in Operands._fields if name in self.arrays and name not in FIELDS]
         names += sorted(FIELDS, key=lambda name: CacheOperands._fields.index(FIELDS[name] or ""))
-        self.order_by(tuple(names))
+        self.names = tuple(names)
         self.fields, self.operands = FIELDS, CacheOperands
         self.others = OPERANDS - FIELDS.keys() - {"q", "k", "v", "cu_seqlens_q"}
         self.check_contents, self.check_overlap = check_contents, check_overlap

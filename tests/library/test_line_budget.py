@@ -54,6 +54,8 @@ BUDGET = {
         ),
         (90, "shared prefixes: options and checks 50, tiles of a group on the chunks of its prefix 40"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
+        (58, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),
+        (14, "cpu_decode: larger chunks of keys that need no copy"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

@@ -299,6 +299,7 @@ PLANTED_IN_DENSE = {
     "a part in flight": (skip("wait-part"), (errors.PendingCopy, errors.Race, errors.Uninitialised)),
     "a part read before every lane has copied": (skip("copied-part"), ORDERING),
     "the next part not copied": (skip("next-part"), AssertionError),
+    "the other half of a word": (change("half-of-word", "n % 2 ?", "n % 2 == 0 ?"), AssertionError),
     "rows of a part that do not exist": (change("rows-of-part", "lane_row + r < rows ? bytes : 0", "bytes"), OUTSIDE),
     "keys of a part that do not exist": (
         change("keys-of-chunk", "min(max(existing, 0) * (int)sizeof(T), 16)", "16"),

@@ -173,7 +173,7 @@ def test_the_registry_is_the_only_list_of_engines():
     assert tuple(MODULES) == ENGINES
     names = set(ENGINES) - set(BACKENDS)
     others = {  # modules that speak of PTX instructions, or of torch's library of operators, with these names
-        "measure/checks/micro_kernels.py": {"mma", "wgmma"},
+        "measure/checks/micro_kernels.py": {"mma", "wgmma", "tcgen05"},
         "measure/checks/evidence.py": {"mma", "wgmma"},
         "adapters/torch/registry.py": {"aten"},
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..hopper.case import HopperCase
 
 TARGET = "sm_100a"
@@ -18,7 +16,7 @@ class BlackwellCase(HopperCase):
     """The body of a kernel and its arrays; 128 threads with smem, bars and tmem in shared memory."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, str]:
         """Keyword arguments for `micro_kernels.source`."""
         arrays = (".align 1024 .b8 smem[32768]", ".align 8 .b8 bars[64]", ".align 4 .b8 tmem[4]")
         return {"shared": " ".join(f".shared {array};" for array in arrays), "target": TARGET}

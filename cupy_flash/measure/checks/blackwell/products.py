@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -13,8 +13,21 @@ from .case import BARRIER, DEALLOC, FENCE_AFTER, BlackwellCase, allocate, move
 COMMIT = "@%q6 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r50];"
 SWIZZLE_CODES = {16: 0, 128: 2, 64: 4, 32: 6}
 A_COLUMN = 256  # the first column of A in tensor memory
-# name -> (M, A in shared memory or None, B, options of product_body)
-FORMS: dict[str, tuple[int, Operand | None, Operand, dict[str, Any]]] = {
+
+
+class Options(TypedDict, total=False):
+    """Options of product_body."""
+
+    adds: bool
+    negated: bool
+    lane: int
+    repeats: int
+    arrivals: int
+    then: str
+
+
+# name -> (M, A in shared memory or None, B, options)
+FORMS: dict[str, tuple[int, Operand | None, Operand, Options]] = {
     **{
         f"bf16-{'k' if a else 'mn'}-{'k' if b else 'mn'}-{swizzle}": (
             128, Operand(128, "bf16", a, swizzle), Operand(64, "bf16", b, swizzle), {}
@@ -110,7 +123,7 @@ def inputs_of(a: Operand | None, b: Operand) -> tuple[Array, ...]:
     return image, before, *words
 
 
-def _case(name: str, rows: int, a: Operand | None, b: Operand, options: dict[str, Any]) -> BlackwellCase:
+def _case(name: str, rows: int, a: Operand | None, b: Operand, options: Options) -> BlackwellCase:
     out = np.zeros((128, b.rows), np.float32)
     return BlackwellCase(f"tcgen05.{name}", product_body(a, b, rows, **options), inputs_of(a, b), out)
 

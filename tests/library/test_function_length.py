@@ -8,7 +8,8 @@ import pytest
 from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
-# Functions of kernels that are longer because of branches of `#if STATISTICS` and `#if SCALED_KV`. A number may only fall.
+# Functions of kernels that are longer because of branches of `#if STATISTICS` or `#if SCALED_KV`. A number may only
+# fall.
 LONGER_KERNELS = {
     ("mma/decode.cu", "attend"): 105,
     ("mma/forward.cu", "forward"): 90,

@@ -107,12 +107,12 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
     }
     barriers.K.release();
     for (bool adds = false; kv_tiles.valid(); adds = true) {
-      bool clears = clears_V(sequence, kv_tiles.start), is_end = ends;
+      bool is_end = ends;
       kv_tiles.next();
       if (!is_end) ends = is_last();
-      barriers.V.wait();                      // @wait-V
-      if (clears) barriers.V_cleared.wait();  // @wait-cleared-V
-      if (!is_end) barriers.K.wait();         // @wait-K
+      barriers.V.wait();                                    // @wait-V
+      if constexpr (CLEARS_V) barriers.V_cleared().wait();  // @wait-cleared-V
+      if (!is_end) barriers.K.wait();                       // @wait-K
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         P_ready[t].wait();  // @wait-P
@@ -295,7 +295,8 @@ __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, co
   if constexpr (TMA_STORE_O) wait_for_stored_O();  // @wait-last-O
 }
 
-// The role of warp 14: zeroes rows of V that may hold another sequence's data.
+// The role of warp 14: zeroes rows of V that may hold another sequence's data. It waits for every tile, and the mma for
+// this role, because a role that skips tiles takes a phase of an mbarrier for a later one.
 __device__ void clear_V(const Params& p, Barriers barriers) {
   constexpr int CHUNKS = PANEL_ROW / 16;
   const unsigned int zeros[4] = {};
@@ -304,14 +305,15 @@ __device__ void clear_V(const Params& p, Barriers barriers) {
     Band band(p, sequence);
     BlockKvTiles kv_tiles(band, scheduler.head, scheduler.tile * BLOCK_Q);
     for (; kv_tiles.valid(); kv_tiles.next(), ++barriers.V.index) {
-      if (!clears_V(sequence, kv_tiles.start)) continue;
-      barriers.V.wait();
-      for (int n = (sequence.kv_len - kv_tiles.start) * CHUNKS + lane_id(); n < BLOCK_KV * CHUNKS; n += WARP)
+      barriers.V.wait();  // @wait-V-to-clear
+      if (clears_V(sequence, kv_tiles.start)) {
+        for (int n = (sequence.kv_len - kv_tiles.start) * CHUNKS + lane_id(); n < BLOCK_KV * CHUNKS; n += WARP)
 #pragma unroll
-        for (int panel = 0; panel < V_Ring::PANELS; ++panel)
-          st_shared_v4(barriers.V.tile() + panel * V_Ring::PANEL_BYTES + 16 * n, zeros);  // @clear-V
-      fence_proxy_async();                                                                // @fence-cleared-V
-      barriers.V_cleared.arrive();
+          for (int panel = 0; panel < V_Ring::PANELS; ++panel)
+            st_shared_v4(barriers.V.tile() + panel * V_Ring::PANEL_BYTES + 16 * n, zeros);  // @clear-V
+        fence_proxy_async();                                                                // @fence-cleared-V
+      }
+      barriers.V_cleared().arrive();
     }
   }
 }

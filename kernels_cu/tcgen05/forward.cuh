@@ -57,7 +57,8 @@ struct SharedMemory {
   static constexpr int K_MBARRIERS = Q_MBARRIERS + TILES * mbarrier_bytes(1);
   static constexpr int V_MBARRIERS = K_MBARRIERS + mbarrier_bytes(K_STAGES);
   static constexpr int SIGNALS = V_MBARRIERS + mbarrier_bytes(V_STAGES);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * (1 + 7 * TILES);
+  static constexpr int V_CLEARED = SIGNALS + 8 * 7 * TILES;
+  static constexpr int TENSOR_MEMORY_ADDRESS = V_CLEARED + (CLEARS_V ? 8 * V_STAGES : 0);
   static constexpr int BYTES = TENSOR_MEMORY_ADDRESS + 8;
 };
 
@@ -71,17 +72,19 @@ struct Barriers {
   unsigned int smem;
   K_Ring K;
   V_Ring V;
-  Signal V_cleared;  // the rows of V past the end of the sequence are zeros
 
   __device__ Barriers(unsigned int smem)
       : smem(smem),
         K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
-        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS),
-        V_cleared(smem + SharedMemory::SIGNALS) {}
+        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS) {}
   __device__ Q_Ring Q(int t) const {
     return {smem + SharedMemory::Q + t * Q_Ring::TILE_BYTES, smem + SharedMemory::Q_MBARRIERS + t * mbarrier_bytes(1)};
   }
-  __device__ unsigned int signal(int n, int t) const { return smem + SharedMemory::SIGNALS + 8 * (1 + n * TILES + t); }
+  // The rows of this tile of V that are past the end of its sequence are zeros.
+  __device__ Signal V_cleared() const {
+    return {smem + SharedMemory::V_CLEARED + 8 * (V.index % V_STAGES), V.parity() == 1};
+  }
+  __device__ unsigned int signal(int n, int t) const { return smem + SharedMemory::SIGNALS + 8 * (n * TILES + t); }
   __device__ Signal S_ready(int t) const { return signal(0, t); }       // q.k are in S; O has been added to
   __device__ Signal P_ready(int t) const { return signal(1, t); }       // P of the early keys is stored, O is rescaled
   __device__ Signal P_complete(int t) const { return signal(5, t); }    // all of P is stored
@@ -92,7 +95,8 @@ struct Barriers {
 
   __device__ void init() const {
     K.init(), V.init();
-    mbarrier_init(V_cleared.mbarrier, 1);
+#pragma unroll
+    for (int n = 0; CLEARS_V && n < V_STAGES; ++n) mbarrier_init(smem + SharedMemory::V_CLEARED + 8 * n, 1);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       Q(t).init();

@@ -75,6 +75,13 @@ def test_option_in_both_tiles(options, tile):
     check_forward(case, forward(case, tile, blocks=1))
 
 
+@pytest.mark.parametrize("tile", in_tiers({"one": ONE, "two": TWO}, ["one"]))
+def test_rows_of_V_are_cleared_in_their_own_tile(tile):
+    """Between the tiles that are cleared lie as many others as there are slots, and more."""
+    case = Case(**LONG | dict(heads=1, q_len=2 * tile.block_q - 20, kv_len=400, kv_lengths=(390,), batch=1))
+    check_forward(case, forward(case, tile._replace(stages=2), blocks=1))
+
+
 ALIGNED = Case(**LONG | dict(heads=1, kv_len=208, bias="1hqk", mask="1hqk"))
 DENSE = {
     "aligned": dict(heads=1, kv_len=208, bias="1hqk", mask="1hqk"),
@@ -288,6 +295,7 @@ PLANTED_IN_LENGTHS = {
     "the wrong rows cleared": (skip("clear-V"), AssertionError),
     "no fence after rows are cleared": (skip("fence-cleared-V"), errors.MissingFence),
     "cleared rows not waited for": (skip("wait-cleared-V"), (*ORDERING, AssertionError)),
+    "rows cleared before they are loaded": (skip("wait-V-to-clear"), (*ORDERING, AssertionError)),
 }
 DROPPED = Case(**LONG | dict(heads=1, dropout=0.3))
 PLANTED_IN_DROPOUT = {

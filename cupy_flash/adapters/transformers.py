@@ -417,7 +417,7 @@ def attention_forward(
     if k.shape[2] != v.shape[2]:  # in Nemotron 3, one of them already has Hq heads
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     lists = _lists(module, indices, block_indices)
-    if lists is not None and (wants_weights or q.device.type != "cpu"):
+    if lists is not None and wants_weights:
         named = _keys_named_by(lists, q.shape[2], k.shape[1])
         if attention_mask is None:
             options["mask"] = named
@@ -467,7 +467,7 @@ def _lists(module: Any, indices: Any, block_indices: Any) -> Lists | None:
 
 
 def _keys_named_by(lists: Lists, heads: int, length: int) -> Any:
-    """Return which keys the lists name, bool (B, 1 or Hq, Sq, Sk), for weights of all keys and for GPUs."""
+    """Return which keys the lists name, bool (B, 1 or Hq, Sq, Sk), for weights of all keys."""
     selected, block = lists
     blocks = -(-length // block)
     named = torch.zeros(*selected.shape[:3], blocks + 1, dtype=torch.bool, device=selected.device)

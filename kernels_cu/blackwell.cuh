@@ -83,6 +83,19 @@ __device__ void fence_loaded(float (&x)[N]) {
   for (int n = 0; n < N; ++n) asm volatile("" : "+f"(x[n])::"memory");
 }
 
+// The address of this warp's quarter of the lanes.
+__device__ inline unsigned int lanes_of_warp(unsigned int tmem) {
+  return tmem + (threadIdx.x / WARP % 4 * WARP << 16);  // @lanes-of-warp
+}
+
+// Loads columns of this warp's lanes, and waits for them.
+template <int N>
+__device__ void load(float (&x)[N], unsigned int tmem) {
+  tmem_ld(x, tmem);
+  tmem_wait_ld();  // @wait-loaded
+  fence_loaded(x);
+}
+
 // Arrives at the mbarrier once all mma are complete that this thread has issued before.
 __device__ inline void tcgen05_commit(unsigned int mbarrier) {
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(mbarrier)

@@ -213,17 +213,6 @@ __device__ void load_rows(const Params& p, unsigned char* smem, Rings rings, con
   }
 }
 
-// This warp's lanes of a column.
-__device__ inline unsigned int lanes_of_warp(unsigned int tmem) {
-  return tmem + (threadIdx.x / WARP % 4 * WARP << 16);
-}
-template <int N>
-__device__ void load(float (&x)[N], unsigned int tmem) {
-  tmem_ld(x, tmem);
-  tmem_wait_ld();  // @wait-loaded-part
-  fence_loaded(x);
-}
-
 // Dropout of key j and queries i to i + 31: bit n of the result says whether query i + n is kept. A Philox call serves
 // the keys j, j ^ 1, j ^ 8, j ^ 9, which are those of four lanes: each makes a quarter of the calls, and the lanes
 // exchange the words.

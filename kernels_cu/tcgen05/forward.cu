@@ -140,7 +140,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
 __device__ void compute_softmax(const Params& p, Barriers barriers, float* factors, unsigned int tmem, int t) {
   float scale_log2 = log2_scale_of(p);
   int row = t * ROWS + threadIdx.x % ROWS;
-  unsigned int S_tmem = of_warp(tmem + TensorMemory::S(t));
+  unsigned int S_tmem = lanes_of_warp(tmem + TensorMemory::S(t));
   Signal S_ready = barriers.S_ready(t), P_ready = barriers.P_ready(t), P_complete = barriers.P_complete(t);
   Signal factor_ready = barriers.factor_ready(t), factor_read = barriers.factor_read(t);
 
@@ -281,7 +281,7 @@ __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, co
         // The mma of S, for which the softmax has waited, ran behind PV of the previous keys: O is at rest.
         float factor = receive(t);
         // @rescales-O
-        if (visited && __any_sync(0xFFFFFFFF, factor != 1)) rescale_O(of_warp(tmem + TensorMemory::O(t)), factor);
+        if (visited && __any_sync(0xFFFFFFFF, factor != 1)) rescale_O(lanes_of_warp(tmem + TensorMemory::O(t)), factor);
         P_ready[t].arrive();
       }
 #pragma unroll
@@ -289,7 +289,7 @@ __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, co
       float factor = receive(t);
       if (visited) O_ready[t].wait();  // @wait-O-ready
       store_O(p, maps, barriers.smem + SharedMemory::O, sequence, scheduler.head, q_start + t * ROWS,
-              of_warp(tmem + TensorMemory::O(t)), factor, visited);
+              lanes_of_warp(tmem + TensorMemory::O(t)), factor, visited);
     }
   }
   if constexpr (TMA_STORE_O) wait_for_stored_O();  // @wait-last-O

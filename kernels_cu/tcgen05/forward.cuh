@@ -111,20 +111,8 @@ struct Barriers {
   }
 };
 
-// This warp's lanes of a column.
-__device__ inline unsigned int of_warp(unsigned int tmem) {
-  return tmem + (threadIdx.x / WARP % SOFTMAX_WARPS * WARP << 16);  // @lanes-of-warp
-}
-
 // O is loaded in parts of so many columns.
 constexpr int O_PART = DIM_V % 32 ? 16 : 32;
-
-template <int N>
-__device__ void load(float (&x)[N], unsigned int tmem) {
-  tmem_ld(x, tmem);
-  tmem_wait_ld();  // @wait-loaded
-  fence_loaded(x);
-}
 
 __device__ inline void rescale_O(unsigned int tmem, float factor) {
 #pragma unroll 1

@@ -204,7 +204,7 @@ PLANTED = {
     "no dQ": (skip("commit-dQ"), errors.Deadlock),
     "no gradients": (skip("commit-gradients"), errors.Deadlock),
     "S in flight": (skip("wait-loaded-scores"), errors.PendingRegister),
-    "dP in flight": (skip("wait-loaded-part"), errors.PendingRegister),
+    "dP in flight": (skip("wait-loaded"), errors.PendingRegister),
     "P in flight": (skip("wait-stored-P-halves"), ORDERING),
     "dS in flight": (skip("wait-stored-dS"), ORDERING),
     "dQ in flight": (skip("wait-loaded-dQ"), errors.PendingRegister),

@@ -208,7 +208,7 @@ def _partials_launch(dtype: np.dtype, other: np.dtype, lse: Array, head_dim_v: i
 @lru_cache(maxsize=1)
 def _by_any_stride() -> frozenset[str]:
     strided = [feature.name for feature in IN_PARAMS if has_strides(feature.name)]
-    return frozenset(("lse", "dlse", "tlse", "seed", "selected", *strided, *(f"t{name}" for name in strided)))
+    return frozenset(("lse", "dlse", "tlse", "seed", "selected", *SCALES, *strided, *(f"t{name}" for name in strided)))
 
 
 def copied(plan: Plan, operands: Operands) -> dict[str, Array]:

@@ -1,5 +1,6 @@
 """Quantised caches in the kernels on the simulator: appends with the bits of the CPU, and decodes."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -51,6 +52,21 @@ CASES = {
 def test_an_append_writes_the_bits_of_the_cpu(case, kind, scale_dtype, monkeypatch):
     on = [appended(case, kind, scale_dtype, monkeypatch, backend) for backend in ("cpu", "simulator")]
     assert on[0] == on[1]
+
+
+def test_scales_behind_the_codes_of_their_keys():
+    """Kernels write and read them where they are, in vLLM's layout."""
+    pool = np.zeros((2, 6, 8, 2, 48), np.int8)
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 2, 9, 2, 32)).astype(np.float16)
+    table, q = rng.permutation(6).reshape(2, 3).astype(np.int32), rng.normal(size=(2, 9, 4, 32)).astype(np.float16)
+    how = dict(block_table=table, cache_seqlens=0, backend="simulator", engine="mma_decode")
+    attend = functools.partial(cupy_flash.attention_with_kv_cache, q, k=k, v=v, **how)
+    k_scale, v_scale = (x[..., 32:].view(np.float32)[..., 0] for x in pool)
+    out = attend(*pool[..., :32], k_scale=k_scale, v_scale=v_scale)
+    own, apart = np.zeros((2, 6, 8, 2), np.float32), np.zeros((2, 6, 8, 2, 32), np.int8)
+    assert attend(*apart, k_scale=own[0], v_scale=own[1]).tobytes() == out.tobytes()
+    assert (apart == pool[..., :32]).all() and (own[0] == k_scale).all() and (own[1] == v_scale).all()
 
 
 READ = replace(SMALL, appended=None)

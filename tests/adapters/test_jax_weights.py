@@ -100,17 +100,21 @@ def test_sharded_over_batch_and_heads(heads):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_sequences_under_jit():
+@pytest.mark.parametrize("heads", ["each", "mean", [3, 0]])
+def test_packed_sequences_under_jit(heads):
     q, k = normal(0, SQ, H, D), normal(1, SK, HK, D)
     bounds = jnp.asarray([0, 4, SQ], jnp.int32), jnp.asarray([0, 9, SK], jnp.int32)
 
     def loss(q, k, *bounds):
         _, lse = attention_varlen(q, k, k, *bounds, 7, 9, return_lse=True)
-        return (attention_weights_varlen(q, k, lse, *bounds, 7, 9, rows=[0, 5]) ** 2).sum()
+        return (attention_weights_varlen(q, k, lse, *bounds, 7, 9, rows=[0, 5], heads=heads) ** 2).sum()
 
     def formula(q, k):
         s = jnp.einsum("ihd,jhd->hij", q, jnp.repeat(k, H // HK, 1)) / D**0.5
-        return (jax.nn.softmax(s[:, 0, :9]) ** 2).sum() + (jax.nn.softmax(s[:, 5, 9:]) ** 2).sum()
+        rows = jax.nn.softmax(s[:, 0, :9]), jax.nn.softmax(s[:, 5, 9:])
+        return sum(
+            ((P.mean(0) if heads == "mean" else P if heads == "each" else P[np.array(heads)]) ** 2).sum() for P in rows
+        )
 
     for one, other in zip(
         jax.jit(jax.grad(loss, (0, 1)))(q, k, *bounds), jax.jit(jax.grad(formula, (0, 1)))(q, k), strict=True

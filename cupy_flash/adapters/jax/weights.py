@@ -92,16 +92,17 @@ class WeightsCall(Call):
         """Return the axes of an operand or a result; a mean or a list of heads needs all heads on one device."""
         name = "result" if name in ("values", "keys", *GRADIENT.values()) else name
         if name == "result":
-            axes = "bh.." if rank == 4 else "bh." if self.static.kind == IMPORTANCE else "h.."
-            if self.static.max_seqlen_q is not None:
-                axes = axes.replace("b", ".")
+            padded, packed = ("bh.", ".h.") if self.static.kind == IMPORTANCE else ("bh..", "h..")
+            axes = padded if self.static.max_seqlen_q is None else packed
+            if self.static.heads == MEAN:
+                axes = axes.replace("h", "")
         elif name.removeprefix("d") == "row_weights":
             axes = super().axes("lse", rank)
             axes = axes[len(axes) - rank :]
         else:
             axes = super().axes(name, rank)
         if self.static.kind == OF_ROWS and self.static.heads != EACH:
-            axes = ("b.." if name == "result" and rank == 3 else axes).replace("h", ".").replace("g", ".")
+            axes = axes.replace("h", ".").replace("g", ".")
         return axes
 
     def fold_axis(self, mapped: set[str]) -> str | None:

@@ -17,12 +17,14 @@ from ..arguments import add_out, positive
 from ..report import count, progress, show
 from ..results import ROOT, describe, write
 from . import (
+    backward_events,
     bounds,
     costs,
     events,
     marks,
     peers,
     predict,
+    roles,
     selected,
     static,
     static_mods,
@@ -89,13 +91,18 @@ def _predict(options: argparse.Namespace, arguments: list[str]) -> int:
     path = options.out / "predict.json"
     if options.check:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return _report(predict.stale(stored["predict"], regimes) + events.stale(stored["tcgen05"]), "stale row", path)
-    with progress("compile", len(regimes) + len(events.ARCHS) * len(events.DIMS)) as step:
+        of_blackwell = events.stale(stored["tcgen05"]) + backward_events.stale(stored["tcgen05_backward"])
+        return _report(predict.stale(stored["predict"], regimes) + of_blackwell, "stale row", path)
+    kernels = len(regimes) + len(roles.ARCHS) * len(events.DIMS) + 1 + len(backward_events.CASES)
+    with progress("compile", kernels) as step:
         predictions = [each._asdict() for each in predict.predict(regimes, step)]
-        of_blackwell = [each._asdict() for each in events.predict(step)]
-    write(describe(arguments, 1) | {"predict": predictions, "tcgen05": of_blackwell}, path)
+        forward = [each._asdict() for each in events.predict(step)]
+        backward = [each._asdict() for each in backward_events.predict(step)]
+    rows = {"predict": predictions, "tcgen05": forward, "tcgen05_backward": backward}
+    write(describe(arguments, 1) | rows, path)
     show(predict.table(predictions))
-    show(events.table(of_blackwell))
+    show(events.table(forward))
+    show(backward_events.table(backward))
     return 0
 
 

@@ -1,19 +1,16 @@
 """A model of events of the Blackwell forward: its roles, barriers and slots over whole work tiles, without a GPU.
 
 Each role of kernels_cu/tcgen05/forward.cu is a process that waits for signals of the others and occupies units of the
-SM. The tensor cores execute the mma in the order in which they are issued. A sub-partition has one warp of each
-softmax, one of the correction, and shares its issue slots and lanes among them; the four do the same work. The numbers
-of instructions of a step of the softmax are those of the kernel's own SASS, the clocks of an mma those of a public
-measurement (`MMA`), and latencies are rounded guesses. The schedule that FlashAttention-4 publishes goes through the
+SM (`roles.py`). A sub-partition has one warp of each softmax and one of the correction. The numbers of instructions of
+a step of the softmax are those of the kernel's own SASS. The schedule that FlashAttention-4 publishes goes through the
 same model: its published fraction of the peak at D 128 over the model's multiplies every prediction. Only a GPU can
 confirm them (bench/gpu_queue.md).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cupy_flash import device
@@ -26,31 +23,37 @@ from ..report import NOTHING, Table
 from ..run import Progress
 from . import cycles, sass
 from .fingerprint import fingerprint
+from .roles import (
+    ARCHS,
+    CHUNKS,
+    COPIED,
+    COPIED_BYTES,
+    FROM_TENSOR_MEMORY,
+    ISSUED,
+    KEYS,
+    LOADED,
+    PEAK,
+    ROWS,
+    SIGNAL,
+    STEPS,
+    STORED,
+    Process,
+    Roles,
+    clocks_of_mma,
+    clocks_of_units,
+    segments,
+)
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
-ARCHS = {"sm_100a": 8, "sm_103a": 4}  # clocks between two exponentials of a warp
 SHARES = (0, 2, 4, 5)  # of 16 exponentials that a polynomial computes (POLYNOMIALS of config.cuh)
 FIRST_MARKS = {(64, 64): 0.45, (128, 128): 0.58, (192, 128): 0.60}  # fractions of the peak of the tensor cores
 PUBLISHED = 0.71  # of the peak, by FlashAttention-4 (arXiv 2603.05451) on a B200 at D 128
-STEPS, WORK_TILES = 32, 4  # keys of a work tile, in tiles; work tiles that a block computes
-ROWS = KEYS = 128
-
-# Clocks of an mma with M 128 and K 16 by its columns, both operands in shared memory, and how much less it takes with A
-# in tensor memory.
-MMA, FROM_TENSOR_MEMORY = {64: 63.0, 128: 80.0}, 0.92
-PEAK = 2.0  # columns of such an mma that the tensor cores compute in a clock
-# Clocks from an arrival, or the end of an mma, to the instruction behind the wait for it; the same for the factors of
-# FlashAttention-4, which uses a named barrier per warp.
-SIGNAL, NAMED_BARRIER = 40.0, 20.0
-LOADED, STORED = 60.0, 40.0  # of tensor memory
-COPIED, COPIED_BYTES = 1000.0, 64.0  # latency of a TMA load, and its bytes a clock
-ISSUED = 4.0  # clocks of an instruction of the single thread that issues the mma
+WORK_TILES = 4  # that a block computes
+NAMED_BARRIER = 20.0  # SIGNAL of the factors of FlashAttention-4, which uses a named barrier per warp
 CORRECTED, STORED_COLUMN = 17, 3.1  # instructions of the correction: of a step of one tile, and of a column of O
 FINISHED = 120  # instructions of the softmax at the end of a work tile
-CHUNKS = 16  # parts of a segment of the softmax, between which another warp may take the units
 # FlashAttention-4: instructions of a polynomial of degree 3 for a pair of exponentials, and its share at D 128.
 POLYNOMIAL, SHARE = Counter({"FADD2": 3, "FFMA2": 3, "FMNMX": 2, "LEA": 2}), 1 / 8
-PAIRED = ("FADD2", "FMUL2", "FFMA2")
 
 
 class Softmax(NamedTuple):
@@ -61,14 +64,9 @@ class Softmax(NamedTuple):
     @classmethod
     def of(cls, path: Sequence[str]) -> Softmax:
         """Return the segments of a path through the loop, which ends with the second signal of P."""
-        segments = [Counter[str]()]
-        for instruction in path:
-            segments[-1][sass.opcode(instruction)] += 1
-            if "SYNCS.ARRIVE" in instruction:
-                segments.append(Counter())
-        *segments, rest = segments
-        assert len(segments) == 3, len(segments)
-        return cls((segments[0] + rest, *segments[1:]))
+        *parts, rest = segments(path)
+        assert len(parts) == 3, len(parts)
+        return cls((parts[0] + rest, *parts[1:]))
 
     def emulating(self, share: float) -> Softmax:
         """Return the step with a share of its exponentials computed by the polynomial."""
@@ -91,51 +89,18 @@ class Schedule(NamedTuple):
     factors: float  # latency of the signals between softmax and correction
 
 
-Wait = tuple[str, int]  # a signal, and how often it must have been given
-Process = Generator["float | Wait", float, None]  # yields the clock until which it runs, or what it waits for
-
-
-class Block:
-    """A block that computes work tiles of two tiles of queries: its units, its signals and its roles."""
+class Block(Roles):
+    """A block that computes work tiles of two tiles of queries: its roles."""
 
     def __init__(self, schedule: Schedule, steps: int = STEPS):
+        super().__init__(schedule.mufu)
         self.schedule, self.steps = schedule, steps
-        self.free: dict[str, float] = defaultdict(float)  # clock from which a unit is free
-        self.given: dict[str, list[float]] = defaultdict(list)  # clocks at which a signal is seen, in order
         self.stored: list[float] = []  # clocks at which work tiles are stored
 
     def run(self) -> float:
         """Return the clocks of a work tile between two others."""
-        roles = [self.load(), self.issue(), self.correct(), self.softmax(0), self.softmax(1)]
-        for role in roles:
-            next(role)
-        ready, waiting = [(0.0, n) for n in range(len(roles))], dict[int, tuple[float, Wait]]()
-        while ready:
-            clock, n = heapq.heappop(ready)
-            try:
-                asked = roles[n].send(clock)
-            except StopIteration:
-                asked = None
-            if isinstance(asked, tuple):
-                waiting[n] = clock, asked
-            elif asked is not None:
-                heapq.heappush(ready, (asked, n))
-            for each, (since, (name, times)) in list(waiting.items()):
-                if len(self.given[name]) >= times:
-                    heapq.heappush(ready, (max([since, *self.given[name][times - 1 : times]]), each))
-                    del waiting[each]
-        assert not waiting, waiting
+        self.play([self.load(), self.issue(), self.correct(), self.softmax(0), self.softmax(1)])
         return self.stored[-2] - self.stored[-3]
-
-    def uses(self, unit: str, clock: float, clocks: float) -> float:
-        """Return the clock at which a unit that serves in order of arrival has worked for so many clocks."""
-        self.free[unit] = max(self.free[unit], clock) + clocks
-        return self.free[unit]
-
-    def executes(self, clock: float, opcodes: Counter[str], part: float = 1) -> float:
-        """Return the clock at which a warp has executed a part of some instructions."""
-        mufu = {"MUFU": self.schedule.mufu}
-        return max(self.uses(unit, clock, part * n) for unit, n in clocks_of_units(opcodes, mufu).items())
 
     def load(self) -> Process:
         """Load Q, and K and V by turns, into slots that are empty."""
@@ -236,23 +201,6 @@ class Block:
                 self.stored.append(clock)
 
 
-def clocks_of_mma(columns: int) -> float:
-    """Return the clocks of an mma with both operands in shared memory, between the measured numbers of columns."""
-    (low, at_low), (high, at_high) = MMA.items()
-    return at_low + (at_high - at_low) * (columns - low) / (high - low)
-
-
-def clocks_of_units(opcodes: Counter[str], of_unit: dict[str, int]) -> dict[str, int]:
-    """Return the clocks for which each unit of a sub-partition executes the instructions of a warp."""
-    clocks = Counter({"issue": opcodes.total()})
-    for opcode, n in opcodes.items():
-        for unit, (names, interval) in cycles.UNITS.items():
-            if opcode in names:
-                clocks[unit] += n * of_unit.get(unit, interval)
-        clocks["FMA"] += 2 * n * (opcode in PAIRED)
-    return dict(clocks)
-
-
 class Prediction(NamedTuple):
     """The model's speed of the forward of a head dimension on an architecture; fractions of the tensor cores' peak.
 
@@ -297,6 +245,12 @@ def flash_attention_4(ours: Schedule) -> Schedule:
     return ours._replace(factors=NAMED_BARRIER, softmax=ours.softmax.emulating(SHARE))
 
 
+def published_over_model(ours: Schedule) -> float:
+    """Return FlashAttention-4's published fraction of the peak over the model's, from our schedule at D 128."""
+    other = flash_attention_4(ours)
+    return PUBLISHED / fraction(other, Block(other).run())
+
+
 def predict(progress: Progress) -> list[Prediction]:
     """Compile the forward of every head dimension and architecture, and predict its speed."""
     schedules: dict[tuple[str, tuple[int, int]], dict[int, Schedule]] = {}
@@ -304,8 +258,7 @@ def predict(progress: Progress) -> list[Prediction]:
     for (arch, dims), launch in launches.items():
         progress(f"{arch}, D {dims[0]}/{dims[1]}")
         schedules[arch, dims] = {share: schedule_of(launch, dims, arch, share) for share in SHARES}
-    other = flash_attention_4(schedules["sm_100a", (128, 128)][0])
-    of_model = PUBLISHED / fraction(other, Block(other).run())
+    of_model = published_over_model(schedules["sm_100a", (128, 128)][0])
     predictions = []
     for (arch, dims), launch in launches.items():
         assert launch.tile is not None

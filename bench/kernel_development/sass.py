@@ -111,14 +111,11 @@ def row_loop(cubin: bytes, columns: int) -> Mainloop:
     Loops over parts of the row, inside it, are repeated until they have loaded all columns from tensor memory.
     """
     instructions, labels = disassemble(cubin)
-    found = [loop for loop in loops(instructions, labels) if shortest_round(instructions, labels, *loop)]
-
-    def has(name: str, head: int, back: int) -> int:
-        return sum(name in each for each in instructions[head : back + 1])
-
-    waiting = [loop for loop in found if has("EX2", *loop) >= 16 and has("TRYWAIT", *loop)]
-    row = min(waiting, key=lambda loop: loop[1] - loop[0])
-    parts = {back: head for head, back in found if row[0] < head and back < row[1] and has("LDTM", head, back)}
+    row = _waiting_loop(instructions, labels, "EX2", 16)
+    found = loops(instructions, labels)
+    parts = {
+        back: head for head, back in found if row[0] < head and back < row[1] and _has("LDTM", instructions, head, back)
+    }
 
     def whole(worth: Worth) -> list[str]:
         path: list[int] = []
@@ -131,6 +128,29 @@ def row_loop(cubin: bytes, columns: int) -> Mainloop:
         return [instructions[n] for n in path]
 
     return Mainloop(whole(_steadiest), whole(_most))
+
+
+def reduction_loop(cubin: bytes) -> Mainloop:
+    """Return the loop of the role that adds to global memory by bulk reductions: the innermost one that waits."""
+    instructions, labels = disassemble(cubin)
+    loop = _waiting_loop(instructions, labels, "UBLKRED", 1)
+    return Mainloop(shortest_round(instructions, labels, *loop), longest_round(instructions, labels, *loop))
+
+
+def _waiting_loop(instructions: list[str], labels: dict[str, int], name: str, least: int) -> tuple[int, int]:
+    """Return the shortest loop that waits for an mbarrier and has at least so many instructions of a name."""
+    waiting = [
+        loop
+        for loop in loops(instructions, labels)
+        if _has(name, instructions, *loop) >= least
+        and _has("TRYWAIT", instructions, *loop)
+        and shortest_round(instructions, labels, *loop)
+    ]
+    return min(waiting, key=lambda loop: loop[1] - loop[0])
+
+
+def _has(name: str, instructions: list[str], head: int, back: int) -> int:
+    return sum(name in each for each in instructions[head : back + 1])
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:

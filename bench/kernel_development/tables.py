@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import decode, decode_gpu, first, overhead, ring
 from ..report import Table, left_out, provenance, tables
-from . import bounds, events, marks, predict, static_tables, sweep
+from . import backward_events, bounds, events, marks, predict, static_tables, sweep
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
@@ -33,6 +33,7 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "predict": lambda result: [
         *predict.table(result["predict"]).split("bound by", "What bounds the mainloop"),
         *events.table(result["tcgen05"]).split("bound by", "What bounds a step of 128 x 128 scores", shared=2),
+        backward_events.table(result["tcgen05_backward"]),
     ],
     "bounds": lambda result: [bounds.table(result["bounds"])],
 }

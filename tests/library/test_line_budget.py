@@ -67,6 +67,7 @@ BUDGET = {
         (1, "overhead: out and lse of a forward that may return statistics"),
         (16, "torch tensors beside NumPy arrays, medians of ratios, and a budget for implementations beside others"),
         (340, "Blackwell: its model of events 270; rows of static and the softmax's loop in SASS 70"),
+        (305, "the backward of Blackwell: its model of events, and the loop of bulk reductions in SASS"),
         (95, "selected: counted bytes and instructions of the look-up of selected keys"),
         (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
         (4, "static: MAY_SPILL has four rows of the tcgen05 forward"),

@@ -111,10 +111,8 @@ def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
         counts = []
         for case in selected.CASES:
             step(f"{case.engine}, {case.heads} heads")
-            counts.append(selected.count(case))
-    write(
-        describe(arguments, 1) | {"selected": [selected.record(each) for each in counts]}, options.out / "selected.json"
-    )
+            counts.append(selected.record(selected.count(case)))
+    write(describe(arguments, 1) | {"selected": counts}, options.out / "selected.json")
     show(selected.table(counts))
     return 0
 

@@ -6,6 +6,7 @@ Marks: a forward moves at most 1.10 times the bytes of its operands and results,
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,21 +100,20 @@ def record(counted: Count) -> dict[str, Any]:
     return counted.case._asdict() | {"tile": counted.tile, "moved": counted.moved, "lookup": counted.lookup}
 
 
-def table(counts: list[Count]) -> Table:
-    """Return the counts as a table."""
-    rows = [
-        [
-            each.case.engine,
-            f"{each.case.heads} heads, D {each.case.head_dim}",
-            f"{each.case.entries} of {each.case.block} for {each.case.rows}",
-            " x ".join(map(str, each.tile)),
-            f"{each.moved:.2f}",
-            f"{each.lookup:.2f}",
-        ]
-        for each in counts
-    ]
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the rows of a JSON file as a table."""
     return Table(
-        f"selected keys: bytes moved (mark {MARK}), and instructions of the look-up per score",
+        f"Selected keys: bytes moved (mark {MARK}), and instructions of the look-up per score",
         ["engine", "rows of a query", "entries, keys, queries", "tile", "bytes / least", "look-up"],
-        rows,
+        [
+            [
+                row["engine"],
+                f"{row['heads']} heads, D {row['head_dim']}",
+                f"{row['entries']} of {row['block']} for {row['rows']}",
+                " x ".join(map(str, row["tile"])),
+                f"{row['moved']:.2f}",
+                f"{row['lookup']:.2f}",
+            ]
+            for row in rows
+        ],
     )

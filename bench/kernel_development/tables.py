@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import decode, decode_gpu, first, overhead, ring
 from ..report import Table, left_out, provenance, tables
-from . import backward_events, bounds, events, marks, predict, static_tables, sweep
+from . import backward_events, bounds, events, marks, predict, selected, static_tables, sweep
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
@@ -36,6 +36,7 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
         backward_events.table(result["tcgen05_backward"]),
     ],
     "bounds": lambda result: [bounds.table(result["bounds"])],
+    "selected": lambda result: [selected.table(result["selected"])],
 }
 SWEEP, MARKS, SASS = "sweep-", "-marks", "static-sass"
 
@@ -67,7 +68,7 @@ def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
         return table.split("all but products", "The same loop", shared=3), f"`{result['command']}`.", []
     if name == "ring":
         return WHOLE[name](result), ring.provenance(result), []
-    if name == "static":
+    if name in ("static", "selected"):  # counts, which are the same on every machine
         return WHOLE[name](result), f"`{result['command']}`.", []
     if name in WHOLE:
         return (

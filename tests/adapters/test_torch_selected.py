@@ -80,6 +80,8 @@ Q_IDX, WEIGHTS, K_IDX = (
 TARGET, ROWS = torch.rand(2, 9, 4, dtype=torch.float64), torch.rand(9, dtype=torch.float64)
 
 
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_the_choice_and_the_gradients_of_an_indexer():
     lists = cupy_flash.select_keys(Q_IDX, WEIGHTS, K_IDX, 4)
     assert (lists.dtype, lists.requires_grad) == (torch.int32, False)
@@ -93,6 +95,8 @@ def test_the_choice_and_the_gradients_of_an_indexer():
     (gradient,) = torch.autograd.grad(loss, Q_IDX, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative of selection_loss"):
         gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="no forward-mode derivative of selection_loss"):
+        torch.func.jvp(lambda w: cupy_flash.selection_loss(Q_IDX, w, K_IDX, lists, TARGET), (WEIGHTS,), (WEIGHTS,))
 
 
 def test_a_compiled_indexer():

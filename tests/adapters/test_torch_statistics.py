@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.autograd import gradcheck
 
 import cupy_flash
@@ -49,6 +50,26 @@ def test_argmax_has_no_gradient_and_the_others_one_derivative():
         dq.sum().backward()
     none = cupy_flash.attention(q, k, v, return_lse=True, statistics=())[2]
     assert none == (None, None, None)
+
+
+def test_gradients_inside_a_checkpoint():
+    arrays = tensors((1, 3, 2, 4), (1, 5, 2, 4), (1, 5, 2, 4))
+
+    def loss(*arrays):
+        out, lse, found = cupy_flash.attention(*arrays, return_lse=True, statistics=ALL)
+        return out.sum() + lse.sum() + found.max.sum() + found.entropy.sum()
+
+    expected = torch.autograd.grad(loss(*arrays), arrays)
+    saved = torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, *arrays, use_reentrant=False), arrays)
+    torch.testing.assert_close(saved, expected)
+
+
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_is_refused():
+    q, k, v = tensors((1, 3, 2, 4), (1, 5, 2, 4), (1, 5, 2, 4))
+    with pytest.raises(RuntimeError, match="no forward-mode derivative of attention with statistics"):
+        torch.func.jvp(lambda k: cupy_flash.attention(q, k, v, return_lse=True, statistics=ALL)[2].max, (k,), (k,))
 
 
 def test_a_graph_of_torch_compile_has_the_call():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import cupy_flash
 from cupy_flash.adapters.torch import op, weights
@@ -180,12 +181,31 @@ def test_errors(changes, reason):
         cupy_flash.attention_weights(q, k, lse, **changes)
 
 
-def test_second_derivatives_are_refused():
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_second_and_forward_mode_derivatives_are_refused():
     q, k, *_ = inputs()
+    with pytest.raises(RuntimeError, match="no forward-mode derivative of key_importance"):
+        torch.func.jvp(lambda q: cupy_flash.key_importance(q, k, torch.zeros(B, H, SQ, dtype=q.dtype)), (q,), (q,))
     P = cupy_flash.attention_weights(q, k, lse_of(q, k, {}))
     (dq,) = torch.autograd.grad(P.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative of attention_weights"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_inside_a_checkpoint(kind):
+    ours, _ = KINDS[kind]
+    q, k, bias, factors = inputs()
+
+    def loss(q, k, bias, factors):
+        options = options_of(bias, factors)
+        return ours(q, k, lse_of(q, k, options), **options).sum()
+
+    arrays = q, k, bias, factors
+    expected = torch.autograd.grad(loss(*arrays), arrays)
+    saved = torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, *arrays, use_reentrant=False), arrays)
+    torch.testing.assert_close(saved, expected)
 
 
 def test_a_kv_cache_records_no_gradients():

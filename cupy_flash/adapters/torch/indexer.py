@@ -8,7 +8,16 @@ import torch
 
 from ... import dispatch
 from ...problem.indexer import Rule, pose_indexer
-from .op import CAUSAL, as_index, as_number, causal_name, on_device_of, require_one_device, require_tensor
+from .op import (
+    CAUSAL,
+    as_index,
+    as_number,
+    causal_name,
+    on_device_of,
+    refuse_tangents,
+    require_one_device,
+    require_tensor,
+)
 
 LOSS = "Tensor q_idx, Tensor weights, Tensor k_idx, Tensor selected, Tensor target, Tensor? row_weights"
 library = torch.library.Library("cupy_flash", "FRAGMENT")
@@ -53,6 +62,7 @@ def selection_loss(given: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
             pose_indexer("selection_loss", given)
         raise
+    refuse_tangents("selection_loss", tensors[:3])
     # The others are constants: the graph does not go on to what computed the target.
     return _loss(*tensors[:3], *(None if x is None else x.detach() for x in tensors[3:]))
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias
 from torch.utils.flop_counter import register_flop_formula
 
@@ -196,6 +197,19 @@ def require_tensor(array: Any) -> None:
     """Raise TypeError unless an array is a tensor with contents of its own."""
     if not isinstance(array, torch.Tensor) or array.is_nested or isinstance(array, CausalBias):
         raise TypeError(f"all arrays must be torch tensors with contents of their own, not {type(array)}")
+
+
+def refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
+    """Raise RuntimeError for a tensor with a tangent: an operator that has a backward alone would lose it silently."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(function, tensors)
+
+
+@torch.compiler.disable(reason="torch.compile traces no tangents of dual tensors")
+def _refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(f"cupy_flash has no forward-mode derivative of {function}")
 
 
 def window_sides(window: Any) -> tuple[Any, Any]:

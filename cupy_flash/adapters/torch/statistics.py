@@ -29,6 +29,7 @@ from .op import (
     is_dtensor,
     mod_of_options,
     on_device_of,
+    refuse_tangents,
     require_tensors_on_one_device,
     returned,
 )
@@ -66,6 +67,7 @@ def _attend(function: str, arrays: tuple[Any, Any, Any], options: Options, packe
             pose(function, arrays, options, packed)  # raises an error with the same reason and all others
         raise
     captured, text = ([], "") if mod is None else (list(mod.arrays), mod.encoded)
+    refuse_tangents("attention with statistics", (*arguments, *captured))
     out, lse, *others = attention_with_statistics(*arguments, captured, text, wanted)
     asked = [x for name, x in zip(NAMES, others, strict=True) if name in (options.statistics or ())]
     return selected((out, lse, *asked), options)
@@ -164,10 +166,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any, dmax: Any, _: Any, dentropy: Any) -> tuple[Any, ...]:
-    tensors, (out, lse, argmax, entropy, *captured) = (
-        ctx.saved_tensors[: len(TENSORS)],
-        ctx.saved_tensors[len(TENSORS) :],
-    )
+    saved = ctx.saved_tensors  # read once: checkpointing frees them
+    tensors, (out, lse, argmax, entropy, *captured) = saved[: len(TENSORS)], saved[len(TENSORS) :]
     if dout is None:  # only lse or statistics were used
         dout = out.new_zeros(()).expand(out.shape)
     needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=False))

@@ -40,6 +40,7 @@ from .op import (
     is_dtensor,
     mod_of_options,
     on_device_of,
+    refuse_tangents,
     require_one_device,
     require_tensor,
 )
@@ -122,6 +123,7 @@ def _compute(
             pose_weights(function, arrays, options, wish, packed)  # raises an error with the same reason and all others
         raise
     captured, text = ([], "") if mod is None else (list(mod.arrays), mod.encoded)
+    refuse_tangents(function, (cast, keys, *others, *captured, *wanted))
     result, found = attention_weights(cast, keys, keys, *others, captured, text, *wanted)
     return (result, found) if wish.kind == TOP else (result,)
 
@@ -251,7 +253,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Any, _: Any) -> tuple[Any, ...]:
-    tensors, (lse, row_weights, keys, *captured) = ctx.saved_tensors[: len(TENSORS)], ctx.saved_tensors[len(TENSORS) :]
+    saved = ctx.saved_tensors  # read once: checkpointing frees them
+    tensors, (lse, row_weights, keys, *captured) = saved[: len(TENSORS)], saved[len(TENSORS) :]
     needed = dict(zip(Call._fields, ctx.needs_input_grad, strict=False))
     wanted = list(ctx.needs_input_grad[COUNT])
     dq, dk, dlse, dbias, drow_weights, dcaptured = attention_weights_backward(

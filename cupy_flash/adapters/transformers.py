@@ -399,9 +399,8 @@ def attention_forward(
     attention_mask: a LazyMask; a boolean or additive tensor broadcastable to (B, Hq, Sq, Sk); or None, and then
     `is_causal`, by default module.is_causal, determines the mask. s_aux: (Hq,), the sinks. position_bias: added to the
     scores, with a gradient. indices: integers (B, Sq, n), the only keys that a query may see, and block_indices:
-    (B, Hs, Sq, n), the only blocks of module.indexer.block_size keys, for models with sparse attention; on a CPU they
-    take no memory of Sq x Sk. Raises UnsupportedError for other arguments that would change the result: see
-    `_check_arguments`.
+    (B, Hs, Sq, n), the only blocks of module.indexer.block_size keys, for models with sparse attention; they take no
+    memory of Sq x Sk. Raises UnsupportedError for other arguments that would change the result: see `_check_arguments`.
     """
     _check_arguments(module, attention_mask, kwargs)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

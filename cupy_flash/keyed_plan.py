@@ -142,7 +142,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Form:
-    """What the calls share whose arguments are of equal types: which of them are arrays, and which a key has by value.
+    """The signature of calls by the types of their arguments: which are arrays, and which enter the key by value.
 
     A call without a form has no key. So an argument of an unexpected type, which may do anything if it is compared,
     hashed or tested for truth, is only asked for its type.

@@ -37,8 +37,8 @@ struct PartCopy {
   static constexpr int ROW = PART * sizeof(T), CHUNKS = ROW / 16, IN_CHUNK = 16 / sizeof(T), ROWS = WARP / CHUNKS;
   static_assert(CHUNKS <= 8 && PART == WARP, "a row has a line of shared memory at most, and a lane for each column");
 
-  // What a lane copies: a chunk of every ROWS-th row if rows are contiguous and begin at multiples of 16 bytes, else a
-  // column of every row.
+  // Rows that are contiguous and 16-byte aligned are copied in vectors: each lane takes 16 bytes of every ROWS-th row.
+  // Of other rows each lane copies one column, number by number.
   bool aligned;
   const T* from;  // the lane's first number, for key 0
   long long next;

@@ -1,4 +1,4 @@
-"""What gathering keys by lists costs, counted on the simulator: bytes of global memory, instructions of the look-up.
+"""Simulator counters of attention to selected keys: bytes of global memory, and instructions of the gather.
 
 Marks: a forward moves at most 1.10 times the bytes of its operands and results, where a list's keys count once.
 """

@@ -1,5 +1,6 @@
-// Backward of attention to selected keys, dQ: one block per BLOCK_Q rows that share a list, (query, head) pairs, over
-// the keys of the list. grid (tiles of all lists, groups of heads that share a list, sequences)
+// Backward of attention to selected keys, dK and dV by atomic additions: one block per BLOCK_Q rows that share a list,
+// (query, head) pairs, over the keys of the list. grid (tiles of all lists, groups of heads that share a list,
+// sequences)
 #include "selected_backward.cuh"
 
 constexpr int M = BLOCK_KV / ROW_WARPS / 16;  // fragments of a warp, by rows; score tiles are transposed: rows are keys

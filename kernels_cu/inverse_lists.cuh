@@ -1,6 +1,6 @@
 // The lists that name each block of keys, in ascending order, from a stable counting sort in three kernels: the lists
-// are cut into CHUNKS, whose entries selected_count.cu counts by block, selected_scan.cu sums over blocks and chunks,
-// and selected_fill.cu sorts. The result depends on the lists alone.
+// are cut into CHUNKS, whose entries selected/count_entries.cu counts by block, selected/scan_counts.cu sums over blocks
+// and chunks, and selected/fill_lists.cu sorts. The result depends on the lists alone.
 #pragma once
 #include "selection.cuh"
 

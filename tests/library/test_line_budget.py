@@ -57,6 +57,7 @@ BUDGET = {
         (58, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),
         (14, "cpu_decode: larger chunks of keys that need no copy"),
         (14, "torch: tangents are refused by operators that have a backward alone"),
+        (157, "JVP and double backward of selected keys on the CPU"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

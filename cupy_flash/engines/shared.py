@@ -107,9 +107,9 @@ ROW_CONSTANTS = {
         *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
     ),
     "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
-    **dict.fromkeys(("selected_count", "selected_scan", "selected_fill"), LIST_CONSTANTS),
-    "selected_clear": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
-    "selected_round": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
+    **dict.fromkeys((f"selected/{name}" for name in ("count_entries", "scan_counts", "fill_lists")), LIST_CONSTANTS),
+    "selected/clear_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
+    "selected/round_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 

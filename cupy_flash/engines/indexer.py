@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +11,10 @@ from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.indexer import Indexer, IndexerOperands
 from ..problem.records import UnsupportedError
-from .launch import GRID_LIMITS, Constant, Launch, Workspace
+from .launch import Constant, Launch, Workspace
 from .mma import LARGEST_ON_TURING
-from .shared import ELEMENTS, divides
+from .selected import CHUNKS, ROW_THREADS
+from .shared import ELEMENTS, divides, known_constants, nonempty
 from .simt import LARGEST
 
 THREADS = 128
@@ -31,12 +31,17 @@ class Tile(NamedTuple):
     keys: int
 
 
-# In order of preference: large tiles read the queries of all heads for more keys.
-TILES = tuple(
-    Tile(engine, rows, keys)
-    for engine, sizes in (("mma", ((64, 64), (64, 32))), ("simt", ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))))
-    for rows, keys in sizes
-)
+# In order of preference: large tiles read the queries of all heads for more keys. The rows of selection_loss are heads.
+TILES = {
+    kernel: tuple(Tile(engine, rows, keys) for engine, sizes in engines for rows, keys in sizes)
+    for kernel, engines in {
+        "select_keys": (
+            ("mma", ((64, 64), (64, 32))),
+            ("simt", ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))),
+        ),
+        "selection_loss": (("simt", ((16, 64), (16, 32), (16, 16))),),
+    }.items()
+}
 
 
 def tile_of(kernel: str, indexer: Indexer, operands: IndexerOperands, device: Device) -> Tile:
@@ -45,7 +50,7 @@ def tile_of(kernel: str, indexer: Indexer, operands: IndexerOperands, device: De
     engines = {"simt"} if dim <= LARGEST else set()
     if dtype == "float16" or (dtype == "bfloat16" and device.arch != "sm_75"):
         engines |= {"mma"} if dim <= (LARGEST_ON_TURING if device.arch == "sm_75" else LARGEST) else set()
-    for tile in TILES:
+    for tile in TILES[kernel]:
         if tile.engine in engines:
             needed = shared_bytes(f"{tile.engine}/{kernel}", constants_of(indexer, operands, tile))
             if needed + _static_bytes(tile) <= device.shared_bytes:
@@ -103,14 +108,55 @@ def select_launches(
         Workspace("candidate_scores", shape, indexer.accumulation, ()),
         Workspace("candidates", shape, np.dtype(np.int32), ()),
     )
-    return _nonempty([Launch(kernel, tuple(constants.items()), grid, THREADS, shared_bytes(kernel, constants))]), workspaces
+    launch = Launch(kernel, tuple(constants.items()), grid, THREADS, shared_bytes(kernel, constants))
+    return nonempty([launch]), workspaces
 
 
 def candidate_places(indexer: Indexer) -> int:
-    """Return the places of a row's candidates: the n best, later ones, and a warp's next ones; or those of all entries."""
+    """Return the places of the candidates of a row: for the n best and later ones, or for all entries."""
     n, entries = indexer.rule.n, -(-indexer.kv_len // indexer.rule.block)
     return min(n + max(n, LEAST_PLACES), entries + WARP)
 
 
-def _nonempty(launches: list[Launch]) -> tuple[Launch, ...]:
-    return tuple(launch for launch in launches if 0 not in launch.grid)
+def loss_launches(
+    indexer: Indexer, operands: IndexerOperands, device: Device, *, gradients: bool
+) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+    """Return the launches of selection_loss and of its gradients, and their workspaces.
+
+    Blocks of a key sum its gradient over the entries that name it: lists are sorted by the keys that they name.
+    """
+    tile = tile_of("selection_loss", indexer, operands, device)
+    constants = constants_of(indexer, operands, tile)
+    assert operands.selected is not None
+    batch, q_len, heads, _ = operands.q.shape
+    entries = operands.selected.shape[-1]
+    if q_len * entries >= 2**31:
+        raise UnsupportedError(f"selection_loss: {q_len} lists of {entries} have more entries than an int32 counts")
+
+    def launch(kernel: str, grid: tuple[int, int, int], threads: int = THREADS) -> Launch:
+        own = {**constants, "THREADS": threads}
+        shared = shared_bytes(kernel, own) if kernel.startswith(tile.engine) else 0
+        return Launch(kernel, known_constants(kernel, own), grid, threads, shared)
+
+    int32 = np.dtype(np.int32)
+    workspaces = [
+        Workspace("listed_scores", (batch, q_len, entries), indexer.accumulation, ()),
+        Workspace("row_losses", (batch, q_len), np.dtype(np.float64), ()),
+    ]
+    launches = [
+        launch(f"{tile.engine}/selection_loss", (q_len, 1, batch)),
+        launch("indexer/loss_sum", (1, 1, 1), ROW_THREADS),
+    ]
+    if gradients:
+        launches += [
+            launch(f"{tile.engine}/selection_loss_q", (q_len, -(-heads // tile.rows), batch)),
+            launch("selected_count", (CHUNKS, 1, batch), ROW_THREADS),
+            launch("selected_scan", (1, 1, batch), ROW_THREADS),
+            launch("indexer/loss_fill", (CHUNKS, 1, batch), ROW_THREADS),
+            launch("indexer/loss_k", (indexer.kv_len, 1, batch)),
+        ]
+        workspaces += [
+            Workspace("inverse_ends", (batch * indexer.kv_len * CHUNKS,), int32, ()),
+            Workspace("inverse_lists", (batch * q_len * entries,), int32, ()),
+        ]
+    return nonempty(launches), tuple(workspaces)

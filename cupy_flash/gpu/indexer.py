@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..device import Device
-from ..engines.indexer import select_launches
+from ..engines.indexer import loss_launches, select_launches
 from ..engines.launch import Launch, Workspace, require_grids
 from ..problem.indexer import Indexer, IndexerOperands
 from .params import pack_indexer
@@ -25,6 +25,26 @@ def select(indexer: Indexer, operands: IndexerOperands, device: Device, start: S
     launches, workspaces = select_launches(indexer, operands, device)
     _run(indexer, operands, device, start, {"lists": lists}, launches, workspaces)
     return lists
+
+
+def loss(indexer: Indexer, operands: IndexerOperands, device: Device, start: Start) -> Array:
+    """Return the loss, a number in the accumulation dtype."""
+    result = empty((), indexer.accumulation, operands.q)
+    launches, workspaces = loss_launches(indexer, operands, device, gradients=False)
+    _run(indexer, operands, device, start, {"loss": result}, launches, workspaces)
+    return result
+
+
+def gradients(
+    indexer: Indexer, operands: IndexerOperands, device: Device, start: Start
+) -> tuple[Array, Array, Array, Array]:
+    """Return the loss and the gradients of q, weights and k, in their dtypes; all are the same in every run."""
+    result = empty((), indexer.accumulation, operands.q)
+    dq, dweights, dk = (empty(x.shape, x.dtype, operands.q) for x in (operands.q, operands.weights, operands.k))
+    launches, workspaces = loss_launches(indexer, operands, device, gradients=True)
+    results = {"loss": result, "dq": dq, "dhead_weights": dweights, "dk": dk}
+    _run(indexer, operands, device, start, results, launches, workspaces)
+    return result, dq, dweights, dk
 
 
 def _run(

@@ -315,6 +315,8 @@ def pack_indexer(
             "cache_length": indexer.kv_len, "cache_capacity": indexer.kv_len, "cache_blocks": k.shape[0],
             "cache_rows": k.shape[1], "page_log2": _page_number(indexer.page or None),
         }  # fmt: skip
+    if "selected" in arrays:
+        numbers |= {"selected_entries": arrays["selected"].shape[-1], "selected_rows": 1, "selected_heads": 1}
     if "block_table" in arrays:
         numbers["table_row"] = arrays["block_table"].strides[0]
     members |= {name: (number,) for name, number in numbers.items()}

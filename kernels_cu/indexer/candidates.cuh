@@ -46,7 +46,7 @@ struct Candidates {
   // Takes an entry of each lane, in ascending order; with a score of 0 there is none.
   __device__ void add(Ordered score, int entry) {
     if (row.count + 32 > places) keep_best();
-    bool enters = score > row.nth;  // @indexer.ties-later
+    bool enters = score > row.nth;
     unsigned int entering = __ballot_sync(0xFFFFFFFF, enters);
     int place = row.count + rank_in(entering);
     if (enters) scores[place] = score, entries[place] = entry;

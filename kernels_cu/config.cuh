@@ -109,6 +109,12 @@ constexpr bool MEAN = false;    // attention_weights: the mean over the heads
 constexpr int GRADIENT_OF = 0;  // in a backward, the result that has a gradient: these three, in this order
 using weight_element = float;   // dtype of the row weights of key_importance
 
+// The lightning indexer: select_keys and selection_loss.
+#define INDEXER 0              // Params has its arrays
+using head_element = float;    // dtype of the weights of its heads
+using target_element = float;  // dtype of the target of selection_loss
+using row_element = float;     // dtype of its row weights
+
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table

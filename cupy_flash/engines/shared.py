@@ -65,6 +65,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
         "SELECTED": problem.selected is not None,
+        "INDEXER": False,
         "GRADIENT_OF": {"top_weights": 1, "key_importance": 2}.get(problem.weights, 0),
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
@@ -78,7 +79,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
 
 
 # Switches of config.cuh on which the members of Params depend, beside MODS
-PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS")
+PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS", "INDEXER")
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = (
     *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),

@@ -160,6 +160,13 @@ __device__ void load_numbers(unsigned int to, const Number* numbers, int first, 
   cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
+#if LATENT
+// Values are the first columns of the keys.
+struct KeySlot {
+  static constexpr int K = 0;  // [BLOCK_KV][HEAD_DIM]
+  static constexpr int BYTES = BLOCK_KV * row_bytes(HEAD_DIM);
+};
+#else
 // Byte offsets of the operands of a tile of keys and of their tangents.
 struct KeySlot {
 #if CODES_OF_4_BITS
@@ -180,31 +187,45 @@ struct KeySlot {
   static constexpr int BYTES = tV + TV * V_BYTES;
 #endif
 };
+#endif
 
 // Loads tiles of K and V of one head into the slots of a pipeline.
 struct KvLoads {
   const Sequence& sequence;
   KeyRows<kv_element> K;
+#if !LATENT
   KeyRows<kv_element> V;
+#endif
 #if CODES_OF_4_BITS
   Loader<BLOCK_KV, HEAD_DIM / 2, kv_element> K_loader;
   Loader<BLOCK_KV, HEAD_DIM_V / 2, kv_element> V_loader;
 #else
   Loader<BLOCK_KV, HEAD_DIM, kv_element> K_loader;
+#if !LATENT
   Loader<BLOCK_KV, HEAD_DIM_V, kv_element> V_loader;
+#endif
 #endif
   TilePages pages;
 
   __device__ KvLoads(const Params& p, const Sequence& sequence, int kv_head, int (&pages_smem)[2][BLOCK_KV])
       : sequence(sequence),
         K(sequence.key_rows<kv_element>(p.k, kv_head)),
+#if !LATENT
         V(sequence.key_rows<kv_element>(p.v, kv_head)),
+#endif
         K_loader(K.stride),
+#if !LATENT
         V_loader(V.stride),
-        pages{sequence, pages_smem} {}
+#endif
+        pages{sequence, pages_smem} {
+  }
   __device__ KvLoads kept() const {
     KvLoads loads = *this;
+#if LATENT
+    loads.K_loader = K_loader.kept();
+#else
     loads.K_loader = K_loader.kept(), loads.V_loader = V_loader.kept();
+#endif
     return loads;
   }
 
@@ -212,6 +233,8 @@ struct KvLoads {
   __device__ void load(unsigned int slot, int start, Range keys) const {
     Range readable = sequence.readable(keys);
     K_loader.load(slot + KeySlot::K, K.tile(start, pages.stored()), readable);
+#if !LATENT
     V_loader.load(slot + KeySlot::V, V.tile(start, pages.stored()), readable);
+#endif
   }
 };

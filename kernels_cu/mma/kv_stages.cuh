@@ -25,6 +25,7 @@ constexpr int O_ROW = columns_of_O(sizeof(kv_element));
 #if LATENT
 // Each warp has the scores of eight keys of a tile, and SLICES warps share rows.
 constexpr int SLICES = BLOCK_KV / 8;
+static_assert(SLICES == 4, "a lane reads the numbers of all slices at once");
 
 // Offsets in bytes. Q in registers has been read before the last slot is filled for the first time.
 struct SharedMemory {
@@ -33,7 +34,7 @@ struct SharedMemory {
   static constexpr int Q = Q_IN_REGISTERS ? (STAGES - 1) * KeySlot::BYTES : 0;  // [BLOCK_Q][HEAD_DIM]
   static constexpr int SUMS = SLOTS + STAGES * KeySlot::BYTES;                  // parts of S: a fragment per warp
   static constexpr int P = SUMS + SLICES * BLOCK_Q * 32;                        // [BLOCK_Q][BLOCK_KV]
-  static constexpr int ROWS = P + BLOCK_Q * row_bytes(BLOCK_KV);                // floats [SLICES][BLOCK_Q]
+  static constexpr int ROWS = P + BLOCK_Q * row_bytes(BLOCK_KV);                // floats [BLOCK_Q][SLICES]
   static constexpr int FACTORS = ROWS + 4 * SLICES * BLOCK_Q;                   // floats [BLOCK_Q]
   static constexpr int BYTES = FACTORS + 4 * BLOCK_Q;
 };

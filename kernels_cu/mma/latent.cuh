@@ -9,6 +9,7 @@
 //
 // A warp owns the same keys in every tile, so that the arithmetic of a row does not depend on the rows of its tile.
 #pragma once
+#include "../hopper.cuh"
 
 constexpr int ROW_FRAGMENTS = BLOCK_Q / 16;
 constexpr int STEPS = padded(HEAD_DIM) / 16;     // of 16 columns of Q and K
@@ -23,6 +24,11 @@ struct Share {
 
   __device__ Share() : row(threadIdx.x / WARP / SLICES * 16 * M), slice(threadIdx.x / WARP % SLICES) {}
   __device__ int half() const { return slice % 2; }
+  // Barriers of the two warps that share 16 keys, and of those that share rows.
+  __device__ void sync_pair() const { named_barrier_sync(1 + threadIdx.x / (2 * WARP), 2 * WARP); }
+  __device__ void sync_rows() const {
+    named_barrier_sync(1 + WARPS / 2 + threadIdx.x / (SLICES * WARP), SLICES * WARP);
+  }
   __device__ int row_of(int m, int half) const { return row + ::row_of(m, 2 * half); }
 };
 
@@ -49,7 +55,7 @@ __device__ void exchange_sums(float (&S)[M][1][4], const float (&sums)[M][2][4],
     for (int e = 0; e < 4; ++e) sent[e] = __float_as_uint(share.half() ? sums[m][0][e] : sums[m][1][e]);
     st_shared_v4(own + m * WARP * 16, sent);
   }
-  __syncthreads();  // @wait-sums
+  share.sync_pair();  // @wait-sums
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     uint4 x = ld_shared_v4(other + m * WARP * 16);
@@ -58,6 +64,11 @@ __device__ void exchange_sums(float (&S)[M][1][4], const float (&sums)[M][2][4],
     for (int e = 0; e < 4; ++e)
       S[m][0][e] = (share.half() ? sums[m][1][e] : sums[m][0][e]) + __uint_as_float(received[e]);
   }
+}
+
+// Where a row is in the array of factors: a lane reads those of its rows side by side.
+__device__ inline int factor_of(int row) {
+  return row % 8 * (2 * ROW_FRAGMENTS) + row / 8;
 }
 
 // Lazy rescaling per row, by the row max of all keys of the tile, so that the warps that share a row agree on it. One
@@ -74,33 +85,47 @@ __device__ void update_rows(Softmax2 (&softmax)[M][2], const float (&S)[M][1][4]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = row_max(max(S[m][0][2 * half], S[m][0][2 * half + 1]));
-      if (lane_id() % 4 == 0) maxima[share.slice * BLOCK_Q + share.row_of(m, half)] = largest;
+      if (lane_id() % 4 == 0) maxima[share.row_of(m, half) * SLICES + share.slice] = largest;
     }
-  __syncthreads();  // @wait-maxima
+  share.sync_rows();  // @wait-maxima
+  float largest[M][2], by[M][2];
+  bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int row = share.row_of(m, half);
-      float largest = -infinity(), factor = 1;
-#pragma unroll
-      for (int n = 0; n < SLICES; ++n) largest = max(largest, maxima[n * BLOCK_Q + row]);
+      float4 x = *(const float4*)(maxima + share.row_of(m, half) * SLICES);
+      largest[m][half] = max(max(x.x, x.y), max(x.z, x.w));
+      by[m][half] = 1;
+      exceeds |= softmax[m][half].exceeds_reference(largest[m][half], scale_log2);
 #if STATISTICS
-      RowStatistics& of_row = statistics[m][half];
-      Softmax2 previous = softmax[m][half];
       if constexpr (FIND_MAX) {
 #pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; ++e) of_row.take(S[m][0][e], kv_start + column_of(0, e));
+        for (int e = 2 * half; e < 2 * half + 2; ++e) statistics[m][half].take(S[m][0][e], kv_start + column_of(0, e));
       }
 #endif
-      if (softmax[m][half].exceeds_reference(largest, scale_log2)) {
-        factor = softmax[m][half].update(largest, scale_log2);
-#if STATISTICS
-        if constexpr (ENTROPY) of_row.rescale(previous.reference, softmax[m][half].reference, factor, previous.l);
-#endif
-      }
-      if (share.slice == 0 && lane_id() % 4 == 0) factors[row] = factor;
     }
+  if (__any_sync(0xFFFFFFFF, exceeds)) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (softmax[m][half].exceeds_reference(largest[m][half], scale_log2)) {  // @if-row-grows
+#if STATISTICS
+          Softmax2 previous = softmax[m][half];
+#endif
+          by[m][half] = softmax[m][half].update(largest[m][half], scale_log2);
+#if STATISTICS
+          if constexpr (ENTROPY)
+            statistics[m][half].rescale(previous.reference, softmax[m][half].reference, by[m][half], previous.l);
+#endif
+        }
+  }
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (share.slice == 0 && lane_id() % 4 == 0) factors[factor_of(share.row_of(m, half))] = by[m][half];
 }
 
 // Stores P, rounded, where all warps read it.
@@ -127,7 +152,7 @@ __device__ void rescale_O(Accumulator& O, const float* factors) {
   for (int m = 0; m < ROW_FRAGMENTS; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      of_rows[m][half] = factors[row_of(m, 2 * half)];
+      of_rows[m][half] = factors[factor_of(row_of(m, 2 * half))];
       any |= of_rows[m][half] != 1;
     }
   if (__any_sync(0xFFFFFFFF, any)) rescale(O, of_rows);
@@ -235,7 +260,7 @@ __device__ void store_part(const Params& p, const Part& part, unsigned char* sme
     for (int half = 0; half < 2; ++half) {
       int row = share.row_of(m, half);
       float l = row_sum(softmax[m][half].l);
-      if (lane_id() % 4 == 0) sums[share.slice * BLOCK_Q + row] = l;
+      if (lane_id() % 4 == 0) sums[row * SLICES + share.slice] = l;
       if (lane_id() % 4 == 0 && share.slice == 0) maxima[row] = softmax[m][half].m;
 #if STATISTICS
       statistics[m][half].reduce(4);
@@ -253,7 +278,7 @@ __device__ void store_part(const Params& p, const Part& part, unsigned char* sme
       of_row.init();
       of_row.update(maxima[row], scale_log2);
 #pragma unroll
-      for (int n = 0; n < SLICES; ++n) of_row.l += sums[n * BLOCK_Q + row];
+      for (int n = 0; n < SLICES; ++n) of_row.l += sums[row * SLICES + n];
       store_row(p, part, row, of_row, O, m, half, scale, scale_log2
 #if STATISTICS
                 ,

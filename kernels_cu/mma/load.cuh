@@ -89,12 +89,28 @@ struct Loader {
         }
       }
     } else {
+#if LATENT
+      // Long rows: a group of lanes loads a row, neighbouring chunks at a time, and computes its address once.
+      constexpr int GROUP = T::GROUP;
+#pragma unroll
+      for (int first = 0; first < ROWS; first += THREADS / GROUP) {
+        int row = first + threadIdx.x / GROUP, in_group = threadIdx.x % GROUP;
+        if (ROWS % (THREADS / GROUP) && row >= ROWS) break;
+        bool valid = read(rows.first + row);
+        const Number* from = (valid ? rows(row) : rows.data) + COUNT * in_group;
+        unsigned int to = tile + T::at(row, in_group);  // @address-of-row
+#pragma unroll
+        for (int n = 0; n < T::CHUNKS; n += GROUP)
+          cp_async<16>(to + 16 * n, from + COUNT * n, valid ? bytes(n + in_group) : 0);
+      }
+#else
 #pragma unroll 2
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(rows.first + row) ? bytes(chunk) : 0;
         cp_async<16>(tile + T::at(row, chunk), size ? rows(row) + COUNT * chunk : rows.data, size);
       }
+#endif
     }
   }
   template <typename Rows>

@@ -1,34 +1,34 @@
 // The decode of values that are the first columns of the keys (multi-head latent attention): a tile of keys is loaded
-// once, and both products read it. Rows of O are too long for the registers of a warp, so that the warps divide its
-// columns, and the scores go through shared memory:
+// once, and both products read it. Rows of O are too long for the registers of a warp: the four warps of a group have
+// 16 M rows, divide the columns of O, and pass the scores through shared memory:
 //
-//   S = Q K^T    a warp has 16 M rows and 16 keys, and every second step of 16 columns of Q and K; two warps exchange
-//                the halves of their sums, so that each owns the scores of eight keys
-//   softmax      of owned scores; the SLICES warps that share rows exchange their row max
-//   O += P V     all rows and keys, and the columns of a warp
+//   S = Q K^T    a warp has 16 keys, and every second step of 16 columns of Q and K; two warps exchange the halves of
+//                their sums, so that each owns the scores of eight keys
+//   softmax      of owned scores; the warps exchange their row max
+//   O += P V     all keys, and the columns of a warp
 //
-// A warp owns the same keys in every tile, so that the arithmetic of a row does not depend on the rows of its tile.
+// Two groups take turns: one computes S and its softmax while the other computes P V. A warp owns the same keys in
+// every tile, so that the arithmetic of a row does not depend on the rows of its tile.
 #pragma once
 #include "../hopper.cuh"
 
-constexpr int ROW_FRAGMENTS = BLOCK_Q / 16;
+constexpr int GROUPS = WARPS / SLICES;
 constexpr int STEPS = padded(HEAD_DIM) / 16;     // of 16 columns of Q and K
-constexpr int BLOCKS = padded(HEAD_DIM_V) / 16;  // of 16 columns of O, dealt round-robin to the warps
-constexpr int MOST_BLOCKS = (BLOCKS + WARPS - 1) / WARPS;
-static_assert(M > 0 && M * WARPS == ROW_FRAGMENTS * SLICES, "warps divide the scores of a tile");
+constexpr int BLOCKS = padded(HEAD_DIM_V) / 16;  // of 16 columns of O, dealt round-robin to the warps of a group
+constexpr int MOST_BLOCKS = (BLOCKS + SLICES - 1) / SLICES;
+static_assert(M > 0 && (GROUPS == 1 || (GROUPS == 2 && STAGES > 1)), "the groups divide the rows of a tile");
 
-// The scores of this warp: rows from `row` on, and of each tile eight keys.
+// The scores of this warp: the rows of its group, from `row` on, and of each tile eight keys.
 struct Share {
+  int group;
   int row;
   int slice;
 
-  __device__ Share() : row(threadIdx.x / WARP / SLICES * 16 * M), slice(threadIdx.x / WARP % SLICES) {}
+  __device__ Share() : group(threadIdx.x / WARP / SLICES), row(group * 16 * M), slice(threadIdx.x / WARP % SLICES) {}
   __device__ int half() const { return slice % 2; }
-  // Barriers of the two warps that share 16 keys, and of those that share rows.
+  // Barriers of the two warps that share 16 keys, and of the group.
   __device__ void sync_pair() const { named_barrier_sync(1 + threadIdx.x / (2 * WARP), 2 * WARP); }
-  __device__ void sync_rows() const {
-    named_barrier_sync(1 + WARPS / 2 + threadIdx.x / (SLICES * WARP), SLICES * WARP);
-  }
+  __device__ void sync_group() const { named_barrier_sync(1 + WARPS / 2 + group, SLICES * WARP); }
   __device__ int row_of(int m, int half) const { return row + ::row_of(m, 2 * half); }
 };
 
@@ -42,6 +42,13 @@ struct ScoreLanes {
       : Q(share.row + lane_id() % 16, 2 * share.half() + lane_id() / 16),
         K(share.slice / 2 * 16 + lane_id() % 8 + lane_id() / 16 * 8, 2 * share.half() + lane_id() / 8 % 2) {}
 };
+
+// O, the columns of a warp: block n is block n * SLICES + slice of the row.
+using Accumulator = float[M][2 * MOST_BLOCKS][4];
+
+__device__ inline bool has_block(const Share& share, int n) {
+  return BLOCKS % SLICES == 0 || n * SLICES + share.slice < BLOCKS;
+}
 
 // Adds the sums of the two warps that share 16 keys: each sends the fragment of the other, and keeps its own.
 __device__ void exchange_sums(float (&S)[M][1][4], const float (&sums)[M][2][4], unsigned int smem,
@@ -66,15 +73,9 @@ __device__ void exchange_sums(float (&S)[M][1][4], const float (&sums)[M][2][4],
   }
 }
 
-// Where a row is in the array of factors: a lane reads those of its rows side by side.
-__device__ inline int factor_of(int row) {
-  return row % 8 * (2 * ROW_FRAGMENTS) + row / 8;
-}
-
-// Lazy rescaling per row, by the row max of all keys of the tile, so that the warps that share a row agree on it. One
-// of them stores the factor that rescales the row of O.
-__device__ void update_rows(Softmax2 (&softmax)[M][2], const float (&S)[M][1][4], float scale_log2, float* maxima,
-                            float* factors, const Share& share
+// Lazy rescaling per row, by the row max of all keys of the tile, so that the warps of a group agree on it.
+__device__ void update_rows(Accumulator& O, Softmax2 (&softmax)[M][2], const float (&S)[M][1][4], float scale_log2,
+                            float* maxima, const Share& share
 #if STATISTICS
                             ,
                             RowStatistics (&statistics)[M][2], int kv_start
@@ -87,8 +88,8 @@ __device__ void update_rows(Softmax2 (&softmax)[M][2], const float (&S)[M][1][4]
       float largest = row_max(max(S[m][0][2 * half], S[m][0][2 * half + 1]));
       if (lane_id() % 4 == 0) maxima[share.row_of(m, half) * SLICES + share.slice] = largest;
     }
-  share.sync_rows();  // @wait-maxima
-  float largest[M][2], by[M][2];
+  share.sync_group();  // @wait-maxima
+  float largest[M][2], factors[M][2];
   bool exceeds = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -96,7 +97,6 @@ __device__ void update_rows(Softmax2 (&softmax)[M][2], const float (&S)[M][1][4]
     for (int half = 0; half < 2; ++half) {
       float4 x = *(const float4*)(maxima + share.row_of(m, half) * SLICES);
       largest[m][half] = max(max(x.x, x.y), max(x.z, x.w));
-      by[m][half] = 1;
       exceeds |= softmax[m][half].exceeds_reference(largest[m][half], scale_log2);
 #if STATISTICS
       if constexpr (FIND_MAX) {
@@ -105,30 +105,27 @@ __device__ void update_rows(Softmax2 (&softmax)[M][2], const float (&S)[M][1][4]
       }
 #endif
     }
-  if (__any_sync(0xFFFFFFFF, exceeds)) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (softmax[m][half].exceeds_reference(largest[m][half], scale_log2)) {  // @if-row-grows
-#if STATISTICS
-          Softmax2 previous = softmax[m][half];
-#endif
-          by[m][half] = softmax[m][half].update(largest[m][half], scale_log2);
-#if STATISTICS
-          if constexpr (ENTROPY)
-            statistics[m][half].rescale(previous.reference, softmax[m][half].reference, by[m][half], previous.l);
-#endif
-        }
-  }
+  if (!__any_sync(0xFFFFFFFF, exceeds)) return;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (share.slice == 0 && lane_id() % 4 == 0) factors[factor_of(share.row_of(m, half))] = by[m][half];
+    for (int half = 0; half < 2; ++half) {
+      factors[m][half] = 1;
+      if (softmax[m][half].exceeds_reference(largest[m][half], scale_log2)) {  // @if-row-grows
+#if STATISTICS
+        Softmax2 previous = softmax[m][half];
+#endif
+        factors[m][half] = softmax[m][half].update(largest[m][half], scale_log2);
+#if STATISTICS
+        if constexpr (ENTROPY)
+          statistics[m][half].rescale(previous.reference, softmax[m][half].reference, factors[m][half], previous.l);
+#endif
+      }
+    }
+  rescale(O, factors);
 }
 
-// Stores P, rounded, where all warps read it.
+// Stores P, rounded, where the warps of the group read it.
 __device__ void store_P(unsigned char* P_smem, const float (&P)[M][1][4], const Share& share) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -138,40 +135,20 @@ __device__ void store_P(unsigned char* P_smem, const float (&P)[M][1][4], const 
           cvt_rn_x2<element>(P[m][0][2 * half], P[m][0][2 * half + 1]);
 }
 
-// O, the columns of a warp: block n is block n * WARPS + warp of the row.
-using Accumulator = float[ROW_FRAGMENTS][2 * MOST_BLOCKS][4];
-
-__device__ inline bool has_block(int n) {
-  return BLOCKS % WARPS == 0 || n * WARPS + threadIdx.x / WARP < BLOCKS;
-}
-
-__device__ void rescale_O(Accumulator& O, const float* factors) {
-  float of_rows[ROW_FRAGMENTS][2];
-  bool any = false;
-#pragma unroll
-  for (int m = 0; m < ROW_FRAGMENTS; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      of_rows[m][half] = factors[factor_of(row_of(m, 2 * half))];
-      any |= of_rows[m][half] != 1;
-    }
-  if (__any_sync(0xFFFFFFFF, any)) rescale(O, of_rows);
-}
-
 // O += P V
 __device__ void accumulate_values(Accumulator& O, unsigned int P_smem, const Tile<BLOCK_KV>::Lane& P_lane,
-                                  unsigned int V_smem, const Tile<HEAD_DIM>::Lane& V_lane) {
+                                  unsigned int V_smem, const Tile<HEAD_DIM>::Lane& V_lane, const Share& share) {
 #pragma unroll
   for (int k = 0; k < BLOCK_KV / 16; ++k) {
-    unsigned int P[ROW_FRAGMENTS][4], b[4];
+    unsigned int P[M][4], b[4];
 #pragma unroll
-    for (int m = 0; m < ROW_FRAGMENTS; ++m) ldmatrix_x4(P[m], P_smem + P_lane.at(16 * m, 2 * k));
+    for (int m = 0; m < M; ++m) ldmatrix_x4(P[m], P_smem + P_lane.at(16 * m, 2 * k));
 #pragma unroll
     for (int n = 0; n < MOST_BLOCKS; ++n) {
-      if (!has_block(n)) continue;
-      ldmatrix_x4_trans(b, V_smem + V_lane.at(16 * k, 2 * WARPS * n));
+      if (!has_block(share, n)) continue;
+      ldmatrix_x4_trans(b, V_smem + V_lane.at(16 * k, 2 * SLICES * n));  // @columns-of-warp
 #pragma unroll
-      for (int m = 0; m < ROW_FRAGMENTS; ++m) {
+      for (int m = 0; m < M; ++m) {
         mma_m16n8k16<element>(O[m][2 * n], P[m], b[0], b[1], O[m][2 * n]);
         mma_m16n8k16<element>(O[m][2 * n + 1], P[m], b[2], b[3], O[m][2 * n + 1]);
       }
@@ -180,16 +157,16 @@ __device__ void accumulate_values(Accumulator& O, unsigned int P_smem, const Til
 }
 
 // Stores a row of the result of a part: this lane's columns of it.
-__device__ void store_row(const Params& p, const Part& part, int row, Softmax2& softmax, const Accumulator& O, int m,
-                          int half, float scale, float scale_log2
+__device__ void store_row(const Params& p, const Part& part, const Share& share, const Softmax2& softmax,
+                          const Accumulator& O, int m, int half, float scale, float scale_log2
 #if STATISTICS
                           ,
                           const RowStatistics (*statistics_smem)[BLOCK_Q]
 #endif
 ) {
-  int i = part.query(p, row), head = part.head(p, row);
+  int row = share.row_of(m, half), i = part.query(p, row), head = part.head(p, row);
   if (i >= part.sequence.q_rows) return;
-  bool first = threadIdx.x / WARP == 0 && lane_id() % 4 == 0;  // one lane stores the numbers of a row
+  bool first = share.slice == 0 && lane_id() % 4 == 0;  // one lane stores the numbers of a row
   Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);
 #if STATISTICS
   PartStatistics statistics;
@@ -229,8 +206,8 @@ __device__ void store_row(const Params& p, const Part& part, int row, Softmax2& 
   }
 #pragma unroll
   for (int n = 0; n < 2 * MOST_BLOCKS; ++n) {
-    if (!has_block(n / 2)) continue;
-    int column = 16 * (n / 2 * WARPS + threadIdx.x / WARP) + column_of(n % 2, 0);
+    if (!has_block(share, n / 2)) continue;
+    int column = 16 * (n / 2 * SLICES + share.slice) + column_of(n % 2, 0);  // @columns-of-O
     float x = O[m][n][2 * half] * factor, y = O[m][n][2 * half + 1] * factor;
     if (part.whole) {
       if (column < HEAD_DIM_V) store(out + column, x);
@@ -250,7 +227,6 @@ __device__ void store_part(const Params& p, const Part& part, unsigned char* sme
 #endif
 ) {
   float* sums = (float*)(smem + SharedMemory::ROWS);
-  float* maxima = (float*)(smem + SharedMemory::FACTORS);
 #if STATISTICS
   auto statistics_smem = (RowStatistics(*)[BLOCK_Q])(smem + SharedMemory::SUMS);
 #endif
@@ -261,25 +237,20 @@ __device__ void store_part(const Params& p, const Part& part, unsigned char* sme
       int row = share.row_of(m, half);
       float l = row_sum(softmax[m][half].l);
       if (lane_id() % 4 == 0) sums[row * SLICES + share.slice] = l;
-      if (lane_id() % 4 == 0 && share.slice == 0) maxima[row] = softmax[m][half].m;
 #if STATISTICS
       statistics[m][half].reduce(4);
       statistics[m][half].w = row_sum(statistics[m][half].w);
       if (lane_id() % 4 == 0) statistics_smem[share.slice][row] = statistics[m][half];
 #endif
     }
-  __syncthreads();  // @wait-rows
+  share.sync_group();  // @wait-rows
 #pragma unroll
-  for (int m = 0; m < ROW_FRAGMENTS; ++m)
+  for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int row = row_of(m, 2 * half);
-      Softmax2 of_row;
-      of_row.init();
-      of_row.update(maxima[row], scale_log2);
-#pragma unroll
-      for (int n = 0; n < SLICES; ++n) of_row.l += sums[row * SLICES + n];
-      store_row(p, part, row, of_row, O, m, half, scale, scale_log2
+      float4 x = *(const float4*)(sums + share.row_of(m, half) * SLICES);
+      softmax[m][half].l = x.x + x.y + x.z + x.w;
+      store_row(p, part, share, softmax[m][half], O, m, half, scale, scale_log2
 #if STATISTICS
                 ,
                 statistics_smem
@@ -288,16 +259,53 @@ __device__ void store_part(const Params& p, const Part& part, unsigned char* sme
     }
 }
 
+// Passes the tiles of keys to the groups. With two of them a tile takes two turns: in the first, group 0 computes its
+// scores, and group 1 accumulates the values of the tile before; in the second the other way round. Between the turns
+// the tile before is no longer read, and group 0 loads another one into its slot.
+struct Turns {
+  KvStages& stages;
+  const Share& share;
+  unsigned int slot = 0;
+  unsigned int next = 0;  // group 1: slot of the tile after the current one
+
+  __device__ Turns(KvStages& stages, const Share& share) : stages(stages), share(share) {
+    if (share.group == 1) next = stages.slots.wait();
+  }
+  // Returns the slot of the tile at `start`.
+  __device__ unsigned int begin(int start) {
+    if constexpr (GROUPS == 1) return stages.next(start);
+    slot = next;
+    if (share.group == 0)
+      slot = stages.slots.wait();
+    else
+      __syncthreads();  // @turn-of-scores
+    return slot;
+  }
+  // The scores of the tile are computed.
+  __device__ void accumulate() {
+    if constexpr (GROUPS == 1) return;
+    if (share.group == 1) {
+      next = stages.slots.wait();
+    } else {
+      __syncthreads();  // @turn-of-values
+      stages.load_ahead();
+    }
+  }
+  __device__ void end() {
+    if (GROUPS == 2 && share.group == 0) __syncthreads();  // @last-turn
+    stages.end();
+  }
+};
+
 __device__ void attend(const Params& p, const Part& part, unsigned char* smem, KvStages::Shared& shared) {
   unsigned int Q_smem = smem_address(smem + SharedMemory::Q);
   float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
   float* maxima = (float*)(smem + SharedMemory::ROWS);
-  float* factors = (float*)(smem + SharedMemory::FACTORS);
   Share share;
   ScoreLanes lanes(share);
-  auto P_lane = Tile<BLOCK_KV>::lane_of_A(0);
-  Tile<HEAD_DIM>::Lane V_lane(lane_id() % 16, 2 * (threadIdx.x / WARP) + lane_id() / 16);
-  Part own = part;  // the rows whose scores this warp has
+  auto P_lane = Tile<BLOCK_KV>::lane_of_A(share.row);
+  Tile<HEAD_DIM>::Lane V_lane(lane_id() % 16, 2 * share.slice + lane_id() / 16);
+  Part own = part;  // the rows of this group
   own.first_row += share.row;
   PartTiles tiles(p, part);
   KvStages stages(p, part, tiles, smem_address(smem), shared);
@@ -331,8 +339,9 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
 
   // Mainloop.
+  Turns turns(stages, share);
   for (; tiles.valid(); tiles.next()) {
-    unsigned int K_smem = stages.next(tiles.start) + KeySlot::K;
+    unsigned int K_smem = turns.begin(tiles.start) + KeySlot::K;
     float sums[M][2][4] = {}, S_rmem[M][1][4];
 #pragma unroll
     for (int k = 0; k < (STEPS + 1) / 2; ++k) {
@@ -352,24 +361,24 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
     else if constexpr (MODIFIED || DENSE_MASK)
       modify_rows<false>(S_rmem, p, own, scale, first_key);
 #if STATISTICS
-    update_rows(softmax, S_rmem, scale_log2, maxima, factors, share, statistics, first_key);
+    update_rows(O_rmem, softmax, S_rmem, scale_log2, maxima, share, statistics, first_key);
     if constexpr (ENTROPY)
       exponentiate<true>(S_rmem, softmax, statistics, scale_log2);
     else
       exponentiate(S_rmem, softmax, scale_log2);
 #else
-    update_rows(softmax, S_rmem, scale_log2, maxima, factors, share);
+    update_rows(O_rmem, softmax, S_rmem, scale_log2, maxima, share);
     exponentiate(S_rmem, softmax, scale_log2);
 #endif
     store_P(smem + SharedMemory::P, S_rmem, share);
-    __syncthreads();  // @wait-P
-    rescale_O(O_rmem, factors);
-    accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane);
+    share.sync_group();  // @wait-P
+    turns.accumulate();
+    accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane, share);
     stages.release();
   }
 
   // Epilogue.
-  stages.end();
+  turns.end();
   store_part(p, part, smem, softmax, O_rmem, share, scale, scale_log2
 #if STATISTICS
              ,

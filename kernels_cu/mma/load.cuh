@@ -67,6 +67,31 @@ struct Loader {
       cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
   }
 
+#if LATENT
+  // Loads a tile with the first four warps. A few lanes load a row, neighbouring chunks at a time, and compute its
+  // address once.
+  template <typename Rows, typename Read>
+  __device__ void load(unsigned int tile, const Rows& rows, bool, Read read) const {
+    constexpr int GROUP = T::GROUP, AT_ONCE = 4 * WARP / GROUP;  // lanes of a row, and rows that are loaded at once
+    if (threadIdx.x >= 4 * WARP) return;
+#pragma unroll
+    for (int first = 0; first < ROWS; first += AT_ONCE) {
+      int row = first + threadIdx.x / GROUP, in_group = threadIdx.x % GROUP;
+      if (ROWS % AT_ONCE && row >= ROWS) return;
+      bool valid = read(rows.first + row);
+      const Number* from = valid ? rows(row) : rows.data;
+      unsigned int to = tile + T::at(row, in_group);
+      if (rows.aligned < COUNT) {  // @unaligned-rows
+#pragma unroll 1
+        for (int n = 0; n < T::CHUNKS; n += GROUP) load_numbers_of_chunk<DIM>(to + 16 * n, from, n + in_group, valid);
+      } else {
+#pragma unroll
+        for (int n = 0; n < T::CHUNKS; n += GROUP)
+          cp_async<16>(to + 16 * n, from + COUNT * (n + in_group), valid ? bytes(n + in_group) : 0);
+      }
+    }
+  }
+#else
   // Loads a tile. Rows for which read(position) is false become zeros, and their memory is not accessed; `whole`: it is
   // true for all rows.
   template <typename Rows, typename Read>
@@ -89,30 +114,15 @@ struct Loader {
         }
       }
     } else {
-#if LATENT
-      // Long rows: a group of lanes loads a row, neighbouring chunks at a time, and computes its address once.
-      constexpr int GROUP = T::GROUP;
-#pragma unroll
-      for (int first = 0; first < ROWS; first += THREADS / GROUP) {
-        int row = first + threadIdx.x / GROUP, in_group = threadIdx.x % GROUP;
-        if (ROWS % (THREADS / GROUP) && row >= ROWS) break;
-        bool valid = read(rows.first + row);
-        const Number* from = (valid ? rows(row) : rows.data) + COUNT * in_group;
-        unsigned int to = tile + T::at(row, in_group);  // @address-of-row
-#pragma unroll
-        for (int n = 0; n < T::CHUNKS; n += GROUP)
-          cp_async<16>(to + 16 * n, from + COUNT * n, valid ? bytes(n + in_group) : 0);
-      }
-#else
 #pragma unroll 2
       for (int n = threadIdx.x; n < ROWS * T::CHUNKS; n += THREADS) {
         int row = n / T::CHUNKS, chunk = n % T::CHUNKS;
         int size = read(rows.first + row) ? bytes(chunk) : 0;
         cp_async<16>(tile + T::at(row, chunk), size ? rows(row) + COUNT * chunk : rows.data, size);
       }
-#endif
     }
   }
+#endif
   template <typename Rows>
   __device__ void load(unsigned int tile, const Rows& rows, Range range) const {
     load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end,

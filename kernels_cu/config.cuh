@@ -122,6 +122,7 @@ constexpr bool PAGED = false;  // the caches are pools of pages with a block tab
 #define SCALED_KV 0            // codes with a scale for each key and head (codes.cuh)
 #define SCALES_OF_16_BITS 0    // SCALED_KV: scales and zeros are fp16, else fp32
 #define CODES_OF_4_BITS 0      // SCALED_KV: two codes a byte, and a zero for each key and head
+#define LATENT 0               // decode: values are the first columns of the keys, and both are read from one tile
 constexpr int SPLIT_SIZE = 0;  // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
 constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
 constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated

@@ -41,7 +41,7 @@ def prefix_refusals(problem: Problem) -> list[str]:
     """Return the reasons why kernels do not serve options beside shared prefixes."""
     if not has_prefixes(problem):
         return []
-    beside = [name for name in ("score_mod", "mask_mod", "k_descale", "v_descale") if getattr(problem, name)]
+    beside = [name for name in ("k_descale", "v_descale") if getattr(problem, name)]
     return [f"it takes no {' and no '.join(beside)} beside shared prefixes"] if beside else []
 
 

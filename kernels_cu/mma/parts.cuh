@@ -55,11 +55,9 @@ struct PartTiles : Walk<BLOCK_KV, Order::FIRST_TO_LAST, ClassifyKeys> {
 // The part of the sequence to which the query of a row belongs.
 __device__ inline Part part_of_row(const Params& p, const Part& part, int row) {
   int place = part.first_query + min(part.query(p, row), part.sequence.q_len - 1), b = p.prefix_rows[place];
-  Part own = part;
-  own.sequence = Sequence(p, b).on_prefix(p);
-  own.band = Band(p, own.sequence);
-  own.first_row = part.first_row + (part.first_query - p.prefix_places[b]) * p.group;  // @row-of-sequence
-  return own;
+  Sequence sequence = Sequence(p, b).on_prefix(p);
+  int first_row = part.first_row + (part.first_query - p.prefix_places[b]) * p.group;  // @row-of-sequence
+  return {sequence, Band(p, sequence), part.kv_head, first_row, part.keys};
 }
 
 // Restricts a part to the keys that a query of its tile sees, and finds those that all of them see.

@@ -123,9 +123,12 @@ constexpr bool PAGED = false;  // the caches are pools of pages with a block tab
 #define SCALES_OF_16_BITS 0    // SCALED_KV: scales and zeros are fp16, else fp32
 #define CODES_OF_4_BITS 0      // SCALED_KV: two codes a byte, and a zero for each key and head
 #define LATENT 0               // decode: values are the first columns of the keys, and both are read from one tile
-constexpr int SPLIT_SIZE = 0;  // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
-constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
-constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated
+#define PREFIXES 0             // PAGED: sequences share prefixes, which precede their own keys (prefixes.cuh)
+#define PREFIX_PASS 0          // PREFIXES: a decode of the rows of all sequences of a group, on the keys of its prefix
+constexpr int PREFIX_BLOCK_Q = 16;  // PREFIXES: BLOCK_Q of that decode
+constexpr int SPLIT_SIZE = 0;       // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
+constexpr int CLUSTER = 1;          // CLUSTER_MERGE: blocks of a cluster
+constexpr int ROTARY_DIM = 0;       // columns of Q and of appended keys that are rotated
 constexpr bool ROTARY_INTERLEAVED = false;  // pairs are columns 2n, 2n + 1; else n, n + ROTARY_DIM / 2
 using cos_element = float;                  // dtypes of the rotary tables
 using sin_element = float;

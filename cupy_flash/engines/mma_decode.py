@@ -50,9 +50,7 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 OPTIONS: frozenset[str] | None = None
-CACHE_OPTIONS: frozenset[str] | None = (
-    KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES, *PREFIXES}
-)
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES, *PREFIXES}
 CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
@@ -455,7 +453,7 @@ def _is_16_bit(problem: Problem) -> bool:
 
 def _is_latent(problem: Problem) -> bool:
     """Return whether values are inside keys of 16 bits: then a tile of keys is loaded once for both products."""
-    return problem.shared_kv and _is_16_bit(problem)
+    return problem.shared_kv and _is_16_bit(problem) and not has_prefixes(problem)
 
 
 def _warps(rows: int) -> int:

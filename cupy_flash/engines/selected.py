@@ -19,7 +19,8 @@ def refusals(problem: Problem) -> list[str]:
     """Return the reasons against what no kernel computes with selected keys."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
-    absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)
+    gradients += ["gradient of statistics"] * bool(problem.statistics)
+    absent = (problem.derivative, problem.weights, "shard" * problem.shard)
     return [
         f"it computes no {what} with selected keys in this version"
         for what in (*absent, *(gradients if problem.backward else ()))

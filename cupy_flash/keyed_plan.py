@@ -95,11 +95,12 @@ class Entry:
     and the entries of backwards by their keys.
     """
 
-    __slots__ = ("_distances", "_kept", "_longest", "_repeat", "backwards", "mods", "others", "places", "served")
+    __slots__ = ("_distances", "_kept", "_longest", "_repeat", "backwards", "layout", "mods", "others", "places", "served")
 
-    def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None) -> None:
+    def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None, layout: str) -> None:
         self._repeat: Repeat = dispatch.repeater(backend).repeat
         self._kept, self._distances, self._longest = kept, distances, longest
+        self.layout = layout
         self.served = 0
         self.others: tuple[object, ...] | None = None
         self.mods = ""
@@ -299,6 +300,15 @@ def keep(
     _entries[call[0]] = entry
 
 
+def share(call: Call, other: Call) -> None:
+    """Leave the entry of another call, or None in place of one, under the key of a call that it serves as well."""
+    if is_known(other):
+        entry = entry_of(other)
+        if len(_entries) >= CACHED:
+            _entries.clear()
+        _entries[call[0]] = entry
+
+
 def backward_entry(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
     """Return the entry of a backward, or None if a later one may need more than launches."""
     return _entry(problem, operands, allocator)
@@ -320,7 +330,7 @@ def _entry(
         return None
     if backend not in dispatch.LAUNCHERS:
         of_operators = dispatch.repeated_on_cpu(chosen, operands)
-        return None if of_operators is None else Entry(backend, of_operators, (), None)
+        return None if of_operators is None else Entry(backend, of_operators, (), None, problem.layout)
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
@@ -334,7 +344,7 @@ def _entry(
     work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
     longest = None if cache is None else of_cache().longest_length(problem, operands)
     kept = KeptLaunches(work, allocator, has_length=longest is not None)
-    return Entry(backend, kept, _distances(problem, operands, kept.inputs), longest)
+    return Entry(backend, kept, _distances(problem, operands, kept.inputs), longest, problem.layout)
 
 
 def _distances(problem: Problem, operands: Operands, names: tuple[str, ...]) -> Distances:

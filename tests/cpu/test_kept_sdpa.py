@@ -49,7 +49,8 @@ def outcome(inputs, options):
             out = F.scaled_dot_product_attention(*inputs, **options)
     except Exception as error:
         return (type(error), str(error)), False
-    return (out.detach().numpy().tobytes(), out.shape, out.stride(), out.dtype, type(out)), any(SERVED)
+    strides = [stride for stride, extent in zip(out.stride(), out.shape, strict=True) if extent > 1]
+    return (out.detach().contiguous().view(torch.uint8).numpy().tobytes(), out.shape, strides, out.dtype, type(out)), any(SERVED)
 
 
 def posed(inputs, options):
@@ -249,11 +250,11 @@ def test_transforms_and_traces_are_posed():
 def test_contents_that_the_operator_does_not_serve_are_posed():
     """NaN in a hidden value, scores that overflow, and lse of 0."""
     options = dict(is_causal=True)
-    inputs = tensors(q_len=4, kv_len=70)
+    inputs = tensors(q_len=70)
     base(inputs, options)
     for place, value in ((2, float("nan")), (1, float("inf")), (0, -3e38)):
         changed = tuple(dense(x) for x in inputs)
-        changed[place][0, :, 3] = value
+        changed[place][0, :, 40] = value
         if place == 0:
             changed[1][...] = 3e38
         assert outcome(changed, options) == (posed(changed, options), False)
@@ -292,11 +293,3 @@ def test_an_argument_of_any_type_is_served_or_refused_as_if_nothing_were_kept(mo
     for options, result in zip(given, results, strict=True):
         assert result == outcome((), options)[0], options
 
-
-def test_a_compiled_call_is_not_served():
-    base((Q, K, V))
-    torch._dynamo.reset()
-    compiled = torch.compile(adapter.scaled_dot_product_attention, fullgraph=True, backend="eager")
-    SERVED.clear()
-    assert torch.equal(compiled(Q, K, V), adapter.scaled_dot_product_attention(Q, K, V))
-    assert SERVED == [True]  # that of the call outside of the graph

@@ -45,7 +45,7 @@ import numpy as np
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
-from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
+from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_append, pose_with_cache, traced_mod
 from .problem.checks import Requirements
 from .problem.features import MOD, SEED, STATISTICS
 from .problem.records import SCALES, Options
@@ -69,6 +69,8 @@ CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu
 Call: TypeAlias = tuple[Hashable, Sequence[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
 Repeat: TypeAlias = Callable[["KeptLaunches", Sequence[AnyArray], list[int]], "list[AnyArray] | None"]
 Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray | None]  # q, and k and v or their caches
+# k, v, k_cache, v_cache and cu_seqlens
+Appended: TypeAlias = tuple[AnyArray, AnyArray | None, AnyArray, AnyArray | None, AnyArray | None]
 # (index, index of another array, low, high): they overlap if low < address of the other - address of the first < high
 Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
@@ -290,11 +292,16 @@ def keep(
     operands: Operands,
     allocator: Callable[[Outputs], Allocate],
     unwanted: tuple[str, ...] = (),
+    *,
+    appends: bool = False,
 ) -> None:
-    """Leave the entry of a call that has been posed, if there is none; calls from it return no `unwanted` results."""
+    """Leave the entry of a call that has been posed, if there is none; calls from it return no `unwanted` results.
+
+    With `appends` the call only appends to a KV cache.
+    """
     if call[0] in _entries:
         return
-    entry = _entry(problem, operands, allocator, unwanted)
+    entry = _entry(problem, operands, allocator, unwanted, appends)
     if len(_entries) >= CACHED:
         _entries.clear()
     _entries[call[0]] = entry
@@ -319,6 +326,7 @@ def _entry(
     operands: Operands,
     allocator: Callable[[Outputs], Allocate],
     unwanted: tuple[str, ...] = (),
+    appends: bool = False,
 ) -> Entry | None:
     """Return the entry of calls that are posed like this one, or None if they may need more than launches."""
     chosen, cache = dispatch.plan_for(problem), operands.cache
@@ -339,6 +347,8 @@ def _entry(
     works: list[Work] = []
     if problem.backward:
         run_plan.backward(chosen, operands, works.append, without_memory)
+    elif appends:
+        run_plan.append(chosen, operands, works.append)
     else:
         run_plan.forward(chosen, operands, works.append, without_memory)
     work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
@@ -386,6 +396,30 @@ def attend(arrays: Inputs, options: CacheOptions) -> Any:
     if call is not None:
         keep(call, problem, operands, _cupy_allocator, unwanted(options))
     return selected([array.result() for array in results], options)
+
+
+def append(arrays: Appended, options: CacheOptions) -> None:
+    """Append to a KV cache rows of arrays other than torch's."""
+    call = append_on(arrays, options, call_on_cupy)
+    if run(call) is None:
+        problem, operands = pose_append(*arrays, options)
+        dispatch.append(problem, operands)
+        if call is not None:
+            keep(call, problem, operands, _cupy_allocator, appends=True)
+
+
+def append_on(
+    arrays: Appended, options: CacheOptions, call_on: Callable[[Inputs, CacheOptions], Call | None]
+) -> Call | None:
+    """Return a call of `append_to_kv_cache` if it has a key, which is that of a call whose queries are k, and a word.
+
+    Its launches have an array of queries without elements, at address 0.
+    """
+    k, v, k_cache, v_cache, cu_seqlens = arrays
+    options.k, options.v, options.cu_seqlens_q = k, v, cu_seqlens
+    call = call_on((k, k_cache, v_cache), options)
+    options.k = options.v = options.cu_seqlens_q = None  # as `pose_append` expects them
+    return None if call is None else (("append", call[0]), call[1], [0, *call[2][1:]])
 
 
 def unwanted(options: CacheOptions) -> tuple[str, ...]:

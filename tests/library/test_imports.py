@@ -142,6 +142,7 @@ FLOW = (
     "adapters.torch.op",
     "adapters.torch.indexer",
     "adapters.torch.keyed_autograd",
+    "adapters.torch.keyed_sdpa",
     "adapters.torch.derivatives",
     "adapters.torch.kv_cache",
     "adapters.torch.kv_cache_drop_in",

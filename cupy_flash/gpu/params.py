@@ -227,8 +227,8 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
     """Return the sizes of a KV cache; `arrays` are those of the call and its workspaces."""
     sizes = {
         "partial_results": arrays["part_lse"].shape[0] if "part_lse" in arrays else 0,
-        "cache_length": problem.kv_len,
-        "cache_capacity": problem.kv_len,
+        "cache_length": problem.kv_len - cache.prefix,
+        "cache_capacity": problem.kv_len - cache.prefix,
         "cache_blocks": cache.blocks,
         "cache_rows": _unpacked(arrays["k"].shape, cache.layout, 1)[1],
         "page_log2": _page_number(cache.page),
@@ -236,6 +236,12 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
         "rotary_rows": arrays["rotary_cos"].shape[0] if "rotary_cos" in arrays else 0,
         "mask_keys": 0 if problem.dense_mask is None else problem.dense_mask[-1],
     }
+    if cache.prefix_table is not None:
+        sizes |= {
+            "prefix_groups": cache.prefix_table[0],
+            "prefix_capacity": cache.prefix,
+            "prefix_results": arrays["prefix_lse"].shape[0] if "prefix_lse" in arrays else 0,
+        }
     return {name: (size,) for name, size in sizes.items()}
 
 

@@ -185,6 +185,14 @@ def _of_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> A
     return launcher(on.backend).indexer(function, indexer, operands, on)
 
 
+def load_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> None:
+    """Compile and load the kernels of a function of the indexer on the current GPU."""
+    from .engines.indexer import requested  # imported by the first call of an indexer
+
+    on = device_of(indexer)
+    load(requested(function, indexer, operands, on)[0], on)
+
+
 def along_cotangents(problem: Problem) -> Problem:
     """Return the JVP with which a double backward begins, in the direction of its cotangents."""
     captured_gradient = (False,) * len(problem.captured_gradient)

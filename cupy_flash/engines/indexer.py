@@ -92,35 +92,43 @@ def constants_of(indexer: Indexer, operands: IndexerOperands, tile: Tile) -> dic
     }
 
 
-def select_launches(
-    indexer: Indexer, operands: IndexerOperands, device: Device
+def requested(
+    function: str, indexer: Indexer, operands: IndexerOperands, device: Device
 ) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
-    """Return the launch of select_keys, () without queries, and the candidates of its blocks."""
+    """Return the launches of "select", "loss" or "gradients", without those of empty grids, and their workspaces."""
+    if function == "select":
+        launch, workspaces = _choosing(indexer, operands, device)
+        return nonempty([launch]), workspaces
+    launches, workspaces = _training(indexer, operands, device, gradients=function == "gradients")
+    return nonempty(launches), workspaces
+
+
+def _choosing(indexer: Indexer, operands: IndexerOperands, device: Device) -> tuple[Launch, tuple[Workspace, ...]]:
+    """Return the launch of select_keys, and the candidates of its blocks."""
     tile = tile_of("select_keys", indexer, operands, device)
     constants = constants_of(indexer, operands, tile)
     kernel = f"{tile.engine}/select_keys"
     # No more blocks than there are query tiles, and no fewer than one of each sequence.
     blocks = min(-(-indexer.q_len // tile.rows), max(BLOCKS * device.units // max(indexer.batch, 1), 1))
     grid = (blocks, 1, indexer.batch)
-    places = candidate_places(indexer)
+    places = _candidate_places(indexer)
     shape = (indexer.batch * blocks * tile.rows, places)
     workspaces = (
         Workspace("candidate_scores", shape, indexer.accumulation, ()),
         Workspace("candidates", shape, np.dtype(np.int32), ()),
     )
-    launch = Launch(kernel, tuple(constants.items()), grid, THREADS, shared_bytes(kernel, constants))
-    return nonempty([launch]), workspaces
+    return Launch(kernel, tuple(constants.items()), grid, THREADS, shared_bytes(kernel, constants)), workspaces
 
 
-def candidate_places(indexer: Indexer) -> int:
+def _candidate_places(indexer: Indexer) -> int:
     """Return the places of the candidates of a row: for the n best and later ones, or for all entries."""
     n, entries = indexer.rule.n, -(-indexer.kv_len // indexer.rule.block)
     return min(n + max(n, LEAST_PLACES), entries + WARP)
 
 
-def loss_launches(
+def _training(
     indexer: Indexer, operands: IndexerOperands, device: Device, *, gradients: bool
-) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+) -> tuple[list[Launch], tuple[Workspace, ...]]:
     """Return the launches of selection_loss and of its gradients, and their workspaces.
 
     Blocks of a key sum its gradient over the entries that name it: lists are sorted by the keys that they name.
@@ -159,4 +167,4 @@ def loss_launches(
             Workspace("inverse_ends", (batch * indexer.kv_len * CHUNKS,), int32, ()),
             Workspace("inverse_lists", (batch * q_len * entries,), int32, ()),
         ]
-    return nonempty(launches), tuple(workspaces)
+    return launches, tuple(workspaces)

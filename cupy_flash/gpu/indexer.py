@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..device import Device
-from ..engines.indexer import loss_launches, select_launches
-from ..engines.launch import Launch, Workspace, require_grids
+from ..engines.indexer import requested
+from ..engines.launch import require_grids
 from ..problem.indexer import Indexer, IndexerOperands
 from .params import pack_indexer
 from .run_plan import Start, Work, has_contiguous_row
@@ -22,16 +21,14 @@ MEMBERS = {"weights": "head_weights", "kv_lengths": "cache_seqlens", "row_weight
 def select(indexer: Indexer, operands: IndexerOperands, device: Device, start: Start) -> Array:
     """Return the keys or blocks with the largest scores of each row, int32 (B, 1, Sq, n), ascending, -1 last."""
     lists = empty((indexer.batch, 1, indexer.q_len, indexer.rule.n), np.dtype(np.int32), operands.q)
-    launches, workspaces = select_launches(indexer, operands, device)
-    _run(indexer, operands, device, start, {"lists": lists}, launches, workspaces)
+    _run("select", indexer, operands, device, start, {"lists": lists})
     return lists
 
 
 def loss(indexer: Indexer, operands: IndexerOperands, device: Device, start: Start) -> Array:
     """Return the loss, a number in the accumulation dtype."""
     result = empty((), indexer.accumulation, operands.q)
-    launches, workspaces = loss_launches(indexer, operands, device, gradients=False)
-    _run(indexer, operands, device, start, {"loss": result}, launches, workspaces)
+    _run("loss", indexer, operands, device, start, {"loss": result})
     return result
 
 
@@ -41,22 +38,21 @@ def gradients(
     """Return the loss and the gradients of q, weights and k, in their dtypes; all are the same in every run."""
     result = empty((), indexer.accumulation, operands.q)
     dq, dweights, dk = (empty(x.shape, x.dtype, operands.q) for x in (operands.q, operands.weights, operands.k))
-    launches, workspaces = loss_launches(indexer, operands, device, gradients=True)
     results = {"loss": result, "dq": dq, "dhead_weights": dweights, "dk": dk}
-    _run(indexer, operands, device, start, results, launches, workspaces)
+    _run("gradients", indexer, operands, device, start, results)
     return result, dq, dweights, dk
 
 
 def _run(
+    function: str,
     indexer: Indexer,
     operands: IndexerOperands,
     device: Device,
     start: Start,
     results: dict[str, Array],
-    launches: tuple[Launch, ...],
-    workspaces: Iterable[Workspace],
 ) -> None:
-    """Start the launches with these results; rows of q and k that are not contiguous are copied."""
+    """Start the launches of a function with these results; rows of q and k that are not contiguous are copied."""
+    launches, workspaces = requested(function, indexer, operands, device)
     if not launches:
         return
     given = {name: x for name, x in operands._asdict().items() if x is not None}

@@ -310,7 +310,9 @@ def pack_indexer(
     forms: dict[str, Form] = {"q": _tensor, "dq": _tensor, "k": _keys, "dk": _keys, "selected": _dense}
     forms |= dict.fromkeys(("head_weights", "dhead_weights"), _weights_of_heads)
     forms |= {"target": _of_entries, "loss_weights": _of_queries}
-    members = {name: forms.get(name, _pointer)(x, "bshd", address) for name, x in arrays.items()}
+    members: dict[str, tuple[float, ...]] = {
+        name: forms.get(name, _pointer)(x, "bshd", address) for name, x in arrays.items()
+    }
     numbers = {
         "scale": rule.scale, "batch": indexer.batch, "heads": q.shape[2], "group": q.shape[2], "step": 1,
         "q_len": indexer.q_len, "kv_len": indexer.kv_len, "window_left": -1,

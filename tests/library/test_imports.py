@@ -101,6 +101,7 @@ FLOW = (
     "cpu.decode",
     "cpu.aten",
     "cpu.derivatives",
+    "cpu.selected_derivatives",
     "cpu.weights",
     "cpu.selected_weights",
     "cpu.indexer",

@@ -178,6 +178,22 @@ struct Params {
   Dense drow_sums;     // workspace: the gradient of the weight of each row, (batch, head, row)
   Dense drow_weights;  // their sums over the axes along which row_weights broadcast
 #endif
+#if INDEXER
+  Operand head_weights;    // (batch, head, query)
+  int* lists;              // result of select_keys: (batch, query, entry)
+  void* candidate_scores;  // workspaces of select_keys: (block, row, place)
+  int* candidates;
+  int candidate_places;  // of a row
+  int list_entries;
+  int local_entries;   // that come first
+  Dense target;        // selection_loss: (batch, query, entry), the last by `column`
+  Dense loss_weights;  // of rows: (batch, query); null: 1
+  void* dloss;         // null: 1
+  void* loss;
+  void* listed_scores;  // workspace: the scores of lists, then their gradients, (batch, query, entry)
+  double* row_losses;   // workspace: (batch, query)
+  Operand dhead_weights;
+#endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod
 #endif

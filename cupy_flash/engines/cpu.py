@@ -62,7 +62,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         absent = (
             problem.derivative,
             "" if served else weights,
-            " and ".join(problem.statistics),
+            "gradients of statistics" * bool(problem.backward and problem.statistics),
             "shard" * problem.shard,
         )
         reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]

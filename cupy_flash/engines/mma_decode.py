@@ -50,9 +50,7 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 OPTIONS: frozenset[str] | None = None
-CACHE_OPTIONS: frozenset[str] | None = (
-    KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES, *PREFIXES}
-)
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES, *PREFIXES}
 CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
@@ -65,7 +63,9 @@ MICRO_KERNELS: tuple[str, ...] = ("mma",)
 KERNELS = "mma"
 
 LARGEST = 256  # maximum head dimension
+LARGEST_LATENT = 576  # the same of values inside keys, whose columns the warps divide (mma/latent.cuh)
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
+KEYS_OF_LATENT = 32
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
 ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S with an fp8 cache, which is converted
@@ -119,11 +119,11 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     reasons = grid_refusals(problem) + multiply_refusals(problem, device) + prefix_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
-    largest = max(problem.head_dim, problem.head_dim_v)
+    largest, limit = max(problem.head_dim, problem.head_dim_v), LARGEST_LATENT if _is_latent(problem) else LARGEST
     if problem.cache is not None and problem.cache.codes == 2 and problem.head_dim % WORD:
         reasons.append(f"codes of 4 bits need head dimensions that are multiples of {WORD}, not {problem.head_dim}")
-    elif largest > LARGEST:
-        reasons.append(f"head dimension {largest} is larger than {LARGEST}")
+    elif largest > limit:
+        reasons.append(f"head dimension {largest} is larger than {limit}")
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits registers and shared memory")
     elif device.backend in BACKENDS and any(_overflows(problem, tile) for tile in choices(problem, device)):
@@ -167,7 +167,7 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     assert problem.cache is not None
     if has_prefixes(problem):
         return legal_tiles(problem, device)
-    if device.arch in WITH_CLUSTERS and problem.cache.split_size is None:
+    if device.arch in WITH_CLUSTERS and problem.cache.split_size is None and not _is_latent(problem):
         every += [tile._replace(cluster=blocks) for tile in legal_tiles(problem, device) for blocks in CLUSTERS]
     return every
 
@@ -191,8 +191,8 @@ def _has_tma(problem: Problem, device: Device) -> bool:
     """Return whether TMA can load the caches: pages are powers of two from 8 on, and rows are whole swizzled panels."""
     cache = problem.cache
     assert cache is not None
-    if cache.scale_dtype is not None:
-        return False  # the producer warp loads no scales
+    if cache.scale_dtype is not None or _is_latent(problem):
+        return False  # the producer warp loads no scales, and fills tiles of K and of V
     loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
     panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
     return loads and panels and not divides(cache.page) and (cache.page is None or cache.page >= LEAST_PAGE)
@@ -209,12 +209,16 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     limit = ACCUMULATORS_WITH_SCALES if scaled else ACCUMULATORS_IN_FP8
     if not _is_16_bit(problem) and accumulators + scores > limit:
         return []
+    latent = _is_latent(problem)
     in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
+    if latent:
+        in_registers = rows <= KEYS_OF_LATENT  # Q is loaded through a slot
     return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
-        for keys in (KEYS[:1] if tma else KEYS)
+        for keys in ((KEYS_OF_LATENT,) if latent else KEYS[:1] if tma else KEYS)
+        for threads in (32 * _warps(rows) if latent else 2 * keys,)
         for stages in (STAGES_OF_PRODUCER if tma else (1,) if device.arch == "sm_75" else (2, 3, 4))
-        for tile in (Tile(max(rows // problem.group, 1), keys, 2 * keys, rows, stages, in_registers, tma, 0, 0),)
+        for tile in (Tile(max(rows // problem.group, 1), keys, threads, rows, stages, in_registers, tma, 0, 0),)
         if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
     ]
 
@@ -241,8 +245,14 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     k, v = _padded(problem)
     keys = tile.block_kv
     elements = tile.rows * keys
-    loaded = keys * sum(_row_bytes(problem))
+    of_keys, of_values = _row_bytes(problem)
+    loaded = keys * (of_keys + of_values)
     read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    if _is_latent(problem):
+        # 16 keys and half of the columns of each row group of at most 32 rows; its rows; V once; P for each warp
+        groups, loaded = _warps(tile.rows) // 4, keys * of_keys
+        read = groups * loaded + loaded + 2 * elements * _warps(tile.rows)
+        read += 0 if tile.q_in_registers else 2 * 2 * tile.rows * k
     clocks = max(
         loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
         elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
@@ -372,6 +382,7 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "TMA_KV": tile.tma,
         "CLUSTER_MERGE": tile.cluster > 0,
         "CLUSTER": tile.cluster or 1,
+        "LATENT": _is_latent(problem),
     }
 
 
@@ -440,6 +451,16 @@ def _is_16_bit(problem: Problem) -> bool:
     return problem.cache is not None and problem.cache.dtype == problem.dtype
 
 
+def _is_latent(problem: Problem) -> bool:
+    """Return whether values are inside keys of 16 bits: then a tile of keys is loaded once for both products."""
+    return problem.shared_kv and _is_16_bit(problem) and not has_prefixes(problem)
+
+
+def _warps(rows: int) -> int:
+    """Return the warps of a tile of values inside keys: four share rows, of which each group has at most 32."""
+    return 4 * min(rows // 16, 2)
+
+
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Return the bytes of a row of a K tile and of a V tile: whole 16-bit fragments, or pairs of fragments of codes."""
     if _is_16_bit(problem):
@@ -461,6 +482,9 @@ def _columns(problem: Problem) -> int:
 def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     """Return the registers per thread for O, for S, and for all of Q."""
     k, v = _padded(problem)[0], _columns(problem)
+    if _is_latent(problem):  # the warps divide S, Q and the columns of O
+        blocks, m = -(-v // (16 * _warps(rows))), rows * 4 // 16 // _warps(rows)
+        return rows // 16 * blocks * 8, m * 12, m * -(-k // 32) * 4
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 

@@ -87,17 +87,18 @@ def key_launches(
     assert problem.selected is not None
     constants = {**constants, "THREADS": ROW_THREADS}
 
-    def of_rows(kernel: str, grid: Grid) -> Launch:
+    def of_rows(name: str, grid: Grid) -> Launch:
+        kernel = f"selected/{name}"
         return Launch(kernel, known_constants(kernel, constants), grid, ROW_THREADS)
 
     if adds(problem):
         rows = min(max(problem.kv_len, 1), KEY_BLOCKS), problem.kv_heads, sequences(problem)
         added = launch("selected_backward_add", list_grid(problem, tile[0]))
-        return [of_rows("selected_clear", rows), added, of_rows("selected_round", rows)]
+        return [of_rows("clear_sums", rows), added, of_rows("round_sums", rows)]
     heads, batch = problem.selected.heads, problem.batch
-    sorts = (("selected_count", CHUNKS), ("selected_scan", 1), ("selected_fill", CHUNKS))
+    sorts = (("count_entries", CHUNKS), ("scan_counts", 1), ("fill_lists", CHUNKS))
     return [
-        *(of_rows(kernel, (chunks, heads, batch)) for kernel, chunks in sorts),
+        *(of_rows(name, (chunks, heads, batch)) for name, chunks in sorts),
         launch("selected_backward_kv", key_grid(problem, tile[1])),
     ]
 

@@ -79,6 +79,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
         "SELECTED": problem.selected is not None,
+        "INDEXER": False,
         "GRADIENT_OF": {"top_weights": 1, "key_importance": 2}.get(problem.weights, 0),
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
@@ -92,7 +93,9 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
 
 
 # Switches of config.cuh on which the members of Params depend, beside MODS
-PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "PREFIXES", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS")
+PARAMS_SWITCHES = (
+    *("DIRECTION", "KV_CACHE", "PREFIXES", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS", "INDEXER"),
+)
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = (
     *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
@@ -122,9 +125,9 @@ ROW_CONSTANTS = {
     ),
     "prefix_rows": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "PREFIX_BLOCK_Q"),
     "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
-    **dict.fromkeys(("selected_count", "selected_scan", "selected_fill"), LIST_CONSTANTS),
-    "selected_clear": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
-    "selected_round": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
+    **dict.fromkeys((f"selected/{name}" for name in ("count_entries", "scan_counts", "fill_lists")), LIST_CONSTANTS),
+    "selected/clear_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
+    "selected/round_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 

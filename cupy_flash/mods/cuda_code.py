@@ -336,7 +336,7 @@ class _Writer:
             f"  static constexpr bool SLOPE_MAY_BE_INFINITE = {'true' if infinite else 'false'};",
             "  const Params& p;",
             "  int batch;",
-            "  int q_first = 0, kv_first = 0;  // positions of the first rows of a shard, or of the first key after a prefix",
+            "  int q_first = 0, kv_first = 0;  // positions of the first rows, or of the first key after a prefix",
             "  QueryPositions positions;",
         ]
         lines += [f"  {member};" for member in self._members(BATCH)]

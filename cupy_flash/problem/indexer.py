@@ -9,7 +9,17 @@ import numpy as np
 
 from .. import environment
 from ..arrays import AnyArray, Array, dtype_name
-from .checks import KINDS, RANGES, ArrayFacts, Requirements, broadcasts, check_places, is_float, read
+from .checks import (
+    KINDS,
+    RANGES,
+    ArrayFacts,
+    Requirements,
+    broadcasts,
+    check_backend,
+    check_places,
+    is_float,
+    read,
+)
 from .features import CAUSAL, FINITE
 from .records import DTYPES, FEATURES, LONGEST
 from .selection import first_wrong
@@ -39,6 +49,8 @@ class Indexer(NamedTuple):
     rule: Rule
     page: int  # keys of a page, 0 without block_table
     accumulation: np.dtype
+    device: str
+    backend: str  # the requested one, or the device
 
 
 class IndexerOperands(NamedTuple):
@@ -74,15 +86,22 @@ def pose_indexer(
     checked = Rule(0) if rule is None else _checked(requirements, rule, limits)
     if len(arrays) == len(named):
         posed = _posed(requirements, arrays, checked)
-    devices = {x.device for x in arrays.values()} - {"cpu", "traced"}
-    backend = environment.backend()
-    where = [f"the arrays are on {device}" for device in sorted(devices)]
-    where += [f"CUPY_FLASH_BACKEND is {backend}"] if backend not in (None, "cpu") else []
-    requirements.unsupported += [f"{reason}, and {function} runs on the CPU alone in this version" for reason in where]
+    requirements.unsupported += _refusals(arrays)
     requirements.raise_if_unmet(arrays)
     assert posed is not None
     fields = {name: arrays[ARRAYS.get(name, name)] for name in given}
     return posed, IndexerOperands(**fields)
+
+
+def _refusals(arrays: dict[str, Array]) -> list[str]:
+    """Return the reasons against the backend of the environment, which does not run on the device of the arrays."""
+    devices, backend = {x.device for x in arrays.values()} - {"traced"}, environment.backend()
+    on_host = backend is not None and not backend.startswith("cuda")
+    return [
+        f"CUPY_FLASH_BACKEND is {backend}, and the arrays are on {device}, and arrays never change device"
+        for device in sorted(devices)
+        if backend is not None and on_host == device.startswith("cuda")
+    ]
 
 
 def _posed(requirements: Requirements, arrays: dict[str, Array], rule: Rule) -> Indexer | None:
@@ -135,7 +154,9 @@ def _posed(requirements: Requirements, arrays: dict[str, Array], rule: Rule) -> 
             dtype = arrays[name].dtype
             require_type(dtype == np.int32, f"{name} must be int32, not {dtype_name(dtype)}")
     accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    posed = Indexer(batch, q_len, kv_len, rule, page, accumulation)
+    backend = environment.backend()
+    check_backend(requirements, "the environment's CUPY_FLASH_BACKEND", backend)
+    posed = Indexer(batch, q_len, kv_len, rule, page, accumulation, q.device, backend or q.device)
     if not requirements.unmet:
         _check_contents(requirements, posed, arrays, rows)
     return posed

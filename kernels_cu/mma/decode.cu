@@ -8,9 +8,14 @@
 #include "../merge_row.cuh"
 #endif
 
+#if LATENT
+constexpr int M = BLOCK_Q / 16 * SLICES / WARPS;
+constexpr int N = 1;
+#else
 constexpr int M = BLOCK_Q / 16;
 constexpr int N = BLOCK_KV / WARPS / 8;
 static_assert(N == 2, "16 keys of a warp are one fragment of P");
+#endif
 
 // Addresses of the rows of a tile of Q under GQA packing.
 struct PackedRows {
@@ -79,6 +84,9 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
     }
 }
 
+#if LATENT
+#include "latent.cuh"
+#else
 // Lazy rescaling per row, not per warp: a row's reference depends only on its own scores, so that the other rows of the
 // tile do not change the bits of its result.
 __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
@@ -223,7 +231,7 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     }
     Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);  // @scale-of-lse
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;  // @decode.descale-O
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;                       // @decode.descale-O
 #if STATISTICS
     PartStatistics statistics;
     if (column == 0)
@@ -411,6 +419,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   store_part(p, part, O_smem, softmax_smem);
 #endif
 }
+#endif
 
 #if TMA_KV
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1)

@@ -68,19 +68,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   Dropout dropout(p, sequence.batch, head);
-  Lists lists(p, sequence, head);
   ListedQueries<element> Q(tile, sequence, p.q);
   ListedKeys<element> K(tile, sequence, p.k, kv_head), V(tile, sequence, p.v, kv_head);
   auto exists = [](int) { return true; };
 
-  int tiles_of_list = (lists.rows + BLOCK_Q - 1) / BLOCK_Q;
-  for (int n = blockIdx.x; n < lists.count(sequence.q_rows) * tiles_of_list; n += gridDim.x) {
+  for (ListTiles tiles(p, sequence, band, head); tiles.valid(); tiles.next()) {
     // Prologue.
-    int list = n / tiles_of_list, first = n % tiles_of_list * BLOCK_Q;
-    Range visible = ListRows::visible(lists, sequence, band, list, first);
-    __syncthreads();
-    tile.find_rows(lists, list, first, head);
-    __syncthreads();
+    tiles.find_rows(tile);
     load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, Q, exists);
     Softmax softmax[ROWS];
     real O_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
@@ -90,9 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
                            : -infinity());
 
     // Mainloop.
-    for (long long start = 0; visible.begin < visible.end && start < lists.keys(); start += BLOCK_KV) {
-      __syncthreads();
-      if (!tile.find_keys(lists, sequence, list, start, visible)) continue;
+    tiles.visit_keys(tile, [&] {
       load_tile<BLOCK_KV, HEAD_DIM>(X_smem, K, exists);
       __syncthreads();
       real S_rmem[ROWS][COLS] = {};
@@ -103,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
       update(S_rmem, softmax, O_rmem, P_smem, tile, p, sequence.batch, dropout);
       __syncthreads();
       accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
-    }
+    });
 
     // Epilogue.
 #pragma unroll

@@ -203,7 +203,9 @@ def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
 
 
 def test_every_stride_of_params_belongs_to_an_array_with_that_many_axes():
-    strides = [name for name in dtypes("", ("KV_CACHE", "PREFIXES"))["Params"].names if name.endswith(("_row", "_batch"))]
+    strides = [
+        name for name in dtypes("", ("KV_CACHE", "PREFIXES"))["Params"].names if name.endswith(("_row", "_batch"))
+    ]
     rows = {feature.leading_stride: feature for feature in (*ARRAYS, *CACHE_FEATURES) if feature.leading_stride}
     assert sorted(rows) == sorted(strides)
     assert all(max(map(len, feature.axes)) == 2 for feature in rows.values())

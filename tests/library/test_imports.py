@@ -154,6 +154,7 @@ FLOW = (
     "adapters.torch.api",
     "adapters.torch.sdpa_drop_in",
     "adapters.torch.flash_attn_drop_in",
+    "adapters.torch.flash_mla_drop_in",
     "adapters.torch.flex_attention_drop_in",
     "adapters.torch.varlen_attn_drop_in",
     "adapters.torch.module",

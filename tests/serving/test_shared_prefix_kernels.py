@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cache_cases import references, run_kernels
+from cache_cases import posed, references, run_kernels
 from cases import DTYPES
 from planting import change, planted, skip
 from quantised import options_of, quantised
@@ -15,6 +15,9 @@ from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
+from cupy_flash import device
+from cupy_flash.gpu import ahead
+from cupy_flash.plan.plan import plan
 from cupy_flash.simulator.errors import SimulationError
 from cupy_flash.simulator.run import start
 
@@ -134,3 +137,14 @@ def test_a_bug_is_found(planted_bug, monkeypatch):
 def test_the_key_of_a_maximum_without_its_prefix_is_found(monkeypatch):
     with planted(monkeypatch, skip("key-after-prefix")), pytest.raises(AssertionError):
         test_the_bits_of_the_unshared_call()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_compile_covers_calls(dtype):
+    """Of any batch, which decides how many rows a tile on prefixes has."""
+    on = device.named("sm_80", "cuda")
+    built = {x.text_key for x in ahead.launches(on, dtype=dtype, head_dim=16, group=2, cache=True, prefixes=True)}
+    for own, rows in (([5], 1), ([5] * 16, 1), ([5] * 40, 1), ([5, 0], 9), ([1, 2], 40)):
+        call, _ = calls([70], own, rows, [0] * len(own), dtype=dtype)
+        problem = posed(call)[0]._replace(device="cuda:0", kv_len=2**12)
+        assert {x.text_key for x in plan(problem, on).launches} <= built

@@ -18,6 +18,7 @@ from cupy_flash.cpu.decode.sequences import RowTile
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+
 def run(call):
     return cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
 

@@ -97,9 +97,22 @@ class Entry:
     and the entries of backwards by their keys.
     """
 
-    __slots__ = ("_distances", "_kept", "_longest", "_repeat", "backwards", "layout", "mods", "others", "places", "served")
+    __slots__ = (
+        "_distances",
+        "_kept",
+        "_longest",
+        "_repeat",
+        "backwards",
+        "layout",
+        "mods",
+        "others",
+        "places",
+        "served",
+    )
 
-    def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None, layout: str) -> None:
+    def __init__(
+        self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None, layout: str
+    ) -> None:
         self._repeat: Repeat = dispatch.repeater(backend).repeat
         self._kept, self._distances, self._longest = kept, distances, longest
         self.layout = layout

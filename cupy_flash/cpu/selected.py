@@ -271,16 +271,23 @@ def products_of_rows(Q: np.ndarray, K: np.ndarray, scratch: Scratch, name: str) 
     return np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2), out=S).reshape(lists, rows, heads, -1)
 
 
-def softmax(
-    S: np.ndarray, sink: np.ndarray | None, j: np.ndarray, statistics: RowStatistics | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Turn the scores of keys j into unnormalised probabilities in place; return the sums of rows and lse.
+def statistics_of(problem: Problem, S: np.ndarray, tile: ListTile) -> RowStatistics | None:
+    """Return the statistics of the rows of scores, without the entropy, if the problem asks for any."""
+    if not problem.statistics:
+        return None
+    statistics = RowStatistics(S.shape[:-1], problem.accumulation)
+    statistics.see_listed(S, tile.j)
+    return statistics
 
-    A sum of 0 is returned as 1. `statistics` become those of the rows.
+
+def softmax(
+    S: np.ndarray, sink: np.ndarray | None, statistics: RowStatistics | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Turn scores into unnormalised probabilities in place; return the sums of rows, 1 in place of 0, and lse.
+
+    `statistics`, which have seen the scores, get the entropy of the rows.
     """
     m = S.max(axis=-1, initial=-np.inf)
-    if statistics is not None:
-        statistics.see_listed(S, j)
     if sink is not None:
         m = np.maximum(m, sink)
     m[m == -np.inf] = 0  # the exponentials of a row that sees no key are then 0
@@ -427,8 +434,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
         Q = tile.rows_of(call.q[here], dtype)
         Q *= call.q_scale
         S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype, call.scratch, "keys"))
-        of_rows = RowStatistics(S.shape[:-1], dtype) if problem.statistics else None
-        l, row_lse = softmax(S, None if call.sink is None else call.sink[unit.heads], tile.j, of_rows)
+        of_rows = statistics_of(problem, S, tile)
+        l, row_lse = softmax(S, None if call.sink is None else call.sink[unit.heads], of_rows)
         if problem.dropout:
             S *= call.kept(tile)
         tile.store(averaged(S, tile.gather(v, dtype, call.scratch, "values"), l), out_rows[here])

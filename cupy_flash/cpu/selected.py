@@ -31,6 +31,7 @@ from ..problem.selection import places_of, spans_of_queries
 from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded
 from .blas import product, shaped, square_sum
 from .score import Positions
+from .statistics import RowStatistics, empty_statistics
 from .thread_pool import OrderedSum, run_tasks
 
 LISTS = 64  # lists of which tiles are made together
@@ -270,17 +271,38 @@ def products_of_rows(Q: np.ndarray, K: np.ndarray, scratch: Scratch, name: str) 
     return np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2), out=S).reshape(lists, rows, heads, -1)
 
 
-def softmax(S: np.ndarray, sink: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Turn scores into unnormalised probabilities in place; return the sums of rows, 1 in place of 0, and lse."""
+def statistics_of(problem: Problem, S: np.ndarray, tile: ListTile) -> RowStatistics | None:
+    """Return the statistics of the rows of scores, without the entropy, if the problem asks for any."""
+    if not problem.statistics:
+        return None
+    statistics = RowStatistics(S.shape[:-1], problem.accumulation)
+    statistics.see_listed(S, tile.j)
+    return statistics
+
+
+def softmax(
+    S: np.ndarray, sink: np.ndarray | None, statistics: RowStatistics | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Turn scores into unnormalised probabilities in place; return the sums of rows, 1 in place of 0, and lse.
+
+    `statistics`, which have seen the scores, get the entropy of the rows.
+    """
     m = S.max(axis=-1, initial=-np.inf)
     if sink is not None:
         m = np.maximum(m, sink)
     m[m == -np.inf] = 0  # the exponentials of a row that sees no key are then 0
     S -= m[..., None]
+    exponents = None if statistics is None else S.copy()
     np.exp(S, out=S)
     l = S.sum(axis=-1)
     if sink is not None:
-        l += np.exp(sink - m)
+        of_sink = np.exp(sink - m)
+        l += of_sink
+    if statistics is not None and exponents is not None:
+        statistics.add(exponents, S)
+        if sink is not None:
+            statistics.add((sink - m)[..., None], of_sink[..., None])
+        statistics.finish(l)
     return np.where(l == 0, 1, l), m + np.log(l)
 
 
@@ -401,8 +423,10 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     lse = empty(problem.lse_shape(q), problem.accumulation, q)
     out.numpy()[...] = 0
     lse.numpy()[...] = -np.inf
+    statistics = empty_statistics(problem, q)
     call, dtype = SelectedCall(plan, operands), problem.accumulation
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
+    statistics_rows = [(name, call.rows_of(x)) for name, x in zip(problem.statistics, statistics, strict=True)]
 
     def attend(sequence: Sequence, unit: Unit, tile: ListTile) -> None:
         k, v = call.keys(sequence, unit.kv_head)
@@ -410,14 +434,17 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
         Q = tile.rows_of(call.q[here], dtype)
         Q *= call.q_scale
         S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype, call.scratch, "keys"))
-        l, row_lse = softmax(S, None if call.sink is None else call.sink[unit.heads])
+        of_rows = statistics_of(problem, S, tile)
+        l, row_lse = softmax(S, None if call.sink is None else call.sink[unit.heads], of_rows)
         if problem.dropout:
             S *= call.kept(tile)
         tile.store(averaged(S, tile.gather(v, dtype, call.scratch, "values"), l), out_rows[here])
         tile.store(row_lse, lse_rows[here])
+        for name, rows in statistics_rows:
+            tile.store(getattr(of_rows, name), rows[here])
 
     run_tiles(plan, call, attend)
-    return out, lse
+    return out, lse, *statistics
 
 
 def run_tiles(plan: Plan, call: SelectedCall, attend: Callable[[Sequence, Unit, ListTile], None]) -> None:

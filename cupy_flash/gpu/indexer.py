@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..device import Device
-from ..engines.indexer import requested
+from ..engines.indexer import parts_of, requested
 from ..engines.launch import require_grids
 from ..problem.indexer import Indexer, IndexerOperands
 from .params import pack_indexer
@@ -59,5 +59,6 @@ def _run(
     given |= {name: contiguous(given[name]) for name in ("q", "k") if not has_contiguous_row(given[name])}
     inputs = {MEMBERS.get(name, name): x for name, x in given.items()}
     arrays = {**results, **{x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}}
-    params = partial(pack_indexer, indexer, inputs | arrays, dict(launches[0].constants))
+    parts = parts_of(indexer, operands, device) if function == "select" else (1, 0)
+    params = partial(pack_indexer, indexer, inputs | arrays, dict(launches[0].constants), parts)
     start(Work(require_grids(launches), device.arch, inputs, {**arrays}, "bshd", params))

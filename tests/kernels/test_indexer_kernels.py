@@ -29,7 +29,7 @@ from cupy_flash.problem.indexer import Rule, pose_indexer
 from cupy_flash.simulator.errors import SimulationError
 from cupy_flash.simulator.run import start
 
-MMA, SIMT, OF_LISTS = engine.Tile("mma", 32, 16), engine.Tile("simt", 16, 16), engine.Tile("simt", 8, 8)
+MMA, SIMT, OF_LISTS = (engine.Tile(*tile, threads=64) for tile in (("mma", 32, 16), ("simt", 16, 16), ("simt", 8, 8)))
 SHORT = dict(q_len=18, kv_len=37)
 
 
@@ -38,7 +38,6 @@ def on_the_simulator(monkeypatch, poisoned_memory):
     """Run calls in small tiles, with a block for each sequence and short lists of candidates."""
     monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
     monkeypatch.setattr(engine, "TILES", {"select_keys": (MMA, SIMT), "selection_loss": (OF_LISTS,)})
-    monkeypatch.setattr(engine, "THREADS", 64)
     monkeypatch.setattr(engine, "LEAST_PLACES", 32)
     monkeypatch.setattr(engine, "BLOCKS", 0)  # one block of each sequence
 
@@ -65,6 +64,31 @@ LENGTHS = {"top-left-lengths": SK, "lengths": SK, "local-keys": SK}  # their len
 def test_the_choice_is_that_of_a_full_sort(row):
     name, dtype = row
     assert_chosen(name, dtype, kv_len=LENGTHS.get(name, SHORT["kv_len"]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    in_tiers(
+        {f"{name}-{np.dtype(dtype).name}": (name, dtype) for name in CHOICES for dtype in (np.float32, np.float16)},
+        ("lengths-float16",),
+    ),
+)
+def test_lists_of_parts_of_the_keys_are_merged(row, monkeypatch):
+    """With a warp for each tile of few queries; some parts are past the keys that a query sees."""
+    monkeypatch.setattr(engine, "BLOCKS", 1000)
+    monkeypatch.setitem(engine.TILES, "select_keys", (engine.Tile("mma", 16, 16, 32), engine.Tile("simt", 16, 16, 128)))
+    assert_chosen(*row, q_len=5, kv_len=SK)
+
+
+@pytest.mark.exhaustive
+def test_a_part_that_is_not_merged_is_found(monkeypatch):
+    monkeypatch.setattr(engine, "BLOCKS", 1000)
+    for bug in (
+        change("indexer.merge", "int part = 1", "int part = 2"),
+        change("indexer.part", "min(end, (long long)seen)", "min(end - 1, (long long)seen)"),
+    ):
+        with planted(monkeypatch, bug), pytest.raises((AssertionError, SimulationError)):
+            assert_chosen("lengths", q_len=5, kv_len=SK)
 
 
 @pytest.mark.parametrize(("page", "dtype"), [(12, np.float32), exhaustive(8, np.float64), exhaustive(16, np.float16)])

@@ -316,13 +316,16 @@ def repeated_on_cpu(chosen: Plan, operands: Operands) -> Any:
     return _module(chosen).kept(chosen, operands) if _code(chosen) == FLASH else None
 
 
+SELECTED_DERIVATIVES = ".cpu.selected_derivatives"
 # {backend: module of JVP and double backward}
 DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 
 
 def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
-    return _imported(DERIVATIVES[chosen.device.backend])
+    backend = chosen.device.backend
+    lists = chosen.problem.selected is not None and backend not in LAUNCHERS
+    return _imported(SELECTED_DERIVATIVES if lists else DERIVATIVES[backend])
 
 
 def _weights(chosen: Plan) -> ModuleType:

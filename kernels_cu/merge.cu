@@ -31,7 +31,7 @@ __device__ void find_on_prefix(ResultsOfRow& results, const Params& p, const Seq
     int blocks = blocks_of_pass(p, p.prefix_results, p.prefix_groups, PREFIX_BLOCK_Q);
     int run = max((total + blocks - 1) / blocks, SHORTEST_RUN);
     block = iteration / run;
-    results.of_prefix = last / run - block + 1;  // @results-on-prefix
+    results.of_prefix = last / run - block + 1;
   }
   int first_tile = first_tile_of(p, sequence.group, group.first, PREFIX_BLOCK_Q);
   long long result = result_of_part(iteration, first_tile + tile, block);
@@ -74,7 +74,7 @@ __device__ void merge_tile(const Params& p, const Sequence& sequence, int tile, 
           return of_part;
         }
 #endif
-    );  // @merge-with-prefix-parts
+    );
 #else
     auto part = [&](int c) { return (long long)partial_result_of(first + c, first + c, c == 0) * BLOCK_Q + row; };
     merge_row(

@@ -19,7 +19,7 @@ __device__ int for_each_sequence(const Params& p, int group, int place, Visit vi
     while (members) {
       int lane = __ffs(members) - 1;
       // Boundaries of packed sequences that decrease must not number more queries than there are.
-      int count = min(__shfl_sync(0xFFFFFFFF, rows, lane), all_queries(p) - place);  // @clamp-queries-of-group
+      int count = min(__shfl_sync(0xFFFFFFFF, rows, lane), all_queries(p) - place);
       visit(first + lane, place, count);
       place += count;  // @place-of-next-sequence
       members &= members - 1;

@@ -337,7 +337,6 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         own, on_prefix = _passes(problem, tile)
         grid = _grid(*own)
         steps += _prefix_launches(problem, *on_prefix, constants)
-        constants |= {"PREFIX_BLOCK_Q": tile.of_prefix.rows}
         of_rows |= {"PREFIX_BLOCK_Q": tile.of_prefix.rows}
     steps.append(
         Launch(

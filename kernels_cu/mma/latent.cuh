@@ -354,6 +354,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #pragma unroll
         for (int n = 0; n < 2; ++n) mma_m16n8k16<element>(sums[m][n], Q_rmem[k][m], b[2 * n], b[2 * n + 1], sums[m][n]);
     }
+    turns.accumulate();
     exchange_sums(S_rmem, sums, smem_address(smem + SharedMemory::SUMS), share);
     int first_key = tiles.start + 8 * share.slice;
     if (tiles.masked())
@@ -372,7 +373,6 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
     store_P(smem + SharedMemory::P, S_rmem, share);
     share.sync_group();  // @wait-P
-    turns.accumulate();
     accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane, share);
     stages.release();
   }

@@ -91,7 +91,7 @@ __device__ void for_each_part(const Params& p, Visit visit) {
   if (!SPLIT_SIZE) blocks = blocks_of_pass(p, p.prefix_results, p.prefix_groups, BLOCK_Q);
   int run = max((total + blocks - 1) / blocks, SHORTEST_RUN), at = blockIdx.x * run, end = min(at + run, total), g = 0;
   while (at < end) {
-    while (p.prefix_starts[2 * g + 3] <= at) ++g;  // @group-of-iteration
+    while (p.prefix_starts[2 * g + 3] <= at) ++g;
     PrefixGroup group(p, g);
     int tile = (at - group.start) / group.per_tile, begin = at - group.start - tile * group.per_tile;
     int count = SPLIT_SIZE ? 1 : min(group.per_tile - begin, end - at), row_tiles = group.row_tiles(p);

@@ -35,11 +35,16 @@ SHORT = dict(q_len=18, kv_len=37)
 
 @pytest.fixture(autouse=True)
 def on_the_simulator(monkeypatch, poisoned_memory):
-    """Run calls in small tiles, with a block for each sequence and short lists of candidates."""
+    """Run calls in small tiles, with a block for each sequence."""
     monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
     monkeypatch.setattr(engine, "TILES", {"select_keys": (MMA, SIMT), "selection_loss": (OF_LISTS,)})
-    monkeypatch.setattr(engine, "LEAST_PLACES", 32)
     monkeypatch.setattr(engine, "BLOCKS", 0)  # one block of each sequence
+
+
+@pytest.fixture
+def few_places(monkeypatch):
+    """Make lists of candidates short, so that each tile fills them."""
+    monkeypatch.setattr(engine, "LEAST_PLACES", 32)
 
 
 def assert_chosen(name, dtype=np.float32, seed=0, **sizes):
@@ -58,10 +63,8 @@ ROWS = {
 LENGTHS = {"top-left-lengths": SK, "lengths": SK, "local-keys": SK}  # their lengths are those of more keys
 
 
-@pytest.mark.parametrize(
-    "row", in_tiers(ROWS, ("lengths-float32", "blocks-local-float64", "all-keys-float16", "top-left-lengths-bfloat16"))
-)
-def test_the_choice_is_that_of_a_full_sort(row):
+@pytest.mark.parametrize("row", in_tiers(ROWS, ("local-keys-float32", "top-left-lengths-bfloat16")))
+def test_the_choice_is_that_of_a_full_sort(row, few_places):
     name, dtype = row
     assert_chosen(name, dtype, kv_len=LENGTHS.get(name, SHORT["kv_len"]))
 
@@ -109,7 +112,7 @@ def test_no_queries_no_keys_and_queries_before_the_first_key(sizes):
 
 
 @pytest.mark.exhaustive
-def test_the_choice_is_the_same_in_every_order_of_the_warps():
+def test_the_choice_is_the_same_in_every_order_of_the_warps(few_places):
     indexer, operands = pose_indexer(
         "select_keys", dict(zip(["q", "weights", "k"], whole_numbers(0, 5, 40), strict=True)), Rule(6)
     )
@@ -216,11 +219,11 @@ BUGS = {
     "one-key-too-many": (change("indexer.visible", "kv_start + column", "kv_start + column - 1"), "lengths"),
     "one-row-too-few": (change("clamp-length", "max(before, 0)", "max(before - 1, 0)"), "lengths"),
 }
-DEFAULT_BUGS = ("ties-go-to-higher-keys", "last-block-not-ended")
+DEFAULT_BUGS = ("last-block-not-ended",)
 
 
 @pytest.mark.parametrize("row", in_tiers(BUGS, DEFAULT_BUGS))
-def test_planted_bugs_are_found(row, monkeypatch):
+def test_planted_bugs_are_found(row, monkeypatch, few_places):
     bug, name = row
     with planted(monkeypatch, bug), pytest.raises((AssertionError, SimulationError)):
         assert_chosen(name, kv_len=LENGTHS.get(name, SHORT["kv_len"]))

@@ -50,8 +50,9 @@ def tile_of(kernel: str, indexer: Indexer, operands: IndexerOperands, device: De
     if dtype == "float16" or (dtype == "bfloat16" and device.arch != "sm_75"):
         engines |= {"mma"} if dim <= (LARGEST_ON_TURING if device.arch == "sm_75" else LARGEST) else set()
     for tile in TILES[kernel]:
-        is_full = kernel == "selection_loss" or tile.rows <= max(2 * indexer.q_len, LEAST_ROWS)
-        if tile.engine in engines and is_full:
+        # Few queries get a tile of few rows, whose blocks are cheap enough to divide the keys among many.
+        has_rows = kernel == "selection_loss" or tile.rows <= max(2 * indexer.q_len, LEAST_ROWS)
+        if tile.engine in engines and has_rows:
             needed = shared_bytes(f"{tile.engine}/{kernel}", constants_of(indexer, operands, tile))
             if needed + _static_bytes(tile) <= device.shared_bytes:
                 return tile

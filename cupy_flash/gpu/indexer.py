@@ -17,6 +17,8 @@ from .run_plan import Start, Work, has_contiguous_row
 # {field of IndexerOperands: member of Params}, where they differ
 MEMBERS = {"weights": "head_weights", "kv_lengths": "cache_seqlens", "row_weights": "loss_weights"}
 
+BY_ROWS = ("q", "k", "kv_lengths", "block_table")  # kernels take a stride of the last axis of all others
+
 
 def select(indexer: Indexer, operands: IndexerOperands, device: Device, start: Start) -> Array:
     """Return the keys or blocks with the largest scores of each row, int32 (B, 1, Sq, n), ascending, -1 last."""
@@ -51,12 +53,12 @@ def _run(
     start: Start,
     results: dict[str, Array],
 ) -> None:
-    """Start the launches of a function with these results; rows of q and k that are not contiguous are copied."""
+    """Start the launches of a function with these results; arrays of BY_ROWS whose rows have gaps are copied."""
     launches, workspaces = requested(function, indexer, operands, device)
     if not launches:
         return
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    given |= {name: contiguous(given[name]) for name in ("q", "k") if not has_contiguous_row(given[name])}
+    given |= {name: contiguous(x) for name, x in given.items() if name in BY_ROWS and not has_contiguous_row(x)}
     inputs = {MEMBERS.get(name, name): x for name, x in given.items()}
     arrays = {**results, **{x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}}
     parts = parts_of(indexer, operands, device) if function == "select" else (1, 0)

@@ -949,8 +949,7 @@ def test_an_overlap_of_rows_and_caches_of_an_append_is_seen(on_simulator):
 
     def call(*starts):
         views = [
-            memory[start : start + size].view(x.shape)
-            for x, start, size in zip(APPENDED, starts, sizes, strict=True)
+            memory[start : start + size].view(x.shape) for x, start, size in zip(APPENDED, starts, sizes, strict=True)
         ]
         return lambda: append_rows(*views, cache_seqlens=3)
 

@@ -2,8 +2,8 @@
 
     python examples/latent_cache.py  # seconds on two CPU cores
 
-DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash, GLM-MoE-DSA and others keep one row per token
-and layer: the compressed keys and values, and the rotated part of the keys.
+DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash, GLM-MoE-DSA and others keep one row per
+token and layer: the compressed keys and values, and the rotated part of the keys.
 transformers stores that row and expands it to all heads in every step. Here attention
 reads the rows themselves: the weights that expand keys are applied to the query, and
 those that expand values to the result, because q (W c) = (q W) c. The row is the key of
@@ -34,8 +34,8 @@ CAPACITY = 256  # tokens for which a layer has room
 
 
 class LatentLayer(DynamicIndexedLayer):
-    """The rows of a layer, (B, CAPACITY, 1, rank + rotary), of which `keys` and `values`
-    are the columns of the tokens so far; models with an indexer keep its keys beside."""
+    """The rows of a layer, (B, CAPACITY, 1, rank + rotary); `keys` and `values` are the
+    columns of the tokens so far. Models with an indexer keep its keys beside them."""
 
     rows: Tensor | None = None
 
@@ -96,7 +96,7 @@ def attend(
 
 
 def absorb(model: Any) -> None:
-    """Let a model attend to latent rows: decode it with past_key_values=latent_cache()."""
+    """Let a model attend to latent rows; past_key_values must be a latent_cache()."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of_patterns)
     model.set_attn_implementation(NAME)

@@ -278,7 +278,7 @@ struct Turns {
     if (share.group == 0)
       slot = stages.slots.wait();
     else
-      __syncthreads();  // @turn-of-scores
+      __syncthreads();
     return slot;
   }
   // The scores of the tile are computed.
@@ -292,7 +292,7 @@ struct Turns {
     }
   }
   __device__ void end() {
-    if (GROUPS == 2 && share.group == 0) __syncthreads();  // @last-turn
+    if (GROUPS == 2 && share.group == 0) __syncthreads();
     stages.end();
   }
 };
@@ -356,7 +356,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
     }
     turns.accumulate();
     exchange_sums(S_rmem, sums, smem_address(smem + SharedMemory::SUMS), share);
-    int first_key = tiles.start + 8 * share.slice;
+    int first_key = tiles.start + 8 * share.slice;  // @keys-of-warp
     if (tiles.masked())
       modify_rows<true>(S_rmem, p, own, scale, first_key);
     else if constexpr (MODIFIED || DENSE_MASK)

@@ -416,7 +416,7 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     k, v = _padded(problem)[0], _columns(problem)
     if _is_latent(problem):  # the warps of a group divide S, Q and the columns of O
         m = rows * 4 // 16 // _warps(rows)
-        return m * -(-v // 64) * 8, m * 4, m * -(-k // 32) * 4
+        return m * -(-v // 64) * 8, m * 8, m * -(-k // 32) * 4
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 

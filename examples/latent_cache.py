@@ -138,9 +138,8 @@ def main() -> None:
         prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options
     )
     heads = 4 * config.num_attention_heads * (2 * config.qk_nope_head_dim + 8)
-    print(
-        f"tokens equal to those of the expanded model: {(tokens == expanded).float().mean():.1%}"
-    )
+    equal = (tokens == expanded).float().mean()
+    print(f"tokens equal to those of the expanded model: {equal:.1%}")
     print(f"bytes a token and layer: {4 * (config.kv_lora_rank + 8)}, expanded {heads}")
 
 

@@ -62,8 +62,8 @@ BUDGET = {
         (161, "JVP and double backward of selected keys on the CPU"),
         (
             310,
-            "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 143, runs 45, Params 60, pose, "
-            "dispatch and jax 62",
+            "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 143, runs 45, Params 60, "
+            "pose, dispatch and jax 62",
         ),
     ],
     "bench": [

@@ -167,9 +167,7 @@ def _decode(text: str, product: int) -> cycles.Instruction:
 
 
 def _registers(first: Sequence[str], count: int) -> tuple[str, ...]:
-    return tuple(
-        f"R{int(name[1:]) + n}" if name.startswith("R") else name for name in first[:1] for n in range(count)
-    )
+    return tuple(f"R{int(name[1:]) + n}" if name.startswith("R") else name for name in first[:1] for n in range(count))
 
 
 def record(counted: Count) -> dict[str, Any]:

@@ -125,7 +125,7 @@ ROW_CONSTANTS = {
     ),
     "prefix_rows": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "PREFIX_BLOCK_Q"),
     "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
-    **dict.fromkeys((f"selected/{name}" for name in ("count_entries", "scan_counts", "fill_lists")), LIST_CONSTANTS),
+    **dict.fromkeys(("selected/count_entries", "selected/scan_counts", "selected/fill_lists"), LIST_CONSTANTS),
     "selected/clear_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
     "selected/round_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),

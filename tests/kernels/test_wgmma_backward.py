@@ -86,14 +86,19 @@ def test_option_with_shared_keys(options):
     check_gradients(case, run(case, TILES["shared keys"]))
 
 
-# In this tile the exponentials of unmasked tiles precede the wait for dP, and those of masked tiles follow it.
+# In these tiles the exponentials of unmasked tiles precede the wait for dP, and those of masked tiles follow it. With
+# dQ in bulk, S of the next tile is issued before dQ is added.
 MANY_QUERIES = Tile(block_q=128, block_kv=128, stages=2, dq_in_bulk=False)
+S_AHEAD = MANY_QUERIES._replace(dq_in_bulk=True)
 MASKS = {"full": Case(**LONG | dict(heads=1)), "causal": Case(**LONG | dict(heads=1, causal=True))}
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_many_queries(mask):
-    check_gradients(MASKS[mask], run(MASKS[mask], MANY_QUERIES))
+@pytest.mark.parametrize(
+    ("mask", "tile"),
+    [("causal", MANY_QUERIES), exhaustive("full", MANY_QUERIES), ("full", S_AHEAD), exhaustive("causal", S_AHEAD)],
+)
+def test_many_queries(mask, tile):
+    check_gradients(MASKS[mask], run(MASKS[mask], tile))
 
 
 @pytest.mark.parametrize(
@@ -102,6 +107,24 @@ def test_many_queries(mask):
 def test_many_queries_wait_for_products(bug, monkeypatch):
     with planted(monkeypatch, bug), pytest.raises(errors.PendingRegister):
         run(MASKS["full"], MANY_QUERIES)
+
+
+# name -> (bug, errors)
+AHEAD_PLANTED = {
+    "no wait for the first S": (skip("ahead.wait-first-S"), errors.PendingRegister),
+    "no wait for S": (skip("ahead.wait-S"), errors.PendingRegister),
+    "no wait for dK": (skip("ahead.wait-dK"), errors.PendingRegister),
+    "Q kept": (skip("ahead.release-Q"), errors.Deadlock),
+}
+# Three tiles of queries of two heads of a group: the slots of Q are filled again.
+AHEAD = Case(**LONG | dict(q_len=140, kv_len=100, head_dim=16, head_dim_v=16))
+
+
+@pytest.mark.parametrize("bug", in_tiers(AHEAD_PLANTED, ["no wait for S", "Q kept"]))
+def test_planted_bug_of_S_ahead_is_found(bug, monkeypatch):
+    bug, error = bug
+    with planted(monkeypatch, bug), pytest.raises(error):
+        run(AHEAD, S_AHEAD)
 
 
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]

@@ -86,13 +86,13 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
       rings.dO.release();
       q_tiles.next();
       if (q_tiles.valid()) {
-        wait_for_products();  // @wait-dV
+        wait_for_products();  // @strict.wait-dV
         issue_S();
       }
       dS_ready.wait();  // @wait-dS-stored
       if (issues_loads()) issue_sum(TensorMemory::dK, TensorMemory::dP, rings.Q.tile(), OF_K, adds);
       rings.Q.release();
-      wait_for_products();  // @wait-dK
+      wait_for_products();  // @strict.wait-dK
       issue_dQ();
       if (q_tiles.valid()) issue_dP();
     }

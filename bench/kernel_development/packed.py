@@ -82,8 +82,10 @@ def problem(causal: bool, is_backward: bool, kv_heads: int) -> Problem:
     """Return the problem of a packed batch at D 128, with the total number of rows of the first of `batches`."""
     rows = max(batches()[0]) if is_backward else sum(batches()[0])
     regime = Regime("bfloat16", 128, LONGEST, causal, is_backward)
-    sizes = dict(batch=SEQUENCES, heads=GROUP * kv_heads, kv_heads=kv_heads, q_len=rows, kv_len=rows)
-    return problem_of(regime, "wgmma")._replace(layout="thd", **sizes)
+    heads = GROUP * kv_heads
+    return problem_of(regime, "wgmma")._replace(
+        layout="thd", batch=SEQUENCES, heads=heads, kv_heads=kv_heads, q_len=rows, kv_len=rows
+    )
 
 
 def rows() -> list[list[str]]:

@@ -6,15 +6,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from cases import Case, Result, assert_bitwise_equal, check, outcome, planned, run_kernels
 from planting import after, before, change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
 from cupy_flash import device, dispatch
+from cupy_flash.arrays import Array
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
-from cupy_flash.gpu import ahead
+from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.problem.records import Gradients, Saved
@@ -33,9 +34,12 @@ GRADIENTS = Gradients._fields
 LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
 
-def run(case, tile=None, **how):
-    """Return results with this tile in the backward, and the planned tile in the forward."""
-    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(tile), **how)
+def run(case, tile=None, start=start, **how):
+    """Return results with the gradients of this tile, from `out` and `lse` of the CPU."""
+    call, of_cpu = case.call(), outcome(case, "cpu")
+    saved = Saved(call.dout, of_cpu.out, of_cpu.lse, call.dlse)
+    chosen, operands = planned(case, saved, "sm_90a", tile, call, engine="wgmma", **how)
+    return Result(of_cpu.out, of_cpu.lse, *run_plan.backward(chosen, operands, start).map(Array.numpy))
 
 
 def backward_tile(tile):
@@ -69,6 +73,11 @@ SHARED_KEYS = in_tiers(
 def test_option(options):
     case = Case(**LONG | options)
     check_gradients(case, run(case, TILES["keys"]))
+
+
+def test_gradients_of_its_own_forward():
+    case = Case(**LONG | OPTIONS["all"])
+    check(case, run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(TILES["keys"])))
 
 
 @pytest.mark.parametrize("options", SHARED_KEYS)

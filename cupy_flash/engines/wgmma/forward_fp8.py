@@ -78,7 +78,9 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     for warpgroups, limits in LIVE.items():
         for block_kv in (128, 64):
             # Registers left for the P V accumulator beside O, P and, unless a pass over the scores separates them, S.
-            left = LIVE_IN_SUMS[warpgroups][options or problem.sink] - wide // 2 - block_kv * (1 if modified else 5) // 8
+            left = (
+                LIVE_IN_SUMS[warpgroups][options or problem.sink] - wide // 2 - block_kv * (1 if modified else 5) // 8
+            )
             widths = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
             live = block_kv * 7 // 8 + wide // 2 + live_in_loads(problem, block_kv)
             if not widths or live > limits[options]:

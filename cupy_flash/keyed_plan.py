@@ -99,7 +99,9 @@ class Entry:
     and the entries of backwards by their keys.
     """
 
-    __slots__ = ("_distances", "_kept", "_longest", "_repeat", "backwards", "layout", "mods", "others", "places", "served")
+    __slots__ = (
+        "_distances", "_kept", "_longest", "_repeat", "backwards", "layout", "mods", "others", "places", "served",
+    )  # fmt: skip
 
     def __init__(self, chosen: Plan, kept: KeptLaunches, distances: Distances = (), longest: int | None = None) -> None:
         self._repeat: Repeat = dispatch.repeater(chosen).repeat

@@ -303,7 +303,9 @@ def kept(plan: Plan, operands: Operands) -> Kept | None:
     if any(_is_copied(x, rows) for x in (operands.q, operands.k, operands.v)):
         return None
     form, swaps = Form.of(problem), problem.layout == "bshd"
-    of_queries, of_keys = (x.shape if not swaps else (x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (operands.q, operands.k))
+    of_queries, of_keys = (
+        x.shape if not swaps else (x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (operands.q, operands.k)
+    )
     is_serial = form.is_serial(of_queries, of_keys, problem.dtype.itemsize)
     attend = form.on_one_thread if is_serial else form.attend
     return Kept(attend, swaps, is_serial, problem.framework == "torch")

@@ -887,7 +887,8 @@ APPEND_CHANGES = {
     ),
     "positions": ((APPENDED, LENGTHS | TABLES), (APPENDED, LENGTHS | TABLES | dict(positions=indices(2, 1)))),
     "descale": (
-        ((*ROWS, *FP8), LENGTHS), ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2), v_descale=torch.ones(2, 2)))
+        ((*ROWS, *FP8), LENGTHS),
+        ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2), v_descale=torch.ones(2, 2))),
     ),
     "dtype-of-scales": ((TO_CODES, with_scales()), (TO_CODES, with_scales(torch.float16))),
     "strides-of-scales": (
@@ -949,8 +950,7 @@ def test_an_overlap_of_rows_and_caches_of_an_append_is_seen(on_simulator):
 
     def call(*starts):
         views = [
-            memory[start : start + size].view(x.shape)
-            for x, start, size in zip(APPENDED, starts, sizes, strict=True)
+            memory[start : start + size].view(x.shape) for x, start, size in zip(APPENDED, starts, sizes, strict=True)
         ]
         return lambda: append_rows(*views, cache_seqlens=3)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array, contiguous, empty
 from ..device import Device
-from ..engines.indexer import requested
+from ..engines.indexer import parts_of, requested
 from ..engines.launch import require_grids
 from ..problem.indexer import Indexer, IndexerOperands
 from .params import pack_indexer
@@ -16,6 +16,8 @@ from .run_plan import Start, Work, has_contiguous_row
 
 # {field of IndexerOperands: member of Params}, where they differ
 MEMBERS = {"weights": "head_weights", "kv_lengths": "cache_seqlens", "row_weights": "loss_weights"}
+
+BY_ROWS = ("q", "k", "kv_lengths", "block_table")  # kernels take a stride of the last axis of all others
 
 
 def select(indexer: Indexer, operands: IndexerOperands, device: Device, start: Start) -> Array:
@@ -51,13 +53,14 @@ def _run(
     start: Start,
     results: dict[str, Array],
 ) -> None:
-    """Start the launches of a function with these results; rows of q and k that are not contiguous are copied."""
+    """Start the launches of a function with these results; arrays of BY_ROWS whose rows have gaps are copied."""
     launches, workspaces = requested(function, indexer, operands, device)
     if not launches:
         return
     given = {name: x for name, x in operands._asdict().items() if x is not None}
-    given |= {name: contiguous(given[name]) for name in ("q", "k") if not has_contiguous_row(given[name])}
+    given |= {name: contiguous(x) for name, x in given.items() if name in BY_ROWS and not has_contiguous_row(x)}
     inputs = {MEMBERS.get(name, name): x for name, x in given.items()}
     arrays = {**results, **{x.name: empty(x.shape, x.dtype, operands.q) for x in workspaces}}
-    params = partial(pack_indexer, indexer, inputs | arrays, dict(launches[0].constants))
+    parts = parts_of(indexer, operands, device) if function == "select" else (1, 0)
+    params = partial(pack_indexer, indexer, inputs | arrays, dict(launches[0].constants), parts)
     start(Work(require_grids(launches), device.arch, inputs, {**arrays}, "bshd", params))

@@ -128,9 +128,7 @@ def assert_loss_and_gradients(found, arrays):
     loss, gradients = found
     dtype = arrays[0].dtype
     low_dtype = np.float64 if dtype == np.float64 else np.float32
-    exact, low = (
-        [x if x.dtype == np.int32 else x.astype(kind) for x in arrays] for kind in (np.longdouble, low_dtype)
-    )
+    exact, low = ([x if x.dtype == np.int32 else x.astype(kind) for x in arrays] for kind in (np.longdouble, low_dtype))
     assert loss.dtype == low_dtype
     assert_matches_reference(loss, defined_loss(*exact), defined_loss(*low), loss.dtype, "loss")
     for gradient, expected, rounded in zip(gradients, defined_gradients(*exact), defined_gradients(*low), strict=True):

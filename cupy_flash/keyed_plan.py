@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from .problem.build import Table
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
+    # k, v, k_cache, v_cache and cu_seqlens
+    Appended: TypeAlias = tuple[AnyArray, AnyArray | None, AnyArray, AnyArray | None, AnyArray | None]
+
 ALIGNMENT = 64  # that of gpu/params.py, which calls on a CPU do not import
 NUMPY_ALIGNMENT = 16  # that of NumPy's arrays, on which calls on a CPU depend
 # {array to which a call on a KV cache may write, or beside which it may: its name in a Work}
@@ -71,8 +74,6 @@ CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu
 Call: TypeAlias = tuple[Hashable, Sequence[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
 Repeat: TypeAlias = Callable[["KeptLaunches", Sequence[AnyArray], list[int]], "list[AnyArray] | None"]
 Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray | None]  # q, and k and v or their caches
-# k, v, k_cache, v_cache and cu_seqlens
-Appended: TypeAlias = tuple[AnyArray, AnyArray | None, AnyArray, AnyArray | None, AnyArray | None]
 # (index, index of another array, low, high): they overlap if low < address of the other - address of the first < high
 Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
@@ -100,17 +101,8 @@ class Entry:
     """
 
     __slots__ = (
-        "_distances",
-        "_kept",
-        "_longest",
-        "_repeat",
-        "backwards",
-        "layout",
-        "mods",
-        "others",
-        "places",
-        "served",
-    )
+        "_distances", "_kept", "_longest", "_repeat", "backwards", "layout", "mods", "others", "places", "served",
+    )  # fmt: skip
 
     def __init__(self, chosen: Plan, kept: KeptLaunches, distances: Distances = (), longest: int | None = None) -> None:
         self._repeat: Repeat = dispatch.repeater(chosen).repeat

@@ -340,7 +340,7 @@ def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray
 def _is_regular(O: torch.Tensor, L: torch.Tensor) -> bool:
     """Return whether all results of an operator are finite, and no lse is 0; False too if a sum overflows.
 
-    For few numbers NumPy's floating-point state alone takes longer than torch's sum, which is not divided among threads.
+    For few numbers NumPy's floating-point state alone takes longer than torch's sum, which one thread computes.
     """
     if O.numel() <= FEW_NUMBERS and L.numel() <= FEW_ROWS:
         rows = L.ravel().tolist()  # flatten takes longer

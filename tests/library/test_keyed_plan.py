@@ -887,7 +887,8 @@ APPEND_CHANGES = {
     ),
     "positions": ((APPENDED, LENGTHS | TABLES), (APPENDED, LENGTHS | TABLES | dict(positions=indices(2, 1)))),
     "descale": (
-        ((*ROWS, *FP8), LENGTHS), ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2), v_descale=torch.ones(2, 2)))
+        ((*ROWS, *FP8), LENGTHS),
+        ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2), v_descale=torch.ones(2, 2))),
     ),
     "dtype-of-scales": ((TO_CODES, with_scales()), (TO_CODES, with_scales(torch.float16))),
     "strides-of-scales": (

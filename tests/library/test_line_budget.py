@@ -60,6 +60,11 @@ BUDGET = {
         (175, "FlashMLA's functions 141, flash-attention 3's qv 34"),
         (27, "statistics of selected keys on the CPU"),
         (14, "torch: tangents are refused by operators that have a backward alone"),
+        (
+            160,
+            "keyed plans of SDPA's arguments 70, of append_to_kv_cache 35, of cpu_decode 28; aten: one thread, and the "
+            "check of few results 27",
+        ),
         (161, "JVP and double backward of selected keys on the CPU"),
         (
             310,

@@ -18,7 +18,7 @@ from ...plan import measurements
 from ...problem.records import Options
 from .autograd_kernel import PLAIN
 from .keyed_autograd import run_recorded
-from .keyed_plan import ALIGNMENT, call_on_tensors, is_changed
+from .keyed_plan import call_on_tensors, is_changed
 
 # The types of the arguments that a call with a key has, in their order.
 TYPES = frozenset(product(PLAIN, PLAIN, PLAIN, (NoneType,), (float,), (bool,), (NoneType, float), (bool,)))
@@ -40,9 +40,9 @@ def call_of(
             return None
         of_call = (
             "sdpa", is_causal, scale, enable_gqa, environment.backend(), measurements.generation,
-            query.shape, query.stride(), query.dtype, query.device, at_query % ALIGNMENT,
-            key.shape, key.stride(), key.dtype, key.device, at_key % ALIGNMENT,
-            value.shape, value.stride(), value.dtype, value.device, at_value % ALIGNMENT,
+            query.shape, query.stride(), query.dtype, query.device, at_query % keyed_plan.ALIGNMENT,
+            key.shape, key.stride(), key.dtype, key.device, at_key % keyed_plan.ALIGNMENT,
+            value.shape, value.stride(), value.dtype, value.device, at_value % keyed_plan.ALIGNMENT,
         )  # fmt: skip
     except (TypeError, RuntimeError):  # a class that is not hashable, or a tensor without strides or an address
         return None
@@ -54,9 +54,10 @@ def run(call: keyed_plan.Call) -> Any:
     entry = keyed_plan.entry_of(call)
     if entry is None:
         return None
+    of_call, tensors, addresses = call
     swaps = entry.layout == "bshd"
     if swaps:
-        call = call[0], [x.transpose(1, 2) for x in call[1]], call[2]
+        call = of_call, _swapped(tensors), addresses
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1]):
         outputs = run_recorded(call)
     else:
@@ -70,7 +71,12 @@ def keep(call: keyed_plan.Call, tensors: tuple[Any, Any, Any], options: Options)
     """Serve later calls from the entry of `attention` on these tensors, if they are those of the call."""
     if keyed_plan.is_known(call):
         return
-    swaps = options.layout == "bshd"
-    of_attention = call_on_tensors([x.transpose(1, 2) for x in tensors] if swaps else tensors, options)
+    of_attention = call_on_tensors(_swapped(tensors) if options.layout == "bshd" else tensors, options)
     if of_attention is not None:
         keyed_plan.share(call, of_attention)
+
+
+def _swapped(tensors: Any) -> tuple[Any, Any, Any]:
+    """Return views (B, S, H, E) of tensors (B, H, S, E)."""
+    query, key, value = tensors
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -22,6 +22,7 @@ from . import (
     costs,
     events,
     marks,
+    packed,
     peers,
     predict,
     roles,
@@ -117,6 +118,11 @@ def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
+def _packed(_: argparse.Namespace, __: list[str]) -> int:
+    show(packed.table())
+    return 0
+
+
 def _sass(options: argparse.Namespace, _: list[str]) -> int:
     cubins = peers.theirs(options.folder)
     if not cubins:
@@ -201,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     of_lists = commands.add_parser("selected")
     of_lists.set_defaults(run=_selected)
     add_out(of_lists)
+    commands.add_parser("packed").set_defaults(run=_packed)
     machine_code = commands.add_parser("sass")
     machine_code.set_defaults(run=_sass)
     machine_code.add_argument("folder", type=Path, help="folder of *.cubin files of other implementations")

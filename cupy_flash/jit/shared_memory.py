@@ -26,7 +26,7 @@ from typing import Any
 from .source import CONFIG, IDENTIFIER, Constant, chosen_lines, kernel_folder
 
 # Switches of config.cuh on which a layout may depend; it is translated anew for each combination of their values.
-SWITCHES = ("STATISTICS", "DSTATISTICS", "SCALED_KV", "CODES_OF_4_BITS")
+SWITCHES = ("STATISTICS", "DSTATISTICS", "SCALED_KV", "CODES_OF_4_BITS", "LATENT")
 
 SIZES = {
     "int8": 1,

@@ -8,9 +8,14 @@
 #include "../merge_row.cuh"
 #endif
 
+#if LATENT
+constexpr int M = BLOCK_Q / 16 * SLICES / WARPS;
+constexpr int N = 1;
+#else
 constexpr int M = BLOCK_Q / 16;
 constexpr int N = BLOCK_KV / WARPS / 8;
 static_assert(N == 2, "16 keys of a warp are one fragment of P");
+#endif
 
 // Addresses of the rows of a tile of Q under GQA packing.
 struct PackedRows {
@@ -27,13 +32,37 @@ struct PackedRows {
   }
 };
 
+#if PREFIX_PASS
+// Addresses of the rows of a tile of the queries of a group.
+struct RowsOfGroup {
+  static constexpr bool EQUIDISTANT = false;
+
+  const element* data;  // any valid address
+  const Params& p;
+  const Part& part;
+  int first;
+  int aligned;
+
+  __device__ const element* operator()(int row) const {
+    Part own = part_of_row(p, part, row);
+    return own.sequence.queries<element>(p.q, own.head(p, row)) + own.query(p, row) * p.q.row;
+  }
+};
+#endif
+
 // Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED>
 __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, float scale, int kv_start) {
+#if PREFIX_PASS
+  const Part& of_group = part;
+#endif
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+#if PREFIX_PASS
+      Part part = part_of_row(p, of_group, row_of(m, 2 * half));  // @sequence-of-row
+#endif
       int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
       Score score(p, part.sequence, head, part.band.mod);
       score.scale = scale;
@@ -55,6 +84,9 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
     }
 }
 
+#if LATENT
+#include "latent.cuh"
+#else
 // Lazy rescaling per row, not per warp: a row's reference depends only on its own scores, so that the other rows of the
 // tile do not change the bits of its result.
 __device__ void update_rows(float (&O)[M][Gemm::FRAGMENTS][4], Softmax2 (&softmax)[M][2], const float (&S)[M][N][4],
@@ -199,7 +231,7 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
     }
     Softmax2::Ending ending = softmax.end(scale_log2, SCALE_IN_EXPONENT ? scale : 1.0f);  // @scale-of-lse
 #pragma unroll
-    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;  // @decode.descale-O
+    for (int e = 0; e < 4; ++e) O[e] *= ending.factor * descales.v;                       // @decode.descale-O
 #if STATISTICS
     PartStatistics statistics;
     if (column == 0)
@@ -221,11 +253,20 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
 #else
       long long at = (long long)part.partial_result * BLOCK_Q + row;
       // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
+#if PREFIX_PASS
+      if (SPLIT_SIZE && part.partial_result >= p.prefix_results) continue;
+      *(float4*)(p.prefix_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
+      if (column == 0) p.prefix_lse[at] = ending.lse;
+#if STATISTICS
+      if (column == 0) ((PartStatistics*)p.prefix_statistics)[at] = statistics;
+#endif
+#else
       if (SPLIT_SIZE && part.partial_result >= p.partial_results) continue;
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;  // @store-lse-of-part
 #if STATISTICS
       if (column == 0) ((PartStatistics*)p.part_statistics)[at] = statistics;
+#endif
 #endif
 #endif
       continue;
@@ -281,7 +322,11 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 
   // Prologue.
   stages.reuse_memory();
+#if PREFIX_PASS
+  RowsOfGroup Q{(const element*)p.q.data, p, part, part.first_row, p.q.aligned};
+#else
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
+#endif
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
   stages.begin();
@@ -374,6 +419,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   store_part(p, part, O_smem, softmax_smem);
 #endif
 }
+#endif
 
 #if TMA_KV
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, 1)

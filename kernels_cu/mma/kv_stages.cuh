@@ -22,6 +22,23 @@ using Gemm = CacheGemm<kv_element>;
 constexpr int WARPS = THREADS / WARP;
 constexpr int O_ROW = columns_of_O(sizeof(kv_element));
 
+#if LATENT
+// A warp has the scores of eight keys of a tile, and SLICES warps share rows.
+constexpr int SLICES = BLOCK_KV / 8;
+static_assert(SLICES == 4, "a lane reads the numbers of all slices at once");
+
+// Offsets in bytes. Q in registers has been read before the last slot is filled for the first time.
+struct SharedMemory {
+  static constexpr int Q_BYTES = BLOCK_Q * row_bytes(HEAD_DIM);
+  static constexpr int SLOTS = Q_IN_REGISTERS ? 0 : Q_BYTES;                    // STAGES x KeySlot
+  static constexpr int Q = Q_IN_REGISTERS ? (STAGES - 1) * KeySlot::BYTES : 0;  // [BLOCK_Q][HEAD_DIM]
+  static constexpr int SUMS = SLOTS + STAGES * KeySlot::BYTES;                  // parts of S: a fragment of each warp
+  static constexpr int P = SUMS + SLICES * BLOCK_Q * 32;                        // [BLOCK_Q][BLOCK_KV]
+  static constexpr int ROWS = P + BLOCK_Q * row_bytes(BLOCK_KV);                // floats [BLOCK_Q][SLICES]
+  static constexpr int BYTES = ROWS + 4 * SLICES * BLOCK_Q;
+};
+static_assert(!Q_IN_REGISTERS || SharedMemory::Q_BYTES <= KeySlot::BYTES, "Q fits a slot");
+#else
 // Offsets in bytes. O, and the row max and row sum of each warp, reuse the memory of Q and of the slots at the end of a
 // part. With TMA_KV they have memory of their own, because the producer warp already fills the slots for the next part.
 struct SharedMemory {
@@ -38,6 +55,7 @@ struct SharedMemory {
 #endif
   static constexpr int BYTES = TMA_KV ? MBARRIERS + 16 * STAGES : maximum(Q_BYTES + SLOTS_BYTES, MBARRIERS);
 };
+#endif
 
 #if TMA_KV
 // Tensor maps; a box has the columns of one panel, and those keys of a tile that are on one page.
@@ -193,6 +211,12 @@ struct KvStages {
     loads.pages.look_up(loaded.start, part.keys);
     return tile;
   }
+#if LATENT
+  __device__ void load_ahead() {
+    load();
+    loads.pages.look_up(loaded.start, part.keys);
+  }
+#endif
   __device__ void release() {
     loads.pages.store();
 #if SCALED_KV

@@ -67,6 +67,31 @@ struct Loader {
       cp_async<16>(tile + to + n * STEP * T::ROW, next, bytes(chunk()));
   }
 
+#if LATENT
+  // Loads a tile with the first four warps. A few lanes load a row, neighbouring chunks at a time, and compute its
+  // address once.
+  template <typename Rows, typename Read>
+  __device__ void load(unsigned int tile, const Rows& rows, bool, Read read) const {
+    constexpr int GROUP = T::GROUP, AT_ONCE = 4 * WARP / GROUP;  // lanes of a row, and rows that are loaded at once
+    if (threadIdx.x >= 4 * WARP) return;
+#pragma unroll
+    for (int first = 0; first < ROWS; first += AT_ONCE) {
+      int row = first + threadIdx.x / GROUP, in_group = threadIdx.x % GROUP;
+      if (ROWS % AT_ONCE && row >= ROWS) return;
+      bool valid = read(rows.first + row);
+      const Number* from = valid ? rows(row) : rows.data;
+      unsigned int to = tile + T::at(row, in_group);
+      if (rows.aligned < COUNT) {  // @unaligned-rows
+#pragma unroll 1
+        for (int n = 0; n < T::CHUNKS; n += GROUP) load_numbers_of_chunk<DIM>(to + 16 * n, from, n + in_group, valid);
+      } else {
+#pragma unroll
+        for (int n = 0; n < T::CHUNKS; n += GROUP)
+          cp_async<16>(to + 16 * n, from + COUNT * (n + in_group), valid ? bytes(n + in_group) : 0);
+      }
+    }
+  }
+#else
   // Loads a tile. Rows for which read(position) is false become zeros, and their memory is not accessed; `whole`: it is
   // true for all rows.
   template <typename Rows, typename Read>
@@ -97,6 +122,7 @@ struct Loader {
       }
     }
   }
+#endif
   template <typename Rows>
   __device__ void load(unsigned int tile, const Rows& rows, Range range) const {
     load(tile, rows, rows.first >= range.begin && rows.first + ROWS <= range.end,
@@ -160,6 +186,13 @@ __device__ void load_numbers(unsigned int to, const Number* numbers, int first, 
   cp_async<SIZE>(to + SIZE * n, numbers + (valid ? n : 0), valid ? SIZE : 0);
 }
 
+#if LATENT
+// Values are the first columns of the keys.
+struct KeySlot {
+  static constexpr int K = 0;  // [BLOCK_KV][HEAD_DIM]
+  static constexpr int BYTES = BLOCK_KV * row_bytes(HEAD_DIM);
+};
+#else
 // Byte offsets of the operands of a tile of keys and of their tangents.
 struct KeySlot {
 #if CODES_OF_4_BITS
@@ -180,31 +213,45 @@ struct KeySlot {
   static constexpr int BYTES = tV + TV * V_BYTES;
 #endif
 };
+#endif
 
 // Loads tiles of K and V of one head into the slots of a pipeline.
 struct KvLoads {
   const Sequence& sequence;
   KeyRows<kv_element> K;
+#if !LATENT
   KeyRows<kv_element> V;
+#endif
 #if CODES_OF_4_BITS
   Loader<BLOCK_KV, HEAD_DIM / 2, kv_element> K_loader;
   Loader<BLOCK_KV, HEAD_DIM_V / 2, kv_element> V_loader;
 #else
   Loader<BLOCK_KV, HEAD_DIM, kv_element> K_loader;
+#if !LATENT
   Loader<BLOCK_KV, HEAD_DIM_V, kv_element> V_loader;
+#endif
 #endif
   TilePages pages;
 
   __device__ KvLoads(const Params& p, const Sequence& sequence, int kv_head, int (&pages_smem)[2][BLOCK_KV])
       : sequence(sequence),
         K(sequence.key_rows<kv_element>(p.k, kv_head)),
+#if !LATENT
         V(sequence.key_rows<kv_element>(p.v, kv_head)),
+#endif
         K_loader(K.stride),
+#if !LATENT
         V_loader(V.stride),
-        pages{sequence, pages_smem} {}
+#endif
+        pages{sequence, pages_smem} {
+  }
   __device__ KvLoads kept() const {
     KvLoads loads = *this;
+#if LATENT
+    loads.K_loader = K_loader.kept();
+#else
     loads.K_loader = K_loader.kept(), loads.V_loader = V_loader.kept();
+#endif
     return loads;
   }
 
@@ -212,6 +259,8 @@ struct KvLoads {
   __device__ void load(unsigned int slot, int start, Range keys) const {
     Range readable = sequence.readable(keys);
     K_loader.load(slot + KeySlot::K, K.tile(start, pages.stored()), readable);
+#if !LATENT
     V_loader.load(slot + KeySlot::V, V.tile(start, pages.stored()), readable);
+#endif
   }
 };

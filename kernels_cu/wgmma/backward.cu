@@ -126,7 +126,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();  // @barrier-after-mbarriers
 
+#if LONGEST_FIRST
+  BlockIndex block(p);
+  if (block.tile >= gridDim.x) return;  // @block-without-work
+#else
   BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + SharedMemory::TILE_NUMBER) : 0);
+#endif
   Sequence sequence(p, block.batch);
   Band band(p, sequence);
   if (threadIdx.x < WARPGROUP) {

@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from cases import check
+from row_statistics import ALL, assert_are_of_the_scores, statistics_of
 from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
 
 import cupy_flash
@@ -26,6 +27,12 @@ def tiles(request, monkeypatch):
 def test_results_and_gradients_are_those_of_the_reference(name, tiles):
     case, call = call_of(name)
     check(case, call=call)
+
+
+@pytest.mark.parametrize("name", ["keys-causal-heads", "query-heads-bias", "rows-sink", "lengths-alibi", "bfloat16"])
+def test_statistics_are_those_of_the_scores_of_the_named_keys(name, tiles):
+    case, call = call_of(name)
+    assert_are_of_the_scores(case, call, statistics_of(call))
 
 
 Q, K, V, DOUT = normal(0, (B, SQ, HQ, D), (B, SK, HK, D), (B, SK, HK, DV), (B, SQ, HQ, DV))
@@ -59,6 +66,23 @@ def test_the_order_of_a_list_and_the_place_of_its_negative_entries_change_no_mor
     mixed[mixed < 0] = -7
     assert (mixed != lists).any()
     assert_close(results(mixed), results(lists))
+
+
+def test_of_equal_scores_the_lowest_named_key_is_the_argmax(tiles):
+    lists = lists_of(np.random.default_rng(2), heads=HK)
+    found = cupy_flash.attention(0 * Q, K, V, selected=lists, return_lse=True, statistics=ALL)[2]
+    lowest = np.where(lists < 0, SK, lists).min(axis=-1)
+    expected = np.where(lowest == SK, -1, lowest).repeat(HQ // HK, axis=1)
+    np.testing.assert_array_equal(found.argmax, expected)
+
+
+def test_statistics_of_a_cache_are_those_of_its_keys():
+    lists, options = lists_of(np.random.default_rng(2), q_len=3), dict(sink=np.arange(4.0), causal=True)
+    options |= dict(selected=lists, return_lse=True, statistics=ALL)
+    *_, expected = cupy_flash.attention(Q[:, :3], K, V, engine="cpu", **options)
+    *_, found = cupy_flash.attention_with_kv_cache(Q[:, :3], K, V, **options)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("sink", [None, np.arange(4.0)], ids=["", "sink"])
@@ -200,9 +224,9 @@ REFUSED = {
     "it computes no JVP with selected keys in this version": lambda **o: cupy_flash.attention_double_backward(
         Q, None, None, DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), **o
     ),
-    "it computes no max with selected keys": lambda **o: cupy_flash.attention(
-        Q, K, V, return_lse=True, statistics=("max",), **o
-    ),
+    "cpu: it computes no gradients of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
+        Q, K, V, return_lse=True, statistics=("entropy",), **o
+    )[1](DOUT, None, None, np.zeros((B, HQ, SQ))),
     "it computes no key_importance with selected keys": lambda **o: cupy_flash.key_importance(
         Q, K, np.zeros((B, HQ, SQ)), **o
     ),

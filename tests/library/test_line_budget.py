@@ -56,7 +56,14 @@ BUDGET = {
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
         (58, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),
         (14, "cpu_decode: larger chunks of keys that need no copy"),
+        (175, "FlashMLA's functions 141, flash-attention 3's qv 34"),
+        (27, "statistics of selected keys on the CPU"),
         (14, "torch: tangents are refused by operators that have a backward alone"),
+        (
+            265,
+            "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 145, runs 50, Params 50, "
+            "dispatch and jax 20",
+        ),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

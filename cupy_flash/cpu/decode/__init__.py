@@ -84,7 +84,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
             from . import selected  # imported by the first call with selected keys
 
             selected.attend(plan, operands, call, sequences)
-            return out, lse
+            return out, lse, *statistics
 
         def chunks(first: int, last: int, start: int) -> list[tuple[int, int]]:
             """Return the chunks of a piece [first, last) from key `start` on; with split_size all have full size."""

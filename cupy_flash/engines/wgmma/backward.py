@@ -159,6 +159,8 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "SHARES": tile.shares,
         "DQ_IN_ORDER": problem.deterministic,
         "DQ_IN_BULK": tile.dq_in_bulk,
+        # The order of a deterministic backward is that of the keys of each head (key_blocks.cuh).
+        "LONGEST_FIRST": problem.layout == "thd" and not problem.deterministic,
         "PINGPONG": False,
     }
 

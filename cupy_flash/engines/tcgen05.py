@@ -187,8 +187,7 @@ def _backward_seconds(problem: Problem, pairs: int, device: Device, tile: Tile) 
     """Return predicted seconds: waves of blocks x the slower of products and exponentials."""
     elements = tile.block_q * tile.block_kv
     products = elements * (3 * problem.head_dim + 2 * problem.head_dim_v) * BACKWARD_PRODUCT_COST / MULTIPLY_ADDS
-    clocks = BACKWARD_STEP + WAIT * tile.strict
-    clocks += max(products, elements / EXPONENTIALS.get(device.arch, 16))
+    clocks = max(products, elements / EXPONENTIALS.get(device.arch, 16)) + BACKWARD_STEP + WAIT * tile.strict
     blocks = max(problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_kv), 1)
     visited = problem.mask.visited(problem.group * pairs / max(problem.kv_len, 1), tile.block_kv, tile.block_q)
     steps = -(-visited // tile.block_q) + TILE_STEPS

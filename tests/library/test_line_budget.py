@@ -30,7 +30,7 @@ BUDGET = {
         (224, "array libraries: export, import and tapes of four, and gradients in mlx's and TensorFlow's"),
         (22, "mma: the tiles of a backward whose warps share their scores, and what they read of shared memory"),
         (119, "the engine tcgen05: what it refuses, its tiles, cost model, share of polynomials and launch"),
-        (22, "tcgen05 with a strict order of mma, beside the others in check and tune"),
+        (28, "tcgen05 with a strict order of mma, forward and backward, beside the others in check and tune"),
         (182, "micro-kernels of tcgen05: products, order, commits, shapes of loads and stores, allocation in turns"),
         (24, "check with ptxas's checks of tensor memory"),
         (48, "the backward of tcgen05: what it refuses, its tiles, cost model and launches"),
@@ -87,6 +87,7 @@ BUDGET = {
         (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
         (99, "packed: the order of blocks in packed batches, and how evenly they end"),
         (4, "static: MAY_SPILL has four rows of the tcgen05 forward"),
+        (30, "Blackwell: a strict order in the models of events, and two loops of the backward in static"),
     ],
 }
 LARGEST = 500

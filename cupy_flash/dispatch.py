@@ -297,6 +297,7 @@ SELECTED_WEIGHTS = ".cpu.selected_weights"
 INDEXER = ".cpu.indexer"
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
+REPEATED = (FLASH, ".cpu.decode")  # the modules on the CPU that repeat kept calls
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
@@ -306,14 +307,14 @@ def launcher(backend: str) -> ModuleType:
     return _imported(LAUNCHERS[backend])
 
 
-def repeater(backend: str) -> ModuleType:
-    """Return the module that repeats kept calls: of launches, or on the CPU of torch's operators."""
-    return launcher(backend) if backend in LAUNCHERS else _imported(FLASH)
+def repeater(chosen: Plan) -> ModuleType:
+    """Return the module that repeats kept calls of a plan: of launches, or on the CPU the engine's."""
+    return _module(chosen)
 
 
 def repeated_on_cpu(chosen: Plan, operands: Operands) -> Any:
-    """Return what `repeater("cpu")` needs of a call, or None if later calls may need more."""
-    return _module(chosen).kept(chosen, operands) if _code(chosen) == FLASH else None
+    """Return what `repeater` needs of a call on the CPU, or None if later calls may need more."""
+    return _module(chosen).kept(chosen, operands) if _code(chosen) in REPEATED else None
 
 
 SELECTED_DERIVATIVES = ".cpu.selected_derivatives"

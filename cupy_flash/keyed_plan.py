@@ -18,8 +18,9 @@ expects has no key. A call has none with statistics, dropout, a seed, or options
 either; on torch tensors
 also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy arrays before torch is imported. Calls
 that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
-records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py), are posed every time; the
-entry of their key is None. On the CPU an entry tests the state of torch and the contents of results at every call.
+records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py) and of few queries
+(cpu/decode), are posed every time; the entry of their key is None. On the CPU an entry tests the state of torch and the
+contents of results, or the properties of the device, at every call.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
     from .gpu.run_plan import Work
     from .mods.trace import Mod
+    from .plan.plan import Plan
     from .problem.build import Table
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
@@ -110,12 +112,10 @@ class Entry:
         "served",
     )
 
-    def __init__(
-        self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None, layout: str
-    ) -> None:
-        self._repeat: Repeat = dispatch.repeater(backend).repeat
+    def __init__(self, chosen: Plan, kept: KeptLaunches, distances: Distances = (), longest: int | None = None) -> None:
+        self._repeat: Repeat = dispatch.repeater(chosen).repeat
         self._kept, self._distances, self._longest = kept, distances, longest
-        self.layout = layout
+        self.layout = chosen.problem.layout
         self.served = 0
         self.others: tuple[object, ...] | None = None
         self.mods = ""
@@ -343,15 +343,14 @@ def _entry(
 ) -> Entry | None:
     """Return the entry of calls that are posed like this one, or None if they may need more than launches."""
     chosen, cache = dispatch.plan_for(problem), operands.cache
-    backend = chosen.device.backend
     checked = [getattr(operands, name) for name in CHECKED]
     if cache is not None:
         checked += of_cache().indices_of(cache)
     if dispatch.is_recording() or any(isinstance(x, Array) and x.device == "cpu" for x in checked):
         return None
-    if backend not in dispatch.LAUNCHERS:
-        of_operators = dispatch.repeated_on_cpu(chosen, operands)
-        return None if of_operators is None else Entry(backend, of_operators, (), None, problem.layout)
+    if chosen.device.backend not in dispatch.LAUNCHERS:
+        on_cpu = dispatch.repeated_on_cpu(chosen, operands)
+        return None if on_cpu is None else Entry(chosen, on_cpu)
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
@@ -367,7 +366,7 @@ def _entry(
     work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
     longest = None if cache is None else of_cache().longest_length(problem, operands)
     kept = KeptLaunches(work, allocator, has_length=longest is not None)
-    return Entry(backend, kept, _distances(problem, operands, kept.inputs), longest, problem.layout)
+    return Entry(chosen, kept, _distances(problem, operands, kept.inputs), longest)
 
 
 def _distances(problem: Problem, operands: Operands, names: tuple[str, ...]) -> Distances:

@@ -52,6 +52,7 @@ constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence 
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0   // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
 #define LONGEST_FIRST 0  // packed backward: the blocks of the longest sequences start first
+#define S_AHEAD 0        // backward: S of the next tile overlaps the addition to dQ; unlike DEFERRED, dK does not wait
 #define TMA_KV 0         // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define CLUSTER_MERGE 0  // decode: the blocks of a cluster compute the parts of one output tile, and merge them
 #define STAGED_BIAS 0    // tcgen05: the caller of Score sets the bias, of which a warp has copied a part

@@ -18,6 +18,7 @@ import on_gpu
 import pytest
 
 from cupy_flash import dispatch
+from cupy_flash.commands import info
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.kernel_cache import compiled
 from cupy_flash.simulator.counters import Counters
@@ -129,6 +130,16 @@ def kernel_cache(tmp_path_factory, request):
         if not request.config.option.exhaustive:
             patch.setattr(nvrtc, "flags", faster(nvrtc.flags))
         compiled.cache_clear()
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed_packages():
+    """Read the metadata of all installed packages once: it takes half a second, and no test installs into its own
+    environment.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(info, "packages_distributions", functools.cache(info.packages_distributions))
         yield
 
 

@@ -87,6 +87,13 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
     "KV cache fp16 D 64 all options": dict(dtype="float16", head_dim=64, cache=True) | CACHE_OPTIONS,
     "KV cache fp16 D 128 all options": dict(dtype="float16", head_dim=128, cache=True) | CACHE_OPTIONS,
+    "KV cache fp16 D 576/512 latent": dict(
+        dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
+    ),
+    "KV cache fp16 D 576/512 latent, all options": dict(
+        dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
+    )
+    | CACHE_OPTIONS,
     "KV cache fp16 D 64 e4m3": dict(dtype="float16", head_dim=64, cache=True, kv_dtype=FP8),
     "KV cache fp16 D 128 e4m3": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8),
     "KV cache bf16 D 128 e4m3": dict(dtype="bfloat16", head_dim=128, cache=True, kv_dtype=FP8),

@@ -347,9 +347,9 @@ class SelectedCall(Call):
         S = products_of_rows(Q, K, self.scratch, "S")
         self.scale(S)
         saved = [step.apply(S, tile, save=self.problem.backward) for step in self.score_steps]
-        return S, saved, self.hide(S, tile, band)
+        return S, saved, self.hide_unseen(S, tile, band)
 
-    def hide(self, S: np.ndarray, tile: ListTile, band: Band) -> bool:
+    def hide_unseen(self, S: np.ndarray, tile: ListTile, band: Band) -> bool:
         """Set the scores that a row does not see to -inf, and return whether any score of the tile may be hidden."""
         hidden = tile.hidden
         if self.problem.mask.edges:

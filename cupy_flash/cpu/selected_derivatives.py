@@ -64,7 +64,7 @@ def _scores(
     call.scale(S)
     call.scale(tS)
     saved = [step.tangent(S, tS, tile, save) for step in call.score_steps]
-    call.hide(S, tile, sequence.band)
+    call.hide_unseen(S, tile, sequence.band)
     return S, tS, saved
 
 

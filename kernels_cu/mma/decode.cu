@@ -366,7 +366,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
     else
       Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
 #if SCALED_KV
-    scale_products(S_rmem, slot, Q_sums);
+    scale_products(S_rmem, slot, 16 * warp, Q_sums);
 #endif
     if (tiles.masked())
       modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
@@ -393,7 +393,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
     unsigned int P_rmem[M][N / 2][4];
 #if SCALED_KV
-    scaled_P.round(P_rmem, S_rmem, O_rmem, zeros_rmem, slot);
+    scaled_P.round(P_rmem, S_rmem, O_rmem, zeros_rmem, slot, 16 * warp);
 #else
     round_fragments(P_rmem, S_rmem);
 #endif

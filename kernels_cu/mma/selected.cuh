@@ -43,7 +43,8 @@ __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowSt
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           largest[m][half] = max(largest[m][half], S[m][n][e]);
-          if constexpr (FIND_MAX) statistics[m][half].take(S[m][n][e], keys.key[column_of(n, e)]);  // @listed-key-of-fragment
+          if constexpr (FIND_MAX)
+            statistics[m][half].take(S[m][n][e], keys.key[column_of(n, e)]);  // @listed-key-of-fragment
         }
     }
   return update_max(factors, softmax, statistics, largest, scale_log2);

@@ -68,11 +68,11 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
     }
     ++rings.dQ.index;
   };
-  // STRICT: S and dQ, or dP, are written over the operands of the product before.
+  // STRICT: S and dQ, or dP, are written over operands of the product before.
   auto wait_for_products = [&] {
     if constexpr (STRICT) {
       if (issues_loads()) tcgen05_commit(products_complete.mbarrier);
-      products_complete.wait();
+      products_complete.wait();  // @wait-products
     }
   };
 
@@ -154,7 +154,8 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
 #pragma unroll
         for (int n = 0; n < QUERIES; n += PART) kept[n / PART] = kept_queries(dropout, i + n, j);
       }
-      rings.rows.wait();  // S is issued after this, but its commit is a signal of the mma alone
+      // S is issued after the mma has waited for the rows, but its commit is a signal of the mma alone.
+      rings.rows.wait();  // @wait-rows-of-queries
       const float *minus_lse2 = rings.row_numbers(smem) + first, *minus_delta = minus_lse2 + BLOCK_Q;
       S_ready.wait();  // @wait-S-of-queries
       if constexpr (PART_BY_PART) {

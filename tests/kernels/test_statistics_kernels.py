@@ -223,6 +223,7 @@ CACHES = {
     "decode-producer": (LONG, dict(blocks=2, arch="sm_90a", tma=True)),
     "decode-clusters": (LONG, dict(arch="sm_90", cluster=4)),
     "decode-fp8": (CacheCase(q_len=2, page=8, dtype="float16", cache_dtype="float8_e4m3fn"), {}),
+    "decode-latent": (replace(SPLIT, kv_heads=1, shared=True, softcap=2.0), dict(rows=64)),
     "decode-window": (CacheCase(lengths=(150, 20), capacity=160, window=(30, None), dtype="bfloat16", scale=-0.5), {}),
 }
 

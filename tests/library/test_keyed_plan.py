@@ -6,6 +6,7 @@ CuPy's arrays, devices and streams are tested in tests/gpu_in_numpy/inside/test_
 
 import contextlib
 import gc
+import inspect
 import itertools
 import math
 import os
@@ -1376,3 +1377,20 @@ def test_an_argument_of_any_type_is_served_or_refused_as_if_nothing_were_kept(fu
         monkeypatch.setattr(module, "call_on_tensors", lambda *_: None)
     for more, result in zip(odd, results, strict=True):
         assert result == called(**more)[0], more
+
+
+def test_an_argument_of_an_append_of_any_type_is_served_or_refused_as_if_nothing_were_kept(on_simulator, monkeypatch):
+    given = dict(zip(("k", "v", "k_cache", "v_cache"), APPENDED, strict=True)) | {"cache_seqlens": 3}
+
+    def called(more):
+        try:
+            return outcome(lambda: cupy_flash.append_to_kv_cache(**given | more))
+        except Exception as error:
+            return repr(error), False
+
+    called({})
+    odd = [{name: x} for name in inspect.signature(cupy_flash.append_to_kv_cache).parameters for x in ODD]
+    results = [called(more)[0] for more in odd]
+    monkeypatch.setattr(of_cache_on_torch, "call_on_tensors", lambda *_: None)
+    for more, result in zip(odd, results, strict=True):
+        assert result == called(more)[0], more

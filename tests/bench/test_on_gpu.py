@@ -384,7 +384,7 @@ def kernels_of_indexer(arrays, options, lists):
     names = ("q", "weights", "k", *(() if lists is not None else ("selected", "target", "row_weights")))
     given = dict(zip(names, arrays, strict=True))
     given |= {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
-    rule = None if lists is None else Rule(options["n"], block=options["block"])
+    rule = None if lists is None else Rule(options["n"], block=options.get("block", 1))
     function = "gradients" if lists is None else "select"
     posed = pose_indexer(function, given, rule)
     return {launch.kernel for launch in requested(function, *posed, device.named("sm_90a"))[0]}
@@ -423,7 +423,7 @@ def test_sanitized_calls_start_every_kernel():
     # drow_weights follows the launches of a plan if there are row weights, which a plan does not know.
     of_rows = set().union({"drow_weights"}, *map(kernels_of_weights, sanitize.ROWS.values()))
     of_indexer = set().union(*(kernels_of_indexer(*call) for _, *call in sanitize.indexer_calls()))
-    assert {"simt/select_keys", "mma/select_keys", "indexer/loss_k"} <= of_indexer
+    assert {"simt/select_keys", "mma/select_keys", "indexer/merge_parts", "indexer/loss_k"} <= of_indexer
     assert kernels == every - of_caches - (of_derivatives - kernels) - of_rows - (of_indexer - kernels) - others
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")

@@ -269,6 +269,8 @@ def indexer_calls() -> Iterator[tuple[str, tuple[Any, ...], dict, Any]]:
     for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         arrays, lists, options = indexer_cases.in_pages(12, dtype)
         yield dtype.name, tuple(arrays), options, lists
+        few, options = indexer_cases.whole_numbers(0, 3, 150), indexer_cases.CHOICES["causal"]  # parts of the keys
+        yield dtype.name, tuple(x.astype(dtype) for x in few), options, indexer_cases.sorted_choice(*few, **options)
         yield dtype.name, indexer_cases.normal(dtype=dtype), {}, None
 
 

@@ -33,6 +33,7 @@ KERNEL_DEVELOPMENT = {
     "predict": "predict the speed of the Hopper and Blackwell engines from their SASS, without a GPU",
     "latent": "count the bytes that a decode of values inside keys reads, and predict its speed",
     "selected": "count the bytes that kernels move for lists of selected keys, and the instructions of the look-up",
+    "packed": "model the order of blocks in packed batches, and how evenly they end",
     "sass": "compare the machine code of other implementations' kernels, a folder of cubins, with ours",
     "costs": "compare the cost models with a sweep and fit their constants",
     "bounds": "find the bottleneck of the fastest tiles of sweeps with Nsight Compute",

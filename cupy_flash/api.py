@@ -740,6 +740,9 @@ def compile(
     packed: bool = False,
     cache: bool = False,
     kv_dtype: DType | None = None,
+    kv_scale: DType | None = None,
+    page: int | None = None,
+    prefixes: bool = False,
     split_size: int | None = None,
     rotary: Presence = None,
     rotary_dim: int | None = None,
@@ -764,7 +767,11 @@ def compile(
         packed: compile for `attention_varlen`.
         cache: compile for `attention_with_kv_cache` with causal=True, contiguous and paged, and for
             `append_to_kv_cache`; forward only.
-        kv_dtype: with cache, the dtype of the caches, that of q or float8_e4m3fn; None means that of q.
+        kv_dtype: with cache, the dtype of the caches: that of q (None), float8_e4m3fn, or with kv_scale also int8,
+            float8_e5m2 or uint8, for codes of 4 bits.
+        kv_scale: with cache, the dtype of k_scale and v_scale, float16 or float32; None for caches without them.
+        page: with cache, the keys of a page, if they are no power of two: compile for pages of any such number.
+        prefixes: with cache, compile for calls with shared prefixes.
         split_size: with cache, the split_size of the calls.
         rotary: with cache, compile for calls with rotary tables: True for tables in the dtype of q, or the name of
             their dtype.
@@ -791,8 +798,8 @@ def compile(
     on = ahead.device_for(arch)
     launches = ahead.launches(
         on, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, shared_kv=shared_kv, group=group, backward=backward,
-        packed=packed, cache=cache, kv_dtype=kv_dtype, split_size=split_size, rotary=rotary, rotary_dim=rotary_dim,
-        rotary_interleaved=rotary_interleaved, **options,
+        packed=packed, cache=cache, kv_dtype=kv_dtype, kv_scale=kv_scale, page=page, prefixes=prefixes,
+        split_size=split_size, rotary=rotary, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved, **options,
     )  # fmt: skip
     results = tuple(compile_launch(launch, on.arch) for launch in launches)
     if arch is None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EXTRA = '; install the extra of your CUDA version: python -m pip install "cupy-flash[cuda13]" (or cuda12)'
 
 
-def device_of(problem: Problem) -> Device:
+def device_of(problem: Problem | Indexer) -> Device:
     """Return the device of the requested backend, by default the device of the problem's arrays.
 
     Raises UnsupportedError for a GPU that CuPy cannot use.
@@ -160,21 +160,37 @@ def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> Weig
 
 
 def select_keys(indexer: Indexer, operands: IndexerOperands) -> Array:
-    """Return the lists of keys that an indexer chooses, on the CPU."""
-    lists: Array = _imported(INDEXER).select(indexer, operands)
+    """Return the lists of keys that an indexer chooses."""
+    lists: Array = _of_indexer("select", indexer, operands)
     return lists
 
 
 def selection_loss(indexer: Indexer, operands: IndexerOperands) -> Array:
-    """Return the loss of an indexer, on the CPU."""
-    loss: Array = _imported(INDEXER).loss(indexer, operands)
+    """Return the loss of an indexer."""
+    loss: Array = _of_indexer("loss", indexer, operands)
     return loss
 
 
 def selection_loss_gradients(indexer: Indexer, operands: IndexerOperands) -> tuple[Array, Array, Array, Array]:
-    """Return the loss of an indexer and its gradients by q, weights and k, on the CPU."""
-    results: tuple[Array, Array, Array, Array] = _imported(INDEXER).gradients(indexer, operands)
+    """Return the loss of an indexer and its gradients by q, weights and k."""
+    results: tuple[Array, Array, Array, Array] = _of_indexer("gradients", indexer, operands)
     return results
+
+
+def _of_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> Any:
+    """Return the results of a function of the indexer, which its modules for CPUs and for GPUs both have."""
+    if indexer.backend.startswith("cpu"):
+        return getattr(_imported(INDEXER), function)(indexer, operands)
+    on = device_of(indexer)
+    return launcher(on.backend).indexer(function, indexer, operands, on)
+
+
+def load_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> None:
+    """Compile and load the kernels of a function of the indexer on the current GPU."""
+    from .engines.indexer import requested  # imported by the first call of an indexer
+
+    on = device_of(indexer)
+    load(requested(function, indexer, operands, on)[0], on)
 
 
 def along_cotangents(problem: Problem) -> Problem:
@@ -281,6 +297,7 @@ SELECTED_WEIGHTS = ".cpu.selected_weights"
 INDEXER = ".cpu.indexer"
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
+REPEATED = (FLASH, ".cpu.decode")  # the modules on the CPU that repeat kept calls
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
@@ -290,23 +307,26 @@ def launcher(backend: str) -> ModuleType:
     return _imported(LAUNCHERS[backend])
 
 
-def repeater(backend: str) -> ModuleType:
-    """Return the module that repeats kept calls: of launches, or on the CPU of torch's operators."""
-    return launcher(backend) if backend in LAUNCHERS else _imported(FLASH)
+def repeater(chosen: Plan) -> ModuleType:
+    """Return the module that repeats kept calls of a plan: of launches, or on the CPU the engine's."""
+    return _module(chosen)
 
 
 def repeated_on_cpu(chosen: Plan, operands: Operands) -> Any:
-    """Return what `repeater("cpu")` needs of a call, or None if later calls may need more."""
-    return _module(chosen).kept(chosen, operands) if _code(chosen) == FLASH else None
+    """Return what `repeater` needs of a call on the CPU, or None if later calls may need more."""
+    return _module(chosen).kept(chosen, operands) if _code(chosen) in REPEATED else None
 
 
+SELECTED_DERIVATIVES = ".cpu.selected_derivatives"
 # {backend: module of JVP and double backward}
 DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 
 
 def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
-    return _imported(DERIVATIVES[chosen.device.backend])
+    backend = chosen.device.backend
+    lists = chosen.problem.selected is not None and backend not in LAUNCHERS
+    return _imported(SELECTED_DERIVATIVES if lists else DERIVATIVES[backend])
 
 
 def _weights(chosen: Plan) -> ModuleType:

@@ -46,11 +46,13 @@ constexpr bool PERSISTENT = false;  // persistent grid: one block per SM compute
 constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else each takes every gridDim.x-th
 constexpr bool O_BUFFER = false;     // forward: O has shared memory of its own; else it is staged in that of Q
 constexpr int POLYNOMIALS = 0;       // of 16 exponentials, those that a polynomial computes on the FMA pipe
-constexpr bool STRICT = false;       // tcgen05: the mma of S wait until those of PV before are complete
+constexpr bool STRICT = false;       // tcgen05: an mma that overwrites operands of earlier ones waits for these
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0   // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
+#define LONGEST_FIRST 0  // packed backward: the blocks of the longest sequences start first
+#define S_AHEAD 0        // backward: S of the next tile overlaps the addition to dQ; unlike DEFERRED, dK does not wait
 #define TMA_KV 0         // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define CLUSTER_MERGE 0  // decode: the blocks of a cluster compute the parts of one output tile, and merge them
 #define STAGED_BIAS 0    // tcgen05: the caller of Score sets the bias, of which a warp has copied a part
@@ -109,6 +111,12 @@ constexpr bool MEAN = false;    // attention_weights: the mean over the heads
 constexpr int GRADIENT_OF = 0;  // in a backward, the result that has a gradient: these three, in this order
 using weight_element = float;   // dtype of the row weights of key_importance
 
+// The lightning indexer: select_keys and selection_loss.
+#define INDEXER 0              // Params has its arrays
+using head_element = float;    // dtype of the weights of its heads
+using target_element = float;  // dtype of the target of selection_loss
+using row_element = float;     // dtype of its row weights
+
 // A KV cache.
 #define KV_CACHE 0             // K and V are caches: Params has the arrays that say which keys a sequence has
 constexpr bool PAGED = false;  // the caches are pools of pages with a block table
@@ -117,9 +125,12 @@ constexpr bool PAGED = false;  // the caches are pools of pages with a block tab
 #define SCALES_OF_16_BITS 0    // SCALED_KV: scales and zeros are fp16, else fp32
 #define CODES_OF_4_BITS 0      // SCALED_KV: two codes a byte, and a zero for each key and head
 #define LATENT 0               // decode: values are the first columns of the keys, and both are read from one tile
-constexpr int SPLIT_SIZE = 0;  // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
-constexpr int CLUSTER = 1;     // CLUSTER_MERGE: blocks of a cluster
-constexpr int ROTARY_DIM = 0;  // columns of Q and of appended keys that are rotated
+#define PREFIXES 0             // PAGED: sequences share prefixes, which precede their own keys (prefixes.cuh)
+#define PREFIX_PASS 0          // PREFIXES: a decode of the rows of all sequences of a group, on the keys of its prefix
+constexpr int PREFIX_BLOCK_Q = 16;  // PREFIXES: BLOCK_Q of that decode
+constexpr int SPLIT_SIZE = 0;       // split-KV: pieces end at multiples of this many keys; 0: equal runs of tiles
+constexpr int CLUSTER = 1;          // CLUSTER_MERGE: blocks of a cluster
+constexpr int ROTARY_DIM = 0;       // columns of Q and of appended keys that are rotated
 constexpr bool ROTARY_INTERLEAVED = false;  // pairs are columns 2n, 2n + 1; else n, n + ROTARY_DIM / 2
 using cos_element = float;                  // dtypes of the rotary tables
 using sin_element = float;

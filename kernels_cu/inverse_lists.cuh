@@ -1,6 +1,6 @@
 // The lists that name each block of keys, in ascending order, from a stable counting sort in three kernels: the lists
-// are cut into CHUNKS, whose entries selected_count.cu counts by block, selected_scan.cu sums over blocks and chunks,
-// and selected_fill.cu sorts. The result depends on the lists alone.
+// are cut into CHUNKS, whose entries selected/count_entries.cu counts by block, selected/scan_counts.cu sums over
+// blocks and chunks, and selected/fill_lists.cu sorts. The result depends on the lists alone.
 #pragma once
 #include "selection.cuh"
 
@@ -56,6 +56,22 @@ struct InverseLists {
     return __syncthreads_or(any);
   }
 };
+
+// Calls visit() for the tiles of rows whose lists name a block of keys and that may see one, list after list, for the
+// query heads of a key/value head.
+template <typename Visit>
+__device__ void visit_rows(ListRows& tile, const Params& p, const Sequence& sequence, int kv_head, int block,
+                           Range visible, Visit visit) {
+  for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head += HEADS_OF_LIST) {
+    Lists lists(p, sequence, head);
+    InverseLists inverse(p, sequence, lists, p.selected_heads == 1 ? 0 : head / HEADS_OF_LIST);
+    Range places = visible.begin < visible.end ? inverse.of_block(block) : Range{0, 0};
+    for (int start = 0; start < (places.end - places.begin) * lists.rows; start += BLOCK_Q) {
+      __syncthreads();
+      if (inverse.find_rows(tile, lists, places, start, visible, head)) visit();
+    }
+  }
+}
 
 // Calls visit(place in `ends`, list) for the entries of a chunk that name a block, list after list.
 template <typename Visit>

@@ -3,6 +3,9 @@
 //
 //   BlockIndex   the keys of a block; BlockTiles: an iterator over its tiles of keys
 #pragma once
+#if LONGEST_FIRST
+#include "tile_counts.cuh"
+#endif
 #include "sequence.cuh"
 
 // @GROUP_BLOCKS
@@ -34,6 +37,30 @@ struct BlockIndex {
       tile = number / size, kv_head = head % gridDim.y, batch = head / gridDim.y;
     }
   }
+
+#if LONGEST_FIRST
+  // Blocks start in the order of their indices in the grid. The sequences with the most tiles come first, so that no
+  // long block starts when the others end. Of a sequence the first keys come first: under a causal mask the most
+  // queries see them. As many heads alternate as a GPU has SMs for, so that their Q, dO and dQ stay in the L2 cache.
+  // The blocks that no sequence needs have the rows past the last one, or a tile that is not below gridDim.x: no work.
+  __device__ BlockIndex(const Params& p) : tile(blockIdx.x), kv_head(blockIdx.y), batch(blockIdx.z) {
+    if (p.batch > TileCounts::SEQUENCES) return;
+    int number = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z), heads = gridDim.y;
+    TileCounts counts(p, gridDim.x);
+    int tiles = counts.of_place(number / heads);  // @tiles-of-number
+    number -= counts.of_longer(tiles) * heads;
+    if (tiles == 0) {
+      batch = p.batch, tile = number / heads, kv_head = number % heads;  // @past-the-last-sequence
+      return;
+    }
+    batch = counts.sequence(tiles, number / (tiles * heads));  // @sequence-of-number
+    number %= tiles * heads;
+    int group = max(GROUP_BLOCKS / 2 / tiles, 1), first = number / (group * tiles) * group;
+    int size = min(group, heads - first);
+    number -= first * tiles;
+    tile = number / size, kv_head = first + number % size;  // @tile-of-number
+  }
+#endif
 };
 
 // Iterator over the tiles of keys of a block: every gridDim.x-th tile. DQ_IN_ORDER: consecutive tiles in descending

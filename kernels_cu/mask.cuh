@@ -12,6 +12,9 @@ struct Band {
 #if KV_CACHE
   int leftpad;  // no query sees the keys before it
 #endif
+#if PREFIXES
+  int keys_after;  // keys of the sequence after kv_len
+#endif
   Mod mod;
 
   __device__ Band(const Params& p, const Sequence& sequence)
@@ -25,6 +28,9 @@ struct Band {
     if (WINDOW_RIGHT) high = inside(floor_div((long long)sequence.offset + p.window_right, sequence.step));
 #if KV_CACHE
     leftpad = sequence.leftpad;
+#endif
+#if PREFIXES
+    keys_after = sequence.keys_after;
 #endif
   }
 
@@ -92,6 +98,9 @@ struct DenseMask {
     const unsigned char* mask = (const unsigned char*)p.mask.data;
 #if KV_CACHE
     j -= band.kv_len - p.mask_keys;  // @shift-mask: with a cache the mask has only the last keys
+#if PREFIXES
+    j -= band.keys_after;  // @mask-on-prefix
+#endif
     if (j < 0) return true;
 #endif
     return mask[b * p.mask.batch + h * p.mask.head + i * p.mask.row + j * p.mask.column] != 0;

@@ -37,6 +37,9 @@ struct QueryPositions {
 
   __device__ QueryPositions(const Params& p, const Sequence& sequence)
       : given(p.positions), first(sequence.offset), last(p.cache_capacity - 1) {
+#if PREFIXES
+    first += sequence.keys_before, last += p.prefix_capacity;  // @query-position-after-prefix
+#endif
     if (given) given += PACKED ? sequence.q_start : sequence.batch * p.positions_row;  // @given-positions
   }
   __device__ int operator()(int i) const { return min(max(given ? given[i] : first + i, 0), last); }  // @query-position

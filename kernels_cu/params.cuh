@@ -114,6 +114,23 @@ struct Params {
 #if STATISTICS
   void* part_statistics;  // workspace: PartStatistics (statistics.cuh) of the partial results, (number, BLOCK_Q)
 #endif
+#if PREFIXES
+  int* prefix_table;
+  int* prefix_lengths;
+  int* prefix_group;
+  int* prefix_rows;    // workspaces: the sequence of each query of a group, group after group (prefixes.cuh),
+  int* prefix_places;  // the place among them of the first query of a sequence,
+  int* prefix_starts;  // (groups + 1, 2): the place of the first query of a group, and its first iteration,
+  float* prefix_out;   // and the partial results of the keys of prefixes, as part_out and part_lse
+  float* prefix_lse;
+  long long prefix_table_row;
+  int prefix_groups;
+  int prefix_capacity;  // keys of a row of prefix_table
+  int prefix_results;
+#if STATISTICS
+  void* prefix_statistics;
+#endif
+#endif
 #if SCALED_KV
   Operand k_scale;  // one number per key and head of the caches; zeros are null but for codes of 4 bits
   Operand v_scale;
@@ -160,6 +177,25 @@ struct Params {
   int* head_next;
   Dense drow_sums;     // workspace: the gradient of the weight of each row, (batch, head, row)
   Dense drow_weights;  // their sums over the axes along which row_weights broadcast
+#endif
+#if INDEXER
+  Operand head_weights;    // (batch, head, query)
+  int* lists;              // result of select_keys: (batch, query, entry)
+  void* candidate_scores;  // workspaces of select_keys: (block, row, place)
+  int* candidates;
+  int* candidate_counts;  // (block, row), of several parts
+  int candidate_places;   // of a row
+  int parts;              // into which the keys are divided
+  int part_keys;
+  int list_entries;
+  int local_entries;   // that come first
+  Dense target;        // selection_loss: (batch, query, entry), the last by `column`
+  Dense loss_weights;  // of rows: (batch, query); null: 1
+  void* dloss;         // null: 1
+  void* loss;
+  void* listed_scores;  // workspace: the scores of lists, then their gradients, (batch, query, entry)
+  double* row_losses;   // workspace: (batch, query)
+  Operand dhead_weights;
 #endif
 #if MODS
   Captured captured;  // arrays and numbers of a score_mod and a mask_mod

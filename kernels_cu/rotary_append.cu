@@ -40,6 +40,9 @@ __device__ inline real rotated(const Params& p, const element* row, int d, int p
 // The position of row i of q or k, whose first row has position `first`.
 __device__ inline int position_of(const Params& p, const Sequence& sequence, int first, int i) {
   if (sequence.batch == p.batch) return 0;  // rows past the last sequence of a packed batch
+#if PREFIXES
+  first += sequence.keys_before;  // @position-after-prefix
+#endif
   return p.positions ? p.positions[(PACKED ? sequence.q_start : sequence.batch * p.positions_row) + i] : first + i;
 }
 

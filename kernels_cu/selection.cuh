@@ -93,6 +93,46 @@ struct ListKeys {
 
 struct ListTile : ListRows, ListKeys {};
 
+// The tiles of BLOCK_Q rows of one list that a block owns, one after another.
+struct ListTiles {
+  const Sequence& sequence;
+  const Band& band;
+  Lists lists;
+  int head;     // of the first row
+  int of_list;  // tiles of a list
+  int tile;
+  int list;       // of the tile
+  Range visible;  // keys that a row of the tile may see
+
+  __device__ ListTiles(const Params& p, const Sequence& sequence, const Band& band, int head)
+      : sequence(sequence),
+        band(band),
+        lists(p, sequence, head),
+        head(head),
+        of_list((lists.rows + BLOCK_Q - 1) / BLOCK_Q),
+        tile(blockIdx.x) {}
+  __device__ bool valid() const { return tile < lists.count(sequence.q_rows) * of_list; }
+  __device__ void next() { tile += gridDim.x; }
+
+  // Finds the rows of the tile, between two barriers.
+  __device__ void find_rows(ListRows& rows) {
+    int first = tile % of_list * BLOCK_Q;
+    list = tile / of_list;
+    visible = ListRows::visible(lists, sequence, band, list, first);
+    __syncthreads();
+    rows.find_rows(lists, list, first, head);
+    __syncthreads();
+  }
+  // Calls visit() for the tiles of the list's keys of which a row may see one.
+  template <typename Visit>
+  __device__ void visit_keys(ListKeys& keys, Visit visit) const {
+    for (long long start = 0; visible.begin < visible.end && start < lists.keys(); start += BLOCK_KV) {
+      __syncthreads();
+      if (keys.find_keys(lists, sequence, list, start, visible)) visit();
+    }
+  }
+};
+
 // A tile of at most BLOCK_KV keys that an entry names together, counted over the blocks of a sequence.
 struct BlockTile {
   int width;  // keys of a block, at most all of them

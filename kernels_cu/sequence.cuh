@@ -67,6 +67,12 @@ struct Sequence {
   int appended;  // rows of k_new that this sequence appends
   int leftpad;   // keys before this position are padding
   Blocks blocks;
+#if PREFIXES
+  int group;        // of the prefix; -1: none
+  int prefix;       // keys of the prefix
+  int keys_before;  // keys of the sequence before key 0 of `blocks`: those of the prefix, or none
+  int keys_after;   // and after kv_len: none, or the sequence's own
+#endif
 
   // Lengths and bounds are clamped, so that wrong contents of an array cause no access out of bounds.
   __device__ Sequence(const Params& p, int b)
@@ -90,7 +96,25 @@ struct Sequence {
     }
     kv_rows = kv_len;
     offset = kv_len - q_len;
+#if PREFIXES
+    group = past_the_end ? -1 : p.prefix_group[b];
+    if (group >= p.prefix_groups) group = -1;
+    prefix = group < 0 ? 0 : min(max(p.prefix_lengths[group], 0), p.prefix_capacity);
+    if (prefix == 0) group = -1;
+    keys_before = prefix, keys_after = 0;
+#endif
   }
+#if PREFIXES
+  // The same queries on the keys of the prefix.
+  __device__ Sequence on_prefix(const Params& p) const {
+    Sequence of_prefix = *this;
+    of_prefix.blocks.table = p.prefix_table + max(group, 0) * p.prefix_table_row;  // @table-of-group
+    of_prefix.kv_len = of_prefix.kv_rows = prefix;
+    of_prefix.offset += prefix;  // @offset-on-prefix
+    of_prefix.keys_before = 0, of_prefix.keys_after = kv_len;
+    return of_prefix;
+  }
+#endif
 #else
   __device__ Sequence(const Params& p, int b) : batch(b) {
     if constexpr (PACKED) {

@@ -66,6 +66,7 @@ struct IterationSpace {
   __device__ int run(int blocks) const { return max((total + blocks - 1) / blocks, SHORTEST_RUN); }
 };
 
+#if !PREFIXES
 // Number of blocks that share the space. Without SPLIT_SIZE the workspace has two partial results per block; with it,
 // one per piece, and results do not depend on the number of blocks.
 __device__ inline int sharing_blocks(const Params& p, int grid) {
@@ -77,3 +78,4 @@ __device__ inline int sharing_blocks(const Params& p, int grid) {
 __device__ inline int partial_result_of(int iteration, int c, bool first_of_tile) {
   return SPLIT_SIZE ? iteration : 2 * c + first_of_tile;  // @result-of-part
 }
+#endif

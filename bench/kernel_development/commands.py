@@ -23,6 +23,7 @@ from . import (
     events,
     latent,
     marks,
+    packed,
     peers,
     predict,
     roles,
@@ -115,6 +116,11 @@ def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
             counts.append(selected.record(selected.count(case)))
     write(describe(arguments, 1) | {"selected": counts}, options.out / "selected.json")
     show(selected.table(counts))
+    return 0
+
+
+def _packed(_: argparse.Namespace, __: list[str]) -> int:
+    show(packed.table())
     return 0
 
 
@@ -216,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     of_latents = commands.add_parser("latent")
     of_latents.set_defaults(run=_latent)
     add_out(of_latents)
+    commands.add_parser("packed").set_defaults(run=_packed)
     machine_code = commands.add_parser("sass")
     machine_code.set_defaults(run=_sass)
     machine_code.add_argument("folder", type=Path, help="folder of *.cubin files of other implementations")

@@ -52,7 +52,7 @@ class _Keys:
 
 def select(indexer: Indexer, operands: IndexerOperands) -> Array:
     """Return the keys or blocks with the largest scores of each row, int32 (B, 1, Sq, n), ascending, -1 last."""
-    batch, q_len, _, rule, _, dtype = indexer
+    batch, q_len, rule, dtype = indexer.batch, indexer.q_len, indexer.rule, indexer.accumulation
     lists = zeros((batch, 1, q_len, rule.n), np.dtype(np.int32), operands.q, -1)
     q, weights = operands.q.numpy(), operands.weights.numpy()
     heads, dim = q.shape[2:]
@@ -156,7 +156,7 @@ def _run(
     indexer: Indexer, operands: IndexerOperands, lost: np.ndarray, results: tuple[Array, ...] | None
 ) -> np.floating:
     """Write the losses of rows, and the gradients; return the sum of the losses."""
-    batch, q_len, kv_len, *_, dtype = indexer
+    batch, q_len, kv_len, dtype = indexer.batch, indexer.q_len, indexer.kv_len, indexer.accumulation
     assert operands.selected is not None
     heads, dim = operands.q.shape[2:]
     entries = operands.selected.shape[3]

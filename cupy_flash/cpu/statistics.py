@@ -41,6 +41,14 @@ class RowStatistics:
         top = np.take_along_axis(S, keys[..., None], axis=-1)[..., 0]
         self.take(top, (keys + first).astype(np.int32))
 
+    def see_listed(self, S: np.ndarray, j: np.ndarray) -> None:
+        """Take the scores (..., keys) of keys j, which broadcasts to them, in any order; hidden scores are -inf."""
+        top = S.max(axis=-1, initial=-np.inf)
+        reach = (top[..., None] == S) | np.isnan(S)
+        last = np.iinfo(np.int32).max
+        keys = np.where(reach, j, last).min(axis=-1, initial=last)
+        self.take(top, keys.astype(np.int32))
+
     def take(self, top: np.ndarray, keys: np.ndarray) -> None:
         """Take the largest scores of other keys, and these keys; of equal scores, or of NaNs, the lowest key stays."""
         undefined, known = np.isnan(top), np.isnan(self.max)

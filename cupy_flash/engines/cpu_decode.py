@@ -52,7 +52,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.backward:
         reasons.append("it has no backward")
     if problem.selected is not None:
-        absent = [problem.weights, " and ".join(problem.statistics)]
+        absent = [problem.weights]
         if problem.cache is not None and problem.cache.split_size is not None:
             absent.append("pieces of split_size")
         if problem.cache is not None and problem.cache.scale_dtype is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
+from ..problem.records import BACKWARD, CODES, DOUBLE_BACKWARD, FORWARD, FP8, JVP, SCALES, Problem
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
@@ -34,8 +34,8 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | SELECTION
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION
-CACHE_DTYPES: tuple[str, ...] = ()
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION | {*SCALES}
+CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
 STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
 WEIGHTS: str | None = "gpu.weights"
@@ -58,6 +58,7 @@ LIVE_OF_LISTS = 30  # subtracted with selected keys, whose positions and heads a
 LIVE_IN_OPTIONS = 30  # subtracted with modified scores or dropout
 LIVE_OF_MODS = 34  # subtracted instead in a forward with mods, which classifies the tiles of a mask_mod
 LIVE_WITH_CACHE = 16  # subtracted with a KV cache, whose loads hold page numbers in registers
+LIVE_WITH_SCALES = 30  # subtracted with scales per key, whose numbers of a tile are in registers
 LIVE_OF_MODS_WITH_CACHE = 20  # subtracted as well with mods and a KV cache, for the positions of queries
 FREE_READS = 32  # elements per thread that a score_mod reads at no cost; each further read subtracts 2 registers
 LIVE_OF_JVP = 12  # subtracted in a JVP without tv or on BLACKWELL: the compiler takes more registers
@@ -85,6 +86,8 @@ INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
     "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
+# Instructions that convert a pair of codes to fp16, and store it; of PTX on the simulator (python -m bench codes)
+INSTRUCTIONS_OF_PAIR = {"int8": 3, FP8: 10, "float8_e5m2": 1.5, "uint8": 4.5}
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -134,6 +137,7 @@ class Tiles(NamedTuple):
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
     reasons = grid_refusals(problem) + fragment_refusals(problem) + multiply_refusals(problem, device)
+    reasons += _code_refusals(problem)
     if problem.selected is not None:
         from . import selected  # imported by the first call with selected keys
 
@@ -149,6 +153,17 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     elif device.backend in BACKENDS and not tiles(problem, device):
         reasons.append(f"no tile of head dimension {largest} fits the {device.shared_bytes} bytes of shared memory")
     return reasons
+
+
+def _code_refusals(problem: Problem) -> list[str]:
+    """Return the reason against a cache of codes: only a forward on all keys converts them, and by scales per key."""
+    cache = problem.cache
+    if cache is None or cache.dtype == problem.dtype:
+        return []
+    if cache.scale_dtype is not None and not problem.weights and problem.selected is None:
+        odd = cache.codes == 2 and problem.head_dim_v % 2
+        return ["codes of 4 bits need an even number of columns"] if odd else []
+    return [f"it reads no caches of {cache.dtype.name}, as mma_decode does"]
 
 
 def multiply_refusals(problem: Problem, device: Device) -> list[str]:
@@ -421,6 +436,10 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     limit -= LIVE_WITH_CACHE if problem.cache is not None else 0
     limit -= LIVE_OF_MODS_WITH_CACHE if problem.cache is not None and problem.mods else 0
     limit -= LIVE_OF_LISTS if problem.selected is not None else 0
+    if problem.cache is not None and problem.cache.scale_dtype is not None:
+        limit -= LIVE_WITH_SCALES
+        if shape.threads < 2 * shape.step:
+            return None  # each scale is loaded by a thread of its own
     if reads_at_scores(problem):
         limit -= 2 * max(_scores(shape) - FREE_READS, 0)
     if kernel == "jvp" and ("v" not in problem.tangents or device.arch in BLACKWELL):
@@ -504,6 +523,17 @@ def _resident(kernel: str, problem: Problem, device: Device, tile: Tile) -> int:
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))
 
 
+def _with_conversion(problem: Problem, tile: Tile, clocks: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the clocks of a step of a forward on codes: fewer bytes are loaded, and converted in shared memory."""
+    assert problem.cache is not None
+    products, shared, issued, loaded = clocks
+    numbers = tile.step * (problem.head_dim + problem.head_dim_v)
+    codes = numbers * problem.cache.dtype.itemsize // problem.cache.codes
+    shared += 2 * codes / SHARED_BYTES  # the codes are written and read instead of numbers, which are written too
+    issued += numbers / 64 * INSTRUCTIONS_OF_PAIR[problem.cache.dtype.name] / INSTRUCTIONS
+    return products, shared, issued, codes / CACHE_BYTES
+
+
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
     """Return predicted seconds of one kernel. Resident blocks share an SM; a warp uses one of its units at a time."""
     dense = _dense(kernel)
@@ -540,6 +570,8 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
         issued / INSTRUCTIONS,
         loaded / CACHE_BYTES + added / (ADDED_BYTES if vectors else ADDED_BYTES_OF_SINGLES),
     )
+    if problem.cache is not None and problem.cache.scale_dtype is not None:
+        clocks = _with_conversion(problem, tile, clocks)
     blocks = max(heads * -(-length // tile.rows), 1)
     resident = min(_resident(kernel, problem, device, tile), -(-blocks // device.units))
     together = max(resident * max(clocks), sum(clocks) * 128 / tile.threads)

@@ -7,7 +7,7 @@ key tiles of one output tile, and merge its parts through distributed shared mem
 """
 
 # No `from __future__ import annotations`, as in records.py.
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import CODES, FORWARD, SCALES, Problem, UnsupportedError
+from ..problem.records import CODES, FORWARD, PREFIXES, SCALES, Problem, UnsupportedError
 from .fragments import fragment_constants
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Constant, Launch, Workspace
@@ -36,8 +36,10 @@ from .shared import (
     KV_CACHE_OPTIONS,
     divides,
     grid_refusals,
+    has_prefixes,
     known_constants,
     nonempty,
+    prefix_refusals,
     sequences,
     with_mods,
 )
@@ -48,7 +50,7 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float16", "bfloat16")
 OPTIONS: frozenset[str] | None = None
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES}
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | {"split_size", "k_descale", "v_descale", *SCALES, *PREFIXES}
 CACHE_DTYPES: tuple[str, ...] = tuple(CODES)
 DERIVATIVES: tuple[str, ...] = ()
 STATISTICS: tuple[str, ...] = (FORWARD,)
@@ -79,6 +81,7 @@ WITH_CLUSTERS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103a", "sm_120", "s
 CLUSTERS = 4, 8  # candidates for the number of blocks of a cluster; 8 is the portable maximum
 PANEL_BYTES = 128  # maximum bytes of a row of a TMA box
 WORD = 32  # columns whose codes of 4 bits a row of ldmatrix has
+ROWS_OF_GROUPS = 256  # threads of the block that numbers the queries of groups
 LEAST_PAGE = 8  # minimum keys of a page: smaller boxes would load less than a swizzle atom
 
 # Cost model, per SM and clock, from data sheets: not measured on a GPU yet.
@@ -103,6 +106,7 @@ class Tile(NamedTuple):
     tma: bool  # a producer warp beside `threads` loads K and V with TMA
     blocks: int  # maximum blocks of the grid: as many as are resident on the device
     cluster: int  # blocks that divide the keys of an output tile and merge them in the same launch; 0: two launches
+    of_prefix: "Tile | None" = None  # of the pass on shared prefixes, whose rows are those of all sequences of a group
 
     @property
     def form(self) -> str:
@@ -112,7 +116,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against dtypes other than fp16 and bf16, bf16 on sm_75, and D or Dv > LARGEST."""
-    reasons = grid_refusals(problem) + multiply_refusals(problem, device)
+    reasons = grid_refusals(problem) + multiply_refusals(problem, device) + prefix_refusals(problem)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest, limit = max(problem.head_dim, problem.head_dim_v), LARGEST_LATENT if _is_latent(problem) else LARGEST
@@ -139,7 +143,16 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 def legal_tiles(problem: Problem, device: Device) -> list[Tile]:
     """Return the tiles whose accumulators fit the registers: for each number of rows the best keys and stages."""
     by_rows = (_tiles_of_rows(problem, device, rows) for rows in ROWS)
-    return [max(legal, key=lambda tile: _preference(tile, device)) for legal in by_rows if legal]
+    legal = [max(legal, key=lambda tile: _preference(tile, device)) for legal in by_rows if legal]
+    if not has_prefixes(problem):
+        return legal
+    return [tile._replace(of_prefix=_tile_of_prefix(problem, tile, legal)) for tile in legal]
+
+
+def _tile_of_prefix(problem: Problem, tile: Tile, legal: list[Tile]) -> Tile:
+    """Return the smallest tile that holds the rows of all sequences, or the largest, which rounds as `tile` does."""
+    alike = [x for x in legal if x.block_kv == tile.block_kv]
+    return next((x for x in alike if x.rows >= problem.batch * problem.q_len * problem.group), alike[-1])
 
 
 def choices(problem: Problem, device: Device) -> list[Tile]:
@@ -152,6 +165,8 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
     by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
     every = [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
     assert problem.cache is not None
+    if has_prefixes(problem):
+        return legal_tiles(problem, device)
     if device.arch in WITH_CLUSTERS and problem.cache.split_size is None and not _is_latent(problem):
         every += [tile._replace(cluster=blocks) for tile in legal_tiles(problem, device) for blocks in CLUSTERS]
     return every
@@ -223,7 +238,12 @@ def alike(tile: Tile) -> object:
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
-    """Return predicted seconds of the block with the most steps, if every sequence is as long as the capacity."""
+    """Return predicted seconds of the block with the most steps, if every sequence is as long as the capacity.
+
+    With shared prefixes it is that of both passes.
+    """
+    if has_prefixes(problem):
+        return LAUNCH + sum(seconds(part, pairs, device, each) for part, each in _passes(problem, tile))
     k, v = _padded(problem)
     keys = tile.block_kv
     elements = tile.rows * keys
@@ -265,14 +285,43 @@ def workspaces(problem: Problem, tile: Tile, q_rows: int, kv_rows: int) -> tuple
     """Return the workspaces of the partial results, unless a cluster merges them, and of the rotated rows of q."""
     if tile.cluster:
         return rotated_rows(problem, q_rows)
-    rows = _partial_results(problem, tile), tile.rows
-    parts: tuple[Workspace, ...] = (
-        Workspace("part_out", (*rows, _padded(problem)[1]), np.dtype(np.float32), ()),
-        Workspace("part_lse", rows, np.dtype(np.float32), ()),
+    if not has_prefixes(problem):
+        return *_results(problem, "part", _partial_results(problem, tile), tile), *rotated_rows(problem, q_rows)
+    cache = problem.cache
+    assert cache is not None and cache.prefix_table is not None
+    groups, queries = cache.prefix_table[0], q_rows if problem.layout == "thd" else problem.batch * q_rows
+    numbers = (("prefix_rows", (queries,)), ("prefix_places", (problem.batch,)), ("prefix_starts", (groups + 1, 2)))
+    (own, _), (on_prefix, of_prefix) = _passes(problem, tile)
+    return (
+        *_results(problem, "part", _results_of_pass(own, tile, queries, sequences(problem)), tile),
+        *_results(problem, "prefix", _results_of_pass(on_prefix, of_prefix, queries, groups), of_prefix),
+        *(Workspace(name, shape, np.dtype(np.int32), ()) for name, shape in numbers),
+        *rotated_rows(problem, q_rows),
     )
-    if problem.statistics:  # records of three numbers
-        parts = (*parts, Workspace("part_statistics", (*rows, 3), np.dtype(np.float32), ()))
-    return (*parts, *rotated_rows(problem, q_rows))
+
+
+def _passes(problem: Problem, tile: Tile) -> tuple[tuple[Problem, Tile], tuple[Problem, Tile]]:
+    """Return the problem and tile of the pass on the own keys of sequences, and of that on shared prefixes."""
+    assert problem.cache is not None and tile.of_prefix is not None
+    cache = problem.cache._replace(prefix_table=None)
+    own = problem._replace(kv_len=problem.kv_len - problem.cache.prefix, cache=cache)
+    queries = problem.batch * problem.q_len
+    return (own, tile), (own._replace(batch=1, q_len=queries, kv_len=problem.cache.prefix), tile.of_prefix)
+
+
+def _results_of_pass(problem: Problem, tile: Tile, queries: int, sequences: int) -> int:
+    """Return the number of partial results of a pass of a call with prefixes (result_of_part in prefixes.cuh)."""
+    assert problem.cache is not None
+    output_tiles = (queries * problem.group // tile.rows + sequences) * problem.kv_heads
+    split = problem.cache.split_size
+    return output_tiles + _grid(problem, tile) if split is None else output_tiles * _pieces(problem, split)
+
+
+def _results(problem: Problem, name: str, results: int, tile: Tile) -> tuple[Workspace, ...]:
+    """Return the workspaces of partial results of a pass."""
+    rows, dtype = (results, tile.rows), np.dtype(np.float32)
+    own = ("out", (*rows, _padded(problem)[1])), ("lse", rows), ("statistics", (*rows, 3))  # records of three numbers
+    return tuple(Workspace(f"{name}_{x}", shape, dtype, ()) for x, shape in own[: 2 + bool(problem.statistics)])
 
 
 def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]:
@@ -286,6 +335,11 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     steps = append_launches(problem, of_rows)
     grid, output_tiles = _grid(problem, tile), _output_tiles(problem, tile)
     clusters = tile.cluster * max(output_tiles, problem.layout == "thd"), sequences(problem), 1
+    if tile.of_prefix is not None:
+        own, on_prefix = _passes(problem, tile)
+        grid = _grid(*own)
+        steps += _prefix_launches(problem, *on_prefix, constants)
+        of_rows |= {"PREFIX_BLOCK_Q": tile.of_prefix.rows}
     steps.append(
         Launch(
             "mma/decode",
@@ -297,9 +351,22 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         )
     )
     merges = grid > 1 if cache.split_size is None else _pieces(problem, cache.split_size) > 1
-    if merges and not tile.cluster:
+    if (merges and not tile.cluster) or tile.of_prefix is not None:
         steps.append(Launch("merge", known_constants("merge", of_rows), (output_tiles, problem.batch, 1), ROW_THREADS))
     return nonempty(with_mods(problem, steps))
+
+
+def _prefix_launches(
+    problem: Problem, on_prefix: Problem, tile: Tile, constants: Mapping[str, Constant]
+) -> list[Launch]:
+    """Return the launches that number the queries of groups, and that compute them on the keys of prefixes."""
+    of_rows = {**constants, "THREADS": ROWS_OF_GROUPS, "PREFIX_BLOCK_Q": tile.rows}
+    own = _constants(problem, tile) | {"PREFIX_PASS": True, "PREFIX_BLOCK_Q": tile.rows}
+    grid, shared = (_grid(on_prefix, tile), 1, 1), _shared_bytes(problem, tile)
+    return [
+        Launch("prefix_rows", known_constants("prefix_rows", of_rows), (1, 1, 1), ROWS_OF_GROUPS),
+        Launch("mma/decode", known_constants("mma/decode", own), grid, tile.threads, shared),
+    ]
 
 
 def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
@@ -340,6 +407,8 @@ def _overflows(problem: Problem, tile: Tile) -> bool:
     A cluster divides the iterations of one output tile.
     """
     assert problem.cache is not None
+    if tile.of_prefix is not None:
+        return any(_overflows(part, each._replace(of_prefix=None)) for part, each in _passes(problem, tile))
     iterations = most_iterations(problem, tile.rows, problem.cache.split_size or tile.block_kv)
     return not tile.cluster and iterations + tile.blocks >= 2**31
 
@@ -385,7 +454,7 @@ def _is_16_bit(problem: Problem) -> bool:
 
 def _is_latent(problem: Problem) -> bool:
     """Return whether values are inside keys of 16 bits: then a tile of keys is loaded once for both products."""
-    return problem.shared_kv and _is_16_bit(problem)
+    return problem.shared_kv and _is_16_bit(problem) and not has_prefixes(problem)
 
 
 def _warps(rows: int) -> int:

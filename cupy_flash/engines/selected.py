@@ -8,7 +8,7 @@ import numpy as np
 
 from ..problem.records import Problem
 from .launch import Constant, Launch, Workspace
-from .shared import Grid, heads_of_list, known_constants, sequences
+from .shared import Grid, has_prefixes, heads_of_list, known_constants, sequences
 
 CHUNKS = 32  # of lists that are sorted side by side; InverseLists::CHUNKS in inverse_lists.cuh
 ROW_THREADS = 256  # of the kernels without tiles
@@ -19,7 +19,9 @@ def refusals(problem: Problem) -> list[str]:
     """Return the reasons against what no kernel computes with selected keys."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
-    absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard)
+    gradients += ["gradient of statistics"] * bool(problem.statistics)
+    prefixes = "attention on shared prefixes" * has_prefixes(problem)
+    absent = (problem.derivative, problem.weights, "shard" * problem.shard, prefixes)
     return [
         f"it computes no {what} with selected keys in this version"
         for what in (*absent, *(gradients if problem.backward else ()))
@@ -86,17 +88,18 @@ def key_launches(
     assert problem.selected is not None
     constants = {**constants, "THREADS": ROW_THREADS}
 
-    def of_rows(kernel: str, grid: Grid) -> Launch:
+    def of_rows(name: str, grid: Grid) -> Launch:
+        kernel = f"selected/{name}"
         return Launch(kernel, known_constants(kernel, constants), grid, ROW_THREADS)
 
     if adds(problem):
         rows = min(max(problem.kv_len, 1), KEY_BLOCKS), problem.kv_heads, sequences(problem)
         added = launch("selected_backward_add", list_grid(problem, tile[0]))
-        return [of_rows("selected_clear", rows), added, of_rows("selected_round", rows)]
+        return [of_rows("clear_sums", rows), added, of_rows("round_sums", rows)]
     heads, batch = problem.selected.heads, problem.batch
-    sorts = (("selected_count", CHUNKS), ("selected_scan", 1), ("selected_fill", CHUNKS))
+    sorts = (("count_entries", CHUNKS), ("scan_counts", 1), ("fill_lists", CHUNKS))
     return [
-        *(of_rows(kernel, (chunks, heads, batch)) for kernel, chunks in sorts),
+        *(of_rows(name, (chunks, heads, batch)) for name, chunks in sorts),
         launch("selected_backward_kv", key_grid(problem, tile[1])),
     ]
 

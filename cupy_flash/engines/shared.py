@@ -32,6 +32,19 @@ def divides(page: int | None) -> bool:
     return page is not None and page & (page - 1) != 0
 
 
+def has_prefixes(problem: Problem) -> bool:
+    """Return whether the call has shared prefixes."""
+    return problem.cache is not None and problem.cache.prefix_table is not None
+
+
+def prefix_refusals(problem: Problem) -> list[str]:
+    """Return the reasons why kernels do not serve options beside shared prefixes."""
+    if not has_prefixes(problem):
+        return []
+    beside = [name for name in ("k_descale", "v_descale") if getattr(problem, name)]
+    return [f"it takes no {' and no '.join(beside)} beside shared prefixes"] if beside else []
+
+
 @lru_cache(maxsize=64)
 def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
     """Return the constants of every tile kernel; an engine adds THREADS, BLOCK_Q, BLOCK_KV and its own."""
@@ -50,6 +63,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "MODS": problem.mods != "",
         "KV_CACHE": problem.cache is not None,
         "PAGE_DIVISION": problem.cache is not None and divides(problem.cache.page),
+        "PREFIXES": has_prefixes(problem),
         "SCALED_KV": problem.cache is not None and problem.cache.scale_dtype is not None,
         "SCALES_OF_16_BITS": problem.cache is not None and problem.cache.scale_dtype == "float16",
         "CODES_OF_4_BITS": problem.cache is not None and problem.cache.codes == 2,
@@ -65,6 +79,7 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
         "DENTROPY": problem.backward and "entropy" in problem.statistics,
         "WEIGHTS": problem.weights != "",
         "SELECTED": problem.selected is not None,
+        "INDEXER": False,
         "GRADIENT_OF": {"top_weights": 1, "key_importance": 2}.get(problem.weights, 0),
         "TCAPTURED": any(name.startswith("array") for name in problem.tangents),
     }
@@ -78,7 +93,9 @@ def shared_constants(problem: Problem) -> MappingProxyType[str, Constant]:
 
 
 # Switches of config.cuh on which the members of Params depend, beside MODS
-PARAMS_SWITCHES = ("DIRECTION", "KV_CACHE", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS")
+PARAMS_SWITCHES = (
+    *("DIRECTION", "KV_CACHE", "PREFIXES", "SCALED_KV", "SELECTED", "STATISTICS", "DSTATISTICS", "WEIGHTS", "INDEXER"),
+)
 # Row kernels (delta, dq, dsink, vt) get only these constants, so that plans with different tiles share one cubin.
 SEQUENCE_CONSTANTS = (
     *("element", "real", "THREADS", "PACKED", "Q_LENGTHS", "KV_LENGTHS", "TOP_LEFT", "SHARD"),
@@ -104,12 +121,13 @@ ROW_CONSTANTS = {
     ),
     "merge": (
         *(*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "WINDOW_LEFT", "WINDOW_RIGHT"),
-        *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE"),
+        *("SINK", "sink_element", "LARGEST_LOG2", "RESCALE_ABOVE", "PREFIX_BLOCK_Q"),
     ),
+    "prefix_rows": (*SEQUENCE_CONSTANTS, *CACHE_CONSTANTS, "BLOCK_Q", "BLOCK_KV", "SPLIT_SIZE", "PREFIX_BLOCK_Q"),
     "drow_weights": (*SEQUENCE_CONSTANTS, "weight_element"),
-    **dict.fromkeys(("selected_count", "selected_scan", "selected_fill"), LIST_CONSTANTS),
-    "selected_clear": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
-    "selected_round": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
+    **dict.fromkeys((f"selected/{name}" for name in ("count_entries", "scan_counts", "fill_lists")), LIST_CONSTANTS),
+    "selected/clear_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V"),
+    "selected/round_sums": (*LIST_CONSTANTS, "HEAD_DIM", "HEAD_DIM_V", "SHARED_KV"),
     "wgmma/vt": (*SEQUENCE_CONSTANTS, "HEAD_DIM_V", "BLOCK_KV"),
 }
 

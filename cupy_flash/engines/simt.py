@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
-from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, Problem
+from ..problem.records import BACKWARD, DOUBLE_BACKWARD, FORWARD, JVP, PREFIXES, Problem
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
 from .shared import (
@@ -22,6 +22,7 @@ from .shared import (
     nonempty,
     of_bias,
     owned_launches,
+    prefix_refusals,
     row_workspaces,
     sequences,
     shared_constants,
@@ -35,7 +36,7 @@ BACKENDS: tuple[str, ...] = ("cuda", "simulator")
 ARCHES: tuple[str, ...] | None = None
 DTYPES: tuple[str, ...] = ("float32", "float64", "float16", "bfloat16")
 OPTIONS: frozenset[str] | None = ATTENTION_OPTIONS | SELECTION
-CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION
+CACHE_OPTIONS: frozenset[str] | None = KV_CACHE_OPTIONS | SELECTION | {*PREFIXES}
 CACHE_DTYPES: tuple[str, ...] = ()
 DERIVATIVES: tuple[str, ...] = (JVP, DOUBLE_BACKWARD)
 STATISTICS: tuple[str, ...] = (FORWARD, BACKWARD)
@@ -70,7 +71,7 @@ class Tile(NamedTuple):
 
 def refusals(problem: Problem, device: Device) -> list[str]:
     """Return reasons against fp8, a grid that is too large, and D or Dv > LARGEST."""
-    reasons = dtype_refusals(problem) + grid_refusals(problem)
+    reasons = dtype_refusals(problem) + grid_refusals(problem) + prefix_refusals(problem)
     if problem.selected is not None:
         from . import selected  # imported by the first call with selected keys
 

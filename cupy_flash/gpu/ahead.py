@@ -14,11 +14,12 @@ from ..arrays import named_dtype
 from ..device import Device
 from ..engines import MODULES
 from ..engines.launch import Launch
+from ..engines.shared import divides
 from ..plan.plan import launches_at_any_length
 from ..problem.build import pose
 from ..problem.features import Feature
 from ..problem.mask import Mask
-from ..problem.records import ARRAYS, DTYPES, FP8, SPLIT_UNIT, Cache, Options, Packed, Problem
+from ..problem.records import ARRAYS, CODES, DTYPES, FP8, SPLIT_UNIT, Cache, Options, Packed, Problem
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -77,6 +78,9 @@ def problems(
     packed: bool = False,
     cache: bool = False,
     kv_dtype: DType | None = None,
+    kv_scale: DType | None = None,
+    page: int | None = None,
+    prefixes: bool = False,
     split_size: int | None = None,
     rotary: Presence = None,
     rotary_dim: int | None = None,
@@ -97,21 +101,29 @@ def problems(
             raise TypeError(f"compile: {name} must be a whole number, not {size!r}") from error
         if not in_range:
             raise ValueError(f"compile: {name} must be at least 1 and less than 2**31, not {size}")
-    for name, chosen in dict(shared_kv=shared_kv, backward=backward, packed=packed, cache=cache).items():
+    for name, chosen in dict(
+        shared_kv=shared_kv, backward=backward, packed=packed, cache=cache, prefixes=prefixes
+    ).items():  # fmt: skip
         if not isinstance(chosen, (bool, np.bool_)):
             raise TypeError(f"compile: {name} must be True or False, not {chosen!r}")
     settings = Options.of("compile", options)
     forward = _problem(settings, element_dtype(dtype), *sizes.values(), packed=packed, shared_kv=bool(shared_kv))
-    if not cache and any(x is not None for x in (kv_dtype, split_size, rotary, rotary_dim)):
-        raise ValueError("compile: kv_dtype, split_size, rotary and rotary_dim are for a KV cache, with cache=True")
+    of_cache = dict(kv_dtype=kv_dtype, kv_scale=kv_scale, page=page, prefixes=prefixes or None, split_size=split_size,
+                    rotary=rotary, rotary_dim=rotary_dim)  # fmt: skip
+    if not cache and any(x is not None for x in of_cache.values()):
+        *names, last = of_cache
+        raise ValueError(f"compile: {', '.join(names)} and {last} are for a KV cache, with cache=True")
     if cache:
-        contiguous = _contiguous_cache(forward, kv_dtype, split_size, rotary, rotary_dim, rotary_interleaved)
+        contiguous = _contiguous_cache(forward, kv_dtype, kv_scale, split_size, rotary, rotary_dim, rotary_interleaved)
+        caches = [contiguous] * (not prefixes and not divides(page))
+        caches.append(contiguous._replace(page=page if divides(page) else 1, prefix_table=(1, 1) if prefixes else None))
         causal = Mask(left=forward.mask.left, right=0)  # the default of attention_with_kv_cache
         # One number of queries for each number of rows of a tile, and one that exceeds all tiles.
         rows = {rows for module in MODULES.values() for rows in module.GROUP_ROWS}
         return [
-            forward._replace(cache=contiguous._replace(page=page), q_len=q_len, kv_len=CAPACITY, mask=causal)
-            for page in (None, 1)
+            forward._replace(cache=each, batch=batch, q_len=q_len, kv_len=CAPACITY, mask=causal)
+            for each in caches
+            for batch in ((1, 2, 4) if prefixes else (1,))  # a tile on prefixes has the rows of several sequences
             for q_len in (*sorted({max(each // group, 1) for each in rows}), max(rows) + 1)
         ]
     if not backward:
@@ -126,19 +138,29 @@ def problems(
 def _contiguous_cache(
     problem: Problem,
     kv_dtype: DType | None,
+    kv_scale: DType | None,
     split_size: int | None,
     rotary: Presence,
     rotary_dim: int | None,
     interleaved: bool,
 ) -> Cache:
     """Return a contiguous cache to which a row is appended; ValueError or TypeError for options that a call refuses."""
-    dtype = problem.dtype if kv_dtype is None else element_dtype(kv_dtype)
-    if dtype != problem.dtype and (dtype.name != FP8 or problem.dtype.itemsize != 2):
+    dtype = problem.dtype if kv_dtype is None else element_dtype(kv_dtype, *CODES)
+    scale = None if kv_scale is None else element_dtype(kv_scale).name
+    if scale is not None:
+        if scale not in ("float16", "float32"):
+            raise TypeError(f"compile: kv_scale must be float16 or float32, not {scale}")
+        if dtype.name not in CODES:
+            raise TypeError(f"compile: kv_scale is for caches of {', '.join(CODES)}, not {dtype.name}")
+    elif dtype.name in CODES and dtype.name != FP8:
+        raise ValueError(f"compile: caches of {dtype.name} need kv_scale, the dtype of their scales")
+    elif dtype != problem.dtype and (dtype.name != FP8 or problem.dtype.itemsize != 2):
         legal = f"{problem.dtype.name}, or {FP8} beside a q of 16 bit"
         raise TypeError(f"compile: kv_dtype must be {legal}, not {dtype.name}")
     if split_size is not None and (split_size <= 0 or split_size % SPLIT_UNIT):
         raise ValueError(f"compile: split_size must be a positive multiple of {SPLIT_UNIT}, not {split_size}")
-    cache = Cache("bshd", dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=split_size)
+    cache = Cache("bshd", dtype, blocks=1, page=None, appended=1, slots=False, rotary=None, split_size=split_size,
+                  scale_dtype=scale)  # fmt: skip
     if rotary is None or rotary is False:
         if rotary_dim is not None:
             raise ValueError("compile: rotary_dim is that of tables, with rotary=True or their dtype")
@@ -199,13 +221,16 @@ def _problem(
     return problem._replace(device="cuda:0", framework="cupy", backend=settings.backend, aligned=True)
 
 
-def element_dtype(dtype: DType) -> np.dtype:
-    """Return the NumPy dtype of any library's dtype or of a name; TypeError if no engine supports it."""
+def element_dtype(dtype: DType, *others: str) -> np.dtype:
+    """Return the NumPy dtype of any library's dtype or of a name, perhaps one of `others`.
+
+    TypeError if no engine supports it.
+    """
     if not isinstance(dtype, str) and dtype is not None:  # np.dtype(None) is float64
         try:
             return np.dtype(dtype)
         except Exception:  # a torch dtype, or a foreign object that may raise anything
             dtype = str(dtype).removeprefix("torch.")
-    if dtype not in (*DTYPES, FP8):
+    if dtype not in (*DTYPES, FP8, *others):
         raise TypeError(f"compile: a dtype must be one of {', '.join(DTYPES)}, {FP8}, not {dtype!r}")
     return named_dtype(dtype)

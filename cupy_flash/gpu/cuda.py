@@ -14,6 +14,7 @@ from ..arrays import LEGACY_DEFAULT_STREAM, AnyArray, Array, current_stream, mad
 from ..engines.launch import Launch
 from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands, Problem, Statistics
+from . import indexer as gpu_indexer
 from . import run_plan
 from . import weights as gpu_weights
 from .kept_launches import KeptLaunches
@@ -23,6 +24,8 @@ from .tensor_map import encode_for_gpu
 if TYPE_CHECKING:
     from typing import Protocol
 
+    from ..device import Device
+    from ..problem.indexer import Indexer, IndexerOperands
     from ..problem.weights import Asked, WeightsGradients
 
     class Kernel(Protocol):
@@ -81,6 +84,12 @@ def weights_backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGra
     """Launch the backward of a call that returns probabilities on the current stream; returns the gradients."""
     with _explained():
         return gpu_weights.backward(plan, operands, asked, _start)
+
+
+def indexer(function: str, call: Indexer, operands: IndexerOperands, device: Device) -> object:
+    """Launch a function of the lightning indexer on the current stream; returns its results."""
+    with _explained():
+        return getattr(gpu_indexer, function)(call, operands, device, _start)
 
 
 def block_classes(problem: Problem, operands: Operands, block: int, arch: str) -> Array:

@@ -26,6 +26,7 @@ from .tensor_map import DATA_TYPES, TensorMap
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ..problem.indexer import Indexer
     from .captured import Captured
 
 SCALARS = {
@@ -226,26 +227,32 @@ def _members_of_cache(problem: Problem, cache: Cache, arrays: dict[str, Describe
     """Return the sizes of a KV cache; `arrays` are those of the call and its workspaces."""
     sizes = {
         "partial_results": arrays["part_lse"].shape[0] if "part_lse" in arrays else 0,
-        "cache_length": problem.kv_len,
-        "cache_capacity": problem.kv_len,
+        "cache_length": problem.kv_len - cache.prefix,
+        "cache_capacity": problem.kv_len - cache.prefix,
         "cache_blocks": cache.blocks,
         "cache_rows": _unpacked(arrays["k"].shape, cache.layout, 1)[1],
-        "page_log2": _page_number(cache),
+        "page_log2": _page_number(cache.page),
         "appended": 0 if problem.layout == "thd" else cache.appended or 0,
         "rotary_rows": arrays["rotary_cos"].shape[0] if "rotary_cos" in arrays else 0,
         "mask_keys": 0 if problem.dense_mask is None else problem.dense_mask[-1],
     }
+    if cache.prefix_table is not None:
+        sizes |= {
+            "prefix_groups": cache.prefix_table[0],
+            "prefix_capacity": cache.prefix,
+            "prefix_results": arrays["prefix_lse"].shape[0] if "prefix_lse" in arrays else 0,
+        }
     return {name: (size,) for name, size in sizes.items()}
 
 
 IN_PARAMS = tuple(feature for feature in ARRAYS if not feature.host)
 
 
-def _page_number(cache: Cache) -> int:
+def _page_number(page: int | None) -> int:
     """Return log2 of the keys of a page; if they are no power of two, the int32 with the bits of their reciprocal."""
-    if cache.page is None or not divides(cache.page):
-        return 0 if cache.page is None else cache.page.bit_length() - 1
-    return (1 << 31 + (cache.page - 1).bit_length()) // cache.page + 1 - 2**32
+    if page is None or not divides(page):
+        return 0 if page is None else page.bit_length() - 1
+    return (1 << 31 + (page - 1).bit_length()) // page + 1 - 2**32
 
 
 SCALARS_OF_FEATURES = tuple(feature for feature in NUMBERS if feature.member)
@@ -293,6 +300,44 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address, key_o
     members |= {"key_offset_b": (key_offset_b,)} if statistics else {}
     partials = _struct("Partials", switches=("STATISTICS",) * statistics)
     return partials.packed(partials.numbers(members))
+
+
+def pack_indexer(
+    indexer: Indexer,
+    arrays: dict[str, Array],
+    constants: Mapping[str, Constant],
+    parts: tuple[int, int],
+    address: Address,
+) -> np.ndarray:
+    """Return the `Params` of a call of the lightning indexer; `arrays` have the names of its members.
+
+    `parts` are the number of parts into which select_keys divides the keys, and the keys of a part.
+    """
+    q, k, rule = arrays["q"], arrays["k"], indexer.rule
+    forms: dict[str, Form] = {"q": _tensor, "dq": _tensor, "k": _keys, "dk": _keys, "selected": _dense}
+    forms |= dict.fromkeys(("head_weights", "dhead_weights"), _weights_of_heads)
+    forms |= {"target": _of_entries, "loss_weights": _of_queries}
+    members: dict[str, tuple[float, ...]] = {
+        name: forms.get(name, _pointer)(x, "bshd", address) for name, x in arrays.items()
+    }
+    numbers = {
+        "scale": rule.scale, "batch": indexer.batch, "heads": q.shape[2], "group": q.shape[2], "step": 1,
+        "q_len": indexer.q_len, "kv_len": indexer.kv_len, "window_left": -1,
+    }  # fmt: skip
+    if "lists" in arrays:
+        numbers |= {
+            "list_entries": rule.n, "local_entries": rule.local, "candidate_places": arrays["candidates"].shape[-1],
+            "parts": parts[0], "part_keys": parts[1],
+            "cache_length": indexer.kv_len, "cache_capacity": indexer.kv_len, "cache_blocks": k.shape[0],
+            "cache_rows": k.shape[1], "page_log2": _page_number(indexer.page or None),
+        }  # fmt: skip
+    if "selected" in arrays:
+        numbers |= {"selected_entries": arrays["selected"].shape[-1], "selected_rows": 1, "selected_heads": 1}
+    if "block_table" in arrays:
+        numbers["table_row"] = arrays["block_table"].strides[0]
+    members |= {name: (number,) for name, number in numbers.items()}
+    layout = _struct("Params", switches=switches_of(constants))
+    return layout.packed(layout.numbers(members))
 
 
 def pack_maps(
@@ -429,6 +474,32 @@ def _dense(array: Array, layout: str, address: Address) -> tuple[int, ...]:
     """Return the Dense of an array that broadcasts to (B, Hq, Sq, Sk); missing dimensions and size 1 have stride 0."""
     strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return (address(array), *[0] * (4 - len(strides)), *strides)
+
+
+def _keys(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Operand of the keys of an indexer, (B, Sk, Di), or (pages, keys of a page, Di)."""
+    start, (batch, row, column) = address(array), array.strides
+    one_head = replace(array, shape=(*array.shape[:2], 1, array.shape[2]), strides=(batch, row, 0, column))
+    return _tensor(one_head, layout, lambda _: start)
+
+
+def _weights_of_heads(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Operand of an array with one number per query and head: (B, Sq, H)."""
+    batch, row, head = array.strides
+    return (address(array), batch, head, row, 1)
+
+
+def _of_entries(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Dense of an array with one number per query and entry of its list: (B, Sq, n)."""
+    batch, row, column = array.strides
+    return (address(array), batch, 0, row, column)
+
+
+def _of_queries(array: Array, layout: str, address: Address) -> tuple[int, ...]:
+    """Return the Dense of an array that broadcasts to (B, Sq)."""
+    strides = [0 if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    batch, row = [*[0] * (2 - len(strides)), *strides]
+    return (address(array), batch, 0, row, 0)
 
 
 def _pointer(array: Array, layout: str, address: Address) -> tuple[int, ...]:

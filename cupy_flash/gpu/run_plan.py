@@ -169,7 +169,7 @@ def merge(
     Without statistics b may be a stack (see partials.merge); `key_offset_b` is added to its argmax.
     """
     inputs = {
-        name: part if _has_contiguous_row(part) else contiguous(part)
+        name: part if has_contiguous_row(part) else contiguous(part)
         for name, part in zip(("out_a", "lse_a", "out_b", "lse_b"), parts, strict=True)
     }
     out_a, lse_a = inputs["out_a"], inputs["lse_a"]
@@ -221,7 +221,7 @@ def copied(plan: Plan, operands: Operands) -> dict[str, Array]:
     return {
         name: array
         for name, array in operands.arrays().items()
-        if (name not in by_any_stride and not _has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
+        if (name not in by_any_stride and not has_contiguous_row(array)) or (name in boxed and not has_boxes(array))
     }
 
 
@@ -262,6 +262,6 @@ def work_of(
     return Work(plan.launches, plan.device.arch, inputs, results, problem.layout, params, captured, written, names)
 
 
-def _has_contiguous_row(array: Array) -> bool:
+def has_contiguous_row(array: Array) -> bool:
     """Return whether the last dimension is contiguous, as kernels read it."""
     return array.strides[-1] == 1 or array.shape[-1] <= 1

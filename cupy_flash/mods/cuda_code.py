@@ -336,7 +336,7 @@ class _Writer:
             f"  static constexpr bool SLOPE_MAY_BE_INFINITE = {'true' if infinite else 'false'};",
             "  const Params& p;",
             "  int batch;",
-            "  int q_first = 0, kv_first = 0;  // positions of a shard's first rows",
+            "  int q_first = 0, kv_first = 0;  // positions of the first rows, or of the first key after a prefix",
             "  QueryPositions positions;",
         ]
         lines += [f"  {member};" for member in self._members(BATCH)]
@@ -352,6 +352,7 @@ class _Writer:
         # Rows after the last sequence of a packed batch see no key, and captured arrays have no elements for them.
         lines.append("    if (batch >= p.batch) return;")
         lines.append("    if constexpr (SHARD) q_first = p.starts[3 * batch], kv_first = p.starts[3 * batch + 1];")
+        lines += ["#if PREFIXES", "    kv_first = sequence.keys_before;", "#endif"]
         if self.part and self._reads("b"):  # the index of the sequence in the whole call
             lines.append("    batch += p.first_head / p.whole_heads;")
         lines += self._body(BATCH, self.roots, declare=False)
@@ -383,15 +384,16 @@ class _Writer:
 
     def _key(self) -> list[str]:
         """Return the device functions that compute a key's values, and that add the key's position to them."""
-        position, values = POSITION.format(first="kv_first"), self._kept(KEY)
+        position = [POSITION.format(first="kv_first"), "#if PREFIXES", "    position += kv_first;", "#endif"]
+        values = self._kept(KEY)
         return [
             "  __device__ KeyValues key_values(Position at) const {",
-            *([position] if values else []),
+            *(position if values else []),
             *self._body(KEY, self.roots),
             f"    return {{{', '.join(f'v{self.number[node]}' for node in values)}}};",
             "  }",
             "  __device__ Key key(Position at) const {",
-            position,
+            *position,
             f"    return {{position, {OFFSET}, KEY_BYTES > 0 ? staged_keys[at.column] : key_values(at)}};",
             "  }",
         ]
@@ -437,6 +439,7 @@ class _Writer:
         for axis, first in (("queries", "q_first"), ("keys", "kv_first")):
             lines.append(f"      {axis} = {{{first} + {axis}.lo * p.step, {first} + {axis}.hi * p.step}};")
         lines += ["    }", "    if constexpr (KV_CACHE) queries = positions(queries);"]
+        lines += ["#if PREFIXES", "    keys = {keys.lo + kv_first, keys.hi + kv_first};", "#endif"]
         text = _TileText(self.program, self.largest)
         result = Abstraction(text).mask(self.program.mask)
         return [*lines, *text.body(result), "  }"]

@@ -259,7 +259,7 @@ def own_folder(device: Device) -> Path:
 
 @lru_cache(maxsize=16)
 def text_of(engine: str) -> str:
-    """Return the hash of an engine's kernel texts: the files of its folder and those that all engines share.
+    """Return the hash of an engine's kernel texts: all files but those in the folders of other engines.
 
     It is "" for an engine that only another version has.
     """
@@ -270,7 +270,8 @@ def text_of(engine: str) -> str:
     from ..jit import source
 
     folder = source.kernel_folder()
-    files = sorted((*folder.glob("*.cu*"), *(folder / MODULES[engine].KERNELS).glob("*.cu*")))
+    of_others = {module.KERNELS for module in MODULES.values()} - {MODULES[engine].KERNELS}
+    files = sorted(file for file in folder.rglob("*.cu*") if file.parent.name not in of_others)
     text = sha256()
     for file in files:
         content = file.read_bytes()

@@ -154,7 +154,7 @@ PER_KEY: dict[str, object] = dict(
     axes=("PRg",), per_key=True, dtypes=("float16", "float32"), dtype_text="float16 or float32", appends=True,
     shape_text="must be {shape}, one number per key and head of the caches, not {given}",
 )  # fmt: skip
-PREFIX: dict[str, object] = dict(dtypes=INT32, shape_text=OF_SEQUENCES, host=True)
+PREFIX: dict[str, object] = dict(dtypes=INT32, shape_text=OF_SEQUENCES)
 BESIDE_SCALES = tuple(
     Conflict(f"{x}_descale", f"{x}_descale is per sequence and {x}_scale per key: give one of them") for x in "kv"
 )

@@ -9,9 +9,18 @@ import numpy as np
 
 from .. import environment
 from ..arrays import AnyArray, Array, dtype_name
-from .checks import KINDS, RANGES, ArrayFacts, Requirements, broadcasts, check_places, is_float, read
+from .checks import (
+    KINDS,
+    RANGES,
+    ArrayFacts,
+    Requirements,
+    broadcasts,
+    check_places,
+    is_float,
+    read,
+)
 from .features import CAUSAL, FINITE
-from .records import DTYPES, FEATURES, LONGEST
+from .records import BACKENDS, DTYPES, FEATURES, LONGEST
 from .selection import first_wrong
 
 ARRAYS = {"q": "q_idx", "k": "k_idx"}  # {field of IndexerOperands: the caller's name}, where they differ
@@ -39,6 +48,8 @@ class Indexer(NamedTuple):
     rule: Rule
     page: int  # keys of a page, 0 without block_table
     accumulation: np.dtype
+    device: str
+    backend: str  # the requested one, or the device
 
 
 class IndexerOperands(NamedTuple):
@@ -74,15 +85,22 @@ def pose_indexer(
     checked = Rule(0) if rule is None else _checked(requirements, rule, limits)
     if len(arrays) == len(named):
         posed = _posed(requirements, arrays, checked)
-    devices = {x.device for x in arrays.values()} - {"cpu", "traced"}
-    backend = environment.backend()
-    where = [f"the arrays are on {device}" for device in sorted(devices)]
-    where += [f"CUPY_FLASH_BACKEND is {backend}"] if backend not in (None, "cpu") else []
-    requirements.unsupported += [f"{reason}, and {function} runs on the CPU alone in this version" for reason in where]
+    requirements.unsupported += _refusals(arrays)
     requirements.raise_if_unmet(arrays)
     assert posed is not None
     fields = {name: arrays[ARRAYS.get(name, name)] for name in given}
     return posed, IndexerOperands(**fields)
+
+
+def _refusals(arrays: dict[str, Array]) -> list[str]:
+    """Return the reasons against the backend of the environment, which does not run on the device of the arrays."""
+    devices, backend = {x.device for x in arrays.values()} - {"traced"}, environment.backend()
+    on_host = backend is not None and not backend.startswith("cuda")
+    return [
+        f"CUPY_FLASH_BACKEND is {backend}, and the arrays are on {device}, and arrays never change device"
+        for device in sorted(devices)
+        if backend is not None and on_host == device.startswith("cuda")
+    ]
 
 
 def _posed(requirements: Requirements, arrays: dict[str, Array], rule: Rule) -> Indexer | None:
@@ -135,7 +153,10 @@ def _posed(requirements: Requirements, arrays: dict[str, Array], rule: Rule) -> 
             dtype = arrays[name].dtype
             require_type(dtype == np.int32, f"{name} must be int32, not {dtype_name(dtype)}")
     accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    posed = Indexer(batch, q_len, kv_len, rule, page, accumulation)
+    backend = environment.backend()
+    known = backend is None or backend.partition(":")[0] in BACKENDS
+    require(known, f"CUPY_FLASH_BACKEND must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    posed = Indexer(batch, q_len, kv_len, rule, page, accumulation, q.device, backend or q.device)
     if not requirements.unmet:
         _check_contents(requirements, posed, arrays, rows)
     return posed

@@ -325,5 +325,5 @@ def facts_of_cache(arrays: Arrays, settings: Settings, layout: str, sizes: Sizes
         split_size=settings.others["split_size"],
         rotary_dtypes=None if rotary is None else (tables[0].dtype.name, tables[1].dtype.name),
         scale_dtype=arrays["k_scale"].dtype.name if "k_scale" in arrays else None,
-        prefix=sizes.rows * own.get("z", 0),
+        prefix_table=(own["y"], own["z"]) if {"y", "z"} <= own.keys() else None,
     )

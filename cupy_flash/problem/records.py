@@ -277,7 +277,7 @@ class CacheOptions:
     v_scale: AnyArray | None = option(ARRAY, **PER_KEY)
     k_zero: AnyArray | None = option(ARRAY, **PER_KEY)
     v_zero: AnyArray | None = option(ARRAY, **PER_KEY)
-    prefix_table: AnyArray | None = option(ARRAY, axes=("yz",), fact="prefix", **PREFIX)
+    prefix_table: AnyArray | None = option(ARRAY, axes=("yz",), leading_stride="prefix_table_row", **PREFIX)
     prefix_lengths: AnyArray | None = option(ARRAY, axes=("y",), **PREFIX)
     prefix_group: AnyArray | None = option(ARRAY, axes=("b",), **PREFIX)
     split_size: int | None = option(INTEGER, multiple=SPLIT_UNIT)
@@ -407,7 +407,12 @@ class Cache(NamedTuple):
     split_size: int | None
     rotary_dtypes: tuple[str, str] | None = None  # dtypes of the tables, cos and sin
     scale_dtype: str | None = None  # dtype of the scales of each key, and of the zeros of codes of 4 bits
-    prefix: int = 0  # keys of the capacity that are of shared prefixes
+    prefix_table: tuple[int, int] | None = None  # its shape: prefixes, and the pages of each
+
+    @property
+    def prefix(self) -> int:
+        """Keys of the capacity that are of shared prefixes."""
+        return 0 if self.prefix_table is None or self.page is None else self.prefix_table[1] * self.page
 
     @property
     def codes(self) -> int:

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, as_array
+from ..device import Device
 from ..engines.launch import Launch
+from ..gpu import indexer as gpu_indexer
 from ..gpu import run_plan
 from ..gpu import weights as gpu_weights
 from ..gpu.kept_launches import KeptLaunches
 from ..gpu.run_plan import compile_launch
 from ..gpu.tensor_map import ALIGNMENT, encode_for_simulator
 from ..plan.plan import Plan
+from ..problem.indexer import Indexer, IndexerOperands
 from ..problem.records import Gradients, Operands
 from ..problem.weights import Asked, WeightsGradients
 from . import Memory, launch
@@ -55,6 +58,11 @@ def weights(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
 def weights_backward(plan: Plan, operands: Operands, asked: Asked) -> WeightsGradients:
     """Simulate the backward of a call that returns probabilities; returns the gradients."""
     return gpu_weights.backward(plan, operands, asked, start)
+
+
+def indexer(function: str, call: Indexer, operands: IndexerOperands, device: Device) -> object:
+    """Simulate a function of the lightning indexer; returns its results."""
+    return getattr(gpu_indexer, function)(call, operands, device, start)
 
 
 def start(work: run_plan.Work, *, order: Order = "late", seed: int = 0) -> list[Counters]:

@@ -32,13 +32,37 @@ struct PackedRows {
   }
 };
 
+#if PREFIX_PASS
+// Addresses of the rows of a tile of the queries of a group.
+struct RowsOfGroup {
+  static constexpr bool EQUIDISTANT = false;
+
+  const element* data;  // any valid address
+  const Params& p;
+  const Part& part;
+  int first;
+  int aligned;
+
+  __device__ const element* operator()(int row) const {
+    Part own = part_of_row(p, part, row);
+    return own.sequence.queries<element>(p.q, own.head(p, row)) + own.query(p, row) * p.q.row;
+  }
+};
+#endif
+
 // Masks keys that a query does not see with -inf; MODIFIED: also turns q.k into scores.
 template <bool MASKED>
 __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& part, float scale, int kv_start) {
+#if PREFIX_PASS
+  const Part& of_group = part;
+#endif
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+#if PREFIX_PASS
+      Part part = part_of_row(p, of_group, row_of(m, 2 * half));  // @sequence-of-row
+#endif
       int i = part.query(p, row_of(m, 2 * half)), head = part.head(p, row_of(m, 2 * half));
       Score score(p, part.sequence, head, part.band.mod);
       score.scale = scale;
@@ -229,11 +253,20 @@ __device__ void store_part(const Params& p, const Part& part, float* O_smem, con
 #else
       long long at = (long long)part.partial_result * BLOCK_Q + row;
       // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
+#if PREFIX_PASS
+      if (SPLIT_SIZE && part.partial_result >= p.prefix_results) continue;
+      *(float4*)(p.prefix_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
+      if (column == 0) p.prefix_lse[at] = ending.lse;
+#if STATISTICS
+      if (column == 0) ((PartStatistics*)p.prefix_statistics)[at] = statistics;
+#endif
+#else
       if (SPLIT_SIZE && part.partial_result >= p.partial_results) continue;
       *(float4*)(p.part_out + at * PART_COLUMNS + column) = {O[0], O[1], O[2], O[3]};
       if (column == 0) p.part_lse[at] = ending.lse;  // @store-lse-of-part
 #if STATISTICS
       if (column == 0) ((PartStatistics*)p.part_statistics)[at] = statistics;
+#endif
 #endif
 #endif
       continue;
@@ -289,7 +322,11 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 
   // Prologue.
   stages.reuse_memory();
+#if PREFIX_PASS
+  RowsOfGroup Q{(const element*)p.q.data, p, part, part.first_row, p.q.aligned};
+#else
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
+#endif
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
   stages.begin();
@@ -329,7 +366,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
     else
       Gemm::scores(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
 #if SCALED_KV
-    scale_products(S_rmem, slot, Q_sums);
+    scale_products(S_rmem, slot, 16 * warp, Q_sums);
 #endif
     if (tiles.masked())
       modify_rows<true>(S_rmem, p, part, scale, tiles.start + 16 * warp);
@@ -356,7 +393,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
     unsigned int P_rmem[M][N / 2][4];
 #if SCALED_KV
-    scaled_P.round(P_rmem, S_rmem, O_rmem, zeros_rmem, slot);
+    scaled_P.round(P_rmem, S_rmem, O_rmem, zeros_rmem, slot, 16 * warp);
 #else
     round_fragments(P_rmem, S_rmem);
 #endif

@@ -1,6 +1,10 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 #include "gemm.cuh"
 #include "load.cuh"
+#if SCALED_KV
+#include "cvt_tiles.cuh"
+#include "scales.cuh"
+#endif
 
 constexpr int M = BLOCK_Q / ROW_WARPS / 16;  // fragments of a warp, by rows
 constexpr int N = BLOCK_KV / 8;              // score fragments of a warp, by columns
@@ -11,13 +15,21 @@ struct SharedMemory {
   static constexpr int Q = 0, Q_END = BLOCK_Q * row_bytes(HEAD_DIM);    // [BLOCK_Q][HEAD_DIM]
   static constexpr int KV = Q_IN_REGISTERS ? 0 : Q_END;                 // STAGES x KeySlot
   static constexpr int O = 0, O_END = BLOCK_Q * row_bytes(HEAD_DIM_V);  // [BLOCK_Q][HEAD_DIM_V]
+#if SCALED_KV
+  static constexpr int NUMBERS = KV + STAGES * KeySlot::BYTES;  // NumberTiles
+  static constexpr int BYTES = maximum(NUMBERS + NumberTiles::BYTES, maximum(Q_END, O_END));
+#else
   static constexpr int BYTES = maximum(KV + STAGES * KeySlot::BYTES, maximum(Q_END, O_END));
+#endif
 };
 
 // Turns S into the probabilities of a tile, and rescales O if the reference of the exponents changes.
 __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_V)][4], Softmax2 (&softmax)[M][2],
 #if STATISTICS
                        RowStatistics (&statistics)[M][2],
+#endif
+#if SCALED_KV
+                       float (&zeros)[M][1][4],
 #endif
                        bool masked, const Score& score, const Band& band, const Dropout& dropout, float scale_log2,
                        int q_start, int kv_start) {
@@ -27,7 +39,13 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
     modify<false>(S, score, band, q_start, kv_start);
   float O_scale[M][2];
 #if STATISTICS
+#if SCALED_KV
+  bool grows = observe(O_scale, softmax, statistics, S, scale_log2, kv_start);
+  if (grows) rescale(O, O_scale);
+  if (CODES_OF_4_BITS && grows) rescale(zeros, O_scale);
+#else
   if (observe(O_scale, softmax, statistics, S, scale_log2, kv_start)) rescale(O, O_scale);
+#endif
   if constexpr (!ENTROPY)
     exponentiate(S, softmax, scale_log2);
   else if (masked || MODIFIED || DENSE_MASK)
@@ -35,7 +53,13 @@ __device__ void attend(float (&S)[M][N][4], float (&O)[M][fragments_of(HEAD_DIM_
   else
     exponentiate<false>(S, softmax, statistics, scale_log2);
 #else
+#if SCALED_KV
+  bool grows = update_max(O_scale, softmax, S, scale_log2);
+  if (grows) rescale(O, O_scale);
+  if (CODES_OF_4_BITS && grows) rescale(zeros, O_scale);  // @rescale-zeros
+#else
   if (update_max(O_scale, softmax, S, scale_log2)) rescale(O, O_scale);
+#endif
   exponentiate(S, softmax, scale_log2);
 #endif
   if constexpr (DROPOUT) drop(S, dropout, q_start, kv_start);
@@ -77,6 +101,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Band band(p, sequence);
   Score score(p, sequence, head);
   Dropout dropout(p, sequence.batch, head);
+#if SCALED_KV
+  ScaleLoads scales(p, sequence, head / p.group);
+  unsigned int numbers = smem + SharedMemory::NUMBERS;
+#endif
   KvLoads loads = KvLoads(p, sequence, head / p.group, pages_smem).kept();
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
@@ -94,6 +122,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KV);
 
     auto load = [&] {
+#if SCALED_KV
+      if (loaded.valid()) scales.load(stages.next(), loaded.start, loaded.visible, loads.pages.stored());
+#endif
       if (loaded.valid()) loads.load(stages.next(), loaded.start, loaded.visible);
       loaded.next();  // @forward.next-load
       stages.commit();
@@ -103,11 +134,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     // Prologue.
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     load_Q(Q_rmem, Q_smem, p, sequence, head, q_start, row);
+#if SCALED_KV
+    float Q_sums[M][2], zeros_rmem[M][1][4] = {};
+    ScaledP scaled_P;
+    if constexpr (CODES_OF_4_BITS) {
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
+      __syncthreads();
+      sum_Q(Q_sums, Q_smem, row);
+      if constexpr (Q_IN_REGISTERS) __syncthreads();
+    }
+#endif
     loads.pages.look_up(loaded.start, loaded.visible);
     for (int stage = 0; stage < STAGES - 1; ++stage) {
       loads.pages.store();
       if constexpr (PAGED) __syncthreads();  // @barrier-after-pages
       load();
+#if SCALED_KV
+      scales.store();
+#endif
     }
     loads.pages.store();
 
@@ -125,8 +170,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       if constexpr (STAGES == 1) {
         __syncthreads();  // @forward.barrier-before-load
         load();
+#if SCALED_KV
+        scales.store();
+#endif
       }
+#if SCALED_KV
+      unsigned int slot = stages.wait(), K_smem = numbers + NumberTiles::K, V_smem = numbers + NumberTiles::V;
+      convert_tile<HEAD_DIM>(K_smem, slot + KeySlot::K);
+      convert_tile<HEAD_DIM_V>(V_smem, slot + KeySlot::V);
+      __syncthreads();  // @barrier-after-conversion
+#else
       unsigned int slot = stages.wait(), K_smem = slot + KeySlot::K, V_smem = slot + KeySlot::V;
+#endif
 
       float S_rmem[M][N][4];
       if constexpr (Q_IN_REGISTERS)
@@ -134,20 +189,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
       else
         scores<M, N, HEAD_DIM>(S_rmem, Q_smem, Q_lane, K_smem, K_lane);
       if constexpr (STAGES > 1) load();  // here, so that addresses are computed while the tensor cores run
+#if SCALED_KV
+      scale_products(S_rmem, slot, 0, Q_sums);
+#endif
 #if STATISTICS
-      attend(S_rmem, O_rmem, softmax, statistics, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
-             kv_tiles.start);
+      attend(S_rmem, O_rmem, softmax, statistics,
+#if SCALED_KV
+             zeros_rmem,
+#endif
+             kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row, kv_tiles.start);
 #else
-      attend(S_rmem, O_rmem, softmax, kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
+      attend(S_rmem, O_rmem, softmax,
+#if SCALED_KV
+             zeros_rmem,
+#endif
+             kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
              kv_tiles.start);  // @forward.mask
 #endif
       unsigned int P_rmem[M][N / 2][4];
+#if SCALED_KV
+      scaled_P.round(P_rmem, S_rmem, O_rmem, zeros_rmem, slot, 0);
+#else
       round_fragments(P_rmem, S_rmem);
+#endif
       accumulate<M, N / 2, HEAD_DIM_V>(O_rmem, P_rmem, V_smem, V_lane);
       loads.pages.store();
+#if SCALED_KV
+      scales.store();
+#endif
     }
 
     // Epilogue.
+#if SCALED_KV
+    scaled_P.end(O_rmem, zeros_rmem);
+#endif
     float factors[M][2];
     finish(factors, softmax, p, sequence, dropout, head, q_start + row, column_warp() == 0);
 #if STATISTICS

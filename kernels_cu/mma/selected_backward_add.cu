@@ -41,27 +41,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_add(c
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   Dropout dropout(p, sequence.batch, head);
-  Lists lists(p, sequence, head);
   KeySums sums(p, sequence, kv_head);
   ProductLanes lanes(row);
   auto QT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto dOT_lane = Tile<HEAD_DIM_V>::lane_of_X();
   Scale scale(p);
 
-  int tiles_of_list = (lists.rows + BLOCK_Q - 1) / BLOCK_Q;
-  for (int n = blockIdx.x; n < lists.count(sequence.q_rows) * tiles_of_list; n += gridDim.x) {
+  for (ListTiles tiles(p, sequence, band, head); tiles.valid(); tiles.next()) {
     // Prologue.
-    int list = n / tiles_of_list, first = n % tiles_of_list * BLOCK_Q;
-    Range visible = ListRows::visible(lists, sequence, band, list, first);
-    __syncthreads();
-    tile.find_rows(lists, list, first, head);
-    __syncthreads();
+    tiles.find_rows(tile);
     load_queries(queries, tile, p, sequence);
 
     // Mainloop.
-    for (long long start = 0; visible.begin < visible.end && start < lists.keys(); start += BLOCK_KV) {
-      __syncthreads();
-      if (!tile.find_keys(lists, sequence, list, start, visible)) continue;
+    tiles.visit_keys(tile, [&] {
       load_keys(keys, tile, p, sequence, kv_head);
       wait_for_loads();
       Gradients<M, N, true, true> products(queries, keys, lanes, [] {});
@@ -70,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_add(c
       products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [](const unsigned int (&)[M][N / 2][4]) {});
       add_rows<HEAD_DIM>(tile, dK_rmem, row, sequence.kv_len, [&](int j) { return sums.of_K(j); });
       add_rows<HEAD_DIM_V>(tile, dV_rmem, row, sequence.kv_len, [&](int j) { return sums.of_V(j); });
-    }
+    });
     cp_async_wait_group<0>();  // the queries may be in flight if no key was visited
   }
 }

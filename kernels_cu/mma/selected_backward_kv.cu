@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_kv(co
   int kv_head = blockIdx.y, row = row_warp() * M * 16;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
+  Dropout dropout(p, sequence.batch, kv_head * p.group);
   ProductLanes lanes(row);
   auto QT_lane = Tile<HEAD_DIM>::lane_of_X();
   auto dOT_lane = Tile<HEAD_DIM_V>::lane_of_X();
@@ -44,22 +45,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_kv(co
     float dK_rmem[M][fragments_of(HEAD_DIM)][4] = {}, dV_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
 
     // Mainloop.
-    for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head += HEADS_OF_LIST) {
-      Lists lists(p, sequence, head);
-      InverseLists inverse(p, sequence, lists, p.selected_heads == 1 ? 0 : head / HEADS_OF_LIST);
-      Dropout dropout(p, sequence.batch, head);
-      Range places = visible.begin < visible.end ? inverse.of_block(blocks.block(n)) : Range{0, 0};
-      for (int start = 0; start < (places.end - places.begin) * lists.rows; start += BLOCK_Q) {
-        __syncthreads();
-        if (!inverse.find_rows(tile, lists, places, start, visible, head)) continue;
-        load_queries(queries, tile, p, sequence);
-        wait_for_loads();
-        Gradients<M, N, true, true> products(queries, keys, lanes, [] {});
-        differentiate(products, tile, tile, p, sequence, band, dropout, queries.numbers_of(smem, 0), row);
-        products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane,
-                        [](const unsigned int (&)[M][N / 2][4]) {});
-      }
-    }
+    visit_rows(tile, p, sequence, kv_head, blocks.block(n), visible, [&] {
+      load_queries(queries, tile, p, sequence);
+      wait_for_loads();
+      Gradients<M, N, true, true> products(queries, keys, lanes, [] {});
+      differentiate(products, tile, tile, p, sequence, band, dropout, queries.numbers_of(smem, 0), row);
+      products.add_to(dK_rmem, dV_rmem, scale, queries, QT_lane, dOT_lane, [](const unsigned int (&)[M][N / 2][4]) {});
+    });
 
     // Epilogue.
     wait_for_loads();  // the keys may be in flight if no query was visited

@@ -24,32 +24,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_q(con
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   Dropout dropout(p, sequence.batch, head);
-  Lists lists(p, sequence, head);
   ProductLanes lanes(row);
   auto KT_lane = Tile<HEAD_DIM>::lane_of_X();
   Scale scale(p);
 
-  int tiles_of_list = (lists.rows + BLOCK_Q - 1) / BLOCK_Q;
-  for (int n = blockIdx.x; n < lists.count(sequence.q_rows) * tiles_of_list; n += gridDim.x) {
+  for (ListTiles tiles(p, sequence, band, head); tiles.valid(); tiles.next()) {
     // Prologue.
-    int list = n / tiles_of_list, first = n % tiles_of_list * BLOCK_Q;
-    Range visible = ListRows::visible(lists, sequence, band, list, first);
-    __syncthreads();
-    tile.find_rows(lists, list, first, head);
-    __syncthreads();
+    tiles.find_rows(tile);
     load_queries(queries, tile, p, sequence);
     float dQ_rmem[M][fragments_of(HEAD_DIM)][4] = {};
 
     // Mainloop.
-    for (long long start = 0; visible.begin < visible.end && start < lists.keys(); start += BLOCK_KV) {
-      __syncthreads();
-      if (!tile.find_keys(lists, sequence, list, start, visible)) continue;
+    tiles.visit_keys(tile, [&] {
       load_keys(keys, tile, p, sequence, kv_head);
       wait_for_loads();
       Gradients<M, N, false, true> products(queries, keys, lanes, [] {});
       differentiate(products, tile, tile, p, sequence, band, dropout, queries.numbers_of(smem, 0), row);
       products.add_to(dQ_rmem, scale, keys, KT_lane);
-    }
+    });
 
     // Epilogue.
     wait_for_loads();  // the queries may be in flight if no key was visited

@@ -16,13 +16,10 @@ struct SharedMemory {
 
 // Walks over the tiles of a list that have a visible key. find() locates the next tile, and load() loads it.
 struct ListLoads {
-  const Lists& lists;
-  const Sequence& sequence;
+  const ListTiles& tiles;
   const Params& p;
   ListKeys* keys;  // of each slot
-  int list;
   int kv_head;
-  Range visible;
   long long start;  // place in the list of the tile to find next
   int slot = 0;     // of the tile that was found last
   bool valid = true;
@@ -31,11 +28,12 @@ struct ListLoads {
   __device__ void find() {
     slot = slot == STAGES - 1 ? 0 : slot + 1;
     valid = false;
-    for (; !valid && start < lists.keys(); start += BLOCK_KV)  // @pass-lists-of-no-key
-      valid = keys[slot].find_keys(lists, sequence, list, start, visible);
+    for (; !valid && start < tiles.lists.keys(); start += BLOCK_KV)  // @pass-lists-of-no-key
+      valid = keys[slot].find_keys(tiles.lists, tiles.sequence, tiles.list, start, tiles.visible);
   }
   __device__ void load(unsigned int to) const {
-    ListedKeys<element> K(keys[slot], sequence, p.k, kv_head), V(keys[slot], sequence, p.v, kv_head);
+    const ListKeys& found = keys[slot];
+    ListedKeys<element> K(found, tiles.sequence, p.k, kv_head), V(found, tiles.sequence, p.v, kv_head);
     load_tile<BLOCK_KV, HEAD_DIM>(to + KeySlot::K, K, Range{0, BLOCK_KV});
     load_tile<BLOCK_KV, HEAD_DIM_V>(to + KeySlot::V, V, Range{0, BLOCK_KV});
   }
@@ -44,7 +42,6 @@ struct ListLoads {
 // Loads Q to shared memory; Q_IN_REGISTERS: and its fragments to registers.
 __device__ void load_Q(unsigned int (&Q)[padded(HEAD_DIM) / 16][M][4], unsigned int Q_smem, const ListRows& rows,
                        const Params& p, const Sequence& sequence, int row) {
-  __syncthreads();
   load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, ListedQueries<element>(rows, sequence, p.q), Range{0, BLOCK_Q});
   if constexpr (Q_IN_REGISTERS) {
     cp_async_commit_group();
@@ -103,22 +100,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   Dropout dropout(p, sequence.batch, head);
-  Lists lists(p, sequence, head);
   float scale_log2 = log2_scale_of(p);
   int row = row_warp() * M * 16;
   auto Q_lane = Tile<HEAD_DIM>::lane_of_A(row).kept(), K_lane = Tile<HEAD_DIM>::lane_of_B().kept();
   auto V_lane = Tile<HEAD_DIM_V>::lane_of_X().kept();
 
-  int tiles_of_list = (lists.rows + BLOCK_Q - 1) / BLOCK_Q;
-  for (int tile = blockIdx.x; tile < lists.count(sequence.q_rows) * tiles_of_list; tile += gridDim.x) {
+  for (ListTiles tiles(p, sequence, band, head); tiles.valid(); tiles.next()) {
     // Prologue.
-    int list = tile / tiles_of_list, first = tile % tiles_of_list * BLOCK_Q;
-    Range visible = ListRows::visible(lists, sequence, band, list, first);
-    ListLoads loads{lists, sequence,       p,       keys,
-                    list,  head / p.group, visible, visible.begin < visible.end ? 0 : lists.keys()};
+    tiles.find_rows(rows);
+    ListLoads loads{tiles, p, keys, head / p.group, tiles.visible.begin < tiles.visible.end ? 0 : tiles.lists.keys()};
     Pipeline<STAGES, KeySlot::BYTES> stages(smem + SharedMemory::KV);
-    __syncthreads();
-    rows.find_rows(lists, list, first, head);
     unsigned int Q_rmem[padded(HEAD_DIM) / 16][M][4];
     load_Q(Q_rmem, Q_smem, rows, p, sequence, row);
     int found = 0;  // tiles that are loaded and not yet used
@@ -133,6 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+#if STATISTICS
+    RowStatistics statistics[M][2];
+    init(statistics);
+#endif
 
     // Mainloop.
     int used = 0;  // slot of the keys of the current tile
@@ -154,8 +149,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
       if constexpr (STAGES > 1) load();
       modify(S_rmem, rows, keys[used], p, sequence, band, row);
       float O_scale[M][2];
+#if STATISTICS
+      if (observe(O_scale, softmax, statistics, S_rmem, keys[used], scale_log2)) rescale(O_rmem, O_scale);
+      exponentiate<true>(S_rmem, softmax, statistics, scale_log2);
+#else
       if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
       exponentiate(S_rmem, softmax, scale_log2);
+#endif
       if constexpr (DROPOUT) drop(S_rmem, rows, keys[used], p, sequence, band, dropout, row);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
@@ -165,6 +165,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
     // Epilogue.
     float factors[M][2];
     finish(factors, softmax, rows, p, sequence, dropout, row);
+#if STATISTICS
+    store_statistics(statistics, softmax, p, sequence, column_warp() == 0, [&](int m, int half, int& of, int& i) {
+      int at = row + row_of(m, 2 * half);
+      of = rows.head[at];
+      i = rows.query[at];
+    });
+#endif
     cp_async_wait_group<0>();
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(O_smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });

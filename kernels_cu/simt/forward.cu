@@ -1,7 +1,7 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 #include "../softmax.cuh"
 #if STATISTICS
-#include "../statistics.cuh"
+#include "row_statistics.cuh"
 #endif
 #include "steps.cuh"
 
@@ -43,17 +43,7 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
 #pragma unroll
       for (int c = COLS - 1; c >= 0; --c) statistics[r].take_descending(S[r][c], kv_start + lane_x() + c * LANES);
     }
-    RowStatistics of_tile = {};
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) {
-      real exponent = S[r][c] - softmax[r].m;  // @shift-of-term
-      sum += S[r][c] = softmax[r].probability(S[r][c]);
-      if constexpr (ENTROPY) of_tile.add_term(S[r][c], exponent);
-    }
-    if constexpr (ENTROPY) {
-      statistics[r].rescale(previous_m, softmax[r].m, rescale, softmax[r].l);
-      statistics[r].w += row_sum(of_tile.w);
-    }
+    sum = exponentiate(S[r], softmax[r], statistics[r], previous_m, rescale);
 #else
 #pragma unroll
     for (int c = 0; c < COLS; ++c) sum += S[r][c] = softmax[r].probability(S[r][c]);
@@ -92,6 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
   Dropout dropout(p, sequence.batch, head);
   auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
   TilePages pages{sequence, pages_smem};
+#if PREFIXES
+  const Sequence& own = sequence;
+#endif
   real sink = SINK ? to_real(((const sink_element*)p.sink)[head]) : -infinity();
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
@@ -110,30 +103,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #endif
 
     // Mainloop.
-    for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
-      int kv_start = kv_tiles.start;
-      Range readable = sequence.readable(kv_tiles.visible);
-      pages.look_up(kv_start, readable);
-      pages.store();
-      __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, K.tile(kv_start, pages.stored()), readable);
-      __syncthreads();
-      real S_rmem[ROWS][COLS] = {};
-      scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
-      __syncthreads();  // @barrier-before-V
-      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V.tile(kv_start, pages.stored()), readable);
-      if (kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start, kv_start);
-      else
-        modify<false>(S_rmem, score, band, q_start, kv_start);
+#if PREFIXES
+    // The sequence's own keys, and then those of the prefix.
+    for (int on_prefix = 0; on_prefix < 1 + (own.group >= 0); ++on_prefix) {
+      Sequence sequence = on_prefix ? own.on_prefix(p) : own;  // @keys-of-prefix
+      Band band(p, sequence);
+      Score score(p, sequence, head);
+      auto K = sequence.key_rows<element>(p.k, kv_head), V = sequence.key_rows<element>(p.v, kv_head);
+      TilePages pages{sequence, pages_smem};
+#endif
+      for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
+        int kv_start = kv_tiles.start;
+        Range readable = sequence.readable(kv_tiles.visible);
+        pages.look_up(kv_start, readable);
+        pages.store();
+        __syncthreads();
+        load_tile<BLOCK_KV, HEAD_DIM>(X_smem, K.tile(kv_start, pages.stored()), readable);
+        __syncthreads();
+        real S_rmem[ROWS][COLS] = {};
+        scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
+        __syncthreads();  // @barrier-before-V
+        load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V.tile(kv_start, pages.stored()), readable);
+        if (kv_tiles.masked())
+          modify<true>(S_rmem, score, band, q_start, kv_start);
+        else
+          modify<false>(S_rmem, score, band, q_start, kv_start);
 #if STATISTICS
-      update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start, statistics);
+#if PREFIXES
+        kv_start += sequence.keys_before;  // the number of the key that argmax returns
+#endif
+        update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start, statistics);
 #else
       update(S_rmem, softmax, O_rmem, P_smem, dropout, q_start, kv_start);
 #endif
-      __syncthreads();  // @barrier-before-PV
-      accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
+        __syncthreads();  // @barrier-before-PV
+        accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
+      }
+#if PREFIXES
     }
+#endif
 
     // Epilogue.
 #pragma unroll

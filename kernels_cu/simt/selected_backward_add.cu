@@ -25,23 +25,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_add(c
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
   Dropout dropout(p, sequence.batch, head);
-  Lists lists(p, sequence, head);
   KeySums sums(p, sequence, kv_head);
 
-  int tiles_of_list = (lists.rows + BLOCK_Q - 1) / BLOCK_Q;
-  for (int n = blockIdx.x; n < lists.count(sequence.q_rows) * tiles_of_list; n += gridDim.x) {
+  for (ListTiles tiles(p, sequence, band, head); tiles.valid(); tiles.next()) {
     // Prologue.
-    int list = n / tiles_of_list, first = n % tiles_of_list * BLOCK_Q;
-    Range visible = ListRows::visible(lists, sequence, band, list, first);
-    __syncthreads();
-    tile.find_rows(lists, list, first, head);
-    __syncthreads();
+    tiles.find_rows(tile);
     load_queries(queries, tile, p, sequence);
 
     // Mainloop.
-    for (long long start = 0; visible.begin < visible.end && start < lists.keys(); start += BLOCK_KV) {
-      __syncthreads();
-      if (!tile.find_keys(lists, sequence, list, start, visible)) continue;
+    tiles.visit_keys(tile, [&] {
       load_keys(keys, tile, p, sequence, kv_head);
       __syncthreads();
       Gradients<ROWS, COLS, true, true> products(queries, keys);
@@ -55,6 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_add(c
         add_row<HEAD_DIM>(sums.of_K(j), dK_rmem[r]);
         add_row<HEAD_DIM_V>(sums.of_V(j), dV_rmem[r]);
       }
-    }
+    });
   }
 }

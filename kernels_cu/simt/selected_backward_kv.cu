@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_kv(co
   int kv_head = blockIdx.y;
   Sequence sequence(p, blockIdx.z);
   Band band(p, sequence);
+  Dropout dropout(p, sequence.batch, kv_head * p.group);
   BlockTile blocks(sequence);
   for (int n = blockIdx.x; n < blocks.tiles; n += gridDim.x) {
     // Prologue.
@@ -29,21 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_backward_kv(co
     real dK_rmem[ROWS][columns_of(HEAD_DIM)] = {}, dV_rmem[ROWS][columns_of(HEAD_DIM_V)] = {};
 
     // Mainloop.
-    for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; head += HEADS_OF_LIST) {
-      Lists lists(p, sequence, head);
-      InverseLists inverse(p, sequence, lists, p.selected_heads == 1 ? 0 : head / HEADS_OF_LIST);
-      Dropout dropout(p, sequence.batch, head);
-      Range places = visible.begin < visible.end ? inverse.of_block(blocks.block(n)) : Range{0, 0};
-      for (int start = 0; start < (places.end - places.begin) * lists.rows; start += BLOCK_Q) {
-        __syncthreads();
-        if (!inverse.find_rows(tile, lists, places, start, visible, head)) continue;
-        load_queries(queries, tile, p, sequence);
-        __syncthreads();
-        Gradients<ROWS, COLS, true, true> products(queries, keys);
-        differentiate(products, tile, p, sequence, band, dropout, queries);
-        products.add_to(dK_rmem, dV_rmem, queries, P_smem);
-      }
-    }
+    visit_rows(tile, p, sequence, kv_head, blocks.block(n), visible, [&] {
+      load_queries(queries, tile, p, sequence);
+      __syncthreads();
+      Gradients<ROWS, COLS, true, true> products(queries, keys);
+      differentiate(products, tile, p, sequence, band, dropout, queries);
+      products.add_to(dK_rmem, dV_rmem, queries, P_smem);
+    });
 
     // Epilogue.
     Range written = blocks.keys(n, sequence.kv_rows);

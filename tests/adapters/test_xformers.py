@@ -16,7 +16,7 @@ from cupy_flash.adapters import xformers
 from cupy_flash.adapters.xformers import CAUSAL, memory_efficient_attention
 
 H, K, KV = 4, 8, 6
-Q_LENGTHS, KV_LENGTHS, PADDING, PAGE = [3, 1, 6], [5, 7, 6], 8, 4
+Q_LENGTHS, KV_LENGTHS, PADDING, PAGE = [3, 1, 6], [5, 7, 6], 8, 5
 LEFT, RIGHT, WINDOW = 2, 1, 3
 
 

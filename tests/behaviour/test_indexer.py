@@ -6,55 +6,24 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from tolerance import assert_matches_reference
+from indexer_cases import (
+    CHOICES,
+    HEADS,
+    SK,
+    SQ,
+    B,
+    assert_loss_and_gradients,
+    defined_loss,
+    in_pages,
+    normal,
+    scores,
+    sorted_choice,
+    special_choices,
+    whole_numbers,
+)
 
 import cupy_flash
 from cupy_flash.cpu import indexer as engine
-
-B, SQ, SK, HEADS, DIM = 2, 21, 45, 3, 8
-
-
-def scores(q, w, k, scale=1.0):
-    return np.einsum("bth,bths->bts", w, np.maximum(scale * np.einsum("bthd,bsd->bths", q, k), 0))
-
-
-def whole_numbers(seed=0, q_len=SQ, kv_len=SK, dtype=np.float64):
-    """Return q_idx, weights and k_idx whose scores are exact in every dtype, with many ties."""
-    rng = np.random.default_rng(seed)
-    shapes = (B, q_len, HEADS, DIM), (B, q_len, HEADS), (B, kv_len, DIM)
-    return [rng.integers(-1, 2, size=shape).astype(dtype) for shape in shapes]
-
-
-def sorted_choice(q, w, k, n, causal=True, block=1, local=0, kv_lengths=None, scale=1.0):
-    """Return the lists by a full sort of all scores."""
-    lists = np.full((B, 1, q.shape[1], n), -1)
-    for b, I in enumerate(scores(q, w, k, scale)):
-        length = k.shape[1] if kv_lengths is None else kv_lengths[b]
-        position = np.arange(len(I)) + (0 if causal == "top_left" else length - len(I))
-        for t, row in enumerate(I):
-            seen = [s for s in range(length) if not causal or s <= position[t]]
-            best = {}
-            for s in seen:
-                best[s // block] = max(row[s], best.get(s // block, -np.inf))
-            own = position[t] // block
-            forced = [e for e in best if own - local < e <= own]
-            others = sorted((e for e in best if e not in forced), key=lambda e: (-best[e], e))
-            chosen = sorted((forced + others)[:n])
-            lists[b, 0, t, : len(chosen)] = chosen
-    return lists
-
-
-CHOICES = {
-    "causal": dict(n=6),
-    "all-keys": dict(n=6, causal=False, scale=-0.5),
-    "top-left-lengths": dict(n=5, causal="top_left", kv_lengths=np.array([30, 0], np.int32)),
-    "lengths": dict(n=7, kv_lengths=np.array([45, 9], np.int32)),
-    "more-than-keys": dict(n=50),
-    "blocks": dict(n=3, block=8),
-    "blocks-local": dict(n=4, block=4, local=2),
-    "all-local": dict(n=2, block=8, local=2, causal=False),
-    "local-keys": dict(n=5, local=3, kv_lengths=np.array([44, 3], np.int32)),
-}
 
 
 @pytest.fixture(params=[(512, 2**20), (8, 64)], ids=["whole", "tiles"])
@@ -85,26 +54,14 @@ def test_no_queries_no_keys_and_queries_before_the_first_key(q_len, kv_len):
 
 
 def test_keys_in_pages_and_what_lies_past_the_length():
-    q, w, k = whole_numbers(3, kv_len=48)
-    lengths, table = np.array([47, 20], np.int32), np.array([[5, 0, 3, 2], [1, 4, -1, 99]], np.int32)
-    pool = np.full((6, 12, DIM), np.nan)
-    for b, length in enumerate(lengths):
-        for s in range(length):
-            pool[table[b, s // 12], s % 12] = k[b, s]
-    found = cupy_flash.select_keys(q, w, pool, 5, block=8, kv_lengths=lengths, block_table=table)
-    np.testing.assert_array_equal(found, sorted_choice(q, w, k, 5, block=8, kv_lengths=lengths))
+    arrays, whole, options = in_pages(12)
+    np.testing.assert_array_equal(cupy_flash.select_keys(*arrays, **options), whole)
 
 
 def test_special_scores_and_hidden_keys():
     """NaN counts as the largest score; -inf is a score, and a key with it is visible; hidden keys are never listed."""
-    q, w = np.ones((1, 4, 1, 1)), np.ones((1, 4, 1))
-    w[0, 3] = -1
-    k = np.array([1, np.inf, np.nan, 2, 3.0, np.nan])[None, :, None]
-    found = cupy_flash.select_keys(q, w, k, 3, kv_lengths=np.array([5], np.int32))
-    assert found[0, 0].tolist() == [[0, 1, -1], [0, 1, 2], [1, 2, 3], [0, 2, 3]]
-    assert cupy_flash.select_keys(q, w, k, 5, kv_lengths=np.array([5], np.int32))[0, 0, 3].tolist() == [0, 1, 2, 3, 4]
-    infinite = np.full((1, 6, 1), np.inf)
-    assert cupy_flash.select_keys(q, abs(w), infinite, 2, local=1)[0, 0].tolist() == [[0, 2], [0, 3], [0, 4], [0, 5]]
+    for arrays, options, lists in special_choices():
+        assert cupy_flash.select_keys(*arrays, **options)[0, 0].tolist() == lists
 
 
 def test_memory_is_linear(monkeypatch):
@@ -116,31 +73,6 @@ def test_memory_is_linear(monkeypatch):
     cupy_flash.select_keys(q, w, k, 16, block=8)
     assert tracemalloc.get_traced_memory()[1] < length * length / 2  # a bool for each pair would take twice this
     tracemalloc.stop()
-
-
-def normal(seed=4, dtype=np.float64):
-    """Return q_idx, weights, k_idx, lists, target and row weights; some entries name no key, and a list is empty."""
-    rng = np.random.default_rng(seed)
-    q, w, k = (rng.normal(size=s).astype(dtype) for s in ((B, SQ, HEADS, DIM), (B, SQ, HEADS), (B, SK, DIM)))
-    lists = np.argsort(rng.random((B, 1, SQ, SK)))[..., :7].astype(np.int32)
-    lists[rng.random(lists.shape) < 0.2] = -3
-    lists[0, 0, 2] = -1
-    target, rows = rng.random((B, SQ, 7)), rng.random((B, SQ))
-    target[:, 5:, ::3] = 0
-    target[1, 4] = 0
-    return q, w, k, lists, target.astype(dtype), rows.astype(dtype)
-
-
-def defined_loss(q, w, k, lists, target, rows=None):
-    """Return the loss in the dtype of q."""
-    listed, j = lists[:, 0] >= 0, np.maximum(lists[:, 0], 0)
-    I = np.where(listed, np.take_along_axis(scores(q, w, k), j, axis=2), -np.inf)
-    with np.errstate(all="ignore"):
-        log_p = I - np.logaddexp.reduce(I, axis=2, keepdims=True)
-        p = np.where(listed, target, 0)
-        p = np.nan_to_num(p / p.sum(axis=2, keepdims=True))
-        terms = np.where(p > 0, p * (np.log(p) - log_p), 0)
-    return (terms.sum(axis=2) * (1 if rows is None else rows)).sum()
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -159,34 +91,10 @@ def test_the_loss_is_that_of_its_definition(rows, tiles):
         np.testing.assert_allclose((gradient * direction).sum(), (moved[0] - moved[1]) / (2 * eps), rtol=1e-6)
 
 
-def defined_gradients(q, w, k, lists, target, rows):
-    """Return the gradients of the loss by q_idx, weights and k_idx, in the dtype of q."""
-    listed, j = lists[:, 0] >= 0, np.maximum(lists[:, 0], 0)
-    K = k[np.arange(B)[:, None, None], j]
-    a = np.einsum("bthd,btnd->bthn", q, K)
-    I = np.where(listed, np.einsum("bth,bthn->btn", w, np.maximum(a, 0)), -np.inf)
-    with np.errstate(all="ignore"):
-        p = np.where(listed, target, 0)
-        p = np.nan_to_num(p / p.sum(axis=2, keepdims=True))
-        softmax = np.nan_to_num(np.exp(I - np.logaddexp.reduce(I, axis=2, keepdims=True)))
-    dI = rows[:, :, None] * (softmax * p.any(axis=2, keepdims=True) - p)
-    da = dI[:, :, None] * w[..., None] * (a > 0)
-    dk = np.zeros_like(k)
-    np.add.at(dk, (np.arange(B)[:, None, None], j), np.einsum("bthn,bthd->btnd", da, q) * listed[..., None])
-    return np.einsum("bthn,btnd->bthd", da, K), np.einsum("btn,bthn->bth", dI, np.maximum(a, 0)), dk
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_the_loss_and_its_gradients_in_other_dtypes(dtype):
     arrays = normal(dtype=dtype)
-    exact, low = ([x if x.dtype == np.int32 else x.astype(kind) for x in arrays] for kind in (np.float64, np.float32))
-    loss, gradients = cupy_flash.selection_loss_vjp(*arrays)
-    assert loss.dtype == np.float32
-    assert_matches_reference(loss, defined_loss(*exact), defined_loss(*low), np.float32, "loss")
-    found = zip(gradients, defined_gradients(*exact), defined_gradients(*low), strict=True)
-    for gradient, expected, rounded in found:
-        assert gradient.dtype == dtype
-        assert_matches_reference(gradient, expected, rounded.astype(dtype), dtype, "gradient")
+    assert_loss_and_gradients(cupy_flash.selection_loss_vjp(*arrays), arrays)
 
 
 def test_a_target_that_is_the_prediction_has_no_loss_and_no_gradient():
@@ -275,8 +183,11 @@ def test_wrong_arguments_are_refused(name):
         call()
 
 
-def test_the_simulator_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
-    reason = "CUPY_FLASH_BACKEND is simulator, and select_keys runs on the CPU alone in this version"
+def test_a_backend_that_is_not_that_of_the_arrays_is_refused(monkeypatch):
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "cuda")
+    reason = "CUPY_FLASH_BACKEND is cuda, and the arrays are on cpu, and arrays never change device"
     with pytest.raises(cupy_flash.UnsupportedError, match=reason):
+        cupy_flash.select_keys(Q, W, K, 2)
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "gpu")
+    with pytest.raises(ValueError, match="CUPY_FLASH_BACKEND must be one of cpu, cuda, simulator, not 'gpu'"):
         cupy_flash.select_keys(Q, W, K, 2)

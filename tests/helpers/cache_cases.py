@@ -275,6 +275,8 @@ def run_kernels(
         tile = next(x for x in legal if x.tma and (x.rows, x.block_kv) == (tile.rows, tile.block_kv))
     if blocks is not None:
         tile = tile._replace(blocks=blocks)
+        if getattr(tile, "of_prefix", None) is not None:
+            tile = tile._replace(of_prefix=tile.of_prefix._replace(blocks=blocks))
     if cluster:
         tile = tile._replace(cluster=cluster)
     out, lse, *statistics = run_plan.forward(plan(problem, device.named(arch), tile), operands, start)

@@ -190,7 +190,8 @@ def test_the_records_have_the_fields_of_the_table():
 
 @pytest.mark.parametrize("feature", CACHE_FEATURES, ids=lambda feature: feature.name)
 def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
-    members, names = dtypes("", ("KV_CACHE", "SCALED_KV"))["Params"].names, [other.name for other in CACHE_FEATURES]
+    switches = "KV_CACHE", "PREFIXES", "SCALED_KV"
+    members, names = dtypes("", switches)["Params"].names, [other.name for other in CACHE_FEATURES]
     if feature.constant:
         assert f"constexpr bool {feature.constant} = false;" in (kernel_folder() / CONFIG).read_text()
     if feature.kind == features.ARRAY and feature.name != "out":
@@ -202,7 +203,9 @@ def test_the_row_of_an_option_of_caches_names_members_and_options(feature):
 
 
 def test_every_stride_of_params_belongs_to_an_array_with_that_many_axes():
-    strides = [name for name in dtypes("", ("KV_CACHE",))["Params"].names if name.endswith(("_row", "_batch"))]
+    strides = [
+        name for name in dtypes("", ("KV_CACHE", "PREFIXES"))["Params"].names if name.endswith(("_row", "_batch"))
+    ]
     rows = {feature.leading_stride: feature for feature in (*ARRAYS, *CACHE_FEATURES) if feature.leading_stride}
     assert sorted(rows) == sorted(strides)
     assert all(max(map(len, feature.axes)) == 2 for feature in rows.values())

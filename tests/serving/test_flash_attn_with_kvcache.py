@@ -151,7 +151,7 @@ def test_num_splits():
 @pytest.mark.parametrize(
     "options, error, text",
     [
-        (dict(qv=torch.zeros(1)), UnsupportedError, "qv is not supported"),
+        (dict(q_descale=torch.zeros(1)), UnsupportedError, "q_descale is not supported"),
         (dict(attention_chunk=64), UnsupportedError, "attention_chunk is not supported"),
         (dict(k=None, v=None, rotary_cos=torch.ones(50, 4)), ValueError, "rotary_cos and rotary_sin need k and v"),
         (dict(rotary_seqlens=torch.zeros(2)), UnsupportedError, "rotary_seqlens .*attention_with_kv_cache takes pos"),
@@ -159,7 +159,7 @@ def test_num_splits():
         (dict(block_table=torch.zeros(1), page_table=torch.zeros(1)), ValueError, "names of one argument"),
         (dict(num_splits=-1), ValueError, "num_splits must be at least 0"),
     ],
-    ids=["qv", "attention-chunk", "rotary-alone", "rotary-seqlens", "bounds", "tables", "num-splits"],
+    ids=["q-descale", "attention-chunk", "rotary-alone", "rotary-seqlens", "bounds", "tables", "num-splits"],
 )
 def test_refusals(options, error, text):
     arrays, given, _ = tensors()

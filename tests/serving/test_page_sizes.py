@@ -10,7 +10,6 @@ from tiers import exhaustive
 
 from cupy_flash.engines.shared import divides
 from cupy_flash.gpu.params import _page_number
-from cupy_flash.problem.records import Cache
 from cupy_flash.simulator.errors import SimulationError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -23,10 +22,9 @@ def test_the_division_is_exact():
     """By every page up to 3000 keys, and some large ones: of keys around its multiples, and of the largest keys."""
     largest = 2**31 - 1
     for page in [*range(3, 3000), 2**16 - 1, 2**20 + 1, 2**30 - 1, 2**30 + 1, largest]:
-        cache = Cache("bshd", np.dtype(np.float32), 1, page, None, False, None, None)
         if not divides(page):
             continue
-        number, shift = _page_number(cache), (page - 1).bit_length() - 1
+        number, shift = _page_number(page), (page - 1).bit_length() - 1
         assert -(2**31) <= number < 0
         multiples = {page * n for n in (1, 2, 3, 7, largest // page)}
         for key in (0, largest, *(m + d for m in multiples for d in (-1, 0, 1) if m + d <= largest)):
@@ -40,15 +38,28 @@ def test_a_decode(page):
     check(case, run_kernels(case.call()))
 
 
-@pytest.mark.parametrize(("engine", "dtype"), [("mma", "float16"), ("simt", "float32")])
-def test_tiles_straddle_pages(engine, dtype):
-    check(replace(PREFILL, dtype=dtype), backend="simulator", engine=engine)
+TILES = [
+    ("mma", "float16", 3),
+    ("simt", "float32", 3),
+    exhaustive("mma", "float16", 80),
+    exhaustive("mma", "float16", 1),
+]
 
 
-@pytest.mark.parametrize("on", [run, run_kernels])
-def test_pieces_straddle_pages(on):
+@pytest.mark.parametrize(("engine", "dtype", "page"), TILES)
+def test_tiles_straddle_pages(engine, dtype, page):
+    case = replace(PREFILL, dtype=dtype, page=page, capacity=-(-90 // page) * page)
+    check(case, backend="simulator", engine=engine)
+
+
+PIECES = [(run, 48), (run, 80), (run, 1), (run_kernels, 48), exhaustive(run_kernels, 80), exhaustive(run_kernels, 1)]
+
+
+@pytest.mark.parametrize(("on", "page"), PIECES)
+def test_pieces_straddle_pages(on, page):
     """Under split_size a query has the bits that it has on a contiguous cache."""
-    call = replace(DECODE, split_size=64, lengths=(95, 130), appended=None).call()
+    capacity = -(-144 // page) * page
+    call = replace(DECODE, split_size=64, lengths=(95, 130), appended=None, page=page, capacity=capacity).call()
     options = dict(call.options)
     table = np.maximum(options.pop("block_table"), 0)
     whole = [x[table].reshape(len(table), -1, *x.shape[2:]) for x in (call.k_cache, call.v_cache)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cache_cases import CacheCase, references, run_kernels
+from cache_cases import CacheCase, posed, references, run_kernels
 from cases import DTYPES
 from planting import change, planted, skip
 from quantised import calls, options_of, quantised
@@ -13,6 +13,9 @@ from tiers import exhaustive, in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
+from cupy_flash import device
+from cupy_flash.gpu import ahead
+from cupy_flash.plan.plan import plan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -139,3 +142,29 @@ def test_an_append_beside_the_scale_of_another_token_is_found(monkeypatch):
     with planted(monkeypatch, bug):
         on = [appended(*case, monkeypatch, backend) for backend in ("cpu", "simulator")]
     assert on[0] != on[1]
+
+
+@pytest.mark.parametrize("page", [None, 16, 48])
+def test_compile_covers_calls(page):
+    on = device.named("sm_80", "cuda")
+    built = ahead.launches(
+        on, dtype="float16", head_dim=32, group=2, cache=True, kv_dtype="int8", kv_scale="float16", page=page
+    )
+    for q_len in (1, 100):
+        case = CacheCase((3,), q_len, 1, 4096 if page != 48 else 4800, page, 4, 2, 32, 32, "float16")
+        problem = posed(calls(case, "int8", "float16")[0])[0]._replace(device="cuda:0", batch=2)
+        assert {x.text_key for x in plan(problem, on).launches} <= {x.text_key for x in built}
+
+
+WRONG = {
+    "no-scale": (dict(kv_dtype="int8"), ValueError, "caches of int8 need kv_scale"),
+    "dtype-of-scale": (dict(kv_dtype="int8", kv_scale="float64"), TypeError, "kv_scale must be float16 or float32"),
+    "no-codes": (dict(kv_scale="float16"), TypeError, "kv_scale is for caches of int8"),
+    "no-cache": (dict(cache=False, page=48), ValueError, "page, prefixes, .* are for a KV cache"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "text"), WRONG.values(), ids=WRONG)
+def test_compile_refuses_wrong_options(options, error, text):
+    with pytest.raises(error, match=text):
+        ahead.launches(device.named("sm_80", "cuda"), dtype="float16", head_dim=32, **{"cache": True} | options)

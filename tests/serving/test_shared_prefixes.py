@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cache_cases import CacheCall, references
+from cache_cases import references
 from quantised import options_of, quantised
+from shared_prefixes import CASES, calls
 from tolerance import assert_matches_reference
 
 import cupy_flash
@@ -16,37 +17,6 @@ from cupy_flash.cpu.decode.keys import Keys
 from cupy_flash.cpu.decode.sequences import RowTile
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-PAGE, HEADS, KV_HEADS, DIM = 8, 4, 2, 16
-
-
-def calls(prefixes, own, rows, groups, **options):
-    """Return a call with prefixes that appends, and that on contiguous caches with a copy of the prefix each."""
-    rng = np.random.default_rng(6)
-    batch, columns = len(own), -(-(max(own) + rows) // PAGE) + 1
-    of_prefix = -(-max(prefixes) // PAGE) + 1
-    pages = rng.permutation(len(prefixes) * of_prefix + batch * columns).astype(np.int32)
-    table, own_table = (
-        part.reshape(count, -1)
-        for part, count in zip(np.split(pages, [len(prefixes) * of_prefix]), (len(prefixes), batch), strict=True)
-    )
-    pools = rng.normal(size=(2, len(pages), PAGE, KV_HEADS, DIM)).astype(np.float32)
-    whole = np.full((2, batch, (of_prefix + columns) * PAGE, KV_HEADS, DIM), np.nan, np.float32)
-    lengths = []
-    for b, group in enumerate(groups):
-        before = prefixes[group] if group >= 0 else 0
-        whole[:, b, :before] = pools[:, table[group]].reshape(2, -1, KV_HEADS, DIM)[:, :before]
-        keys = pools[:, own_table[b]].reshape(2, -1, KV_HEADS, DIM)[:, : own[b]]
-        whole[:, b, before : before + own[b]] = keys
-        lengths.append(before + own[b])
-    q, k, v = (rng.normal(size=(batch, rows, h, DIM)).astype(np.float32) for h in (HEADS, KV_HEADS, KV_HEADS))
-    options |= {"k": k, "v": v}
-    of_groups = {
-        "block_table": own_table, "cache_seqlens": np.array(own, np.int32), "prefix_table": table,
-        "prefix_lengths": np.array(prefixes, np.int32), "prefix_group": np.array(groups, np.int32),
-    }  # fmt: skip
-    unshared = {"cache_seqlens": np.array(lengths, np.int32)}
-    return CacheCall(q, *pools, options | of_groups), CacheCall(q, *whole, options | unshared)
 
 
 def run(call):
@@ -60,21 +30,9 @@ def check(*sizes, **options):
         assert_matches_reference(actual, expected, approximate, np.float32, name)
 
 
-CASES = {
-    "plain": {},
-    "window": dict(window=(12, 0), softcap=3.0),
-    "alibi-and-mask": dict(
-        alibi_slopes=np.full(HEADS, 0.1, np.float32), mask=np.random.default_rng(1).random((3, 1, 2, 9)) < 0.7
-    ),
-    "rotary": dict(zip(("rotary_cos", "rotary_sin"), np.random.default_rng(2).normal(size=(2, 90, 4)), strict=True)),
-    "mods": dict(score_mod=lambda s, b, h, i, j: s + 0.01 * (i - j) * (b + 1), mask_mod=lambda b, h, i, j: j % 3 != 1),
-}
-
-
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_the_unshared_call(options):
     """Prefixes of any length; a sequence without one, one with no key of its own, one that sees only its prefix."""
-    options = {name: x.astype("f4") if name.startswith("rotary") else x for name, x in options.items()}
     check([20, 9], [5, 0, 17], 2, [0, 1, -1], **options)
     check([20, 9], [5, 0, 17], 2, [1, 0, 1], **options)
 
@@ -135,12 +93,6 @@ def test_a_wrong_call_changes_nothing(changes, text):
     with pytest.raises(ValueError, match=text):
         run(call._replace(options=call.options | changes))
     assert call.k_cache.tobytes() == before
-
-
-def test_kernels_refuse_prefixes_by_name():
-    call, _ = calls([20, 9], [5, 0, 17], 2, [0, 1, 0], backend="simulator")
-    with pytest.raises(cupy_flash.UnsupportedError, match="it takes no prefix_table"):
-        run(call)
 
 
 def test_a_prefix_that_is_left_out_is_found(monkeypatch):

@@ -12,6 +12,7 @@ from .flash_attn_drop_in import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .flash_mla_drop_in import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .flex_attention_drop_in import flex_attention
 from .kv_cache_drop_in import flash_attn_with_kvcache
 from .module import CausalSelfAttention
@@ -31,8 +32,11 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
     "flex_attention",
     "forward",
+    "get_mla_metadata",
     "multi_head_attention_forward",
     "scaled_dot_product_attention",
     "sdpa",

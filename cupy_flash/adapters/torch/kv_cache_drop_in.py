@@ -81,7 +81,9 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: ignored without k; else None or cu_seqlens_q itself, or in host memory equal to it.
         max_seqlen_q: at least the longest sequence of queries; needed with cu_seqlens_q.
         rotary_seqlens: UnsupportedError unless None.
-        qv: UnsupportedError unless None.
+        qv: (B, Sq, Hq, Dv) or (T, Hq, Dv): the product of qv and v is added to that of q and k, as in MLA. It is served
+            where v_cache and k_cache, and qv and q, are neighbouring columns of one array, as in `kv[..., :Dv]` and
+            `kv[..., Dv:]`; rows of k and v to append are joined by a copy. The default scale is 1 / sqrt(D + Dv).
         q_descale: UnsupportedError unless None.
         k_descale: float32 (B, Hk), for caches of float8_e4m3fn.
         v_descale: likewise.
@@ -97,28 +99,28 @@ def flash_attn_with_kvcache(
         out (B, Sq, Hq, D), or (out, softmax_lse).
     """
     name = "flash_attn_with_kvcache"
-    _refuse(name, {"qv": qv is not None, "q_descale": q_descale is not None, "attention_chunk": attention_chunk != 0})
+    _refuse(name, {"q_descale": q_descale is not None, "attention_chunk": attention_chunk != 0})
     _refuse_rotary_seqlens(name, rotary_seqlens)
-    table = _one_of(name, block_table, page_table)
-    if table is not None and cache_batch_idx is not None:
-        table, cache_batch_idx = _rows_of_table(name, table, cache_batch_idx), None
+    refused = (rotary_cos, k_descale, v_descale)
+    arrays, k, v, head_dim_v = _with_qv(name, qv, (q, k_cache, v_cache), k, v, refused)
+    table, cache_batch_idx = _table_and_rows(name, block_table, page_table, cache_batch_idx)
     _check_new_rows(name, k, cu_seqlens_q, cu_seqlens_k_new, rotary_cos)
     options: dict[str, Any] = {
-        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": table,
-        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "causal": causal, "window": window_size,
-        "scale": softmax_scale, "softcap": None if is_zero(softcap) else softcap, "alibi_slopes": alibi_slopes,
-        "sink": sinks, "k_descale": k_descale, "v_descale": v_descale, "out": out, "return_lse": return_softmax_lse,
+        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": table, "causal": causal,
+        "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "window": window_size, "scale": softmax_scale,
+        "softcap": None if is_zero(softcap) else softcap, "alibi_slopes": alibi_slopes, "sink": sinks, "out": out,
+        "k_descale": k_descale, "v_descale": v_descale, "return_lse": return_softmax_lse, "head_dim_v": head_dim_v,
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved,
         "split_size": _split_size(name, num_splits, split_size, k_cache, table),
     }  # fmt: skip
-    options |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
     is_local = bool(causal) or any(side not in (None, -1) for side in window_sides(window_size))
     together = CacheOptions(k, v, cache_seqlens, **options)
     if rotary_cos is None or k is None or (_as_many_rows(q, k) and (is_local or _has_one_query(q, max_seqlen_q))):
-        return attend(q, k_cache, v_cache, together)
+        return attend(*arrays, together)
     if cu_seqlens_q is not None:
         raise UnsupportedError(f"{name}: rotary of packed queries needs causal=True or a window")
     # Here flash-attn rotates queries by other positions than those that attend() would use.
-    return append_then_attend(q, k_cache, v_cache, together, advance=is_local)
+    return append_then_attend(*arrays, together, is_local)
 
 
 def attend_to_pages(
@@ -168,6 +170,45 @@ def _refuse(function: str, given: dict[str, bool]) -> None:
         raise UnsupportedError(f"{function}: {', '.join(names)} is not supported")
 
 
+def _with_qv(
+    function: str, qv: Any, arrays: tuple[Any, Any, Any], k: Any, v: Any, refused: tuple[object, ...]
+) -> tuple[tuple[Any, Any, Any], Any, Any, int | None]:
+    """Return (q, k_cache, v_cache), k, v and head_dim_v; with qv the values are the first columns of the keys."""
+    q, k_cache, v_cache = arrays
+    if qv is None:
+        return arrays, k, v, None
+    if any(option is not None for option in refused):
+        raise UnsupportedError(f"{function}: rotary, k_descale or v_descale with qv is not supported")
+    together = _joined(function, {"qv": qv, "q": q}), _joined(function, {"v_cache": v_cache, "k_cache": k_cache}), None
+    if k is not None and v is not None:
+        k, v = torch.cat((v, k), dim=-1), None
+    return together, k, v, v_cache.shape[-1]
+
+
+def _joined(function: str, pair: dict[str, Any]) -> torch.Tensor:
+    """Return the view of one array whose last axis has the columns of the first tensor and then of the second."""
+    (first, x), (second, y) = pair.items()
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(f"{function}: qv under torch.compile, which does not know whether tensors share memory")
+    for name, tensor in pair.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{function}: {name} must be a tensor, not {type(tensor)}")
+    steps = [[s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1] for t in (x, y)]
+    together = (
+        (x.shape[:-1], x.dtype, x.device, steps[0]) == (y.shape[:-1], y.dtype, y.device, steps[1])
+        and x.stride(-1) == y.stride(-1) == 1
+        and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        and x.storage_offset() + x.shape[-1] == y.storage_offset()
+    )
+    if not together:
+        raise UnsupportedError(
+            f"{function}: qv needs {first} and {second} as neighbouring columns of one array, [{first} | {second}], "
+            f"not {tuple(x.shape)} with strides {x.stride()} and {tuple(y.shape)} with strides {y.stride()}, which "
+            "would be copied"
+        )
+    return x.as_strided((*x.shape[:-1], x.shape[-1] + y.shape[-1]), x.stride())
+
+
 def _refuse_rotary_seqlens(function: str, rotary_seqlens: Any) -> None:
     if rotary_seqlens is not None:
         raise UnsupportedError(
@@ -176,11 +217,14 @@ def _refuse_rotary_seqlens(function: str, rotary_seqlens: Any) -> None:
         )
 
 
-def _one_of(function: str, block_table: Any, page_table: Any) -> Any:
-    """Return the block table, of which page_table is FlashAttention 3's name."""
+def _table_and_rows(function: str, block_table: Any, page_table: Any, cache_batch_idx: Any) -> tuple[Any, Any]:
+    """Return the block table, of which page_table is FlashAttention 3's name, and the rows of contiguous caches."""
     if block_table is not None and page_table is not None:
         raise ValueError(f"{function}: block_table and page_table are names of one argument")
-    return page_table if block_table is None else block_table
+    table = page_table if block_table is None else block_table
+    if table is None or cache_batch_idx is None:
+        return table, cache_batch_idx
+    return _rows_of_table(function, table, cache_batch_idx), None
 
 
 def _rows_of_table(function: str, table: Any, rows: Any) -> Any:

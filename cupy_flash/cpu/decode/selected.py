@@ -12,7 +12,19 @@ from ...plan.plan import Plan
 from ...problem.mask import Band
 from ...problem.records import Operands
 from ..score import Positions
-from ..selected import LISTS, Lists, ListTile, Scratch, Unit, averaged, either, outside, products_of_rows, softmax
+from ..selected import (
+    LISTS,
+    Lists,
+    ListTile,
+    Scratch,
+    Unit,
+    averaged,
+    either,
+    outside,
+    products_of_rows,
+    softmax,
+    statistics_of,
+)
 from ..thread_pool import run_tasks
 from .sequences import Sequence
 
@@ -51,12 +63,15 @@ def attend(plan: Plan, operands: Operands, call: Call, sequences: list[Sequence]
             if sequence.mask is not None:
                 hidden = hidden | _unseen(sequence, tile)
             np.copyto(S, -np.inf, where=hidden)
-            l, lse = softmax(S, None if sinks is None else sinks[heads])
+            statistics = statistics_of(problem, S, tile)
+            l, lse = softmax(S, None if sinks is None else sinks[heads], statistics)
             O = averaged(S, V, l)
             if call.v_descale is not None:
                 O *= call.v_descale[sequence.batch, unit.kv_head]
             tile.store(O, out)
             tile.store(lse, sequence.lse[heads])
+            for name, rows in zip(problem.statistics, sequence.statistics, strict=True):
+                tile.store(getattr(statistics, name), rows[heads])
 
     tasks: list[Callable[[], None]] = [
         partial(compute, sequence, unit, start, min(start + LISTS, len(unit.lists)))

@@ -1,7 +1,7 @@
 // Zeroes the sums of dK and dV. grid (tiles of keys, key/value heads, sequences)
-#include "selection.cuh"
+#include "../selection.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) selected_clear(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) clear_sums(const __grid_constant__ Params p) {
   Sequence sequence(p, blockIdx.z);
   KeySums sums(p, sequence, blockIdx.y);
   for (int j = blockIdx.x; j < sequence.kv_rows; j += gridDim.x) {

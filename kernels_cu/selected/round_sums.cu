@@ -1,8 +1,8 @@
 // dK = scale * its sums, and dV, rounded; SHARED_KV: the gradient of the keys is the sum of both. grid (tiles of keys,
 // key/value heads, sequences)
-#include "selection.cuh"
+#include "../selection.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) selected_round(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) round_sums(const __grid_constant__ Params p) {
   Sequence sequence(p, blockIdx.z);
   KeySums sums(p, sequence, blockIdx.y);
   element* dK = sequence.keys<element>(p.dk, blockIdx.y);

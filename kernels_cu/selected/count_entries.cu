@@ -1,8 +1,8 @@
 // Counts the entries of each chunk of lists by the block of keys that they name. grid (chunks, heads of lists,
 // sequences)
-#include "inverse_lists.cuh"
+#include "../inverse_lists.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) selected_count(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) count_entries(const __grid_constant__ Params p) {
   Sequence sequence(p, blockIdx.z);
   InverseLists inverse(p, sequence, Lists(p, sequence, blockIdx.y * HEADS_OF_LIST), blockIdx.y);
   for (int block = threadIdx.x; block < inverse.blocks; block += THREADS)

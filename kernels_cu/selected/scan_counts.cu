@@ -1,8 +1,8 @@
 // Replaces the counts of blocks and chunks by the sums of those before them. A thread sums neighbouring counts. grid
 // (1, heads of lists, sequences)
-#include "inverse_lists.cuh"
+#include "../inverse_lists.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) selected_scan(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) scan_counts(const __grid_constant__ Params p) {
   __shared__ int sums[THREADS];
   Sequence sequence(p, blockIdx.z);
   InverseLists inverse(p, sequence, Lists(p, sequence, blockIdx.y * HEADS_OF_LIST), blockIdx.y);

@@ -66,6 +66,7 @@ BUDGET = {
             "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 143, runs 45, Params 60, "
             "pose, dispatch and jax 62",
         ),
+        (38, "mma_decode: tiles, registers and cost of values inside keys, of which each tile is loaded once"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),
@@ -81,6 +82,7 @@ BUDGET = {
         (95, "selected: counted bytes and instructions of the look-up of selected keys"),
         (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
         (4, "static: MAY_SPILL has four rows of the tcgen05 forward"),
+        (155, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),
     ],
 }
 LARGEST = 500

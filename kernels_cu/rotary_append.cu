@@ -128,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
       int position = position_of(p, sequence, sequence.kv_len - sequence.appended, i);
       const element* k = sequence.queries<element>(p.k_new, head) + i * p.k_new.row;
       const element* v = sequence.queries<element>(p.v_new, head) + i * p.v_new.row;
+      // @row-of-keys
       kv_element* K = (kv_element*)p.k.data + place.block * p.k.batch + head * p.k.head + place.row * p.k.row;
       kv_element* V = (kv_element*)p.v.data + place.block * p.v.batch + head * p.v.head + place.row * p.v.row;
 #if SCALED_KV

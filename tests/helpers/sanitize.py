@@ -69,6 +69,19 @@ CACHES = {
         split_size=64,
         dtype="float16",
     ),
+    "cache of values inside keys": CacheCase(
+        lengths=(5, 330, 0),
+        capacity=400,
+        page=16,
+        appended=2,
+        q_len=2,
+        heads=16,
+        kv_heads=1,
+        head_dim=576,
+        head_dim_v=512,
+        dtype="float16",
+        shared=True,
+    ),
 }
 DIRECTION = Case(**LONG, causal=True, softcap=2.0, bias="1hqk", sink=True, dropout=0.3)
 DERIVATIVES = {

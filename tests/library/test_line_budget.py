@@ -71,6 +71,7 @@ BUDGET = {
             "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 143, runs 45, Params 60, "
             "pose, dispatch and jax 62",
         ),
+        (38, "mma_decode: tiles, registers and cost of values inside keys, of which each tile is loaded once"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),
@@ -88,6 +89,7 @@ BUDGET = {
         (99, "packed: the order of blocks in packed batches, and how evenly they end"),
         (4, "static: MAY_SPILL has four rows of the tcgen05 forward"),
         (30, "Blackwell: a strict order in the models of events, and two loops of the backward in static"),
+        (155, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),
     ],
 }
 LARGEST = 500

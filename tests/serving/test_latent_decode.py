@@ -10,6 +10,7 @@ from tiers import exhaustive, in_tiers
 
 from cupy_flash import device
 from cupy_flash.engines import mma_decode
+from cupy_flash.plan.plan import plan
 from cupy_flash.simulator.errors import SimulationError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -81,6 +82,11 @@ BUGS = {
     "maxima-not-waited-for": (skip("wait-maxima"), LONG, SimulationError),
     "p-not-waited-for": (skip("wait-P"), LONG, SimulationError),
     "sums-of-rows-not-waited-for": (skip("wait-rows"), LONG, SimulationError),
+    "appended-at-the-stride-of-values": (
+        change("row-of-keys", "place.row * p.k.row", "place.row * HEAD_DIM_V"),
+        replace(SHORT, page=16),
+        AssertionError,
+    ),
     "keys-of-the-neighbour": (change("keys-of-warp", "8 * share.slice", "0"), SHORT, AssertionError),
 }
 
@@ -89,7 +95,7 @@ BUGS = {
 def test_planted_bugs_are_found(bug, monkeypatch):
     bug, case, error = bug
     with planted(monkeypatch, bug), pytest.raises(error):
-        check(case, run_kernels(case.call(), rows=16 if case is SHORT else 64, blocks=2))
+        check(case, run_kernels(case.call(), rows=64 if case is LONG else 16, blocks=2))
 
 
 @pytest.mark.exhaustive
@@ -127,5 +133,6 @@ def test_plans_choose_it_for_values_inside_keys():
             x for x in mma_decode.launches(problem, device.named(arch, "cuda"), tile) if x.function == "decode"
         )
         assert dict(decode.constants)["LATENT"] and tile.rows == rows[arch][-1]
+        assert plan(problem._replace(device="cuda:0"), device.named(arch, "cuda")).engine == "mma_decode"
     wide = posed(replace(case, head_dim=584).call())[0]
     assert "head dimension 584 is larger than 576" in mma_decode.refusals(wide, device.named("sm_80"))

@@ -1,0 +1,27 @@
+"""The counts of decodes of values inside keys: the stored ones meet their marks, and are those of today's kernels."""
+
+import json
+
+import pytest
+
+from bench.kernel_development import latent
+from bench.results import ROOT
+
+STORED = json.loads((ROOT / "bench" / "results" / "latent.json").read_text(encoding="utf-8"))["latent"]
+
+
+def test_the_stored_counts_meet_the_marks():
+    assert [{name: row[name] for name in latent.Case._fields} for row in STORED] == [
+        case._asdict() for case in latent.CASES
+    ]
+    assert max(row["bytes"] for row in STORED) <= latent.MARK * 2 * latent.D
+    # On sm_90a mma.sync reaches half of the peak of the tensor cores at most; bench/NOTES.md has what wgmma would.
+    at_128 = {row["arch"]: row["tensor"] for row in STORED if row["heads"] == 128}
+    assert min(at_128["sm_80"], at_128["sm_89"]) >= latent.TENSOR_MARK and at_128["sm_90a"] >= 0.59
+    assert min(row["bandwidth"] for row in STORED if row["heads"] == 16) >= latent.BANDWIDTH_MARK
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", range(len(latent.CASES)))
+def test_the_stored_counts_are_those_of_today(n):
+    assert json.loads(json.dumps(latent.record(latent.count(latent.CASES[n])))) == STORED[n]

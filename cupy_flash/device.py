@@ -135,6 +135,12 @@ def torch_flash() -> str:
     torch = sys.modules.get("torch")
     if torch is None or getattr(torch.__spec__, "_initializing", False):
         return NO_TORCH
+    return state_of_torch()
+
+
+def state_of_torch() -> str:
+    """Return why the operators cannot be called if torch has been imported; "" if they can."""
+    torch = sys.modules["torch"]
     if torch.nn.attention.current_flash_attention_impl() == "cupy_flash":
         return "activate_flash_attention_impl has replaced the operators by cupy_flash"
     if _forked:
@@ -143,8 +149,9 @@ def torch_flash() -> str:
         return "a mode of torch that sees every operator is active: its tensors may hold no numbers"
     if (changed := _changed_schema()) != "":
         return changed
-    # torch.get_float32_matmul_precision() raises an error if only one of torch's backends rounds.
-    precision = torch.backends.mkldnn.matmul.fp32_precision
+    # torch.get_float32_matmul_precision() raises an error if only one of torch's backends rounds, and the attribute
+    # torch.backends.mkldnn.matmul.fp32_precision takes ten times as long.
+    precision = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
     if precision not in ("none", "ieee"):
         return f"torch may round the factors of float32 products to {precision}: torch.set_float32_matmul_precision"
     return ""

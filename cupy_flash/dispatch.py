@@ -185,6 +185,14 @@ def _of_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> A
     return launcher(on.backend).indexer(function, indexer, operands, on)
 
 
+def load_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> None:
+    """Compile and load the kernels of a function of the indexer on the current GPU."""
+    from .engines.indexer import requested  # imported by the first call of an indexer
+
+    on = device_of(indexer)
+    load(requested(function, indexer, operands, on)[0], on)
+
+
 def along_cotangents(problem: Problem) -> Problem:
     """Return the JVP with which a double backward begins, in the direction of its cotangents."""
     captured_gradient = (False,) * len(problem.captured_gradient)
@@ -289,6 +297,7 @@ SELECTED_WEIGHTS = ".cpu.selected_weights"
 INDEXER = ".cpu.indexer"
 ATTENTION = ".cpu.attention"  # the CPU engine that chooses its tile, and NumPy or torch, at the call
 FLASH = ".cpu.aten"  # the module on the CPU that computes some calls again, by their contents
+REPEATED = (FLASH, ".cpu.decode")  # the modules on the CPU that repeat kept calls
 # {backend that runs kernels: the module that launches them}; on the CPU each engine has its own module.
 LAUNCHERS = {"cuda": ".gpu.cuda", "simulator": ".simulator.run"}
 
@@ -298,23 +307,26 @@ def launcher(backend: str) -> ModuleType:
     return _imported(LAUNCHERS[backend])
 
 
-def repeater(backend: str) -> ModuleType:
-    """Return the module that repeats kept calls: of launches, or on the CPU of torch's operators."""
-    return launcher(backend) if backend in LAUNCHERS else _imported(FLASH)
+def repeater(chosen: Plan) -> ModuleType:
+    """Return the module that repeats kept calls of a plan: of launches, or on the CPU the engine's."""
+    return _module(chosen)
 
 
 def repeated_on_cpu(chosen: Plan, operands: Operands) -> Any:
-    """Return what `repeater("cpu")` needs of a call, or None if later calls may need more."""
-    return _module(chosen).kept(chosen, operands) if _code(chosen) == FLASH else None
+    """Return what `repeater` needs of a call on the CPU, or None if later calls may need more."""
+    return _module(chosen).kept(chosen, operands) if _code(chosen) in REPEATED else None
 
 
+SELECTED_DERIVATIVES = ".cpu.selected_derivatives"
 # {backend: module of JVP and double backward}
 DERIVATIVES = {"cpu": ".cpu.derivatives", **LAUNCHERS}
 
 
 def _derivatives(chosen: Plan) -> ModuleType:
     """Return the backend's module of derivatives, imported by the first call that needs it."""
-    return _imported(DERIVATIVES[chosen.device.backend])
+    backend = chosen.device.backend
+    lists = chosen.problem.selected is not None and backend not in LAUNCHERS
+    return _imported(SELECTED_DERIVATIVES if lists else DERIVATIVES[backend])
 
 
 def _weights(chosen: Plan) -> ModuleType:

@@ -50,7 +50,8 @@ def select_keys(
     Raises:
         TypeError: an argument has a wrong type; one error with every reason.
         ValueError: likewise, for shapes and contents.
-        UnsupportedError: the arrays are on a GPU, or CUPY_FLASH_BACKEND names another backend than cpu.
+        UnsupportedError: no kernel serves Di or this many entries, or CUPY_FLASH_BACKEND names a backend that does not
+            run on the device of the arrays.
 
     The definition, for one sequence:
 

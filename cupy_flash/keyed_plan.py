@@ -18,8 +18,9 @@ expects has no key. A call has none with statistics, dropout, a seed, or options
 either; on torch tensors
 also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy arrays before torch is imported. Calls
 that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
-records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py), are posed every time; the
-entry of their key is None. On the CPU an entry tests the state of torch and the contents of results at every call.
+records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py) and of few queries
+(cpu/decode), are posed every time; the entry of their key is None. On the CPU an entry tests the state of torch and the
+contents of results, or the properties of the device, at every call.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
@@ -45,7 +46,7 @@ import numpy as np
 from . import dispatch, environment
 from .arrays import CACHED, AnyArray, Array, ArrayT
 from .plan import measurements
-from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_with_cache, traced_mod
+from .problem.build import LENGTH, PLAIN, TABLE, of_cache, pose, pose_append, pose_with_cache, traced_mod
 from .problem.checks import Requirements
 from .problem.features import MOD, SEED, STATISTICS
 from .problem.records import SCALES, Options
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .gpu.kept_launches import Allocate, KeptLaunches, Outputs
     from .gpu.run_plan import Work
     from .mods.trace import Mod
+    from .plan.plan import Plan
     from .problem.build import Table
     from .problem.records import CacheOptions, Operands, Packed, Problem
 
@@ -69,6 +71,8 @@ CHECKED = ("q_lengths", "kv_lengths", "q_descale", "k_descale", "v_descale", "cu
 Call: TypeAlias = tuple[Hashable, Sequence[AnyArray], list[int]]  # key, arrays, their addresses and a cache_seqlens
 Repeat: TypeAlias = Callable[["KeptLaunches", Sequence[AnyArray], list[int]], "list[AnyArray] | None"]
 Inputs: TypeAlias = tuple[AnyArray, AnyArray, AnyArray | None]  # q, and k and v or their caches
+# k, v, k_cache, v_cache and cu_seqlens
+Appended: TypeAlias = tuple[AnyArray, AnyArray | None, AnyArray, AnyArray | None, AnyArray | None]
 # (index, index of another array, low, high): they overlap if low < address of the other - address of the first < high
 Distances: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
@@ -95,11 +99,23 @@ class Entry:
     and the entries of backwards by their keys.
     """
 
-    __slots__ = ("_distances", "_kept", "_longest", "_repeat", "backwards", "mods", "others", "places", "served")
+    __slots__ = (
+        "_distances",
+        "_kept",
+        "_longest",
+        "_repeat",
+        "backwards",
+        "layout",
+        "mods",
+        "others",
+        "places",
+        "served",
+    )
 
-    def __init__(self, backend: str, kept: KeptLaunches, distances: Distances, longest: int | None) -> None:
-        self._repeat: Repeat = dispatch.repeater(backend).repeat
+    def __init__(self, chosen: Plan, kept: KeptLaunches, distances: Distances = (), longest: int | None = None) -> None:
+        self._repeat: Repeat = dispatch.repeater(chosen).repeat
         self._kept, self._distances, self._longest = kept, distances, longest
+        self.layout = chosen.problem.layout
         self.served = 0
         self.others: tuple[object, ...] | None = None
         self.mods = ""
@@ -289,14 +305,28 @@ def keep(
     operands: Operands,
     allocator: Callable[[Outputs], Allocate],
     unwanted: tuple[str, ...] = (),
+    *,
+    appends: bool = False,
 ) -> None:
-    """Leave the entry of a call that has been posed, if there is none; calls from it return no `unwanted` results."""
+    """Leave the entry of a call that has been posed, if there is none; calls from it return no `unwanted` results.
+
+    With `appends` the call only appends to a KV cache.
+    """
     if call[0] in _entries:
         return
-    entry = _entry(problem, operands, allocator, unwanted)
+    entry = _entry(problem, operands, allocator, unwanted, appends)
     if len(_entries) >= CACHED:
         _entries.clear()
     _entries[call[0]] = entry
+
+
+def share(call: Call, other: Call) -> None:
+    """Leave the entry of another call, or None in place of one, under the key of a call that it serves as well."""
+    if is_known(other):
+        entry = entry_of(other)
+        if len(_entries) >= CACHED:
+            _entries.clear()
+        _entries[call[0]] = entry
 
 
 def backward_entry(problem: Problem, operands: Operands, allocator: Callable[[Outputs], Allocate]) -> Entry | None:
@@ -309,18 +339,18 @@ def _entry(
     operands: Operands,
     allocator: Callable[[Outputs], Allocate],
     unwanted: tuple[str, ...] = (),
+    appends: bool = False,
 ) -> Entry | None:
     """Return the entry of calls that are posed like this one, or None if they may need more than launches."""
     chosen, cache = dispatch.plan_for(problem), operands.cache
-    backend = chosen.device.backend
     checked = [getattr(operands, name) for name in CHECKED]
     if cache is not None:
         checked += of_cache().indices_of(cache)
     if dispatch.is_recording() or any(isinstance(x, Array) and x.device == "cpu" for x in checked):
         return None
-    if backend not in dispatch.LAUNCHERS:
-        of_operators = dispatch.repeated_on_cpu(chosen, operands)
-        return None if of_operators is None else Entry(backend, of_operators, (), None)
+    if chosen.device.backend not in dispatch.LAUNCHERS:
+        on_cpu = dispatch.repeated_on_cpu(chosen, operands)
+        return None if on_cpu is None else Entry(chosen, on_cpu)
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
@@ -329,12 +359,14 @@ def _entry(
     works: list[Work] = []
     if problem.backward:
         run_plan.backward(chosen, operands, works.append, without_memory)
+    elif appends:
+        run_plan.append(chosen, operands, works.append)
     else:
         run_plan.forward(chosen, operands, works.append, without_memory)
     work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
     longest = None if cache is None else of_cache().longest_length(problem, operands)
     kept = KeptLaunches(work, allocator, has_length=longest is not None)
-    return Entry(backend, kept, _distances(problem, operands, kept.inputs), longest)
+    return Entry(chosen, kept, _distances(problem, operands, kept.inputs), longest)
 
 
 def _distances(problem: Problem, operands: Operands, names: tuple[str, ...]) -> Distances:
@@ -376,6 +408,30 @@ def attend(arrays: Inputs, options: CacheOptions) -> Any:
     if call is not None:
         keep(call, problem, operands, _cupy_allocator, unwanted(options))
     return selected([array.result() for array in results], options)
+
+
+def append(arrays: Appended, options: CacheOptions) -> None:
+    """Append to a KV cache rows of arrays other than torch's."""
+    call = append_on(arrays, options, call_on_cupy)
+    if run(call) is None:
+        problem, operands = pose_append(*arrays, options)
+        dispatch.append(problem, operands)
+        if call is not None:
+            keep(call, problem, operands, _cupy_allocator, appends=True)
+
+
+def append_on(
+    arrays: Appended, options: CacheOptions, call_on: Callable[[Inputs, CacheOptions], Call | None]
+) -> Call | None:
+    """Return a call of `append_to_kv_cache` if it has a key, which is that of a call whose queries are k, and a word.
+
+    Its launches have an array of queries without elements, at address 0.
+    """
+    k, v, k_cache, v_cache, cu_seqlens = arrays
+    options.k, options.v, options.cu_seqlens_q = k, v, cu_seqlens
+    call = call_on((k, k_cache, v_cache), options)
+    options.k = options.v = options.cu_seqlens_q = None  # as `pose_append` expects them
+    return None if call is None else (("append", call[0]), call[1], [0, *call[2][1:]])
 
 
 def unwanted(options: CacheOptions) -> tuple[str, ...]:

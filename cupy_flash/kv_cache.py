@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from . import dispatch, keyed_plan
 from .arrays import AnyArray, ArrayT, is_torch
-from .problem.build import pose_append, pose_with_cache
+from .problem.build import pose_with_cache
 from .problem.records import CacheOptions, Statistics
 
 if TYPE_CHECKING:
@@ -318,4 +318,4 @@ def append_to_kv_cache(
 
         adapter.append(k, v, k_cache, v_cache, cu_seqlens, options)
         return
-    dispatch.append(*pose_append(k, v, k_cache, v_cache, cu_seqlens, options))
+    keyed_plan.append((k, v, k_cache, v_cache, cu_seqlens), options)

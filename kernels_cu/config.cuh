@@ -46,12 +46,13 @@ constexpr bool PERSISTENT = false;  // persistent grid: one block per SM compute
 constexpr bool DRAWS_TILES = false;  // PERSISTENT: blocks draw tiles from a counter; else each takes every gridDim.x-th
 constexpr bool O_BUFFER = false;     // forward: O has shared memory of its own; else it is staged in that of Q
 constexpr int POLYNOMIALS = 0;       // of 16 exponentials, those that a polynomial computes on the FMA pipe
-constexpr bool STRICT = false;       // tcgen05: the mma of S wait until those of PV before are complete
+constexpr bool STRICT = false;       // tcgen05: an mma that overwrites operands of earlier ones waits for these
 constexpr bool PINGPONG = false;     // warpgroups alternate: one issues its wgmmas while the others compute the softmax
 constexpr bool RELOAD_SEQUENCE = false;  // forward: rematerialise the sequence from the parameters, to save registers
 constexpr bool EXPONENTIALS_FIRST = false;  // forward: ptxas must not hoist the wait for PV above the exponentials
 #define KV_MULTICAST 0   // a cluster of two blocks with the same keys: each loads half of every K and V tile for both
 #define LONGEST_FIRST 0  // packed backward: the blocks of the longest sequences start first
+#define S_AHEAD 0        // backward: S of the next tile overlaps the addition to dQ; unlike DEFERRED, dK does not wait
 #define TMA_KV 0         // decode: a warp beside the THREADS that compute loads K and V with TMA
 #define CLUSTER_MERGE 0  // decode: the blocks of a cluster compute the parts of one output tile, and merge them
 #define STAGED_BIAS 0    // tcgen05: the caller of Score sets the bias, of which a warp has copied a part

@@ -205,6 +205,26 @@ __device__ void find_keys(RowStatistics (&statistics)[M][2], const float (&S)[M]
     }
 }
 
+// update_max beside the terms of the entropy, whose exponents have base 2; `largest` is that of this lane's scores.
+template <int M>
+__device__ bool update_max(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
+                           const float (&largest)[M][2], float scale_log2) {
+  bool exceeds = false;
+#pragma unroll
+  for (int n = 0; n < 2 * M; ++n) exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest[n / 2][n % 2], scale_log2);
+  if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Softmax2& row = softmax[m][half];
+      float reference = row.reference, l = row.l;
+      factors[m][half] = row.update(row_max(largest[m][half]), scale_log2);  // @update-softmax
+      if constexpr (ENTROPY) statistics[m][half].rescale(reference, row.reference, factors[m][half], l);
+    }
+  return true;
+}
+
 // update_max, with statistics of the scores.
 template <int M, int N>
 __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
@@ -223,21 +243,7 @@ __device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowSt
     for (int n = 0; n < 2 * M; ++n)
       statistics[n / 2][n % 2].top = max_nan(statistics[n / 2][n % 2].top, largest[n / 2][n % 2]);
   }
-  bool exceeds = false;
-#pragma unroll
-  for (int n = 0; n < 2 * M; ++n) exceeds |= softmax[n / 2][n % 2].exceeds_reference(largest[n / 2][n % 2], scale_log2);
-  if (!__any_sync(0xFFFFFFFF, exceeds)) return false;
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Softmax2& row = softmax[m][half];
-      float reference = row.reference, l = row.l;
-      factors[m][half] = row.update(row_max(largest[m][half]), scale_log2);  // @update-softmax
-      // The exponents have base 2.
-      if constexpr (ENTROPY) statistics[m][half].rescale(reference, row.reference, factors[m][half], l);
-    }
-  return true;
+  return update_max(factors, softmax, statistics, largest, scale_log2);
 }
 #endif
 
@@ -349,10 +355,10 @@ __device__ void finish(float (&factors)[M][2], Softmax2 (&softmax)[M][2], const 
 }
 
 #if STATISTICS
-// Stores the statistics of the rows from q_start, after `finish`.
-template <int M>
+// Stores the statistics of rows, after `finish`; place(m, half, head, i) sets the head and the query of a row.
+template <int M, typename Place>
 __device__ void store_statistics(RowStatistics (&statistics)[M][2], const Softmax2 (&softmax)[M][2], const Params& p,
-                                 const Sequence& sequence, int head, int q_start, bool writes) {
+                                 const Sequence& sequence, bool writes, Place place) {
   float scale = SCALE_IN_EXPONENT ? (float)p.scale : 1.0f;
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -362,10 +368,19 @@ __device__ void store_statistics(RowStatistics (&statistics)[M][2], const Softma
       row.reduce(4);
       row.top *= scale;
       float entropy = softmax[m][half].entropy(row_sum(row.w));
+      int head, i;
+      place(m, half, head, i);
       entropy = entropy_with_sink(p, head, softmax[m][half].end(log2_scale_of(p), scale), entropy);  // @join-sink
-      int i = q_start + row_of(m, 2 * half);
       if (writes && lane_id() % 4 == 0 && i < sequence.q_rows) row.store(p, sequence, head, i, entropy);
     }
+}
+template <int M>
+__device__ void store_statistics(RowStatistics (&statistics)[M][2], const Softmax2 (&softmax)[M][2], const Params& p,
+                                 const Sequence& sequence, int head, int q_start, bool writes) {
+  store_statistics(statistics, softmax, p, sequence, writes, [&](int m, int half, int& of, int& i) {
+    of = head;
+    i = q_start + row_of(m, 2 * half);
+  });
 }
 #endif
 

@@ -183,7 +183,10 @@ struct Params {
   int* lists;              // result of select_keys: (batch, query, entry)
   void* candidate_scores;  // workspaces of select_keys: (block, row, place)
   int* candidates;
-  int candidate_places;  // of a row
+  int* candidate_counts;  // (block, row), of several parts
+  int candidate_places;   // of a row
+  int parts;              // into which the keys are divided
+  int part_keys;
   int list_entries;
   int local_entries;   // that come first
   Dense target;        // selection_loss: (batch, query, entry), the last by `column`

@@ -21,6 +21,7 @@ from . import (
     bounds,
     costs,
     events,
+    latent,
     marks,
     packed,
     peers,
@@ -120,6 +121,17 @@ def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _packed(_: argparse.Namespace, __: list[str]) -> int:
     show(packed.table())
+    return 0
+
+
+def _latent(options: argparse.Namespace, arguments: list[str]) -> int:
+    with progress("simulate and compile", len(latent.CASES)) as step:
+        counts = []
+        for case in latent.CASES:
+            step(f"{case.arch}, {case.heads} heads")
+            counts.append(latent.record(latent.count(case)))
+    write(describe(arguments, 1) | {"latent": counts}, options.out / "latent.json")
+    show(latent.table(counts))
     return 0
 
 

@@ -129,7 +129,7 @@ class _SubPartition:
     """A sub-partition that executes a loop with one warp of each warpgroup."""
 
     def __init__(self, code: Sequence[Instruction], warpgroups: int, stagger: int):
-        self.code = code
+        self.codes = [code] * warpgroups  # of each warp
         self.warps = [_Warp(stagger * number) for number in range(warpgroups)]
         self.last = 0  # the warp that issued last
         self.free: dict[str, int] = {}  # clock from which a unit accepts an instruction
@@ -157,13 +157,13 @@ class _SubPartition:
             warp = self.warps[number]
             if warp.iterations >= iterations or warp.stalled > clock:
                 continue
-            instruction = self.code[warp.position]
+            instruction = self.codes[number][warp.position]
             if any(warp.readable.get(register, 0) > clock for register in instruction.reads):
                 continue
             if self._starts(number, instruction, clock):
                 warp.stalled = clock + STALL.get(instruction.opcode, 1)
                 self.last = number
-                warp.advance(len(self.code), clock)
+                warp.advance(len(self.codes[number]), clock)
                 return
 
     def _starts(self, number: int, instruction: Instruction, clock: int) -> bool:

@@ -87,6 +87,7 @@ class Schedule(NamedTuple):
     issue: float  # instructions of the issuing thread for an mma
     mufu: int  # clocks between two exponentials of a warp
     factors: float  # latency of the signals between softmax and correction
+    strict: bool = False  # S of the next keys waits for PV, whose P it overwrites
 
 
 class Block(Roles):
@@ -154,7 +155,10 @@ class Block(Roles):
                 clock = yield f"rescaled{t}", step + 1
                 clock = yield issued(clock, 6, pv)
                 clock = yield f"all P{t}", step + 1
-                clock = yield issued(clock, 2, pv, *["V read"] * t, *[f"O{t}"] * last)
+                strict = [f"PV{t}"] * (self.schedule.strict and not last)
+                clock = yield issued(clock, 2, pv, *["V read"] * t, *[f"O{t}"] * last, *strict)
+                if strict:
+                    clock = yield strict[0], step - tile + 1
                 if not last:
                     read = [f"Q{t} read"] * ends + ["K read"] * t
                     clock = yield issued(clock, dim // 16, qk, f"S{t}", *read)
@@ -214,6 +218,7 @@ class Prediction(NamedTuple):
     step: dict[str, float]  # clocks that each unit needs for a step of 128 x 128 scores
     planned: int
     fractions: tuple[float, ...]  # PUBLISHED / the model's of FlashAttention-4 times the model's, by share (SHARES)
+    strict: float  # that whose share is planned, with a strict order
 
 
 def launch_of(dims: tuple[int, int], arch: str) -> Launch:
@@ -265,8 +270,10 @@ def predict(progress: Progress) -> list[Prediction]:
         planned = int(dict(launch.constants).get("POLYNOMIALS", 0))
         shares = schedules[arch, dims]
         fractions = tuple(of_model * fraction(each, Block(each).run()) for each in shares.values())
+        strict = shares[planned]._replace(strict=True)
+        reached = of_model * fraction(strict, Block(strict).run())
         step = resources(shares[planned])
-        predictions.append(Prediction(arch, dims, launch.tile, fingerprint(launch), step, planned, fractions))
+        predictions.append(Prediction(arch, dims, launch.tile, fingerprint(launch), step, planned, fractions, reached))
     return predictions
 
 
@@ -296,16 +303,18 @@ def table(predictions: Iterable[dict[str, Any]]) -> Table:
     rows = []
     for each in predictions:
         mark, step = FIRST_MARKS.get(tuple(each["dims"])), each["step"]
-        fractions = (f"{x:.2f}" for x in each["fractions"])
+        fractions = (f"{x:.2f}" for x in (*each["fractions"], each["strict"]))
         clocks = (f"{step[unit]:.0f}" for unit in UNITS)
         first = NOTHING if mark is None else f"{mark:.2f}"
         bound = max(UNITS, key=step.__getitem__)
         share = f"{each['planned']} of 16"
         rows.append(["{}/{}".format(*each["dims"]), each["arch"], share, *fractions, first, bound, *clocks])
-    columns = ["D", "arch", "planned", *(f"{share} of 16" for share in SHARES), "first mark", "bound by", *UNITS]
+    shares = [f"{share} of 16" for share in SHARES]
+    columns = ["D", "arch", "planned", *shares, "strict", "first mark", "bound by", *UNITS]
     title = (
         "Forward of tcgen05, full mask, 4096 keys: predicted fraction of the tensor cores' peak by the exponentials "
-        "that a polynomial computes, and clocks that each unit needs for a step of 128 x 128 scores, as planned"
+        "that a polynomial computes, and clocks that each unit needs for a step of 128 x 128 scores, as planned; "
+        "strict: S waits for PV, whose P it overwrites"
     )
     return Table(title, columns, rows)
 

@@ -106,15 +106,17 @@ def mainloop(cubin: bytes) -> Mainloop:
 
 
 def row_loop(cubin: bytes, columns: int) -> Mainloop:
-    """Return the loop of a role that has a row of `columns` scores in each thread: the innermost one that waits.
+    """Return the loop of a role that loads `columns` of a row in each thread: the innermost one that waits.
 
     Loops over parts of the row, inside it, are repeated until they have loaded all columns from tensor memory.
     """
     instructions, labels = disassemble(cubin)
-    row = _waiting_loop(instructions, labels, "EX2", 16)
+    row = _waiting_loop(instructions, labels, ("EX2",), 16)
     found = loops(instructions, labels)
     parts = {
-        back: head for head, back in found if row[0] < head and back < row[1] and _has("LDTM", instructions, head, back)
+        back: head
+        for head, back in found
+        if row[0] < head and back < row[1] and _has(("LDTM",), instructions, head, back)
     }
 
     def whole(worth: Worth) -> list[str]:
@@ -131,26 +133,28 @@ def row_loop(cubin: bytes, columns: int) -> Mainloop:
 
 
 def reduction_loop(cubin: bytes) -> Mainloop:
-    """Return the loop of the role that adds to global memory by bulk reductions: the innermost one that waits."""
+    """Return the loop of the role that adds to global memory, in bulk or not: the innermost one that waits."""
     instructions, labels = disassemble(cubin)
-    loop = _waiting_loop(instructions, labels, "UBLKRED", 1)
+    loop = _waiting_loop(instructions, labels, ("UBLKRED", "REDG", "RED."), 1)
     return Mainloop(shortest_round(instructions, labels, *loop), longest_round(instructions, labels, *loop))
 
 
-def _waiting_loop(instructions: list[str], labels: dict[str, int], name: str, least: int) -> tuple[int, int]:
-    """Return the shortest loop that waits for an mbarrier and has at least so many instructions of a name."""
+def _waiting_loop(
+    instructions: list[str], labels: dict[str, int], names: tuple[str, ...], least: int
+) -> tuple[int, int]:
+    """Return the shortest loop that waits for an mbarrier and has at least so many instructions of these names."""
     waiting = [
         loop
         for loop in loops(instructions, labels)
-        if _has(name, instructions, *loop) >= least
-        and _has("TRYWAIT", instructions, *loop)
+        if _has(names, instructions, *loop) >= least
+        and _has(("TRYWAIT",), instructions, *loop)
         and shortest_round(instructions, labels, *loop)
     ]
     return min(waiting, key=lambda loop: loop[1] - loop[0])
 
 
-def _has(name: str, instructions: list[str], head: int, back: int) -> int:
-    return sum(name in each for each in instructions[head : back + 1])
+def _has(names: tuple[str, ...], instructions: list[str], head: int, back: int) -> int:
+    return sum(any(name in each for name in names) for each in instructions[head : back + 1])
 
 
 def parse(text: str) -> tuple[list[str], dict[str, int]]:

@@ -87,6 +87,13 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
     "KV cache fp16 D 64 all options": dict(dtype="float16", head_dim=64, cache=True) | CACHE_OPTIONS,
     "KV cache fp16 D 128 all options": dict(dtype="float16", head_dim=128, cache=True) | CACHE_OPTIONS,
+    "KV cache fp16 D 576/512 latent": dict(
+        dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
+    ),
+    "KV cache fp16 D 576/512 latent, all options": dict(
+        dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
+    )
+    | CACHE_OPTIONS,
     "KV cache fp16 D 64 e4m3": dict(dtype="float16", head_dim=64, cache=True, kv_dtype=FP8),
     "KV cache fp16 D 128 e4m3": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8),
     "KV cache bf16 D 128 e4m3": dict(dtype="bfloat16", head_dim=128, cache=True, kv_dtype=FP8),
@@ -110,12 +117,12 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
     # tcgen05 and tensor memory, on sm_100a and sm_103a only: plain, with one option each, and with all of them.
     **{
-        f"Blackwell {name}": config | dict(engine="tcgen05", backward=False)
+        f"Blackwell {name}": config | dict(engine="tcgen05")
         for name, config in {
             "bf16 D 64": dict(dtype="bfloat16", head_dim=64),
             "fp16 D 96": dict(dtype="float16", head_dim=96),
             "bf16 D 128": dict(dtype="bfloat16", head_dim=128),
-            "bf16 D 192/128": dict(dtype="bfloat16", head_dim=192, head_dim_v=128),
+            "bf16 D 192/128": dict(dtype="bfloat16", head_dim=192, head_dim_v=128, backward=False),
             "bf16 D 128 bias": dict(dtype="bfloat16", head_dim=128, bias=True),
             "bf16 D 128 mask": dict(dtype="bfloat16", head_dim=128, mask=True),
             "bf16 D 128 dropout": dict(dtype="bfloat16", head_dim=128, dropout=0.1),
@@ -557,14 +564,20 @@ def _sass(launch: Launch, arch: str) -> Sass | None:
     text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     code = nvrtc.compile(text, launch.kernel, arch).code
     block_q, block_kv, threads = tile
-    if launch.kernel.startswith("tcgen05/"):  # a thread of the softmax has a row
-        threads, mainloop = block_q, sass.row_loop(code, block_kv)
+    if launch.kernel == "tcgen05/forward":  # a thread of the softmax has a row
+        loops = [(sass.row_loop(code, block_kv), block_q)]
+    elif launch.kernel == "tcgen05/backward":
+        # A thread has half of the columns of S^T and of dP^T of a key; those of another role add a row of dQ each.
+        loops = [(sass.row_loop(code, block_q), 2 * block_kv), (sass.reduction_loop(code), block_q)]
     else:
         threads -= 128 * launch.kernel.startswith("wgmma/")  # the producer warpgroup has no mainloop math
-        mainloop = sass.mainloop(code)
-    of_score = threads / (block_q * block_kv)
-    per_score = {name: count * of_score for name, count in mainloop.counts().items()}
-    return Sass(per_score, len(mainloop.longest) * of_score, mainloop.waits())
+        loops = [(sass.mainloop(code), threads)]
+    per_score: dict[str, float] = defaultdict(float)
+    for loop, of_loop in loops:
+        for name, count in loop.counts().items():
+            per_score[name] += count * of_loop / (block_q * block_kv)
+    longest = sum(len(loop.longest) * of_loop for loop, of_loop in loops) / (block_q * block_kv)
+    return Sass(dict(per_score), longest, [wait for loop, _ in loops for wait in loop.waits()])
 
 
 def _least_bytes(launch: Launch, config: dict[str, Any], blocks: int) -> int:

@@ -31,7 +31,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..arrays import AnyArray, Array, as_array, empty
-from ..device import torch_flash
+from ..device import state_of_torch
 from ..engines.aten import KEYS, ROWS, hides_later_keys, packs_groups
 from ..plan.plan import Plan, plan
 from ..problem.records import Gradients, Operands, Problem
@@ -41,7 +41,8 @@ from .score import four_dimensional
 if TYPE_CHECKING:
     from .attention import Sequence
 
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# By its Python binding: a call of the same operator in torch.ops reads the schema, for 9 of 44 us of a single row.
+flash = torch._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 WHOLE = slice(None)
 # NumPy aligns its arrays to 16 bytes. In 1,100 calls with such addresses the bits of the operators, whose BLAS is MKL,
@@ -50,6 +51,8 @@ ALIGNMENT = 16
 # Elements of K with which a single row is computed on one thread, where it needs no padding: with 512 keys, 8 heads and
 # D 64 it takes as long as padded on two threads. The BLAS would divide the products of more rows among threads.
 SERIAL = 2**18
+# Results whose check by torch's sum and Python's numbers is faster than NumPy's; torch divides sums of 2^15 numbers.
+FEW_NUMBERS, FEW_ROWS = 2**14, 64
 Rows = TypeVar("Rows", torch.Tensor, np.ndarray)
 
 
@@ -223,18 +226,9 @@ class Form(NamedTuple):
         if self.packs_groups:
             Q = Q.reshape(shape[0], K.shape[1], -1, shape[3])
         rows = Q.shape[2]
-        more = rows_of_equal_bits(rows, K.shape[2], shape[3], Q.itemsize) - rows
-        if more and rows == 1 and K.numel() <= SERIAL and (set_threads := _set_threads()) is not None:
-            threads = torch.get_num_threads()
-            try:
-                try:
-                    set_threads(1)
-                    O, L = self._flash(Q, K, V, mask)
-                finally:
-                    set_threads(threads)
-            finally:  # repeated, as Ctrl-C may have cut off the first
-                set_threads(threads)
-        elif more:
+        if self.is_serial(Q.shape, K.shape, Q.itemsize):
+            O, L = self.on_one_thread(Q, K, V, mask)
+        elif more := rows_of_equal_bits(rows, K.shape[2], shape[3], Q.itemsize) - rows:
             if mask is not None and mask.shape[2] > 1:
                 mask = pad(mask, (0, 0, 0, more))
             O, L = self._flash(pad(Q, (0, 0, 0, more)), K, V, mask)
@@ -242,6 +236,29 @@ class Form(NamedTuple):
         else:
             O, L = self._flash(Q, K, V, mask)
         return (O.reshape(shape), L.reshape(shape[:3])) if self.packs_groups else (O, L)
+
+    @staticmethod
+    def is_serial(of_queries: tuple[int, ...], of_keys: tuple[int, ...], itemsize: int) -> bool:
+        """Return whether arrays of shapes (B, H, S, D) are computed on one thread, as they need no padding there."""
+        rows, keys, dim = of_queries[2], *of_keys[2:]
+        is_small = rows == 1 and math.prod(of_keys) <= SERIAL
+        return is_small and rows_of_equal_bits(1, keys, dim, itemsize) > 1 and _set_threads() is not None
+
+    def on_one_thread(
+        self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the operator does, on the caller's thread alone."""
+        threads, set_threads = torch.get_num_threads(), _set_threads()
+        if threads == 1 or set_threads is None:
+            return self._flash(Q, K, V, mask)
+        try:
+            try:
+                set_threads(1)
+                return self._flash(Q, K, V, mask)
+            finally:
+                set_threads(threads)
+        finally:  # repeated, as Ctrl-C may have cut off the first
+            set_threads(threads)
 
     def _flash(
         self, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, mask: torch.Tensor | None
@@ -270,8 +287,10 @@ def _set_threads() -> Callable[[int], None] | None:
 class Kept(NamedTuple):
     """A kept call (keyed_plan.py): it has no arrays but q, k and v, and the operator takes their memory as it is."""
 
-    form: Form
-    framework: str
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # a method of Form
+    swaps: bool  # whether arrays are (B, S, H, D)
+    is_serial: bool  # then the operator's results are contiguous
+    of_torch: bool
     outputs: tuple[str, ...] = ("out", "lse")
 
 
@@ -283,29 +302,53 @@ def kept(plan: Plan, operands: Operands) -> Kept | None:
     rows = -2 if problem.layout == "bhsd" else -3
     if any(_is_copied(x, rows) for x in (operands.q, operands.k, operands.v)):
         return None
-    return Kept(Form.of(problem), problem.framework)
+    form, swaps = Form.of(problem), problem.layout == "bshd"
+    of_queries, of_keys = (
+        x.shape if not swaps else (x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (operands.q, operands.k)
+    )
+    is_serial = form.is_serial(of_queries, of_keys, problem.dtype.itemsize)
+    attend = form.on_one_thread if is_serial else form.attend
+    return Kept(attend, swaps, is_serial, problem.framework == "torch")
 
 
 def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray] | None:
-    """Return (out, lse) of a kept call on other arrays; None if the process or the contents need more than that."""
-    if torch_flash():
+    """Return (out, lse) of a kept call on other arrays; None if the process or the contents need more than that.
+
+    The operator evicts the code of what follows from the nearest caches, so each statement costs three times its time.
+    """
+    if state_of_torch():
         return None
-    form, of_torch = kept.form, kept.framework == "torch"
-    tensors = (
-        [x.detach() if x.requires_grad else x for x in arrays]
-        if of_torch
-        else [torch.from_numpy(_writable(x)) for x in arrays]
-    )
-    O, L = form.attend(*[_heads_first(x, form.layout) for x in tensors])
+    attend, swaps, is_serial, of_torch, _ = kept
+    if not of_torch:
+        arrays = [torch.from_numpy(_writable(x)) for x in arrays]
+    elif torch._C._any_requires_grad(*arrays):
+        arrays = [x.detach() for x in arrays]
+    O, L = attend(*[x.transpose(1, 2) for x in arrays]) if swaps else attend(*arrays)
+    if not _is_regular(O, L):
+        return None
+    if is_serial:  # a single row, whose heads lie one after another
+        results = [O.resize_(arrays[0].shape) if swaps else O, L]
+    else:
+        if swaps:
+            O.transpose_(1, 2)  # in place
+        results = [O.contiguous(), L.contiguous()]
+        if of_torch:
+            results = [_base(x) if x._is_view() else x for x in results]
+    return results if of_torch else [x.numpy() for x in results]
+
+
+def _is_regular(O: torch.Tensor, L: torch.Tensor) -> bool:
+    """Return whether all results of an operator are finite, and no lse is 0; False too if a sum overflows.
+
+    For few numbers NumPy's floating-point state alone takes longer than torch's sum, which is not divided among threads.
+    """
+    if O.numel() <= FEW_NUMBERS and L.numel() <= FEW_ROWS:
+        rows = L.ravel().tolist()  # flatten takes longer
+        return math.isfinite(O.sum().item() + sum(rows)) and all(rows)
     lse = L.numpy()
     with np.errstate(over="ignore", invalid="ignore"):  # as in _is_finite, entered once
         total = np.add.reduce(lse, axis=None) + np.add.reduce(O.numpy(), axis=None)
-    if not (math.isfinite(total) and lse.all()):
-        return None
-    if form.layout == "bshd":
-        O.transpose_(1, 2)  # in place, which makes no view
-    results = [O.contiguous(), L.contiguous()]
-    return [_base(x) if x._is_view() else x for x in results] if of_torch else [x.numpy() for x in results]
+    return math.isfinite(total) and bool(lse.all())
 
 
 def rows_of_equal_bits(rows: int, keys: int, dim: int, itemsize: int) -> int:

@@ -41,7 +41,7 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
     out, tout = (empty((*q.shape[:-1], problem.head_dim_v), problem.dtype, q) for _ in range(2))
     lse, tlse = (empty(problem.lse_shape(q), problem.accumulation, q) for _ in range(2))
     call = Call(plan, operands)
-    direction = _Direction(call, operands)
+    direction = Direction(call, operands)
     if problem.has_lengths:  # no task writes the rows outside the sequences
         for array, value in ((out, 0), (tout, 0), (lse, -np.inf), (tlse, 0)):
             array.numpy()[...] = value
@@ -101,7 +101,7 @@ def double_backward(plan: Plan, operands: Operands) -> Gradients:
     problem, q = plan.problem, operands.q
     gradients = empty_gradients(problem, operands)
     call = Call(plan, operands)
-    direction = _Direction(call, operands)
+    direction = Direction(call, operands)
     dq_rows, dk_rows, dv_rows = (None if x is None else call.heads_first(x) for x in gradients)
     assert dq_rows is not None and dk_rows is not None
     dsink = np.zeros((problem.batch, problem.heads), problem.accumulation)
@@ -183,7 +183,7 @@ class _Statistics(NamedTuple):
     delta_tangent: np.ndarray
 
     @staticmethod
-    def of(call: Call, direction: _Direction, sequence: Sequence, head: int) -> _Statistics:
+    def of(call: Call, direction: Direction, sequence: Sequence, head: int) -> _Statistics:
         here = (sequence.row, head, sequence.queries)
         assert call.dout is not None and call.out is not None and call.lse is not None
         assert direction.tout is not None and direction.tlse is not None
@@ -202,7 +202,7 @@ class _Statistics(NamedTuple):
         return -(np.exp(sink - self.lse) @ (self.delta_tangent + self.delta * (tsink - self.lse_tangent)))
 
 
-class _Direction:
+class Direction:
     """The tangents of one call as NumPy views (B, H, S, D), and the computations on a tile that use them."""
 
     def __init__(self, call: Call, operands: Operands) -> None:

@@ -153,10 +153,10 @@ class ScoreStep(Protocol):
     def gradient(self, dS: np.ndarray, tile: DifferentiableCoordinates, saved: Any) -> None:
         """Turn dS of the modified scores into dS of the unmodified ones, in place."""
 
-    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> Any:
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: Coordinates, save: bool) -> Any:
         """Modify S and its tangent tS in place; with `save`, return the values that the second gradient needs."""
 
-    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: Any) -> None:
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: DifferentiableCoordinates, saved: Any) -> None:
         """Turn dS and dtS of the modified scores and tangents into those of the unmodified ones, in place."""
 
     def gradients(self) -> dict[str, Gradient]:
@@ -205,7 +205,7 @@ class Softcap:
         dS *= saved
 
     def tangent(
-        self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool
+        self, S: np.ndarray, tS: np.ndarray, tile: Coordinates, save: bool
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Cap S, and multiply tS by the derivative 1 - tanh(S / c)^2, whose tangent the second gradient needs too."""
         slope = self.apply(S, tile, save=True)
@@ -215,7 +215,7 @@ class Softcap:
         return slope, change
 
     def second_gradient(
-        self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: tuple[np.ndarray, np.ndarray]
+        self, dS: np.ndarray, dtS: np.ndarray, tile: DifferentiableCoordinates, saved: tuple[np.ndarray, np.ndarray]
     ) -> None:
         """Set dS to dS f' + dtS f'' tS, and dtS to dtS f', for the cap f."""
         slope, change = saved
@@ -246,11 +246,11 @@ class Alibi:
         """Leave dS as it is, because apply adds a constant to each score."""
         pass
 
-    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: Coordinates, save: bool) -> None:
         """Modify S; tS does not change, because apply adds a constant to each score."""
         self.apply(S, tile, save)
 
-    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: DifferentiableCoordinates, saved: None) -> None:
         """Leave dS and dtS as they are."""
         pass
 
@@ -283,13 +283,13 @@ class Bias:
         if self.dbias is not None:
             tile.add(self.dbias, dS)
 
-    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> None:
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: Coordinates, save: bool) -> None:
         """Add bias to S and tbias to tS."""
         self.apply(S, tile, save)
         if self.tbias is not None:
             tS += tile.cut(self.tbias)
 
-    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: None) -> None:
+    def second_gradient(self, dS: np.ndarray, dtS: np.ndarray, tile: DifferentiableCoordinates, saved: None) -> None:
         """Add dS to dbias; dS and dtS are unchanged."""
         self.gradient(dS, tile, saved)
 
@@ -355,7 +355,7 @@ class Modified:
             _add_at(total, indices, _times(dS, factor))
         dS[...] = _times(dS, slope)
 
-    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: ScoreTile, save: bool) -> list[Any] | None:
+    def tangent(self, S: np.ndarray, tS: np.ndarray, tile: Coordinates, save: bool) -> list[Any] | None:
         """Modify S and tS; with `save`, return the derivatives of both and the reads of captured arrays."""
         assert self.direction is not None
         inputs = (S.copy(), *self.inputs.of(tile), tS.copy())  # a derivative may return its input S
@@ -366,7 +366,11 @@ class Modified:
         return saved
 
     def second_gradient(
-        self, dS: np.ndarray, dtS: np.ndarray, tile: ScoreTile, saved: tuple[np.ndarray, np.ndarray, list[SecondRead]]
+        self,
+        dS: np.ndarray,
+        dtS: np.ndarray,
+        tile: DifferentiableCoordinates,
+        saved: tuple[np.ndarray, np.ndarray, list[SecondRead]],
     ) -> None:
         """Set dS to dS f' + dtS times the tangent of f', dtS to dtS f', and add the gradients of the elements read."""
         slope, change, reads = saved

@@ -271,16 +271,23 @@ def products_of_rows(Q: np.ndarray, K: np.ndarray, scratch: Scratch, name: str) 
     return np.matmul(Q.reshape(lists, rows * heads, dim), K.swapaxes(1, 2), out=S).reshape(lists, rows, heads, -1)
 
 
-def softmax(
-    S: np.ndarray, sink: np.ndarray | None, j: np.ndarray, statistics: RowStatistics | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Turn the scores of keys j into unnormalised probabilities in place; return the sums of rows and lse.
+def statistics_of(problem: Problem, S: np.ndarray, tile: ListTile) -> RowStatistics | None:
+    """Return the statistics of the rows of scores, without the entropy, if the problem asks for any."""
+    if not problem.statistics:
+        return None
+    statistics = RowStatistics(S.shape[:-1], problem.accumulation)
+    statistics.see_listed(S, tile.j)
+    return statistics
 
-    A sum of 0 is returned as 1. `statistics` become those of the rows.
+
+def softmax(
+    S: np.ndarray, sink: np.ndarray | None, statistics: RowStatistics | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Turn scores into unnormalised probabilities in place; return the sums of rows, 1 in place of 0, and lse.
+
+    `statistics`, which have seen the scores, get the entropy of the rows.
     """
     m = S.max(axis=-1, initial=-np.inf)
-    if statistics is not None:
-        statistics.see_listed(S, j)
     if sink is not None:
         m = np.maximum(m, sink)
     m[m == -np.inf] = 0  # the exponentials of a row that sees no key are then 0
@@ -297,6 +304,15 @@ def softmax(
             statistics.add((sink - m)[..., None], of_sink[..., None])
         statistics.finish(l)
     return np.where(l == 0, 1, l), m + np.log(l)
+
+
+def probabilities(S: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Turn scores into exp(S - lse) in place, and return them."""
+    unseen = np.isneginf(S) if np.isnan(lse).any() else False  # -inf - NaN is NaN
+    S -= lse[..., None]
+    P = np.exp(S, out=S)
+    np.copyto(P, 0, where=unseen)
+    return P
 
 
 def averaged(P: np.ndarray, V: np.ndarray, l: np.ndarray) -> np.ndarray:
@@ -331,6 +347,10 @@ class SelectedCall(Call):
         S = products_of_rows(Q, K, self.scratch, "S")
         self.scale(S)
         saved = [step.apply(S, tile, save=self.problem.backward) for step in self.score_steps]
+        return S, saved, self.hide_unseen(S, tile, band)
+
+    def hide_unseen(self, S: np.ndarray, tile: ListTile, band: Band) -> bool:
+        """Set the scores that a row does not see to -inf, and return whether any score of the tile may be hidden."""
         hidden = tile.hidden
         if self.problem.mask.edges:
             hidden = either(hidden, outside(band, tile))
@@ -340,7 +360,42 @@ class SelectedCall(Call):
             hidden = either(hidden, ~self.mask_mod.visible(tile))
         if hidden is not None:
             np.copyto(S, -np.inf, where=hidden)
-        return S, saved, hidden is not None or self.bias is not None or self.problem.score_mod
+        return hidden is not None or self.bias is not None or self.problem.score_mod
+
+    def row_gradients(self, tile: ListTile, here: tuple[int | slice, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return dO (lists, rows, heads, Dv), lse, and delta (lists, rows, heads) of a tile.
+
+        A row that sees no key has the lse inf, which makes its P = exp(S - lse) = 0.
+        """
+        dtype = self.problem.accumulation
+        assert self.dout is not None and self.out is not None and self.lse is not None
+        lse = tile.rows_of(self.lse[here], dtype, -np.inf)
+        dead = lse == -np.inf
+        lse[dead] = np.inf
+        dO = tile.rows_of(self.dout[here], dtype)
+        dO[dead] = 0
+        delta = np.vecdot(dO, tile.rows_of(self.out[here], dtype))
+        if self.dlse is not None:
+            delta -= np.where(dead, 0, tile.rows_of(self.dlse[here], dtype))
+        return dO, lse, delta
+
+    def add_to_keys(
+        self,
+        tile: ListTile,
+        total: np.ndarray,
+        of_K: tuple[np.ndarray, np.ndarray],
+        of_V: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Add dK = W^T X and dV = W^T X to the sums (keys, D + Dv), of W (lists, rows, keys) and X (lists, rows, D)."""
+        lists, _, keys = of_K[0].shape
+        both = self.scratch.array("of_keys", lists, keys, total.shape[1], dtype=self.problem.accumulation)
+        dK_dV = both[..., : self.problem.head_dim], both[..., self.problem.head_dim :]
+        for (W, X), out in zip((of_K, of_V), dK_dV, strict=True):
+            np.matmul(W.swapaxes(1, 2), X, out=out)
+        if not math.isfinite(square_sum(both)):
+            for (W, X), out in zip((of_K, of_V), dK_dV, strict=True):
+                out[...] = product(W.swapaxes(1, 2), X)
+        tile.scatter(total, both)
 
     def kept(self, tile: ListTile) -> np.ndarray:
         """Return the dropout factors of the tile: 0 where dropped, else keep_scale."""
@@ -373,47 +428,69 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     out_rows, lse_rows = call.heads_first(out), call.rows_of(lse)
     statistics_rows = [(name, call.rows_of(x)) for name, x in zip(problem.statistics, statistics, strict=True)]
 
-    def attend(sequence: Sequence, unit: Unit, start: int, stop: int) -> None:
+    def attend(sequence: Sequence, unit: Unit, tile: ListTile) -> None:
         k, v = call.keys(sequence, unit.kv_head)
         here = (sequence.row, unit.heads, sequence.queries)
-        sink = None if call.sink is None else call.sink[unit.heads]
+        Q = tile.rows_of(call.q[here], dtype)
+        Q *= call.q_scale
+        S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype, call.scratch, "keys"))
+        of_rows = statistics_of(problem, S, tile)
+        l, row_lse = softmax(S, None if call.sink is None else call.sink[unit.heads], of_rows)
+        if problem.dropout:
+            S *= call.kept(tile)
+        tile.store(averaged(S, tile.gather(v, dtype, call.scratch, "values"), l), out_rows[here])
+        tile.store(row_lse, lse_rows[here])
+        for name, rows in statistics_rows:
+            tile.store(getattr(of_rows, name), rows[here])
+
+    run_tiles(plan, call, attend)
+    return out, lse, *statistics
+
+
+def run_tiles(plan: Plan, call: SelectedCall, attend: Callable[[Sequence, Unit, ListTile], None]) -> None:
+    """Run attend(sequence, unit, tile) for the tiles of all lists."""
+
+    def attend_to(sequence: Sequence, unit: Unit, start: int, stop: int) -> None:
         for tile in call.lists.tiles(unit, start, stop):
             call.stop.poll()
-            Q = tile.rows_of(call.q[here], dtype)
-            Q *= call.q_scale
-            S, _, _ = call.scores(tile, sequence.band, Q, tile.gather(k, dtype, call.scratch, "keys"))
-            of_rows = RowStatistics(S.shape[:-1], dtype) if problem.statistics else None
-            l, row_lse = softmax(S, sink, tile.j, of_rows)
-            if problem.dropout:
-                S *= call.kept(tile)
-            tile.store(averaged(S, tile.gather(v, dtype, call.scratch, "values"), l), out_rows[here])
-            tile.store(row_lse, lse_rows[here])
-            for name, rows in statistics_rows:
-                tile.store(getattr(of_rows, name), rows[here])
+            attend(sequence, unit, tile)
 
     units = [
         (sequence, unit)
         for sequence in call.sequences
-        for kv_head in range(problem.kv_heads)
+        for kv_head in range(plan.problem.kv_heads)
         for unit in call.units(sequence, kv_head)
     ]
     run_tasks(
         plan.threads,
         [
-            partial(attend, sequence, unit, start, min(start + LISTS, len(unit.lists)))
+            partial(attend_to, sequence, unit, start, min(start + LISTS, len(unit.lists)))
             for sequence, unit in units
             for start in range(0, len(unit.lists), LISTS)
         ],
         call.stop,
     )
-    return out, lse, *statistics
 
 
 def backward(plan: Plan, operands: Operands) -> Gradients:
-    """Compute the gradients, as attention.backward; those of keys are summed in the order of the lists."""
+    """Compute the gradients, as attention.backward."""
+    call = SelectedCall(plan, operands)
+    return sum_gradients(plan, operands, call, partial(_differentiate, call))
+
+
+def sum_gradients(
+    plan: Plan,
+    operands: Operands,
+    call: SelectedCall,
+    differentiate: Callable[[Sequence, Unit, ListTile, np.ndarray, np.ndarray], np.ndarray | float],
+) -> Gradients:
+    """Sum the gradients of all tiles; those of keys in the order of the lists.
+
+    differentiate(sequence, unit, tile, dq_rows, total) stores dQ of a tile, adds dK / scale and dV to `total`
+    (keys, D + Dv), and returns the gradients of the sinks.
+    """
     problem, q, dtype = plan.problem, operands.q, plan.problem.accumulation
     gradients = empty_gradients(problem, operands)
-    call = SelectedCall(plan, operands)
     dq_rows, dk_rows, dv_rows = (None if x is None else call.heads_first(x) for x in gradients)
     assert dq_rows is not None and dk_rows is not None
     pieces = 1 if call.has_sums else max(1, min(PIECES, -(-2 * PIECES // max(problem.batch * problem.kv_heads, 1))))
@@ -421,7 +498,7 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
     heads = range(problem.kv_heads)
     sums = {(sequence.batch, head): OrderedSum(pieces) for sequence in call.sequences for head in heads}
 
-    def differentiate(sequence: Sequence, kv_head: int, piece: int) -> None:
+    def sum_piece(sequence: Sequence, kv_head: int, piece: int) -> None:
         """Compute the part of the gradients by every `pieces`-th group of lists."""
         # One more row takes the gradients at entries that name no key, which are 0.
         total = np.zeros((sequence.kv_len + 1, problem.head_dim + problem.head_dim_v), dtype)
@@ -429,16 +506,14 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
             for start in range(piece * LISTS, len(unit.lists), pieces * LISTS):
                 for tile in call.lists.tiles(unit, start, min(start + LISTS, len(unit.lists))):
                     call.stop.poll()
-                    dsink[piece, sequence.batch, unit.heads] += _differentiate(
-                        call, sequence, unit, tile, dq_rows, total
-                    )
+                    dsink[piece, sequence.batch, unit.heads] += differentiate(sequence, unit, tile, dq_rows, total)
         whole = sums[sequence.batch, kv_head].add(piece, total)
         if whole is not None:
             of_keys = whole[:-1, : problem.head_dim], whole[:-1, problem.head_dim :]
             call.store_dK_dV(of_keys, (dk_rows, dv_rows), (sequence.row, kv_head, sequence.keys))
 
     tasks: list[Callable[[], None]] = [
-        partial(differentiate, sequence, kv_head, piece)
+        partial(sum_piece, sequence, kv_head, piece)
         for sequence in call.sequences
         for kv_head in heads
         for piece in range(pieces)
@@ -455,29 +530,16 @@ def backward(plan: Plan, operands: Operands) -> Gradients:
 def _differentiate(
     call: SelectedCall, sequence: Sequence, unit: Unit, tile: ListTile, dq_rows: np.ndarray, total: np.ndarray
 ) -> np.ndarray | float:
-    """Store dQ of a tile, add dK / scale and dV to `total` (keys, D + Dv), and return the gradients of the sinks."""
+    """Compute the gradients of a tile, as `sum_gradients` asks."""
     problem, dtype = call.problem, call.problem.accumulation
     here = (sequence.row, unit.heads, sequence.queries)
-    assert call.dout is not None and call.out is not None and call.lse is not None
     k, v = call.keys(sequence, unit.kv_head)
     K, V = (tile.gather(x, dtype, call.scratch, name) for x, name in ((k, "keys"), (v, "values")))
     Q = tile.rows_of(call.q[here], dtype)
     Q *= call.q_scale
-    lse = tile.rows_of(call.lse[here], dtype, -np.inf)
-    dead = lse == -np.inf  # a row that sees no key: replacing its lse by inf makes P = exp(S - lse) = 0
-    lse[dead] = np.inf
-    dO = tile.rows_of(call.dout[here], dtype)
-    dO[dead] = 0
-    delta = np.vecdot(dO, tile.rows_of(call.out[here], dtype))
-    if call.dlse is not None:
-        delta -= np.where(dead, 0, tile.rows_of(call.dlse[here], dtype))
+    dO, lse, delta = call.row_gradients(tile, here)
     S, saved, may_hide = call.scores(tile, sequence.band, Q, K)
-    unseen = np.isneginf(S) if np.isnan(lse).any() else False  # -inf - NaN is NaN
-    S -= lse[..., None]
-    P = np.exp(S, out=S)
-    np.copyto(P, 0, where=unseen)
-    lists, rows, heads, keys = P.shape
-    in_product = (lists, rows * heads)
+    P = probabilities(S, lse)
     dS = products_of_rows(dO, V, call.scratch, "dS")
     kept = call.kept(tile) if problem.dropout else None
     if kept is not None:
@@ -492,19 +554,12 @@ def _differentiate(
         hide_gradient(dS, P)  # softcap's derivative is NaN at a masked NaN
     if kept is not None:
         P *= kept
-    dS, P, Q, dO = (x.reshape(*in_product, -1) for x in (dS, P, Q, dO))
+    lists, rows, heads, _ = P.shape
+    dS, P, Q, dO = (x.reshape(lists, rows * heads, -1) for x in (dS, P, Q, dO))
     dQ = product(dS, K)
     dQ *= dtype.type(problem.scale)
     tile.store(dQ.reshape(lists, rows, heads, -1), dq_rows[here])
-    both = call.scratch.array("of_keys", lists, keys, total.shape[1], dtype=dtype)
-    dK_dV = both[..., : problem.head_dim], both[..., problem.head_dim :]
-    weighted = ((dS.swapaxes(1, 2), Q), (P.swapaxes(1, 2), dO))
-    for (W, X), out in zip(weighted, dK_dV, strict=True):
-        np.matmul(W, X, out=out)
-    if not math.isfinite(square_sum(both)):
-        for (W, X), out in zip(weighted, dK_dV, strict=True):
-            out[...] = product(W, X)
-    tile.scatter(total, both)
+    call.add_to_keys(tile, total, (dS, Q), (P, dO))
     if call.sink is None:
         return 0.0
     gradients: np.ndarray = -(np.exp(call.sink[unit.heads] - lse) * delta).sum(axis=(0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -10,37 +11,35 @@ from ..arrays import dtype_name
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.indexer import Indexer, IndexerOperands
-from ..problem.records import UnsupportedError
+from ..problem.records import LONGEST, UnsupportedError
 from .launch import Constant, Launch, Workspace
 from .mma import LARGEST_ON_TURING
 from .selected import CHUNKS, ROW_THREADS
 from .shared import ELEMENTS, divides, known_constants, nonempty
 from .simt import LARGEST
 
-THREADS = 128
 BLOCKS = 2  # for each multiprocessor: each has candidates of its own
+MERGING = 128  # threads of a block that merges parts
 LEAST_PLACES = 64  # of later candidates behind the n best of a row
-WARP = 32
+WARP, LEAST_ROWS = 32, 16
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a block of an engine."""
+    """Rows, keys and threads of a block of an engine."""
 
     engine: str
     rows: int
     keys: int
+    threads: int = 128
 
 
 # In order of preference: large tiles read the queries of all heads for more keys. The rows of selection_loss are heads.
 TILES = {
-    kernel: tuple(Tile(engine, rows, keys) for engine, sizes in engines for rows, keys in sizes)
-    for kernel, engines in {
-        "select_keys": (
-            ("mma", ((64, 64), (64, 32))),
-            ("simt", ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))),
-        ),
-        "selection_loss": (("simt", ((16, 64), (16, 32), (16, 16))),),
-    }.items()
+    "select_keys": (
+        *(Tile("mma", 64, 64), Tile("mma", 64, 32), Tile("mma", 16, 64, 32)),
+        *(Tile("simt", rows, keys) for rows, keys in ((64, 64), (32, 64), (32, 32), (16, 64), (16, 32), (16, 16))),
+    ),
+    "selection_loss": tuple(Tile("simt", 16, keys) for keys in (64, 32, 16)),
 }
 
 
@@ -51,7 +50,9 @@ def tile_of(kernel: str, indexer: Indexer, operands: IndexerOperands, device: De
     if dtype == "float16" or (dtype == "bfloat16" and device.arch != "sm_75"):
         engines |= {"mma"} if dim <= (LARGEST_ON_TURING if device.arch == "sm_75" else LARGEST) else set()
     for tile in TILES[kernel]:
-        if tile.engine in engines:
+        # Few queries get a tile of few rows, whose blocks are cheap enough to divide the keys among many.
+        has_rows = kernel == "selection_loss" or tile.rows <= max(2 * indexer.q_len, LEAST_ROWS)
+        if tile.engine in engines and has_rows:
             needed = shared_bytes(f"{tile.engine}/{kernel}", constants_of(indexer, operands, tile))
             if needed + _static_bytes(tile) <= device.shared_bytes:
                 return tile
@@ -78,7 +79,7 @@ def constants_of(indexer: Indexer, operands: IndexerOperands, tile: Tile) -> dic
         **{name: ELEMENTS[dtype_name(x.dtype)] for name, x in given.items() if x is not None},
         "HEAD_DIM": operands.q.shape[-1],
         "HEAD_DIM_V": operands.q.shape[-1],
-        "THREADS": THREADS,
+        "THREADS": tile.threads,
         "BLOCK_Q": tile.rows,
         "BLOCK_KV": tile.keys,
         "INDEXER": True,
@@ -92,35 +93,62 @@ def constants_of(indexer: Indexer, operands: IndexerOperands, tile: Tile) -> dic
     }
 
 
-def select_launches(
-    indexer: Indexer, operands: IndexerOperands, device: Device
+def requested(
+    function: str, indexer: Indexer, operands: IndexerOperands, device: Device
 ) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
-    """Return the launch of select_keys, () without queries, and the candidates of its blocks."""
+    """Return the launches of "select", "loss" or "gradients", without those of empty grids, and their workspaces."""
+    if function == "select":
+        launches, workspaces = _choosing(indexer, operands, device)
+        return nonempty(launches), workspaces
+    launches, workspaces = _training(indexer, operands, device, gradients=function == "gradients")
+    return nonempty(launches), workspaces
+
+
+def parts_of(indexer: Indexer, operands: IndexerOperands, device: Device) -> tuple[int, int]:
+    """Return the parts into which select_keys divides the keys, so that few queries fill the GPU, and their size.
+
+    A part ends between two tiles and two entries, and has more entries than a list, which the merge of lists reads.
+    """
+    tile, block = tile_of("select_keys", indexer, operands, device), indexer.rule.block
+    unit, whole = math.lcm(tile.keys, block), max(indexer.kv_len, 1)
+    blocks = max(-(-indexer.q_len // tile.rows) * indexer.batch, 1)
+    parts = max(min(BLOCKS * device.units // blocks, whole // (2 * indexer.rule.n * block)), 1)
+    keys = min(-(-whole // parts // unit) * unit, LONGEST)
+    return -(-whole // keys), keys
+
+
+def _choosing(
+    indexer: Indexer, operands: IndexerOperands, device: Device
+) -> tuple[list[Launch], tuple[Workspace, ...]]:
+    """Return the launches of select_keys and of the merge of its parts, and the candidates of its blocks."""
     tile = tile_of("select_keys", indexer, operands, device)
     constants = constants_of(indexer, operands, tile)
-    kernel = f"{tile.engine}/select_keys"
+    kernel, (parts, _) = f"{tile.engine}/select_keys", parts_of(indexer, operands, device)
     # No more blocks than there are query tiles, and no fewer than one of each sequence.
     blocks = min(-(-indexer.q_len // tile.rows), max(BLOCKS * device.units // max(indexer.batch, 1), 1))
-    grid = (blocks, 1, indexer.batch)
-    places = candidate_places(indexer)
-    shape = (indexer.batch * blocks * tile.rows, places)
-    workspaces = (
+    grid, rows = (blocks, parts, indexer.batch), indexer.batch * parts * blocks * tile.rows
+    launches = [Launch(kernel, tuple(constants.items()), grid, tile.threads, shared_bytes(kernel, constants))]
+    int32, shape = np.dtype(np.int32), (rows, _candidate_places(indexer))
+    workspaces = [
         Workspace("candidate_scores", shape, indexer.accumulation, ()),
-        Workspace("candidates", shape, np.dtype(np.int32), ()),
-    )
-    launch = Launch(kernel, tuple(constants.items()), grid, THREADS, shared_bytes(kernel, constants))
-    return nonempty([launch]), workspaces
+        Workspace("candidates", shape, int32, ()),
+    ]
+    if parts > 1:
+        merging = tuple((constants | {"THREADS": MERGING}).items())
+        launches.append(Launch("indexer/merge_parts", merging, (blocks, 1, indexer.batch), MERGING))
+        workspaces.append(Workspace("candidate_counts", (rows,), int32, ()))
+    return launches, tuple(workspaces)
 
 
-def candidate_places(indexer: Indexer) -> int:
+def _candidate_places(indexer: Indexer) -> int:
     """Return the places of the candidates of a row: for the n best and later ones, or for all entries."""
     n, entries = indexer.rule.n, -(-indexer.kv_len // indexer.rule.block)
     return min(n + max(n, LEAST_PLACES), entries + WARP)
 
 
-def loss_launches(
+def _training(
     indexer: Indexer, operands: IndexerOperands, device: Device, *, gradients: bool
-) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+) -> tuple[list[Launch], tuple[Workspace, ...]]:
     """Return the launches of selection_loss and of its gradients, and their workspaces.
 
     Blocks of a key sum its gradient over the entries that name it: lists are sorted by the keys that they name.
@@ -133,7 +161,7 @@ def loss_launches(
     if q_len * entries >= 2**31:
         raise UnsupportedError(f"selection_loss: {q_len} lists of {entries} have more entries than an int32 counts")
 
-    def launch(kernel: str, grid: tuple[int, int, int], threads: int = THREADS) -> Launch:
+    def launch(kernel: str, grid: tuple[int, int, int], threads: int = tile.threads) -> Launch:
         own = {**constants, "THREADS": threads}
         shared = shared_bytes(kernel, own) if kernel.startswith(tile.engine) else 0
         return Launch(kernel, known_constants(kernel, own), grid, threads, shared)
@@ -150,8 +178,8 @@ def loss_launches(
     if gradients:
         launches += [
             launch(f"{tile.engine}/selection_loss_q", (q_len, -(-heads // tile.rows), batch)),
-            launch("selected_count", (CHUNKS, 1, batch), ROW_THREADS),
-            launch("selected_scan", (1, 1, batch), ROW_THREADS),
+            launch("selected/count_entries", (CHUNKS, 1, batch), ROW_THREADS),
+            launch("selected/scan_counts", (1, 1, batch), ROW_THREADS),
             launch("indexer/loss_fill", (CHUNKS, 1, batch), ROW_THREADS),
             launch("indexer/loss_k", (indexer.kv_len, 1, batch)),
         ]
@@ -159,4 +187,4 @@ def loss_launches(
             Workspace("inverse_ends", (batch * indexer.kv_len * CHUNKS,), int32, ()),
             Workspace("inverse_lists", (batch * q_len * entries,), int32, ()),
         ]
-    return nonempty(launches), tuple(workspaces)
+    return launches, tuple(workspaces)

@@ -211,9 +211,11 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     if not _is_16_bit(problem) and accumulators + scores > limit:
         return []
     latent = _is_latent(problem)
+    if latent and device.arch == "sm_75" and rows > ROWS[0]:
+        return []  # two groups of warps need two slots
     in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
     if latent:
-        in_registers = rows <= KEYS_OF_LATENT  # Q is loaded through a slot
+        in_registers = rows <= KEYS_OF_LATENT  # Q passes through a slot
     return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
         for keys in ((KEYS_OF_LATENT,) if latent else KEYS[:1] if tma else KEYS)
@@ -250,9 +252,9 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     loaded = keys * (of_keys + of_values)
     read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
     if _is_latent(problem):
-        # 16 keys and half of the columns of each row group of at most 32 rows; its rows; V once; P for each warp
-        groups, loaded = _warps(tile.rows) // 4, keys * of_keys
-        read = groups * loaded + loaded + 2 * elements * _warps(tile.rows)
+        # Each group of four warps reads K and V, its rows of Q once for each 16 keys, and those of P once a warp.
+        loaded = keys * of_keys
+        read = _warps(tile.rows) // 4 * (loaded + keys * of_values) + 2 * elements * 4
         read += 0 if tile.q_in_registers else 2 * 2 * tile.rows * k
     clocks = max(
         loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
@@ -457,7 +459,7 @@ def _is_latent(problem: Problem) -> bool:
 
 
 def _warps(rows: int) -> int:
-    """Return the warps of a tile of values inside keys: four share rows, of which each group has at most 32."""
+    """Return the warps of a tile of values inside keys: one or two groups of four, which divide its rows."""
     return 4 * min(rows // 16, 2)
 
 
@@ -482,9 +484,9 @@ def _columns(problem: Problem) -> int:
 def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     """Return the registers per thread for O, for S, and for all of Q."""
     k, v = _padded(problem)[0], _columns(problem)
-    if _is_latent(problem):  # the warps divide S, Q and the columns of O
-        blocks, m = -(-v // (16 * _warps(rows))), rows * 4 // 16 // _warps(rows)
-        return rows // 16 * blocks * 8, m * 12, m * -(-k // 32) * 4
+    if _is_latent(problem):  # the warps of a group divide S, Q and the columns of O
+        m = rows * 4 // 16 // _warps(rows)
+        return m * -(-v // 64) * 8, m * 8, m * -(-k // 32) * 4
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 

@@ -19,8 +19,9 @@ def refusals(problem: Problem) -> list[str]:
     """Return the reasons against what no kernel computes with selected keys."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
-    absent = (problem.derivative, problem.weights, " and ".join(problem.statistics), "shard" * problem.shard,
-              "attention on shared prefixes" * has_prefixes(problem))  # fmt: skip
+    gradients += ["gradient of statistics"] * bool(problem.statistics)
+    prefixes = "attention on shared prefixes" * has_prefixes(problem)
+    absent = (problem.derivative, problem.weights, "shard" * problem.shard, prefixes)
     return [
         f"it computes no {what} with selected keys in this version"
         for what in (*absent, *(gradients if problem.backward else ()))

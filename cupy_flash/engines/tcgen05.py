@@ -45,7 +45,7 @@ POLYNOMIALS = {64: 5, 96: 5, 128: 2}  # of 16 exponentials, by the padded head d
 MULTIPLY_ADDS = 4096
 EXPONENTIALS = {"sm_100a": 16, "sm_103a": 32}
 PRODUCT_COST = 1.2  # clocks of the products over those at the peak, in a public study of mma with N 128
-WAIT = 200  # clocks per step and tile of queries in which a strict order leaves the tensor cores idle
+WAIT = 70  # clocks per 128 x 128 scores that a strict order takes longer, by the model of `python -m bench predict`
 BACKWARD_PRODUCT_COST = 1.4  # of these, some have N 64 at D 64
 STEP = 200  # clocks of waits and signals per step, which the other tile of queries does not hide
 BACKWARD_STEP = 400
@@ -57,8 +57,8 @@ CLOCK = 1.85e9
 class Tile(NamedTuple):
     """Queries of a block, keys of a mainloop step, slots of K and V together, and whether products wait for each other.
 
-    The slots of a backward are those of Q. Tiles of a forward that are not strict rely on mma which run in the order in
-    which a thread issues them.
+    The slots of a backward are those of Q. Tiles that are not strict rely on mma which run in the order in which a
+    thread issues them.
     """
 
     block_q: int
@@ -101,15 +101,13 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> Sequence[Tile]:
-    """Return `tiles`, and those of a forward once more with a strict order of mma."""
-    orders = (False,) if problem.backward else (False, True)
-    return [tile._replace(strict=strict) for strict in orders for tile in tiles(problem, device)]
+    """Return `tiles`, and these once more with a strict order of mma."""
+    return [tile._replace(strict=strict) for strict in (False, True) for tile in tiles(problem, device)]
 
 
 def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
-    """Return the strict form of the tiles of a forward with as many queries."""
-    strict = [each for each in choices(problem, device) if each.strict and each.block_q == tile.block_q]
-    return {"strict": strict} if strict else {}
+    """Return the strict form of the tiles with as many queries."""
+    return {"strict": [each for each in choices(problem, device) if each.strict and each.block_q == tile.block_q]}
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
@@ -189,7 +187,8 @@ def _backward_seconds(problem: Problem, pairs: int, device: Device, tile: Tile) 
     """Return predicted seconds: waves of blocks x the slower of products and exponentials."""
     elements = tile.block_q * tile.block_kv
     products = elements * (3 * problem.head_dim + 2 * problem.head_dim_v) * BACKWARD_PRODUCT_COST / MULTIPLY_ADDS
-    clocks = BACKWARD_STEP + max(products, elements / EXPONENTIALS.get(device.arch, 16))
+    clocks = BACKWARD_STEP + WAIT * tile.strict
+    clocks += max(products, elements / EXPONENTIALS.get(device.arch, 16))
     blocks = max(problem.batch * problem.kv_heads * -(-problem.kv_len // tile.block_kv), 1)
     visited = problem.mask.visited(problem.group * pairs / max(problem.kv_len, 1), tile.block_kv, tile.block_q)
     steps = -(-visited // tile.block_q) + TILE_STEPS
@@ -212,7 +211,6 @@ def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         of_step = {"DQ_IN_ORDER": problem.deterministic, "DQ_IN_BULK": not problem.deterministic}
     else:
         of_step = {
-            "STRICT": tile.strict,
             "PERSISTENT": True,
             "STAGED_BIAS": problem.bias is not None,
             "TMA_STORE_O": _is_stored_in_boxes(problem),
@@ -225,6 +223,7 @@ def _tile_constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
             "BLOCK_Q": tile.block_q,
             "BLOCK_KV": tile.block_kv,
             "STAGES": tile.stages,
+            "STRICT": tile.strict,
         }
     )
 

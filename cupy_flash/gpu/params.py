@@ -303,14 +303,23 @@ def pack_partials(arrays: dict[str, Array], layout: str, address: Address, key_o
 
 
 def pack_indexer(
-    indexer: Indexer, arrays: dict[str, Array], constants: Mapping[str, Constant], address: Address
+    indexer: Indexer,
+    arrays: dict[str, Array],
+    constants: Mapping[str, Constant],
+    parts: tuple[int, int],
+    address: Address,
 ) -> np.ndarray:
-    """Return the `Params` of a call of the lightning indexer; `arrays` have the names of its members."""
+    """Return the `Params` of a call of the lightning indexer; `arrays` have the names of its members.
+
+    `parts` are the number of parts into which select_keys divides the keys, and the keys of a part.
+    """
     q, k, rule = arrays["q"], arrays["k"], indexer.rule
     forms: dict[str, Form] = {"q": _tensor, "dq": _tensor, "k": _keys, "dk": _keys, "selected": _dense}
     forms |= dict.fromkeys(("head_weights", "dhead_weights"), _weights_of_heads)
     forms |= {"target": _of_entries, "loss_weights": _of_queries}
-    members = {name: forms.get(name, _pointer)(x, "bshd", address) for name, x in arrays.items()}
+    members: dict[str, tuple[float, ...]] = {
+        name: forms.get(name, _pointer)(x, "bshd", address) for name, x in arrays.items()
+    }
     numbers = {
         "scale": rule.scale, "batch": indexer.batch, "heads": q.shape[2], "group": q.shape[2], "step": 1,
         "q_len": indexer.q_len, "kv_len": indexer.kv_len, "window_left": -1,
@@ -318,6 +327,7 @@ def pack_indexer(
     if "lists" in arrays:
         numbers |= {
             "list_entries": rule.n, "local_entries": rule.local, "candidate_places": arrays["candidates"].shape[-1],
+            "parts": parts[0], "part_keys": parts[1],
             "cache_length": indexer.kv_len, "cache_capacity": indexer.kv_len, "cache_blocks": k.shape[0],
             "cache_rows": k.shape[1], "page_log2": _page_number(indexer.page or None),
         }  # fmt: skip

@@ -15,13 +15,12 @@ from .checks import (
     ArrayFacts,
     Requirements,
     broadcasts,
-    check_backend,
     check_places,
     is_float,
     read,
 )
 from .features import CAUSAL, FINITE
-from .records import DTYPES, FEATURES, LONGEST
+from .records import BACKENDS, DTYPES, FEATURES, LONGEST
 from .selection import first_wrong
 
 ARRAYS = {"q": "q_idx", "k": "k_idx"}  # {field of IndexerOperands: the caller's name}, where they differ
@@ -155,7 +154,8 @@ def _posed(requirements: Requirements, arrays: dict[str, Array], rule: Rule) -> 
             require_type(dtype == np.int32, f"{name} must be int32, not {dtype_name(dtype)}")
     accumulation = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     backend = environment.backend()
-    check_backend(requirements, "the environment's CUPY_FLASH_BACKEND", backend)
+    known = backend is None or backend.partition(":")[0] in BACKENDS
+    require(known, f"CUPY_FLASH_BACKEND must be one of {', '.join(BACKENDS)}, not {backend!r}")
     posed = Indexer(batch, q_len, kv_len, rule, page, accumulation, q.device, backend or q.device)
     if not requirements.unmet:
         _check_contents(requirements, posed, arrays, rows)

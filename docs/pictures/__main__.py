@@ -17,11 +17,12 @@ import heads
 import masks
 import plots
 import ranks
+import selection
 import simulator
 import training
 import weights
 
-MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots, derivatives, weights)
+MODULES = (algorithm, masks, heads, cache, ranks, training, call, simulator, plots, derivatives, weights, selection)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE

@@ -4,6 +4,7 @@
 // ../top_weights.cuh are in the order of the scores: a thread moves half of its list for a new score.)
 #pragma once
 #include "../number.cuh"
+#include "../params.cuh"
 
 // The bits of a number as an unsigned integer of the same order, above 0.
 __device__ inline unsigned int ordered(float x) {
@@ -90,9 +91,23 @@ struct Candidates {
     __syncwarp();
   }
 
+  // Removes all but the n best entries, and returns their number.
+  __device__ int finish() {
+    if (row.count > n) keep_best();
+    return row.count;
+  }
   // Writes the n best entries, -1 behind them.
   __device__ void store(int* list) {
-    if (row.count > n) keep_best();
-    for (int place = lane(); place < n; place += 32) list[place] = place < row.count ? entries[place] : -1;
+    int count = finish();
+    for (int place = lane(); place < n; place += 32) list[place] = place < count ? entries[place] : -1;
   }
 };
+
+// The candidates of a row of a block in global memory; `block` counts the blocks of all parts.
+__device__ inline Candidates candidates_at(Chosen& row, const Params& p, long long block, int row_of_block) {
+  long long place = (block * BLOCK_Q + row_of_block) * p.candidate_places;
+  return {row, (Ordered*)p.candidate_scores + place, p.candidates + place, p.candidate_places, p.list_entries};
+}
+__device__ inline int* list_of(const Params& p, int batch, int i) {
+  return p.lists + ((long long)batch * p.q_len + i) * p.list_entries;
+}

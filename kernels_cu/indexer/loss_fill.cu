@@ -1,5 +1,5 @@
 // Writes the entries of the lists of each chunk, counted over the lists of a sequence, to the places of the keys that
-// they name, after selected_count.cu and selected_scan.cu. grid (chunks, 1, sequences)
+// they name, after count_entries.cu and scan_counts.cu. grid (chunks, 1, sequences)
 #include "../inverse_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) loss_fill(const __grid_constant__ Params p) {

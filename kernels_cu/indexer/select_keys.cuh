@@ -1,5 +1,6 @@
-// select_keys: a block has BLOCK_Q queries and visits all keys that they see, in order. Scores of all heads of the
-// indexer are summed in registers, and a warp adds those of a row to its list. grid (query tiles, 1, sequences)
+// select_keys: a block has BLOCK_Q queries and visits all keys of its part that they see, in order. Scores of all heads
+// of the indexer are summed in registers, and a warp adds those of a row to its list. If there are several parts,
+// merge_parts.cu merges their lists. grid (query tiles, parts of the keys, sequences)
 #pragma once
 #include "../weights.cuh"
 #include "candidates.cuh"
@@ -78,11 +79,7 @@ __device__ inline void select(const Params& p, unsigned char* smem) {
   if (TOP_LEFT) sequence.offset = 0;
   Band band(p, sequence);
   TilePages pages{sequence, pages_smem};
-  auto candidates_of = [&](int row) {
-    long long place = (((long long)blockIdx.z * gridDim.x + blockIdx.x) * BLOCK_Q + row) * p.candidate_places;
-    return Candidates{rows_smem[row], (Ordered*)p.candidate_scores + place, p.candidates + place, p.candidate_places,
-                      p.list_entries};
-  };
+  long long block = ((long long)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
     // Prologue.
     int rows = min(sequence.q_rows - q_start, BLOCK_Q);
@@ -90,8 +87,10 @@ __device__ inline void select(const Params& p, unsigned char* smem) {
       if (lane() == 0) rows_smem[row] = {0, 0, 0};
 
     // Mainloop.
-    Range visible = {0, band.kv_end(q_start + rows)};
-    for (int kv_start = 0; kv_start < visible.end; kv_start += BLOCK_KV) {
+    long long begin = (long long)blockIdx.y * p.part_keys, end = begin + p.part_keys;
+    int seen = band.kv_end(q_start + rows);
+    Range visible = {(int)min(begin, (long long)seen), (int)min(end, (long long)seen)};  // @indexer.part
+    for (int kv_start = visible.begin; kv_start < visible.end; kv_start += BLOCK_KV) {
       load_keys(K_smem, p, sequence, 0, pages, kv_start, visible);
       real I[Scores::ROWS][Scores::COLS] = {};
       sum_heads(I, p, sequence, q_start, Q_smem, K_smem);
@@ -106,7 +105,7 @@ __device__ inline void select(const Params& p, unsigned char* smem) {
       __syncthreads();
       Range keys = {kv_start, min(kv_start + BLOCK_KV, visible.end)};
       for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32) {
-        Candidates candidates = candidates_of(row);
+        Candidates candidates = candidates_at(rows_smem[row], p, block, row);
         long long own = (long long)q_start + row + sequence.offset;
         add_tile(candidates, S_smem + row * S_ROW, keys, keys.end == visible.end, own, p.local_entries);
       }
@@ -115,8 +114,13 @@ __device__ inline void select(const Params& p, unsigned char* smem) {
     // Epilogue.
     for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32) {
       __syncwarp();
-      Candidates candidates = candidates_of(row);
-      candidates.store(p.lists + ((long long)sequence.batch * p.q_len + q_start + row) * p.list_entries);
+      Candidates candidates = candidates_at(rows_smem[row], p, block, row);
+      if (gridDim.y == 1) {
+        candidates.store(list_of(p, sequence.batch, q_start + row));
+      } else {
+        int count = candidates.finish();
+        if (lane() == 0) p.candidate_counts[block * BLOCK_Q + row] = count;
+      }
     }
   }
 }

@@ -197,8 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 #if SCALED_KV
              zeros_rmem,
 #endif
-             kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row,
-             kv_tiles.start);
+             kv_tiles.masked(), score, band, dropout, scale_log2, q_start + row, kv_tiles.start);
 #else
       attend(S_rmem, O_rmem, softmax,
 #if SCALED_KV

@@ -50,22 +50,21 @@ __device__ inline bool has_block(const Share& share, int n) {
   return BLOCKS % SLICES == 0 || n * SLICES + share.slice < BLOCKS;
 }
 
-// Adds the sums of the two warps that share 16 keys: each sends the fragment of the other, and keeps its own.
-__device__ void exchange_sums(float (&S)[M][1][4], const float (&sums)[M][2][4], unsigned int smem,
-                              const Share& share) {
-  unsigned int own = smem + (threadIdx.x / WARP * M * WARP + lane_id()) * 16;
-  unsigned int other = smem + ((threadIdx.x / WARP ^ 1) * M * WARP + lane_id()) * 16;
+// Adds the sums of the two warps that share 16 keys: each sends the fragment of the other, and keeps its own. A barrier
+// lies between the two functions.
+__device__ void send_sums(const float (&sums)[M][2][4], unsigned int smem, const Share& share) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
     unsigned int sent[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) sent[e] = __float_as_uint(share.half() ? sums[m][0][e] : sums[m][1][e]);
-    st_shared_v4(own + m * WARP * 16, sent);
+    st_shared_v4(smem + ((threadIdx.x / WARP * M + m) * WARP + lane_id()) * 16, sent);
   }
-  share.sync_pair();  // @wait-sums
+}
+__device__ void receive_sums(float (&S)[M][1][4], const float (&sums)[M][2][4], unsigned int smem, const Share& share) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
-    uint4 x = ld_shared_v4(other + m * WARP * 16);
+    uint4 x = ld_shared_v4(smem + (((threadIdx.x / WARP ^ 1) * M + m) * WARP + lane_id()) * 16);
     const unsigned int received[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e)
@@ -278,21 +277,23 @@ struct Turns {
     if (share.group == 0)
       slot = stages.slots.wait();
     else
-      __syncthreads();  // @turn-of-scores
+      __syncthreads();
     return slot;
   }
-  // The scores of the tile are computed.
+  // The products of the scores are computed, and their sums sent.
   __device__ void accumulate() {
-    if constexpr (GROUPS == 1) return;
-    if (share.group == 1) {
+    if (GROUPS == 1)
+      share.sync_pair();  // @wait-sums
+    else if (share.group == 1)
       next = stages.slots.wait();
-    } else {
+    else
       __syncthreads();  // @turn-of-values
-      stages.load_ahead();
-    }
+  }
+  __device__ void load_ahead() {
+    if (GROUPS == 2 && share.group == 0) stages.load_ahead();
   }
   __device__ void end() {
-    if (GROUPS == 2 && share.group == 0) __syncthreads();  // @last-turn
+    if (GROUPS == 2 && share.group == 0) __syncthreads();
     stages.end();
   }
 };
@@ -354,8 +355,11 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #pragma unroll
         for (int n = 0; n < 2; ++n) mma_m16n8k16<element>(sums[m][n], Q_rmem[k][m], b[2 * n], b[2 * n + 1], sums[m][n]);
     }
-    exchange_sums(S_rmem, sums, smem_address(smem + SharedMemory::SUMS), share);
-    int first_key = tiles.start + 8 * share.slice;
+    send_sums(sums, smem_address(smem + SharedMemory::SUMS), share);
+    turns.accumulate();
+    receive_sums(S_rmem, sums, smem_address(smem + SharedMemory::SUMS), share);
+    turns.load_ahead();
+    int first_key = tiles.start + 8 * share.slice;  // @keys-of-warp
     if (tiles.masked())
       modify_rows<true>(S_rmem, p, own, scale, first_key);
     else if constexpr (MODIFIED || DENSE_MASK)
@@ -372,7 +376,6 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
     store_P(smem + SharedMemory::P, S_rmem, share);
     share.sync_group();  // @wait-P
-    turns.accumulate();
     accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane, share);
     stages.release();
   }

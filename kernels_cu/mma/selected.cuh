@@ -27,6 +27,30 @@ __device__ void for_each_score(const ListRows& rows, const ListKeys& keys, const
       }
 }
 
+#if STATISTICS
+// update_max, with statistics of scores whose keys a list names in any order.
+template <int M, int N>
+__device__ bool observe(float (&factors)[M][2], Softmax2 (&softmax)[M][2], RowStatistics (&statistics)[M][2],
+                        const float (&S)[M][N][4], const ListKeys& keys, float scale_log2) {
+  float largest[M][2];
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[m][half] = -infinity();
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          largest[m][half] = max(largest[m][half], S[m][n][e]);
+          if constexpr (FIND_MAX)
+            statistics[m][half].take(S[m][n][e], keys.key[column_of(n, e)]);  // @listed-key-of-fragment
+        }
+    }
+  return update_max(factors, softmax, statistics, largest, scale_log2);
+}
+#endif
+
 // The factor of dropout of a score: 0, or 1.
 __device__ inline bool keeps(const Dropout& dropout, const Params& p, const Sequence& sequence, int head, int i,
                              int j) {

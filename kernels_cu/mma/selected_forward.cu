@@ -124,6 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
 #pragma unroll
     for (int n = 0; n < 2 * M; ++n) softmax[n / 2][n % 2].init();
     float O_rmem[M][fragments_of(HEAD_DIM_V)][4] = {};
+#if STATISTICS
+    RowStatistics statistics[M][2];
+    init(statistics);
+#endif
 
     // Mainloop.
     int used = 0;  // slot of the keys of the current tile
@@ -145,8 +149,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
       if constexpr (STAGES > 1) load();
       modify(S_rmem, rows, keys[used], p, sequence, band, row);
       float O_scale[M][2];
+#if STATISTICS
+      if (observe(O_scale, softmax, statistics, S_rmem, keys[used], scale_log2)) rescale(O_rmem, O_scale);
+      exponentiate<true>(S_rmem, softmax, statistics, scale_log2);
+#else
       if (update_max(O_scale, softmax, S_rmem, scale_log2)) rescale(O_rmem, O_scale);
       exponentiate(S_rmem, softmax, scale_log2);
+#endif
       if constexpr (DROPOUT) drop(S_rmem, rows, keys[used], p, sequence, band, dropout, row);
       unsigned int P_rmem[M][N / 2][4];
       round_fragments(P_rmem, S_rmem);
@@ -156,6 +165,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
     // Epilogue.
     float factors[M][2];
     finish(factors, softmax, rows, p, sequence, dropout, row);
+#if STATISTICS
+    store_statistics(statistics, softmax, p, sequence, column_warp() == 0, [&](int m, int half, int& of, int& i) {
+      int at = row + row_of(m, 2 * half);
+      of = rows.head[at];
+      i = rows.query[at];
+    });
+#endif
     cp_async_wait_group<0>();
     __syncthreads();
     store_fragments<M, HEAD_DIM_V>(O_smem, O_rmem, row, [&](int m, int half) { return factors[m][half]; });

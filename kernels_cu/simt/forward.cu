@@ -1,7 +1,7 @@
 // Forward: one block per tile of BLOCK_Q queries of one head. grid (query tiles, heads, sequences)
 #include "../softmax.cuh"
 #if STATISTICS
-#include "../statistics.cuh"
+#include "row_statistics.cuh"
 #endif
 #include "steps.cuh"
 
@@ -43,17 +43,7 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
 #pragma unroll
       for (int c = COLS - 1; c >= 0; --c) statistics[r].take_descending(S[r][c], kv_start + lane_x() + c * LANES);
     }
-    RowStatistics of_tile = {};
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) {
-      real exponent = S[r][c] - softmax[r].m;  // @shift-of-term
-      sum += S[r][c] = softmax[r].probability(S[r][c]);
-      if constexpr (ENTROPY) of_tile.add_term(S[r][c], exponent);
-    }
-    if constexpr (ENTROPY) {
-      statistics[r].rescale(previous_m, softmax[r].m, rescale, softmax[r].l);
-      statistics[r].w += row_sum(of_tile.w);
-    }
+    sum = exponentiate(S[r], softmax[r], statistics[r], previous_m, rescale);
 #else
 #pragma unroll
     for (int c = 0; c < COLS; ++c) sum += S[r][c] = softmax[r].probability(S[r][c]);

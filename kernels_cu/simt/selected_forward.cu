@@ -2,6 +2,9 @@
 // of keys is gathered by its list. grid (tiles of all lists, groups of heads that share a list, sequences)
 #include "../selection.cuh"
 #include "../softmax.cuh"
+#if STATISTICS
+#include "row_statistics.cuh"
+#endif
 #include "steps.cuh"
 
 constexpr int ROWS = BLOCK_Q / ROW_THREADS;
@@ -25,15 +28,31 @@ __device__ void modify(real (&S)[ROWS][COLS], const ListTile& tile, const Params
 
 // Online-softmax step: rescales O and l to the new row max, and stores the probabilities to shared memory.
 __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O)[ROWS][columns_of(HEAD_DIM_V)],
-                       real* P_smem, const ListTile& tile, const Params& p, int batch, const Dropout& dropout) {
+                       real* P_smem, const ListTile& tile, const Params& p, int batch, const Dropout& dropout
+#if STATISTICS
+                       ,
+                       RowStatistics (&statistics)[ROWS]
+#endif
+) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     real largest = -infinity(), sum = 0;
 #pragma unroll
     for (int c = 0; c < COLS; ++c) largest = max(largest, S[r][c]);
+#if STATISTICS
+    real previous_m = softmax[r].m;
+#endif
     real rescale = softmax[r].rescale(row_max(largest));
+#if STATISTICS
+    if constexpr (FIND_MAX) {
+#pragma unroll
+      for (int c = 0; c < COLS; ++c) statistics[r].take(S[r][c], tile.key[lane_x() + c * LANES]);  // @listed-key-of-lane
+    }
+    sum = exponentiate(S[r], softmax[r], statistics[r], previous_m, rescale);
+#else
 #pragma unroll
     for (int c = 0; c < COLS; ++c) sum += S[r][c] = softmax[r].probability(S[r][c]);
+#endif
     softmax[r].l = softmax[r].l * rescale + row_sum(sum);
 #pragma unroll
     for (int n = 0; n < columns_of(HEAD_DIM_V); ++n) O[r][n] *= rescale;
@@ -82,6 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
     for (int r = 0; r < ROWS; ++r)
       softmax[r].init(SINK ? to_real(((const sink_element*)p.sink)[tile.head[row_y() + r * ROW_THREADS]])
                            : -infinity());
+#if STATISTICS
+    RowStatistics statistics[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) statistics[r].init();
+#endif
 
     // Mainloop.
     tiles.visit_keys(tile, [&] {
@@ -92,7 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
       __syncthreads();
       load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, V, exists);
       modify(S_rmem, tile, p, sequence, band);
+#if STATISTICS
+      update(S_rmem, softmax, O_rmem, P_smem, tile, p, sequence.batch, dropout, statistics);
+#else
       update(S_rmem, softmax, O_rmem, P_smem, tile, p, sequence.batch, dropout);
+#endif
       __syncthreads();
       accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
     });
@@ -101,11 +129,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_forward(const 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int i = tile.query[row_y() + r * ROW_THREADS], of = tile.head[row_y() + r * ROW_THREADS];
+#if STATISTICS
+      statistics[r].reduce(LANES);
+#endif
       if (i >= sequence.q_rows) continue;
       element* out = sequence.queries<element>(p.out, of) + i * p.out.row;
       store_row<HEAD_DIM_V>(out, O_rmem[r], softmax[r].inverse_sum());
       if (lane_x() == 0)
         sequence.queries<real>(p.lse, of)[i * p.lse.row] = i < sequence.q_len ? softmax[r].lse() : -infinity();
+#if STATISTICS
+      if (lane_x() == 0) statistics[r].store(p, sequence, of, i, statistics[r].entropy(softmax[r].l));
+#endif
     }
   }
 }

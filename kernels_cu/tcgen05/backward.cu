@@ -16,7 +16,7 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
                          OF_K = instruction_descriptor<element>(DIM, MN_MAJOR), OF_Q = OF_K | A_MN_MAJOR;
   constexpr int PANEL_BYTES = ROWS * PANEL_ROW;
   Q_Ring next_Q = rings.Q;  // of S; rings.Q is that of dK
-  Signal P_ready = rings.P_ready(), dS_ready = rings.dS_ready();
+  Signal P_ready = rings.P_ready(), dS_ready = rings.dS_ready(), products_complete = rings.products_complete();
 
   // Products of the rows of a tile of keys and of one of queries, over `columns` columns.
   auto issue_scores = [&](int columns_of_tmem, unsigned int keys, unsigned int queries, int columns) {
@@ -68,6 +68,13 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
     }
     ++rings.dQ.index;
   };
+  // STRICT: S and dQ, or dP, are written over operands of the product before.
+  auto wait_for_products = [&] {
+    if constexpr (STRICT) {
+      if (issues_loads()) tcgen05_commit(products_complete.mbarrier);
+      products_complete.wait();  // @wait-products
+    }
+  };
 
   for (BlockTiles kv_tiles(sequence, block.tile); kv_tiles.valid(); kv_tiles.next()) {
     QTiles q_tiles(p, band, block.kv_head, kv_tiles.kv_start);
@@ -78,10 +85,14 @@ __device__ void issue_products(const Params& p, Rings rings, unsigned int tmem, 
       if (issues_loads()) issue_sum(TensorMemory::dV, TensorMemory::S, rings.dO.tile(), OF_V, adds);
       rings.dO.release();
       q_tiles.next();
-      if (q_tiles.valid()) issue_S();
+      if (q_tiles.valid()) {
+        wait_for_products();  // @wait-dV
+        issue_S();
+      }
       dS_ready.wait();  // @wait-dS-stored
       if (issues_loads()) issue_sum(TensorMemory::dK, TensorMemory::dP, rings.Q.tile(), OF_K, adds);
       rings.Q.release();
+      wait_for_products();  // @wait-dK
       issue_dQ();
       if (q_tiles.valid()) issue_dP();
     }
@@ -143,7 +154,8 @@ __device__ void compute(const Params& p, Rings rings, unsigned char* smem, unsig
 #pragma unroll
         for (int n = 0; n < QUERIES; n += PART) kept[n / PART] = kept_queries(dropout, i + n, j);
       }
-      rings.rows.wait();  // S is issued after this, but its commit is a signal of the mma alone
+      // S is issued after the mma has waited for the rows, but its commit is a signal of the mma alone.
+      rings.rows.wait();  // @wait-rows-of-queries
       const float *minus_lse2 = rings.row_numbers(smem) + first, *minus_delta = minus_lse2 + BLOCK_Q;
       S_ready.wait();  // @wait-S-of-queries
       if constexpr (PART_BY_PART) {

@@ -25,13 +25,15 @@ constexpr int COMPUTE_WARP = 4, MMA_WARP = 12, LOAD_WARP = 13, ROWS_WARP = 14, T
 constexpr int DQ_WARPS = 4, COMPUTE_WARPS = 8, HALF_WARPS = COMPUTE_WARPS / 2;
 
 constexpr int QUERIES = BLOCK_Q / 2;  // columns of S^T in a thread, which has the row of a key
-// The probabilities of all columns do not fit the registers beside derivatives or dropout: then P^T and dS^T are
-// computed part by part, in steps of HALF_PART columns.
-constexpr bool PART_BY_PART = SOFTCAP || SCORE_MOD || DROPOUT;
+// The probabilities of all columns do not fit the registers beside derivatives, dropout, or what masks and biases read:
+// then P^T and dS^T are computed part by part, in steps of HALF_PART columns.
+constexpr bool PART_BY_PART = SOFTCAP || SCORE_MOD || BIAS || DENSE_MASK || MASK_MOD || DROPOUT;
 constexpr int HALF_PART = PART / 2;
 
 // First columns. P^T of each half of the queries, two numbers a column, lies over the first columns of its half of S^T,
 // and dS^T over dP^T: threads store what they have loaded themselves. dQ has two buffers, or lies over dP^T and dS^T.
+// S of the next queries is issued behind the product that reads P^T, dQ and dP behind that which reads dS^T: STRICT
+// (forward.cuh) waits for these.
 struct TensorMemory {
   static constexpr int S = 0, dP = BLOCK_Q, dV = 2 * BLOCK_Q, dK = dV + DIM_V;
   static constexpr int dQ_BUFFERS = dK + 3 * DIM <= TENSOR_MEMORY_COLUMNS ? 2 : 1;
@@ -67,7 +69,7 @@ struct SharedMemory {
   static constexpr int dQ_MBARRIERS = ROW_MBARRIERS + mbarrier_bytes(2);
   static constexpr int TURN_MBARRIERS = dQ_MBARRIERS + mbarrier_bytes(2);  // DQ_IN_ORDER
   static constexpr int SIGNALS = TURN_MBARRIERS + mbarrier_bytes(1);
-  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * 5;
+  static constexpr int TENSOR_MEMORY_ADDRESS = SIGNALS + 8 * 6;
   static constexpr int TILE_NUMBER = TENSOR_MEMORY_ADDRESS + 4;  // DQ_IN_ORDER: the number of this block
   static constexpr int BYTES = TILE_NUMBER + 4;
 };
@@ -113,6 +115,8 @@ struct Rings {
     return signal(4);
   }  // dK and dV are complete; P is stored after they are read
 
+  __device__ Signal products_complete() const { return signal(5); }  // STRICT: dV has read P^T, or dK dS^T
+
   __device__ void acquire_dQ() const {
     dQ.acquire();
     tcgen05_fence_after();
@@ -131,6 +135,7 @@ struct Rings {
     mbarrier_init(dP_ready().mbarrier, 1);
     mbarrier_init(dS_ready().mbarrier, COMPUTE_WARPS);  // @arrivals-of-dS
     mbarrier_init(gradients_ready().mbarrier, 1);
+    if constexpr (STRICT) mbarrier_init(products_complete().mbarrier, 1);
   }
   // Initialises a ring with so many arrivals per full and per empty phase.
   template <int SLOTS, int SLOT_BYTES, int PRODUCERS>

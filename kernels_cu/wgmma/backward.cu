@@ -30,6 +30,12 @@ __device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1
     issue_S(S_rmem, K_smem, rings.Q.tile(), consumer);
     wait_S<0>(S_rmem);  // @wait-first-S
   }
+#if S_AHEAD
+  if (q_tiles.valid()) {
+    issue_S(S_rmem, K_smem, rings.Q.tile(), consumer);
+    wait_S<0>(S_rmem);  // @ahead.wait-first-S
+  }
+#endif
   while (q_tiles.valid()) {
     int head = q_tiles.head, q_start = q_tiles.start;
     Score score(p, sequence, head);
@@ -40,12 +46,16 @@ __device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1
     ++dS_index;
 
     float dP_rmem[1][N][4], dQ_rmem[1][N_Q][4];
+#if !S_AHEAD
     if constexpr (!DEFERRED) issue_S(S_rmem, K_smem, Q_smem, consumer);
+#endif
     rings.dO.wait();  // @wait-dO
     issue_dP(dP_rmem, V_smem, dO_smem, consumer);
     if constexpr (DEFERRED) before.issue_dK(dK_rmem, share, consumer);
-    rings.rows.wait();                           // @wait-rows
+    rings.rows.wait();  // @wait-rows
+#if !S_AHEAD
     if constexpr (!DEFERRED) wait_S<1>(S_rmem);  // @backward.wait-S
+#endif
     const float* lse2 = rings.row_numbers(smem) + consumer.queries;
     bool masked = q_tiles.masked(consumer.queries, QUERIES);  // @backward.mask-S
     differentiate<true, false>(S_rmem, dP_rmem, masked, score, band, dropout, scale_log2, {lse2, lse2 + BLOCK_Q},
@@ -66,6 +76,19 @@ __device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1
     if constexpr (!DEFERRED) dS.issue(dK_rmem, share.template panel<BLOCK_Q>(Q_smem, share.K));  // @K-columns-of-share
     wait_dV<DEFERRED ? 1 : 2>(dV_rmem, P);                                                       // @wait-dV
     rings.dO.release();
+#if S_AHEAD
+    wait_dK(dK_rmem), dS.fence();  // @ahead.wait-dK
+    fence_operand(dQ_rmem);
+    auto Q_before = rings.Q;
+    ++rings.Q.index;
+    q_tiles.next();
+    // After the last tile S is computed once more, because ptxas serialises wgmmas that a branch skips.
+    if (q_tiles.valid()) wait_Q(q_tiles, rings, smem), Q_smem = rings.Q.tile();
+    issue_S(S_rmem, K_smem, Q_smem, consumer);
+    add_dQ_in_turn(p, rings, sequence, dQ_rmem, head, q_start, consumer, 8 * share.Q, dQ_smem);
+    wait_S<0>(S_rmem);   // @ahead.wait-S
+    Q_before.release();  // @ahead.release-Q
+#else
     if constexpr (DEFERRED) {
       before.Q_smem = Q_smem, before.dS_smem = dS_smem;
       ++rings.Q.index;
@@ -84,6 +107,7 @@ __device__ void sum_over_queries(float (&dK_rmem)[1][N_K][4], float (&dV_rmem)[1
       q_tiles.next();
       if (q_tiles.valid()) wait_Q(q_tiles, rings, smem);
     }
+#endif
   }
   if constexpr (DEFERRED) before.issue_dK(dK_rmem, share, consumer), wait_dK(dK_rmem), before.release_Q();
 }

@@ -96,6 +96,12 @@ __device__ void compute_PV(float (&O)[1][N_V][4], PartialSums<N_V>& PV, unsigned
   finish_PV(O, PV, P, VT);
 }
 
+// First row of this warp in the tile. It is computed anew where it is used, because ptxas would spill a register that
+// is live across the mainloop.
+__device__ int warp_row() {
+  return __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;
+}
+
 __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigned char* smem, const Sequence& sequence,
                         Band band, int head, int tiles) {
   Score score(p, sequence, head);
@@ -104,7 +110,6 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
   score.scale = descales.scale(p, SCALE_IN_EXPONENT);
   float scale_log2 = log2_scale_of(score.scale);
   int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP - 1, 0);
-  int row = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARP - WARPGROUP / WARP, 0) * 16;  // first row of this warp
 
   for (int tile = tiles - 1 - blockIdx.x; tile >= 0; tile -= gridDim.x) {
     int q_start = tile * BLOCK_Q, q_group = q_start + 64 * warpgroup;
@@ -121,15 +126,15 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
     auto update = [&] {
       read_staged_keys(rings.K, rings.staged_keys, band, score);
       if (ALWAYS_MASKED || kv_tiles.masked())
-        modify<true>(S_rmem, score, band, q_start + row, kv_tiles.start);  // @mask-S
+        modify<true>(S_rmem, score, band, q_start + warp_row(), kv_tiles.start);  // @mask-S
       else if constexpr (SCORE_MODIFIED)
-        modify<false>(S_rmem, score, band, q_start + row, kv_tiles.start);
+        modify<false>(S_rmem, score, band, q_start + warp_row(), kv_tiles.start);
       return update_max(O_scale, softmax, S_rmem, scale_log2);
     };
     // Turns S into P.
     auto attend = [&] {
       exponentiate(S_rmem, softmax, scale_log2);
-      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + row, kv_tiles.start);
+      if constexpr (DROPOUT) drop(S_rmem, dropout, q_start + warp_row(), kv_tiles.start);
     };
 
     if constexpr (SCORE_MODIFIED) {
@@ -166,9 +171,12 @@ __device__ void compute(const Params& p, const Maps& maps, Rings& rings, unsigne
       compute_PV(O_rmem, PV, P_rmem, rings.VT);
     }
 
+    // Epilogue. The descales are read again, for the same reason; the shuffle hides from ptxas that they are the same.
+    Descales read_again(p, sequence.batch, __shfl_sync(0xFFFFFFFF, head, 0) / p.group);  // @descales-of-epilogue
+    int row = warp_row();
     float factors[1][2];
-    finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, score.scale);
-    factors[0][0] *= descales.v, factors[0][1] *= descales.v;                                       // @descale-O
+    finish(factors, softmax, p, sequence, dropout, head, q_start + row, true, read_again.scale(p, SCALE_IN_EXPONENT));
+    factors[0][0] *= read_again.v, factors[0][1] *= read_again.v;                                   // @descale-O
     store_O(O_rmem, factors, p, maps, smem + SharedMemory::O, sequence, head, row, q_start + row);  // @store-O
     rings.Q.release();
   }

@@ -3,6 +3,7 @@
 import ctypes
 import re
 
+import indexer_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,10 @@ from tiers import in_tiers
 from tolerance import assert_matches_reference
 
 import cupy_flash
-from cupy_flash.adapters.jax import attention, ffi_handler, ffi_structs, kv_cache, primitive, static_call
+from cupy_flash import dispatch
+from cupy_flash.adapters.jax import attention, ffi_handler, ffi_structs, indexer, kv_cache, primitive, static_call
 from cupy_flash.arrays import Array, contiguous_strides
+from cupy_flash.problem.indexer import Rule
 from cupy_flash.problem.records import Options
 
 # ---------------------------------------------------------------------------------------------------------- the header
@@ -302,6 +305,24 @@ def test_handler_appends_to_a_cache_and_reads_it_from_frames():
     direct = cupy_flash.attention_with_kv_cache(*arrays, backend="simulator", **options)
     for one, other in zip(results.values(), direct, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_handler_runs_an_indexer_from_a_frame(monkeypatch):
+    """Its workspaces are results of the call, too; on a GPU the kernels are loaded before."""
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+    arrays = [x.astype(np.float32) for x in indexer_cases.normal(q_len=5)]
+    operands = dict(zip(("q", "weights", "k", "selected", "target", "row_weights"), arrays, strict=True))
+    operands["selected"] = operands["selected"].astype(np.int32)
+    options = indexer.IndexerStatic("selection_loss", *Rule(0), "simulator")
+    call = indexer.IndexerCall(static_call.LOSS_BACKWARD, options, tuple(operands))
+    found = run_frame(call, operands)
+    _, gradients = cupy_flash.selection_loss_vjp(*operands.values())
+    for x, expected in zip(found.values(), gradients, strict=True):
+        np.testing.assert_array_equal(x, expected)
+    loaded = []
+    monkeypatch.setattr(dispatch, "load", lambda launches, on: loaded.extend(launches))
+    dispatch.load_indexer("gradients", *call.pose(operands))
+    assert [launch.function for launch in loaded][:2] == ["selection_loss", "loss_sum"] and len(loaded) == 7
 
 
 def test_errors_of_a_frame_and_its_metadata():

@@ -37,6 +37,16 @@ def test_gradients_are_those_of_a_mask(jitted):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-5)
 
 
+def test_second_derivatives_and_forward_mode_are_those_of_a_mask():
+    def results(f):
+        gradient = jax.grad(f)
+        moved = jax.jvp(lambda q: gradient(q, K, V), (Q,), (np.cos(Q),))[1]
+        return jax.jvp(f, (Q, K, V), (Q, V, K))[1], moved, jax.grad(lambda k: (gradient(Q, k, V) ** 2).sum())(K)
+
+    for x, y in zip(jax.jit(results, static_argnums=0)(loss), results(dense), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-3)
+
+
 def test_vmap_runs_instance_by_instance():
     found = jax.vmap(loss)(Q[None], K[None], V[None], LISTS[None])
     np.testing.assert_allclose(found[0], loss(Q, K, V), rtol=1e-6)

@@ -46,10 +46,25 @@ def test_packed_blocks_of_keys():
     assert not out[8].any()
 
 
-def test_a_derivative_that_no_engine_has_is_refused_by_name():
-    (gradient,) = torch.autograd.grad(attend(Q, K, V).square().sum(), Q, create_graph=True)
-    with pytest.raises(cupy_flash.UnsupportedError, match="it computes no JVP with selected keys"):
-        gradient.sum().backward()
+# torch's forward mode uses torch.jit.script, which torch itself has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_second_derivatives_and_forward_mode_are_those_of_a_mask():
+    """Also those of an array that a score_mod captures."""
+    table = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    named = torch.zeros(9, 10, dtype=torch.bool).scatter(1, LISTS[0, 0].long() % 10, True)[:, :9]
+
+    def results(**lists):
+        def attend(q, k, v, table):
+            return attention(q, k, v, causal=True, score_mod=lambda s, b, h, i, j: s.sin() + s * table[j], **lists)
+
+        inputs = (Q, K, V, table)
+        gradients = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
+        penalty = sum(x.square().sum() for x in gradients)
+        _, moved = torch.func.jvp(attend, inputs, tuple(x.detach().cos() for x in inputs))
+        return moved, *torch.autograd.grad(penalty, inputs)
+
+    for x, y in zip(results(selected=LISTS), results(mask=named), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize(

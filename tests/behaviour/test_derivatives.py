@@ -103,8 +103,8 @@ BUGS = {
         "_follow_mean(lse_tangent, P * call.keep(tile), tS",
     ),
     "no-dropout-in-T": ("jvp", "tS *= keep", "pass"),
-    "delta-for-its-tangent": ("_Direction", "(h * keep - delta_tangent)", "(h * keep - delta)"),
-    "lse-tangent-not-subtracted-in-c": ("_Direction", "        c = tS - lse_tangent\n", "        c = tS.copy()\n"),
+    "delta-for-its-tangent": ("Direction", "(h * keep - delta_tangent)", "(h * keep - delta)"),
+    "lse-tangent-not-subtracted-in-c": ("Direction", "        c = tS - lse_tangent\n", "        c = tS.copy()\n"),
     "curve-of-the-softcap": ("Softcap", "dS += _times(dtS, change)", "pass"),
     "tbias": ("Bias", "tS += tile.cut(self.tbias)", "pass"),
 }
@@ -119,7 +119,7 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     planted = {"__name__": module.__name__, "__package__": module.__package__, "__file__": module.__file__}
     exec(compile(text.replace(right, wrong), module.__file__, "exec"), planted)
     monkeypatch.setattr(module, name, planted[name])
-    if name == "_Direction":  # _Direction is a class: replace the function that creates it
+    if name == "Direction":  # Direction is a class: replace the function that creates it
         monkeypatch.setattr(module, "jvp", planted["jvp"])
         monkeypatch.setattr(module, "double_backward", planted["double_backward"])
     with pytest.raises(AssertionError):

@@ -3,11 +3,13 @@
 import re
 import tracemalloc
 
+import derivatives
 import numpy as np
 import pytest
 from cases import check
 from row_statistics import ALL, assert_are_of_the_scores, statistics_of
 from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
+from tiers import in_tiers
 
 import cupy_flash
 from cupy_flash import reference
@@ -27,6 +29,15 @@ def tiles(request, monkeypatch):
 def test_results_and_gradients_are_those_of_the_reference(name, tiles):
     case, call = call_of(name)
     check(case, call=call)
+
+
+DEFAULT = ("query-heads-bias", "rows-sink", "last-list-and-block-are-cut", "dropout-mask", "lengths-alibi", "bfloat16")
+
+
+@pytest.mark.parametrize("name", in_tiers({name: name for name in CASES}, DEFAULT))
+def test_derivatives_are_those_of_the_reference(name, tiles):
+    case, call = call_of(name)
+    derivatives.check(case, call=call)
 
 
 @pytest.mark.parametrize("name", ["keys-causal-heads", "query-heads-bias", "rows-sink", "lengths-alibi", "bfloat16"])
@@ -111,6 +122,15 @@ def test_a_key_that_the_list_of_a_row_does_not_name_never_reaches_it(tiles):
     touched = (of_others.any(axis=3)[:, 0] & names[..., None]).any(axis=1)  # keys in a list with a bad one
     for x, y in zip(dirty[3:], clean[3:], strict=True):
         np.testing.assert_allclose(x[~touched], y[~touched], rtol=1e-10, atol=1e-13)
+    moved = [cupy_flash.attention_jvp(Q, *x, Q, *x, selected=lists) for x in ((k, v), (K, V))]
+    second = [cupy_flash.attention_double_backward(
+        Q, *x, DOUT, Q, *x, *out[:2], selected=lists
+    )[:3] for x, out in (((k, v), dirty), ((K, V), clean))]  # fmt: skip
+    for x, y in ((moved[0][1], moved[1][1]), (second[0][0], second[1][0])):
+        assert np.isnan(x[names]).any()
+        np.testing.assert_allclose(x[~names], y[~names], rtol=1e-10, atol=1e-13)
+    for x, y in zip(second[0][1:], second[1][1:], strict=True):
+        np.testing.assert_allclose(x[~touched], y[~touched], rtol=1e-9, atol=1e-12)
 
 
 def test_lists_of_a_packed_batch():
@@ -118,8 +138,9 @@ def test_lists_of_a_packed_batch():
     lists = lists_of(np.random.default_rng(5), heads=HK, block=8, rows=rows, n=4)
     padded = dict(q_lengths=np.array(lengths, np.int32), kv_lengths=np.array(kv_lengths, np.int32))
     options = dict(causal=True, selected_block=8, selected_rows=rows)
-    out, lse = cupy_flash.attention(Q, K, V, return_lse=True, selected=lists, **padded, **options)
-    expected = cupy_flash.attention_backward(DOUT, Q, K, V, out, lse, selected=lists, **padded, **options)
+    both = padded | options | dict(selected=lists)
+    out, lse = cupy_flash.attention(Q, K, V, return_lse=True, **both)
+    expected = cupy_flash.attention_backward(DOUT, Q, K, V, out, lse, **both)
 
     packed = np.full((HK, sum(lengths) // rows + B, 4), 99, np.int32)  # unused lists are ignored
     for b, first in enumerate((0, 19)):
@@ -135,6 +156,16 @@ def test_lists_of_a_packed_batch():
         rows_of = ((out_t, out, start, n), (found.dq, expected.dq, start, n))
         for x, y, at, count in (*rows_of, (found.dk, expected.dk, first, m), (found.dv, expected.dv, first, m)):
             np.testing.assert_allclose(x[at : at + count], y[b, :count], rtol=1e-12, atol=1e-14)
+
+    moved = cupy_flash.attention_jvp(Q, K, V, Q, K, V, **both)
+    second = cupy_flash.attention_double_backward(Q, K, V, DOUT, Q, K, V, out, lse, **both)
+    moved_t = cupy_flash.attention_varlen_jvp(q, k, v, *bounds, q, k, v, **options)
+    second_t = cupy_flash.attention_varlen_double_backward(q, k, v, dout, q, k, v, out_t, lse_t, *bounds, **options)
+    for b, (start, n, first, m) in enumerate(((0, 19, 0, 43), (19, 5, 43, 17))):
+        of_queries, of_keys = (start, n), (first, m)
+        pairs = ((moved_t[1], moved[1], of_queries), (second_t.dq, second.dq, of_queries))
+        for x, y, (at, count) in (*pairs, (second_t.dk, second.dk, of_keys), (second_t.dv, second.dv, of_keys)):
+            np.testing.assert_allclose(x[at : at + count], y[b, :count], rtol=1e-12, atol=1e-13)
 
 
 PAGE, CAPACITY, LENGTHS = 8, 40, (29, 17)
@@ -220,9 +251,8 @@ def test_the_backward_does_not_check_lists_again():
 
 
 REFUSED = {
-    "it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(Q, K, V, Q, **o),
-    "it computes no JVP with selected keys in this version": lambda **o: cupy_flash.attention_double_backward(
-        Q, None, None, DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), **o
+    "simt: it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(
+        Q, K, V, Q, backend="simulator", **o
     ),
     "cpu: it computes no gradients of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
         Q, K, V, return_lse=True, statistics=("entropy",), **o
@@ -261,8 +291,10 @@ def test_bits_do_not_depend_on_threads_or_repetition(monkeypatch):
         monkeypatch.setattr(cpu, "worth", lambda work, available: threads)
         plan.plan.cache_clear()
         out, lse = cupy_flash.attention(q, k, v, return_lse=True, selected=lists)
-        return b"".join(x.tobytes() for x in (out, lse, *cupy_flash.attention_backward(
-            dout, q, k, v, out, lse, selected=lists)[:3]))  # fmt: skip
+        moved = cupy_flash.attention_jvp(q, k, v, q, k, selected=lists)
+        gradients = cupy_flash.attention_backward(dout, q, k, v, out, lse, selected=lists)[:3]
+        second = cupy_flash.attention_double_backward(q, k, None, dout, q, k, v, out, lse, selected=lists)[:3]
+        return b"".join(x.tobytes() for x in (out, lse, *moved, *gradients, *second))
 
     assert len({bits(threads) for threads in (1, 2, 3, 3)}) == 1
     monkeypatch.undo()

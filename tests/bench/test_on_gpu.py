@@ -27,9 +27,11 @@ from bench import gpu
 from bench.kernel_development import sweep
 from bench.results import ROOT
 from cupy_flash import device, dispatch
+from cupy_flash.engines.indexer import requested
 from cupy_flash.measure.worker_process import Lost
 from cupy_flash.plan.plan import plan
 from cupy_flash.problem.build import pose
+from cupy_flash.problem.indexer import Rule, pose_indexer
 from cupy_flash.problem.records import Options, Saved, Tangents
 from cupy_flash.problem.weights import IMPORTANCE, TOP, WEIGHTS, Wish, pose_weights
 
@@ -377,6 +379,17 @@ def kernels_of_weights(case):
     return {launch.kernel for problem, *_ in posed for launch in plan(problem, device.named("sm_90a")).launches}
 
 
+def kernels_of_indexer(arrays, options, lists):
+    """Return the kernels of select_keys, or of selection_loss and its gradients if there are no lists."""
+    names = ("q", "weights", "k", *(() if lists is not None else ("selected", "target", "row_weights")))
+    given = dict(zip(names, arrays, strict=True))
+    given |= {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
+    rule = None if lists is None else Rule(options["n"], block=options["block"])
+    function = "gradients" if lists is None else "select"
+    posed = pose_indexer(function, given, rule)
+    return {launch.kernel for launch in requested(function, *posed, device.named("sm_90a"))[0]}
+
+
 def test_sanitized_calls_start_every_kernel():
     """The calls also cover every kind of wgmma tile.
 
@@ -409,7 +422,9 @@ def test_sanitized_calls_start_every_kernel():
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
     # drow_weights follows the launches of a plan if there are row weights, which a plan does not know.
     of_rows = set().union({"drow_weights"}, *map(kernels_of_weights, sanitize.ROWS.values()))
-    assert kernels == every - of_caches - (of_derivatives - kernels) - of_rows - others
+    of_indexer = set().union(*(kernels_of_indexer(*call) for _, *call in sanitize.indexer_calls()))
+    assert {"simt/select_keys", "mma/select_keys", "indexer/loss_k"} <= of_indexer
+    assert kernels == every - of_caches - (of_derivatives - kernels) - of_rows - (of_indexer - kernels) - others
     assert {
         (name, True) for name in ("PERSISTENT", "PINGPONG", "KV_MULTICAST", "DQ_IN_BULK", "DQ_IN_ORDER")
     } <= constants

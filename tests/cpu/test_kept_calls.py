@@ -242,11 +242,46 @@ def test_no_array_is_kept():
     assert not any(reference() is not None for reference in references)
 
 
-def test_without_an_operator_no_call_is_kept():
+def test_a_call_of_the_engine_cpu_is_posed():
     base((Q, K, V))
-    for options in (dict(engine="cpu"), dict(engine="cpu_decode")):
-        for _ in range(2):
-            assert not outcome((Q, K, V), options)[1]
+    for _ in range(2):
+        assert not outcome((Q, K, V), dict(engine="cpu"))[1]
+
+
+@pytest.mark.parametrize("convert", [tuple, on_torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("form", ["one-query", "one-query-causal", "heads-first", "float64", "groups"])
+def test_a_call_of_few_queries_is_served(form, convert):
+    """Also with values of other rows than the keys', which torch's operators do not serve."""
+    (q, k, v), options = FORMS[form]
+    for values in (v, v[..., :8].copy()):
+        base(convert((q, k, values)), options | dict(engine="cpu_decode"))
+
+
+def test_a_call_of_few_queries_on_a_changed_device_is_posed(monkeypatch):
+    options = dict(engine="cpu_decode")
+    base((Q, K, V), options)
+    monkeypatch.setattr(device, "blas_threads", lambda: 1 + Q.shape[0] * 3)
+    assert outcome((Q, K, V), options) == (posed((Q, K, V), options), False)
+
+
+MORE = {
+    "values-inside-keys": ((Q, K, None), dict(head_dim_v=8)),
+    "sink": ((Q, K, V), dict(sink=np.ones(4, np.float32))),
+    "mask": ((Q, K, V), dict(mask=np.arange(70) < 9)),
+    "lengths": ((Q, K, V), dict(kv_lengths=np.array([3, 70], np.int32))),
+    "softcap": ((Q, K, V), dict(softcap=1.0)),
+    "window": ((Q, K, V), dict(window=(3, 3))),
+}
+
+
+@pytest.mark.parametrize("what", MORE)
+def test_a_call_of_few_queries_with_more_than_arrays_of_q_k_and_v(what):
+    inputs, options = MORE[what]
+    base((Q, K, V), dict(engine="cpu_decode"))
+    for _ in range(3):
+        result, was_served = outcome(inputs, options | dict(engine="cpu_decode"))
+        assert result == posed(inputs, options | dict(engine="cpu_decode"))
+    assert was_served == (what in ("softcap", "window"))
 
 
 @pytest.mark.parametrize("by_option", [True, False], ids=["option", "environment"])

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import cupy
+import indexer_cases
 import numpy as np
 import pytest
-from cases import Result, check
+from cases import DTYPES, Result, check
 from engines import (
+    HALF,
     HEADS,
     LENGTH,
     assert_right,
@@ -21,6 +23,7 @@ from engines import (
     on_both_frameworks,
     on_device,
     on_every_engine,
+    on_gpu,
     on_host,
     step,
 )
@@ -109,6 +112,19 @@ def test_capture_without_compile_says_what_to_do(engine: str, monkeypatch: pytes
                 cupy_flash.attention(q, k, v, causal=True, engine=engine)
         finally:
             stream.end_capture()
+
+
+@on_both_frameworks
+@pytest.mark.parametrize("dtype", ["float32", HALF])
+def test_an_indexer_and_its_loss(dtype: str, framework: str) -> None:
+    arrays = indexer_cases.whole_numbers(0, 5, 20, DTYPES[dtype])
+    on_card = [on_gpu(framework, x) for x in arrays]
+    lists = cupy_flash.select_keys(*on_card, 4, block=2)
+    assert (type(lists), lists.device) == (type(on_card[0]), on_card[0].device)
+    np.testing.assert_array_equal(on_host(lists), cupy_flash.select_keys(*arrays, 4, block=2))
+    arrays = indexer_cases.normal(dtype=DTYPES[dtype], q_len=5)
+    loss, gradients = cupy_flash.selection_loss_vjp(*(on_gpu(framework, x) for x in arrays))
+    indexer_cases.assert_loss_and_gradients((on_host(loss)[()], [*map(on_host, gradients)]), arrays)
 
 
 @on_both_frameworks

@@ -275,6 +275,15 @@ def run_kernels(case: Case, *, call: Call | None = None, start: run_plan.Start =
     return Result(out, lse, *gradients.map(Array.numpy))
 
 
+def check_forward_first(case: Case, **how) -> None:
+    """Check results as those of `run_kernels(case, **how)`; if the forward is wrong, the backward is not compiled."""
+    call = case.call()
+    out, lse = (array.numpy() for array in run_plan.forward(*planned(case, **how), start))
+    check(case, Result(out, lse, *[None] * 5), only=("out", "lse"))
+    gradients = run_plan.backward(*planned(case, Saved(call.dout, out, lse, call.dlse), **how), start)
+    check(case, Result(out, lse, *gradients.map(Array.numpy)))
+
+
 @cache
 def references(case: Case, gradients: bool = True) -> tuple[Result, Result]:
     """Return results of compute_references for the case's own arrays, cached because several tests use them."""

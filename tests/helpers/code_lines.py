@@ -21,7 +21,7 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
-DOCUMENTED = ast.Module, ast.ClassDef, *FUNCTIONS
+STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case
 
 
 @functools.cache
@@ -30,26 +30,37 @@ def code_lines(text):
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in NO_CODE]
     lines = {line for first, last in spans for line in range(first, last + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+    module = parsed(text)
+    for _, node in [("", module), *definitions(module)]:
+        if ast.get_docstring(node, clean=False) is not None:
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return frozenset(lines)
+
+
+@functools.cache
+def parsed(text):
+    return ast.parse(text)
+
+
+def definitions(node, prefix=""):
+    """Yield (qualified name, node) of every class and function inside a node; no expression has one."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, STATEMENTS):
+            name = prefix
+            if isinstance(child, (ast.ClassDef, *FUNCTIONS)):
+                name = f"{prefix}{child.name}"
+                yield name, child
+            yield from definitions(child, f"{name}." if name != prefix else prefix)
 
 
 def of_functions(text):
     """Return (qualified name, lines of code) of every function of a Python file, with those inside it."""
     lines = code_lines(text)
-
-    def walk(node, prefix):
-        for child in ast.iter_child_nodes(node):
-            name = prefix
-            if isinstance(child, (ast.ClassDef, *FUNCTIONS)):
-                name = f"{prefix}{child.name}"
-            if isinstance(child, FUNCTIONS):
-                yield name, len(lines & set(range(child.lineno, child.end_lineno + 1)))
-            yield from walk(child, f"{name}." if name != prefix else prefix)
-
-    return list(walk(ast.parse(text), ""))
+    return [
+        (name, len(lines & set(range(node.lineno, node.end_lineno + 1))))
+        for name, node in definitions(parsed(text))
+        if isinstance(node, FUNCTIONS)
+    ]
 
 
 def texts(folder, root=ROOT):

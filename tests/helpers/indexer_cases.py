@@ -1,6 +1,7 @@
 """Cases of select_keys and selection_loss, and their definitions in NumPy."""
 
 import numpy as np
+from tolerance import assert_matches_reference
 
 B, SQ, SK, HEADS, DIM = 2, 21, 45, 3, 8
 
@@ -80,14 +81,14 @@ def special_choices():
     ]
 
 
-def normal(seed=4, dtype=np.float64):
+def normal(seed=4, dtype=np.float64, q_len=SQ, heads=HEADS, entries=7):
     """Return q_idx, weights, k_idx, lists, target and row weights; some entries name no key, and a list is empty."""
     rng = np.random.default_rng(seed)
-    q, w, k = (rng.normal(size=s).astype(dtype) for s in ((B, SQ, HEADS, DIM), (B, SQ, HEADS), (B, SK, DIM)))
-    lists = np.argsort(rng.random((B, 1, SQ, SK)))[..., :7].astype(np.int32)
+    q, w, k = (rng.normal(size=x).astype(dtype) for x in ((B, q_len, heads, DIM), (B, q_len, heads), (B, SK, DIM)))
+    lists = np.argsort(rng.random((B, 1, q_len, SK)))[..., :entries].astype(np.int32)
     lists[rng.random(lists.shape) < 0.2] = -3
     lists[0, 0, 2] = -1
-    target, rows = rng.random((B, SQ, 7)), rng.random((B, SQ))
+    target, rows = rng.random((B, q_len, entries)), rng.random((B, q_len))
     target[:, 5:, ::3] = 0
     target[1, 4] = 0
     return q, w, k, lists, target.astype(dtype), rows.astype(dtype)
@@ -120,3 +121,16 @@ def defined_gradients(q, w, k, lists, target, rows):
     dk = np.zeros_like(k)
     np.add.at(dk, (np.arange(B)[:, None, None], j), np.einsum("bthn,bthd->btnd", da, q) * listed[..., None])
     return np.einsum("bthn,btnd->bthd", da, K), np.einsum("btn,bthn->bth", dI, np.maximum(a, 0)), dk
+
+
+def assert_loss_and_gradients(found, arrays):
+    """Assert that (loss, gradients) are those of the definition, in the dtype of the arrays."""
+    loss, gradients = found
+    dtype = arrays[0].dtype
+    low_dtype = np.float64 if dtype == np.float64 else np.float32
+    exact, low = ([x if x.dtype == np.int32 else x.astype(kind) for x in arrays] for kind in (np.longdouble, low_dtype))
+    assert loss.dtype == low_dtype
+    assert_matches_reference(loss, defined_loss(*exact), defined_loss(*low), loss.dtype, "loss")
+    for gradient, expected, rounded in zip(gradients, defined_gradients(*exact), defined_gradients(*low), strict=True):
+        assert gradient.dtype == dtype
+        assert_matches_reference(gradient, expected, rounded.astype(dtype), dtype, "gradient")

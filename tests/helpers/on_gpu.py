@@ -12,6 +12,7 @@ FUNCTIONS = (
     "attention", "attention_backward", "attention_double_backward", "attention_jvp", "attention_varlen",
     "attention_varlen_backward", "attention_varlen_double_backward", "attention_varlen_jvp", "attention_vjp",
     "attention_weights", "attention_weights_vjp", "key_importance", "key_importance_vjp", "merge", "top_weights",
+    "select_keys", "selection_loss", "selection_loss_vjp",
 )  # fmt: skip
 
 

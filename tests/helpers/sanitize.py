@@ -1,8 +1,8 @@
 """Runs short forwards and backwards for compute-sanitizer: python -m sanitize [ENGINE].
 
-ENGINE is simt, mma, wgmma, fp8, tcgen05, selected (keys), cache, derivatives or rows (statistics of rows, and attention
-weights); for the last three the plan chooses the engine. Without ENGINE all of them run, each in its own process, and
-the results are compared with the formula.
+ENGINE is simt, mma, wgmma, fp8, tcgen05, selected (keys), indexer, cache, derivatives or rows (statistics of rows, and
+attention weights); for the last four the call chooses the engine. Without ENGINE all of them run, each in its own
+process, and the results are compared with the formula.
 
 The driver allocates each array, because the tool does not detect out-of-bounds accesses inside a memory pool.
 """
@@ -18,6 +18,8 @@ from typing import Any
 
 import derivatives
 import fp8_cases
+import indexer_cases
+import ml_dtypes
 import numpy as np
 import on_gpu
 import row_statistics
@@ -91,6 +93,7 @@ def engines() -> list[str]:
         "simt",
         "mma",
         "selected",
+        "indexer",
         "cache",
         "derivatives",
         "rows",
@@ -160,6 +163,8 @@ def sanitize(engine: str, *, checked: bool) -> None:
         return _rows(checked)
     if engine == "selected":
         return _selected(checked)
+    if engine == "indexer":
+        return _indexer(checked)
     for name, case, words, tile in calls(engine):
         call = _with_mods(case)
         call.options.update(engine=engine, **words)
@@ -257,6 +262,27 @@ def _selected(checked: bool) -> None:
         if checked:
             check(case, result, call=call)
         print(f"selected: {name}", flush=True)
+
+
+def indexer_calls() -> Iterator[tuple[str, tuple[Any, ...], dict, Any]]:
+    """Yield (dtype, arrays, options, lists) of the choice of keys, where the lists are None of their loss."""
+    for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+        arrays, lists, options = indexer_cases.in_pages(12, dtype)
+        yield dtype.name, tuple(arrays), options, lists
+        yield dtype.name, indexer_cases.normal(dtype=dtype), {}, None
+
+
+def _indexer(checked: bool) -> None:
+    for name, arrays, options, lists in indexer_calls():
+        if lists is None:
+            found = cupy_flash.selection_loss_vjp(*arrays)
+            if checked:
+                indexer_cases.assert_loss_and_gradients(found, arrays)
+        else:
+            chosen = cupy_flash.select_keys(*arrays, **options)
+            if checked:
+                np.testing.assert_array_equal(chosen, lists)
+        print(f"indexer: {'loss' if lists is None else 'choice'} in {name}", flush=True)
 
 
 def _caches(checked: bool) -> None:

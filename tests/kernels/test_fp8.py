@@ -183,8 +183,9 @@ PLANTED = {
     "a part of V^T": (change("PV-part", "+ 8 * n * ROW", ""), AssertionError),
     "panels of Q": (change("S-panel", "a + k / 4 * (NEXT_OF_A >> 4)", "a"), AssertionError),
     "no descale of K": (change("descale-S", "* of(p, p.k_descale, b, kv_head)", ""), AssertionError),
-    "no descale of V": (change("descale-O", "factors[0][0] *= descales.v,", ""), AssertionError),
+    "no descale of V": (change("descale-O", "factors[0][0] *= read_again.v,", ""), AssertionError),
     "descale of another head": (change("descales-of-head", "head / p.group", "head"), errors.OutOfBounds),
+    "descale of V of another head": (change("descales-of-epilogue", "/ p.group", ""), errors.OutOfBounds),
     "probabilities too large": (change("softmax-reference", "- LARGEST_LOG2", "- 2 * LARGEST_LOG2"), AssertionError),
     "lse of larger probabilities": (change("log2-sum", "l / (1 << LARGEST_LOG2)", "l"), AssertionError),
 }
@@ -225,6 +226,7 @@ def test_every_tile_compiles_without_spills():
     """The compiler must not warn about spills, serialized wgmma or an ignored setmaxnreg."""
     for words in (
         dict(head_dim=128),
+        dict(head_dim=128, causal=True, sink=True),
         dict(head_dim=256, softcap=1.0, bias=True, mask=True, sink=True, dropout=0.5, kv_lengths=True),
     ):
         words = dict(dtype="float8_e4m3fn", backward=False, q_descale=True) | words

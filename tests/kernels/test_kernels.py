@@ -11,7 +11,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import OPTIONS, Case, assert_bitwise_equal, check, outcome, planned, posed, run, run_kernels
+from cases import (
+    OPTIONS,
+    Case,
+    assert_bitwise_equal,
+    check,
+    check_forward_first,
+    outcome,
+    planned,
+    posed,
+    run,
+    run_kernels,
+)
 from planting import change, planted, skip
 from tiers import exhaustive
 from tiles import small_tile
@@ -89,7 +100,7 @@ EVERYTHING = Case(q_len=20, kv_len=40, bias="1hqk", sink=True, causal=True, drop
 )
 def test_shared_memory_is_what_the_kernels_use(tile, dtype):
     """In shared memory smaller by P's unused padding and one byte more, each kernel accesses memory out of bounds."""
-    case = replace(EVERYTHING, dtype=dtype, head_dim_v=40)
+    case = replace(EVERYTHING, dtype=dtype, head_dim_v=40, batch=1, heads=2, kv_heads=1)
     call, result = case.call(), run_kernels(case, tile=tile)
     padding = 8 * case.accumulation.itemsize  # padding after the last row of P, the last array in shared memory
     with pytest.raises(OutOfBounds, match="shared"):
@@ -218,7 +229,8 @@ def test_rows_that_are_not_aligned_change_no_bit():
 # Global traffic
 
 
-@pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("float32", 128), ("float64", 64)])
+# test_static.py has the conflicts and the bytes of float32 with D 64.
+@pytest.mark.parametrize(("dtype", "dim"), [exhaustive("float32", 64), ("float32", 128), ("float64", 64)])
 def test_no_bank_conflicts_and_no_byte_twice(dtype, dim, watch):
     """Q, O and lse are accessed once in global memory, K and V once per query tile; there are no bank conflicts."""
     case = Case(q_len=64, kv_len=64, batch=1, heads=1, kv_heads=1, head_dim=dim, head_dim_v=dim, dtype=dtype)
@@ -290,7 +302,7 @@ BUGS = {
 @pytest.mark.parametrize(("bug", "case", "error"), BUGS.values(), ids=BUGS)
 def test_planted_bugs_are_found(bug, case, error, monkeypatch):
     with planted(monkeypatch, bug), pytest.raises(error):
-        check(case, backend="simulator")
+        check_forward_first(case, tile=small_tile)
 
 
 @pytest.mark.parametrize("engine", ["simt", "mma"])

@@ -9,6 +9,7 @@ from cache_cases import run_kernels as run_cache_kernels
 from cases import Case, planned
 from planting import after, change, planted, skip
 from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
+from selected_cases import call_of as selected_call
 from tiers import exhaustive, in_tiers
 from tiles import small_tile
 from tolerance import assert_matches_reference
@@ -64,6 +65,31 @@ def test_statistics_are_those_of_the_scores(row):
     case = case_of(engine, **feature)
     call = case.call()
     assert_are_of_the_scores(case, call, Statistics(**run(engine, case, call)))
+
+
+# Lists in any order, with a sink, lists of blocks, lengths; hidden and unused entries.
+SELECTED = {
+    f"{engine}-{name}": (engine, name)
+    for engine in SMALL_TILES
+    for name in ("keys-causal-heads", "rows-sink", "lengths-alibi", "bfloat16")
+}
+
+
+@pytest.mark.parametrize("row", in_tiers(SELECTED, ["simt-rows-sink", "mma-keys-causal-heads"]))
+def test_statistics_of_selected_keys(row):
+    engine, name = row
+    case, call = selected_call(name, **dict(dtype="float16") if engine == "mma" and name != "bfloat16" else {})
+    assert_are_of_the_scores(case, call, Statistics(**run(engine, case, call)))
+
+
+@pytest.mark.parametrize("engine", [exhaustive(name) for name in SMALL_TILES])
+def test_a_key_of_another_entry_is_found(engine, monkeypatch):
+    case, call = selected_call("keys-causal-heads", **dict(dtype="float16") if engine == "mma" else {})
+    of, at = ("lane", "lane_x() + c * LANES") if engine == "simt" else ("fragment", "column_of(n, e)")
+    with planted(monkeypatch, change(f"listed-key-of-{of}", f"key[{at}]", f"key[({at}) ^ 1]")):
+        found = Statistics(**run(engine, case, call))
+    with pytest.raises((AssertionError, IndexError)):  # some places of a tile have a key past the last one
+        assert_are_of_the_scores(case, call, found)
 
 
 GRADIENTS = {
@@ -197,6 +223,7 @@ CACHES = {
     "decode-producer": (LONG, dict(blocks=2, arch="sm_90a", tma=True)),
     "decode-clusters": (LONG, dict(arch="sm_90", cluster=4)),
     "decode-fp8": (CacheCase(q_len=2, page=8, dtype="float16", cache_dtype="float8_e4m3fn"), {}),
+    "decode-latent": (replace(SPLIT, kv_heads=1, shared=True, softcap=2.0), dict(rows=64)),
     "decode-window": (CacheCase(lengths=(150, 20), capacity=160, window=(30, None), dtype="bfloat16", scale=-0.5), {}),
 }
 
@@ -329,7 +356,7 @@ def test_bugs_planted_in_gradients_are_found(name, monkeypatch):
 BUGS = {
     "w-not-rescaled": ("mma", skip("rescale-w"), "entropy"),
     "w-not-shifted": ("simt", change("rescale-w", "(m - previous_m) * l", "0"), "entropy"),
-    "w-without-shift": ("simt", change("shift-of-term", "- softmax[r].m", "- 0"), "entropy"),
+    "w-without-shift": ("simt", change("shift-of-term", "- softmax.m", "- 0"), "entropy"),
     "tie-order-of-columns": ("mma", change("lowest-column", *FIRST_COLUMN), "argmax"),
     "tie-order-of-parts": ("wgmma", change("lowest-part", *FIRST_PART), "argmax"),
     "ties-with-later-tiles": ("mma", change("grows", *LARGER), "argmax"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import Case, Result, assert_bitwise_equal, check, outcome, planned
 from mods import MASK_MODS, SCORE_MODS
-from planting import change, never, planted, skip
+from planting import after, change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
@@ -19,11 +19,16 @@ from cupy_flash.engines import tcgen05
 from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
+from cupy_flash.measure.checks import calls
+from cupy_flash.plan.plan import candidates
 from cupy_flash.plan.refusals import engine_refusals
 from cupy_flash.problem.build import pose
+from cupy_flash.problem.recorded_call import Trial
 from cupy_flash.problem.records import Gradients, Options, Saved
 from cupy_flash.simulator import errors
 from cupy_flash.simulator import run as simulator
+from cupy_flash.simulator.asynchrony.tcgen05 import Tcgen05Queue
+from cupy_flash.simulator.asynchrony.tensor_memory import TensorMemory
 from cupy_flash.simulator.run import start
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -154,6 +159,42 @@ def test_deterministic_in_any_order(case):
 def test_deterministic():
     case = Case(**SHORT | dict(q_len=60, kv_len=200))
     check_gradients(case, backward(case, deterministic=True))
+
+
+STRICT = FEW_SLOTS._replace(strict=True)
+TWO_STEPS = Case(**SHORT | dict(q_len=256, kv_len=40))
+
+
+@pytest.mark.parametrize("dims", [{}, exhaustive(WIDE)], ids=["apart", "over-dP"])
+def test_a_strict_order_waits_for_products(dims, monkeypatch):
+    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits."""
+    case = replace(TWO_STEPS, **dims)
+    first = backward(case, FEW_SLOTS)
+    monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
+    assert_bitwise_equal(backward(case, STRICT), first, case)
+    with pytest.raises(errors.PendingCopy):
+        backward(case, FEW_SLOTS)
+    for wait in ("wait-dV", "wait-dK"):
+        with planted(monkeypatch, skip(wait)), pytest.raises(errors.PendingCopy):
+            backward(case, STRICT)
+
+
+def test_a_check_and_a_tune_run_both_orders(monkeypatch):
+    call = PLAIN.call()
+    saved = Saved(call.dout, call.dout, call.dlse, None)
+    chosen, _ = planned(PLAIN, saved, "sm_100a", call=call, engine="tcgen05")
+    assert {tile.strict for tile, _ in candidates(chosen, "tcgen05")} == {False, True} and not chosen.tile.strict
+    task = calls.Task("call", "simulator:sm_100a", "tcgen05", Trial(q_len=20, kv_len=30, heads=1))
+    with planted(monkeypatch, after("wait-products", "products_complete.wait();")), pytest.raises(errors.Deadlock):
+        calls.work(task, lambda *_: None)
+
+
+def test_a_commit_need_not_publish_what_its_thread_has_observed(monkeypatch):
+    """The computation waits for rows itself, although the mma has waited for them before it issues S."""
+    monkeypatch.setattr(Tcgen05Queue, "CUMULATIVE", False)
+    check_gradients(TWO_STEPS)
+    with planted(monkeypatch, skip("wait-rows-of-queries")), pytest.raises(errors.Race):
+        backward(TWO_STEPS)
 
 
 def test_bytes_conflicts_and_clocks(watch):

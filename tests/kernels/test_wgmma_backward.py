@@ -6,15 +6,16 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cases import Case, assert_bitwise_equal, check, planned, run_kernels
+from cases import Case, Result, assert_bitwise_equal, check, outcome, planned, run_kernels
 from planting import after, before, change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from wgmma_cases import LONG, OPTIONS
 
 from cupy_flash import device, dispatch
+from cupy_flash.arrays import Array
 from cupy_flash.engines import wgmma
 from cupy_flash.engines.wgmma.backward import Tile
-from cupy_flash.gpu import ahead
+from cupy_flash.gpu import ahead, run_plan
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 from cupy_flash.problem.records import Gradients, Saved
@@ -33,9 +34,12 @@ GRADIENTS = Gradients._fields
 LENGTHS = Case(**LONG | dict(batch=2, q_lengths=(150, 61), kv_lengths=(100, 210)))
 
 
-def run(case, tile=None, **how):
-    """Return results with this tile in the backward, and the planned tile in the forward."""
-    return run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(tile), **how)
+def run(case, tile=None, start=start, **how):
+    """Return results with the gradients of this tile, from `out` and `lse` of the CPU."""
+    call, of_cpu = case.call(), outcome(case, "cpu")
+    saved = Saved(call.dout, of_cpu.out, of_cpu.lse, call.dlse)
+    chosen, operands = planned(case, saved, "sm_90a", tile, call, engine="wgmma", **how)
+    return Result(of_cpu.out, of_cpu.lse, *run_plan.backward(chosen, operands, start).map(Array.numpy))
 
 
 def backward_tile(tile):
@@ -71,20 +75,30 @@ def test_option(options):
     check_gradients(case, run(case, TILES["keys"]))
 
 
+def test_gradients_of_its_own_forward():
+    case = Case(**LONG | OPTIONS["all"])
+    check(case, run_kernels(case, arch="sm_90a", engine="wgmma", tile=backward_tile(TILES["keys"])))
+
+
 @pytest.mark.parametrize("options", SHARED_KEYS)
 def test_option_with_shared_keys(options):
     case = Case(**LONG | options)
     check_gradients(case, run(case, TILES["shared keys"]))
 
 
-# In this tile the exponentials of unmasked tiles precede the wait for dP, and those of masked tiles follow it.
+# In these tiles the exponentials of unmasked tiles precede the wait for dP, and those of masked tiles follow it. With
+# dQ in bulk, S of the next tile is issued before dQ is added.
 MANY_QUERIES = Tile(block_q=128, block_kv=128, stages=2, dq_in_bulk=False)
+S_AHEAD = MANY_QUERIES._replace(dq_in_bulk=True)
 MASKS = {"full": Case(**LONG | dict(heads=1)), "causal": Case(**LONG | dict(heads=1, causal=True))}
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_many_queries(mask):
-    check_gradients(MASKS[mask], run(MASKS[mask], MANY_QUERIES))
+@pytest.mark.parametrize(
+    ("mask", "tile"),
+    [("causal", MANY_QUERIES), exhaustive("full", MANY_QUERIES), ("full", S_AHEAD), exhaustive("causal", S_AHEAD)],
+)
+def test_many_queries(mask, tile):
+    check_gradients(MASKS[mask], run(MASKS[mask], tile))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +107,24 @@ def test_many_queries(mask):
 def test_many_queries_wait_for_products(bug, monkeypatch):
     with planted(monkeypatch, bug), pytest.raises(errors.PendingRegister):
         run(MASKS["full"], MANY_QUERIES)
+
+
+# name -> (bug, errors)
+AHEAD_PLANTED = {
+    "no wait for the first S": (skip("ahead.wait-first-S"), errors.PendingRegister),
+    "no wait for S": (skip("ahead.wait-S"), errors.PendingRegister),
+    "no wait for dK": (skip("ahead.wait-dK"), errors.PendingRegister),
+    "Q kept": (skip("ahead.release-Q"), errors.Deadlock),
+}
+# Three tiles of queries of two heads of a group: the slots of Q are filled again.
+AHEAD = Case(**LONG | dict(q_len=140, kv_len=100, head_dim=16, head_dim_v=16))
+
+
+@pytest.mark.parametrize("bug", in_tiers(AHEAD_PLANTED, ["no wait for S", "Q kept"]))
+def test_planted_bug_of_S_ahead_is_found(bug, monkeypatch):
+    bug, error = bug
+    with planted(monkeypatch, bug), pytest.raises(error):
+        run(AHEAD, S_AHEAD)
 
 
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]

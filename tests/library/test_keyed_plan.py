@@ -6,6 +6,7 @@ CuPy's arrays, devices and streams are tested in tests/gpu_in_numpy/inside/test_
 
 import contextlib
 import gc
+import inspect
 import itertools
 import math
 import os
@@ -837,6 +838,165 @@ def test_a_served_call_on_a_cache_returns_out_and_lse():
             assert not return_lse or result[1].shape == (2, 4, 1)
 
 
+@pytest.fixture
+def on_simulator(monkeypatch):
+    """`append_to_kv_cache` has no option for a backend."""
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+
+
+def append_rows(k, v, k_cache, v_cache, **options):
+    cupy_flash.append_to_kv_cache(k, v, k_cache, v_cache, **options)
+
+
+ROWS = half(2, 1, 2, 32), half(2, 1, 2, 32)
+APPENDED = (*ROWS, *CACHED[1:])
+TO_PAGES, LATENT = (*ROWS, *PAGED[1:]), (ROWS[0], None, CACHED[1], None)
+TO_TOKENS = (half(5, 2, 32), half(5, 2, 32), *CACHED[1:])
+TO_CODES = (*ROWS, *CODES[1:])
+BY_HEADS = tuple(half(2, 2, 2, 32) for _ in range(4))
+
+
+def with_scales(dtype=torch.float32):
+    return LENGTHS | {name: torch.ones(2, 64, 2, dtype=dtype) for name in ("k_scale", "v_scale")}
+
+
+# As CHANGES
+APPEND_CHANGES = {
+    "rows": ((APPENDED, LENGTHS), ((half(2, 2, 2, 32), half(2, 2, 2, 32), *CACHED[1:]), LENGTHS)),
+    "capacity": ((APPENDED, LENGTHS), ((*ROWS, *(x[:, :48] for x in CACHED[1:])), LENGTHS)),
+    "strides-of-rows": ((APPENDED, LENGTHS), ((ROWS[0], half(2, 1, 2, 40)[..., :32], *CACHED[1:]), LENGTHS)),
+    "strides-of-a-cache": ((APPENDED, LENGTHS), ((*ROWS, WIDE_CACHE[0], CACHED[2]), LENGTHS)),
+    "dtype": ((APPENDED, LENGTHS), (tuple(x.bfloat16() for x in APPENDED), LENGTHS)),
+    "dtype-of-the-caches": ((APPENDED, LENGTHS), ((*ROWS, *FP8), LENGTHS)),
+    "alignment": ((APPENDED, LENGTHS), ((*ROWS, misaligned(CACHED[1], 4), CACHED[2]), LENGTHS)),
+    "values-inside-keys": ((APPENDED, LENGTHS), (LATENT, LENGTHS)),
+    "number-of-keys": ((APPENDED, LENGTHS), (APPENDED, dict(cache_seqlens=3))),
+    "cache-seqlens-type": ((APPENDED, dict(cache_seqlens=1)), (APPENDED, dict(cache_seqlens=True))),
+    "cache-batch-idx": ((APPENDED, LENGTHS), (APPENDED, LENGTHS | dict(cache_batch_idx=indices(2)))),
+    "block-table": ((TO_PAGES, LENGTHS | PAGES), (TO_PAGES, LENGTHS | dict(block_table=indices(2, 8)))),
+    "slots": ((APPENDED, LENGTHS), (APPENDED, dict(slots=indices(2, dtype=torch.int64)))),
+    "packed": (
+        (TO_TOKENS, LENGTHS | dict(cu_seqlens=indices(3))), (TO_TOKENS, dict(slots=indices(5, dtype=torch.int64))),
+    ),
+    "rotary": ((APPENDED, LENGTHS), (APPENDED, LENGTHS | TABLES)),
+    "rotary-interleaved": (
+        (APPENDED, LENGTHS | TABLES), (APPENDED, LENGTHS | TABLES | dict(rotary_interleaved=False)),
+    ),
+    "rotary-interleaved-type": (
+        (APPENDED, LENGTHS | TABLES), (APPENDED, LENGTHS | TABLES | dict(rotary_interleaved=1.0)),
+    ),
+    "positions": ((APPENDED, LENGTHS | TABLES), (APPENDED, LENGTHS | TABLES | dict(positions=indices(2, 1)))),
+    "descale": (
+        ((*ROWS, *FP8), LENGTHS), ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2), v_descale=torch.ones(2, 2)))
+    ),
+    "dtype-of-scales": ((TO_CODES, with_scales()), (TO_CODES, with_scales(torch.float16))),
+    "strides-of-scales": (
+        (TO_CODES, with_scales()), (TO_CODES, with_scales() | dict(k_scale=torch.ones(2, 64, 4)[..., ::2])),
+    ),
+    "layout": ((BY_HEADS, LENGTHS), (BY_HEADS, LENGTHS | dict(layout="bhsd"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("component", APPEND_CHANGES)
+def test_a_changed_component_of_an_append_is_seen(component, unread, on_simulator):
+    check_a_change(append_rows, *APPEND_CHANGES[component])
+
+
+APPEND_FORMS = {
+    "contiguous": lambda: (APPENDED, dict(cache_seqlens=indices(2))),
+    "number": lambda: (APPENDED, dict(cache_seqlens=3)),
+    "paged": lambda: (TO_PAGES, dict(cache_seqlens=indices(2), block_table=indices(2, 4))),
+    "slots": lambda: (APPENDED, dict(slots=indices(2, dtype=torch.int64))),
+    "rotary": lambda: (APPENDED, dict(cache_seqlens=indices(2), positions=indices(2, 1), **TABLES)),
+    "packed": lambda: (TO_TOKENS, dict(cache_seqlens=indices(2), cu_seqlens=indices(3))),
+    "values-inside-keys": lambda: (LATENT, dict(cache_seqlens=3)),
+    "codes": lambda: (TO_CODES, with_scales()),
+}
+
+
+@pytest.mark.parametrize("form", APPEND_FORMS)
+def test_an_entry_of_an_append_launches_what_a_posed_one_does(form, unread, on_simulator):
+    def call():
+        inputs, options = APPEND_FORMS[form]()
+        inputs = tuple(None if x is None else x.clone() for x in inputs)
+        return lambda: append_rows(*inputs, **options)
+
+    posed(call())
+    second = call()
+    got, kept = outcome(second)
+    assert kept and got == posed(second)
+
+
+def test_an_append_is_no_call_whose_queries_are_its_rows(unread, on_simulator):
+    """Without the word in its key, one of them would be served from the entry of the other."""
+    base(*APPENDED, function=append_rows, cache_seqlens=3)
+    options = dict(k=ROWS[0], v=ROWS[1], cache_seqlens=3)
+    assert not outcome(lambda: cupy_flash.attention_with_kv_cache(ROWS[0], *CACHED[1:], **options))[1]
+    assert outcome(lambda: append_rows(*APPENDED, cache_seqlens=3))[1]
+
+
+def test_the_number_of_keys_before_an_append_may_change(on_simulator):
+    base(*APPENDED, function=append_rows, cache_seqlens=3)
+    for length in (0, 7, 63, 64, -1, 2**40):
+        got, kept = outcome(lambda n=length: append_rows(*APPENDED, cache_seqlens=n))
+        assert kept == (0 <= length <= 63)
+        assert got == posed(lambda n=length: append_rows(*APPENDED, cache_seqlens=n))
+        outcome(lambda: append_rows(*APPENDED, cache_seqlens=3))
+
+
+def test_an_overlap_of_rows_and_caches_of_an_append_is_seen(on_simulator):
+    memory, sizes = half(20_480 * 4), [x.numel() for x in APPENDED]
+
+    def call(*starts):
+        views = [
+            memory[start : start + size].view(x.shape) for x, start, size in zip(APPENDED, starts, sizes, strict=True)
+        ]
+        return lambda: append_rows(*views, cache_seqlens=3)
+
+    apart = [20_480 * n for n in range(4)]
+    outcome(call(*apart))
+    assert outcome(call(*apart))[1]
+    for rows, cache in itertools.product((0, 1), (2, 3)):
+        moved = apart.copy()
+        moved[rows] = apart[cache] + 32
+        got, kept = outcome(call(*moved))
+        assert not kept and "overlaps" in got[1]
+    got, kept = outcome(call(*apart[:3], apart[2]))
+    assert not kept and "start at one address" in got[1]
+
+
+def test_an_append_writes_a_new_version(on_simulator, unread):
+    inputs = tuple(x.clone() for x in TO_CODES)
+    scales_of = with_scales()
+    base(*inputs, function=append_rows, **scales_of)
+    written = (*inputs[2:], scales_of["k_scale"], scales_of["v_scale"])
+    before = [x._version for x in (*inputs[:2], *written)]
+    append_rows(*inputs, **scales_of)
+    changed = [x._version > n for x, n in zip((*inputs[:2], *written), before, strict=True)]
+    assert LOG[-1].kept and changed == [False] * 2 + [True] * 4
+
+
+@pytest.mark.parametrize("observer", OBSERVED)
+def test_an_observed_append_is_posed(observer, on_simulator):
+    base(*APPENDED, function=append_rows, cache_seqlens=3)
+    with OBSERVED[observer]():
+        assert not outcome(lambda: append_rows(*APPENDED, cache_seqlens=3))[1]
+
+
+def test_what_an_append_cannot_be_served_with(on_simulator, monkeypatch):
+    """Gradients, a subclass, lengths in host memory, and another backend."""
+    base(*APPENDED, function=append_rows, cache_seqlens=3)
+    got, kept = outcome(lambda: append_rows(ROWS[0].clone().requires_grad_(), *APPENDED[1:], cache_seqlens=3))
+    assert not kept and "require grad" in got[1]
+    for _ in range(2):
+        assert not outcome(lambda: append_rows(*APPENDED, cache_seqlens=indices(2)))[1]
+        assert not outcome(lambda: append_rows(ROWS[0].as_subclass(Wrapped), *APPENDED[1:], cache_seqlens=3))[1]
+    assert outcome(lambda: append_rows(*APPENDED, cache_seqlens=3))[1]
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "cpu")
+    append_rows(*APPENDED, cache_seqlens=3)
+    assert LOG[-1].kept and len(LOG) == 1  # that before: nothing was launched
+
+
 def test_gradients_through_a_cache_are_refused():
     q = CACHED[0].clone()
     base(q, *CACHED[1:], function=on_cache)
@@ -1217,3 +1377,20 @@ def test_an_argument_of_any_type_is_served_or_refused_as_if_nothing_were_kept(fu
         monkeypatch.setattr(module, "call_on_tensors", lambda *_: None)
     for more, result in zip(odd, results, strict=True):
         assert result == called(**more)[0], more
+
+
+def test_an_argument_of_an_append_of_any_type_is_served_or_refused_as_if_nothing_were_kept(on_simulator, monkeypatch):
+    given = dict(zip(("k", "v", "k_cache", "v_cache"), APPENDED, strict=True)) | {"cache_seqlens": 3}
+
+    def called(more):
+        try:
+            return outcome(lambda: cupy_flash.append_to_kv_cache(**given | more))
+        except Exception as error:
+            return repr(error), False
+
+    called({})
+    odd = [{name: x} for name in inspect.signature(cupy_flash.append_to_kv_cache).parameters for x in ODD]
+    results = [called(more)[0] for more in odd]
+    monkeypatch.setattr(of_cache_on_torch, "call_on_tensors", lambda *_: None)
+    for more, result in zip(odd, results, strict=True):
+        assert result == called(more)[0], more

@@ -61,6 +61,12 @@ BUDGET = {
         (175, "FlashMLA's functions 141, flash-attention 3's qv 34"),
         (27, "statistics of selected keys on the CPU"),
         (14, "torch: tangents are refused by operators that have a backward alone"),
+        (161, "JVP and double backward of selected keys on the CPU"),
+        (
+            310,
+            "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 143, runs 45, Params 60, "
+            "pose, dispatch and jax 62",
+        ),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

@@ -32,7 +32,7 @@ def at(call, rows):
     """Return the call with only the sequences `rows`; caches are contiguous."""
     own = ("k", "v", "cache_seqlens", "k_descale", "v_descale")
     options = {name: x[rows] if name in own else x for name, x in call.options.items()}
-    return CacheCall(*(x[rows] for x in call[:3]), options)
+    return CacheCall(*(None if x is None else x[rows] for x in call[:3]), options)
 
 
 def assert_bits(actual, expected, rows):

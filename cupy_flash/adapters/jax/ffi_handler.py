@@ -22,7 +22,7 @@ from ...arrays import Array, as_array, contiguous_strides
 from ...problem.records import DOUBLE_BACKWARD, UnsupportedError
 from . import ffi_structs as ffi
 from . import shutdown
-from .static_call import parse
+from .static_call import OF_INDEXER, parse
 
 TARGET = "cupy_flash"
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # {jax's platform name: name of XLA's target}
@@ -87,12 +87,15 @@ def _load(call: Any, operands: dict[str, Array]) -> None:
     """Load the kernels of a call; its operands have no contents in the initialize stage."""
     import cupy
 
-    problem, _ = call.pose(operands)
-    problems = [problem]
-    if call.step == DOUBLE_BACKWARD:
-        problems.append(dispatch.along_cotangents(problem))
-    for plan in map(dispatch.plan_for, problems):
-        with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
+    problem, posed = call.pose(operands)
+    with cupy.cuda.Device(int(problem.device.removeprefix("cuda:"))):
+        if call.step in OF_INDEXER:
+            dispatch.load_indexer(OF_INDEXER[call.step], problem, posed)
+            return
+        problems = [problem]
+        if call.step == DOUBLE_BACKWARD:
+            problems.append(dispatch.along_cotangents(problem))
+        for plan in map(dispatch.plan_for, problems):
             dispatch.load(plan.launches, plan.device)
 
 

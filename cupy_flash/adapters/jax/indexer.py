@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from ...problem.argument_types import Causal
 
 RESULTS = {SELECT: ("selected",), LOSS: ("loss",), LOSS_BACKWARD: ("dq", "dweights", "dk")}
-COMPUTED_BY = {SELECT: dispatch.select_keys, LOSS: dispatch.selection_loss}
+COMPUTED_BY: dict[str, Any] = {
+    SELECT: dispatch.select_keys, LOSS: dispatch.selection_loss, LOSS_BACKWARD: dispatch.selection_loss_gradients,
+}  # fmt: skip
 
 # `backend` is None: the FFI handler reads it of every call.
 IndexerStatic: Any = features.record("function", *Rule._fields, "backend")
@@ -88,10 +90,13 @@ class IndexerCall(NamedTuple):
 
     def run(self, operands: dict[str, Any], results: list[Array]) -> dict[str, Array]:
         """Compute the results on the operands' device, in buffers that the owner of the operands allocates."""
-        posed = self.pose(operands)
+        return self.named(COMPUTED_BY[self.step](*self.pose(operands)))
+
+    def named(self, results: Any) -> dict[str, Array]:
+        """Return the results of a function of the indexer by name; the loss is computed beside the gradients."""
         if self.step == LOSS_BACKWARD:
-            return dict(zip(self.result_names, dispatch.selection_loss_gradients(*posed)[1:], strict=True))
-        return {self.result_names[0]: COMPUTED_BY[self.step](*posed)}
+            return dict(zip(self.result_names, results[1:], strict=True))
+        return {self.result_names[0]: results}
 
 
 static_call.STEPS |= dict.fromkeys(RESULTS, (IndexerCall, IndexerStatic))
@@ -110,7 +115,7 @@ def select_keys(
     block_table: JaxArray | None = None,
     scale: float = 1.0,
 ) -> jax.Array:
-    """Compute `cupy_flash.select_keys` on jax arrays, on a CPU, under jit and vmap, and sharded over the batch.
+    """Compute `cupy_flash.select_keys` on jax arrays, under jit and vmap, and sharded over the batch.
 
     Args:
         q_idx: as in `cupy_flash.select_keys`.
@@ -140,7 +145,7 @@ def selection_loss(
     target: JaxArray,
     row_weights: JaxArray | None = None,
 ) -> jax.Array:
-    """Compute `cupy_flash.selection_loss` on jax arrays, on a CPU, differentiable once, in reverse mode.
+    """Compute `cupy_flash.selection_loss` on jax arrays, differentiable once, in reverse mode.
 
     Under jit, lists are not checked; entries that name no key there is are hidden.
 

@@ -17,10 +17,11 @@ from jax.interpreters import mlir
 
 from ... import dispatch
 from ...arrays import Array, as_array, contiguous_strides
+from ...gpu import indexer as gpu_indexer
 from ...gpu import run_plan
 from ...problem.records import DOUBLE_BACKWARD, JVP, Operands, Problem, SecondGradients
 from . import ffi_handler, ffi_structs
-from .static_call import BACKWARD, NUMBERS, STATISTICS_BACKWARD, Call, parse
+from .static_call import BACKWARD, NUMBERS, OF_INDEXER, STATISTICS_BACKWARD, Call, parse
 
 local_p = Primitive("cupy_flash_attention")
 
@@ -122,6 +123,9 @@ def allocations(call: Call, recorder: Recorder, operands: dict[str, Array]) -> t
 
 def _traced(step: str, problem: Problem, operands: Operands) -> Any:
     """Return the results of a step without a launch of its kernels."""
+    if step in OF_INDEXER:
+        run_indexer = getattr(gpu_indexer, OF_INDEXER[step])
+        return run_indexer(problem, operands, dispatch.device_of(problem), lambda work: None)
     plan = dispatch.plan_for(problem)
     if step != DOUBLE_BACKWARD:
         if step == JVP:

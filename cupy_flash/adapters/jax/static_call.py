@@ -36,6 +36,7 @@ APPEND, CACHED = "append", "cached"  # the steps of kv_cache.py
 WEIGHTS, WEIGHTS_BACKWARD = "weights", "weights backward"  # those of weights.py
 STATISTICS, STATISTICS_BACKWARD = "statistics", "statistics backward"  # those of statistics.py
 SELECT, LOSS, LOSS_BACKWARD = "select", "selection loss", "selection loss backward"  # those of indexer.py
+OF_INDEXER = {SELECT: "select", LOSS: "loss", LOSS_BACKWARD: "gradients"}  # their functions in cpu/ and gpu/indexer.py
 WITH_GRADIENTS = (BACKWARD, DOUBLE_BACKWARD)
 SAVED = ("dout", "out", "lse", "dlse")
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")

@@ -142,15 +142,26 @@ def _captured(options: CacheOptions) -> dict[str, Any]:
 
 def append(k: Any, v: Any, k_cache: Any, v_cache: Any, cu_seqlens: Any, options: CacheOptions) -> None:
     """Run `cupy_flash.append_to_kv_cache` on tensors."""
+    call, arrays = None, (k, v, k_cache, v_cache, cu_seqlens)
+    if not torch.compiler.is_compiling():
+        call = keyed_plan.append_on(arrays, options, call_on_tensors)
+        if call is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*call[1]):
+            call = None
+        if keyed_plan.run(call) is not None:
+            _bump(k_cache, v_cache, *_scales(options))
+            return
     given = {**_tensors(options), "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "cu_seqlens": cu_seqlens}
     reasons = _recorded(given)
     try:
         arguments = _arguments(APPEND, given, options, reasons)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():
-            pose_append(k, v, k_cache, v_cache, cu_seqlens, options, reasons)
+            pose_append(*arrays, options, reasons)
         raise
     append_to_kv_cache(*arguments)
+    if call is not None and not keyed_plan.is_known(call):
+        with on_device_of(k):
+            keyed_plan.keep(call, *pose_append(*arrays, options), allocator, appends=True)
 
 
 def _tensors(options: CacheOptions) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 
 from ...problem.records import Options, Packed, UnsupportedError
 from ...problem.weights import EACH, MEAN
+from . import keyed_sdpa
 from .transforms import forward
 from .weights import attention_and_weights
 
@@ -94,6 +95,11 @@ def scaled_dot_product_attention(
         ValueError: likewise.
         UnsupportedError: likewise.
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        call = keyed_sdpa.call_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if call is not None and (out := keyed_sdpa.run(call)) is not None:
+            return out
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")
@@ -122,7 +128,10 @@ def scaled_dot_product_attention(
     if q.shape[-1] == k.shape[-1] == 0:
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))  # zeros as one dimension: scores are 0, as with E = 0
     # torch's result is contiguous if query had to be broadcast.
-    out, *_ = attend_in_order(q, k, v, options, order_in_memory(q) if query.shape == given_shape else (0, 1, 2))
+    order = order_in_memory(q) if query.shape == given_shape else (0, 1, 2)
+    out, *_ = attend_in_order(q, k, v, options, order)
+    if call is not None and order[0] == 0 and all(x is y for x, y in zip((q, k, v), call[1], strict=True)):
+        keyed_sdpa.keep(call, (q, k, v), options)
     if drops_all:
         out = _zeroed(out)
     return out.reshape(*query.shape[:-1], value.shape[-1])
@@ -283,6 +292,10 @@ def _four_dimensional(x: Any) -> Any:
 
 class _Sdpa(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch's context_parallel replaces F.scaled_dot_product_attention by a function that calls it, so it is
+        # compared by its name in torch._C. It comes first, as it is what a decode step waits for.
+        if func is torch._C._nn.scaled_dot_product_attention:
+            return scaled_dot_product_attention(*args, **(kwargs or {}))
         if torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator):
             # torch.compile traces the functions passed to checkpoint, cond etc. with this mode off. They can enter a
             # mode of their own only if one was entered outside of them before.

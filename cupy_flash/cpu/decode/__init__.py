@@ -21,7 +21,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...arrays import Array, empty
+from ...arrays import AnyArray, Array, as_array, empty
+from ...device import cpu
 from ...plan.plan import Plan
 from ...problem.kv_cache_contents import read_spans
 from ...problem.records import Operands, Problem
@@ -123,6 +124,30 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
             for name, of_rows in zip(problem.statistics, tile.sequence.statistics, strict=True):
                 tile.store_numbers(of_rows, getattr(done.statistics, name), problem)
     return out, lse, *statistics
+
+
+class Kept(NamedTuple):
+    """A kept call (keyed_plan.py), which has no arrays but q, k and v."""
+
+    plan: Plan
+    outputs: tuple[str, ...] = ("out", "lse")
+
+
+def kept(plan: Plan, operands: Operands) -> Kept | None:
+    """Return what `repeat` needs of a call, or None if it needs more than q, k and v."""
+    problem = plan.problem
+    is_plain = operands.arrays().keys() == {"q", "k", "v"} and problem.cache is None
+    return None if not is_plain or problem.shared_kv or problem.statistics or problem.layout == "thd" else Kept(plan)
+
+
+def repeat(kept: Kept, arrays: list[AnyArray], addresses: list[int]) -> list[AnyArray] | None:
+    """Return (out, lse) of a kept call on other arrays; None on a device that has changed, for which it was planned."""
+    plan = kept.plan
+    if cpu() != plan.device:
+        return None
+    q, k, v = (as_array(x, "operand") for x in arrays)
+    out, lse = forward(plan, Operands(q, k, v))
+    return [out.result(), lse.result()]
 
 
 def _piece(problem: Problem, keys: int, chunk: int) -> int:

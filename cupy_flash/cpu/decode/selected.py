@@ -12,8 +12,19 @@ from ...plan.plan import Plan
 from ...problem.mask import Band
 from ...problem.records import Operands
 from ..score import Positions
-from ..selected import LISTS, Lists, ListTile, Scratch, Unit, averaged, either, outside, products_of_rows, softmax
-from ..statistics import RowStatistics
+from ..selected import (
+    LISTS,
+    Lists,
+    ListTile,
+    Scratch,
+    Unit,
+    averaged,
+    either,
+    outside,
+    products_of_rows,
+    softmax,
+    statistics_of,
+)
 from ..thread_pool import run_tasks
 from .sequences import Sequence
 
@@ -52,8 +63,8 @@ def attend(plan: Plan, operands: Operands, call: Call, sequences: list[Sequence]
             if sequence.mask is not None:
                 hidden = hidden | _unseen(sequence, tile)
             np.copyto(S, -np.inf, where=hidden)
-            statistics = RowStatistics(S.shape[:-1], dtype) if problem.statistics else None
-            l, lse = softmax(S, None if sinks is None else sinks[heads], tile.j, statistics)
+            statistics = statistics_of(problem, S, tile)
+            l, lse = softmax(S, None if sinks is None else sinks[heads], statistics)
             O = averaged(S, V, l)
             if call.v_descale is not None:
                 O *= call.v_descale[sequence.batch, unit.kv_head]

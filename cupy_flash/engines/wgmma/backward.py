@@ -55,6 +55,14 @@ class Tile(NamedTuple):
         return WARPGROUPS * WARPGROUP_ROWS // self.block_q
 
     @property
+    def s_ahead(self) -> bool:
+        """Whether S of the next tile overlaps the addition to dQ.
+
+        With 128 queries that spills unless dQ leaves through shared memory; with 64, dK waits too (DEFERRED).
+        """
+        return self.shares == 1 and self.block_q == 128 and self.dq_in_bulk
+
+    @property
     def threads(self) -> int:
         """Threads per block: the consumer and the producer warpgroups."""
         return 128 * (WARPGROUPS + 1)
@@ -69,8 +77,10 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         legal = [
             tile
             for block_q in (128, 64)
-            for dq_in_bulk in (False, True)[: 1 if problem.deterministic else 2]
+            # Of tiles of equal cost the plan chooses the first: with 128 queries, the one with S ahead.
+            for dq_in_bulk in ((True, False) if block_q == 128 else (False, True))
             for tile in (Tile(block_q, block_kv, 2, dq_in_bulk),)
+            if not (dq_in_bulk and problem.deterministic)
             if _live(problem, tile) <= LIVE and _shared_bytes(problem, tile) <= device.shared_bytes
         ]
         if legal:
@@ -145,7 +155,7 @@ def _live(problem: Problem, tile: Tile) -> int:
     option_registers = LIVE_OF_SCORES if any(passes) else 0
     option_registers += LIVE_OF_ANOTHER * max(sum(passes) + (problem.dropout > 0) - 1, 0)
     option_registers += scores if keeps_scores(problem) else 0
-    option_registers += scores // 4 * ((problem.has_lengths or problem.shard) + tile.dq_in_bulk)
+    option_registers += scores // 4 * ((problem.has_lengths or problem.shard) + (tile.dq_in_bulk and not tile.s_ahead))
     return sum(sums) // 2 + 2 * scores + option_registers
 
 
@@ -161,6 +171,7 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "DQ_IN_BULK": tile.dq_in_bulk,
         # The order of a deterministic backward is that of the keys of each head (key_blocks.cuh).
         "LONGEST_FIRST": problem.layout == "thd" and not problem.deterministic,
+        "S_AHEAD": tile.s_ahead,
         "PINGPONG": False,
     }
 

@@ -32,10 +32,10 @@ WIDE_PANEL, NARROW_PANEL = 128, 64  # columns of TMA boxes, as in wgmma/fp8.cuh
 ROW = 16  # divisor of head dimensions, because TMA needs rows aligned to 16 bytes
 
 # Maximum registers per thread by consumer warpgroups: LIVE for O and the softmax, without and with options that need
-# registers (needs_registers); LIVE_IN_SUMS for S, P, O and a part of P V in flight together. Up to these limits nothing
-# spills (bench/results/static.json). Tiles of 192 keys spill.
+# registers (needs_registers); LIVE_IN_SUMS for S, P, O and a part of P V in flight together, likewise, a sink among
+# the options. Up to these limits nothing spills (bench/results/static.json). Tiles of 192 keys spill.
 LIVE = {2: (232, 200), 3: (144, 120)}
-LIVE_IN_SUMS = {2: 200, 3: 112}
+LIVE_IN_SUMS = {2: (224, 200), 3: (112, 112)}
 # The largest e4m3 is 448 = 2^8.8, and numbers below 2^-6 are subnormal, so P is scaled to 2^8 at the row max; lazy
 # rescaling lets it grow by another 2^0.8.
 LARGEST_LOG2, RESCALE_ABOVE = 8, 0.8
@@ -78,7 +78,9 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     for warpgroups, limits in LIVE.items():
         for block_kv in (128, 64):
             # Registers left for the P V accumulator beside O, P and, unless a pass over the scores separates them, S.
-            left = LIVE_IN_SUMS[warpgroups] - wide // 2 - block_kv * (1 if modified else 5) // 8
+            left = (
+                LIVE_IN_SUMS[warpgroups][options or problem.sink] - wide // 2 - block_kv * (1 if modified else 5) // 8
+            )
             widths = [x for x in (128, 96, 64) if wide % x == 0 and x // 2 <= left]
             live = block_kv * 7 // 8 + wide // 2 + live_in_loads(problem, block_kv)
             if not widths or live > limits[options]:

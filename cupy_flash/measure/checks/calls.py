@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import api, device, kv_cache, reference
+from ...arrays import Array
 from ...device import Device
-from ...dispatch import plan_for, run_forward
+from ...dispatch import plan_for, run_backward, run_forward
 from ...engines import MODULES
 from ...gpu import ahead
 from ...gpu.run_plan import compile_launch
@@ -140,22 +141,28 @@ def run_micro_kernel(task: Task, announce: Announce) -> str | None:
 
 
 def run_call(task: Task, announce: Announce) -> str | None:
-    """Compare a forward and its backward with the formula, and the forward in every other form."""
+    """Compare a forward and its backward with the formula, then each in every other form."""
     trial = _trial(task)
     call, exact, low = _expected(trial, announce)
     _compile(task, call, announce)
     announce(task.name, task.seconds)
-    wrong = _compare(_results(task, call), exact, low)
+    q, k, v, options, dout, dlse, packed = moved = on_backend(task.backend, call)
+    out, lse, *gradients = _run(task, moved)
+    wrong = _compare(on_host([out, lse, *gradients]), exact, low)
     if wrong is not None:
         return wrong
-    q, k, v, options, *_, packed = on_backend(task.backend, call)
-    problem, operands = pose("check", (q, k, v), Options.of("check", options | _how(task)), packed)
-    for form, chosen in forms(plan_for(problem)).items():
-        announce(f"{task.name}: {form}", COMPILE_SECONDS + task.seconds)
-        results = on_host([x.result() for x in run_forward(chosen, operands)])
-        wrong = _compare(results, exact[:2], low[:2])
-        if wrong is not None:
-            return f"{form}, {wrong}"
+    posed = Options.of("check", options | _how(task))
+    for saved in (None, Saved(dout, out, lse, dlse)) if trial.backward else (None,):
+        problem, operands = pose("check", (q, k, v), posed, packed, saved)
+        for form, chosen in forms(plan_for(problem)).items():
+            announce(f"{task.name}: {form}", COMPILE_SECONDS + task.seconds)
+            if saved is None:
+                results = [x.result() for x in run_forward(chosen, operands)]
+            else:
+                results = [out, lse, *run_backward(chosen, operands).map(Array.result)[:5]]
+            wrong = _compare(on_host(results), exact, low)
+            if wrong is not None:
+                return f"{form}, {wrong}"
     return None
 
 

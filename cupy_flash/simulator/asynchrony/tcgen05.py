@@ -155,6 +155,10 @@ class _Commit:
 class Tcgen05Queue(Unit):
     """The tcgen05.mma and .commit in flight of one set of resident blocks."""
 
+    # Whether the signal of a commit also publishes what its thread has observed before. The PTX ISA promises less: that
+    # the mma of the thread are complete.
+    CUMULATIVE = True
+
     def __init__(self, context: Context, order: Order):
         super().__init__(context)
         self.order, self.checks = order, context.find(Checks)
@@ -254,7 +258,8 @@ class Tcgen05Queue(Unit):
             for offset, agent in {(int(o), int(a)) for o, a in zip(targets.offsets, commit.agents[now], strict=True)}:
                 mine = now & (commit.targets.offsets == offset) & (commit.agents == agent)
                 at, blocks = ("arrivals", offset), commit.targets.blocks[mine]
-                clocks.publish_snapshot(at, blocks, commit.known[:, mine])
+                if self.CUMULATIVE:
+                    clocks.publish_snapshot(at, blocks, commit.known[:, mine])
                 clocks.publish_agent(at, agent, blocks, commit.clocks[mine].astype(np.uint64))
         self.mbarriers.arrive_of_commit(targets, commit.instruction)
         self.context.events += 1

@@ -71,6 +71,20 @@ def test_steps_of_a_decode_are_served() -> None:
     assert served() == 6
 
 
+def test_appends_are_served() -> None:
+    """Each writes a row to a cache; lengths are on the GPU, or a number that is another at each step."""
+    for number in (False, True):
+        caches = cupy.zeros((2, 2, 8, 2, 16), np.float32)
+        on_host = caches.get()
+        for step in range(3):
+            k, v = np.random.default_rng(step).normal(size=(2, 2, 1, 2, 16)).astype(np.float32)
+            on_host[:, :, 3 + step] = k[:, 0], v[:, 0]
+            seqlens: Any = 3 + step if number else cupy.full(2, 3 + step, np.int32)
+            cupy_flash.append_to_kv_cache(cupy.asarray(k), cupy.asarray(v), *caches, cache_seqlens=seqlens)
+            np.testing.assert_array_equal(caches.get(), on_host)
+    assert served() == 4
+
+
 def test_results_are_those_of_the_arrays_of_the_call() -> None:
     for seed in range(3):
         inputs = arrays(seed)

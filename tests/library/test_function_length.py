@@ -14,6 +14,7 @@ LONGER_KERNELS = {
     ("mma/decode.cu", "attend"): 109,
     ("mma/decode.cu", "store_part"): 84,
     ("mma/forward.cu", "forward"): 141,
+    ("simt/forward.cu", "forward"): 92,
     ("wgmma/forward.cu", "compute"): 100,
     ("tcgen05/forward.cu", "compute_softmax"): 117,
 }

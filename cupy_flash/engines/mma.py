@@ -86,7 +86,7 @@ INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
     "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
-# Instructions that convert a pair of codes to fp16, and store it; of PTX on the simulator (python -m bench codes)
+# Instructions per thread that convert a pair of codes to fp16, counted in PTX on the simulator
 INSTRUCTIONS_OF_PAIR = {"int8": 3, FP8: 10, "float8_e5m2": 1.5, "uint8": 4.5}
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
@@ -530,8 +530,16 @@ def _with_conversion(problem: Problem, tile: Tile, clocks: tuple[float, ...]) ->
     numbers = tile.step * (problem.head_dim + problem.head_dim_v)
     codes = numbers * problem.cache.dtype.itemsize // problem.cache.codes
     shared += 2 * codes / SHARED_BYTES  # the codes are written and read instead of numbers, which are written too
-    issued += numbers / 64 * INSTRUCTIONS_OF_PAIR[problem.cache.dtype.name] / INSTRUCTIONS
+    issued += conversions(problem, tile.step) / INSTRUCTIONS
     return products, shared, issued, codes / CACHE_BYTES
+
+
+def conversions(problem: Problem, keys: int) -> float:
+    """Return the instructions of a warp that convert a tile of codes with scales per key; 0 without them."""
+    if problem.cache is None or problem.cache.scale_dtype is None:
+        return 0.0
+    pairs = keys * (problem.head_dim + problem.head_dim_v) / 2
+    return pairs / 32 * INSTRUCTIONS_OF_PAIR[problem.cache.dtype.name]
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
@@ -564,7 +572,7 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     dims = scores * tile.score_warps + sums  # multiply-adds per score, over all warps that compute it
     issued = elements * tile.score_warps / 32 * INSTRUCTIONS_OF_SCORE[dense] + elements * dims / 2048 + read / 512
     issued += tile.threads / 32 * INSTRUCTIONS_OF_STEP[dense] + added / (512 if vectors else 128)
-    clocks = (  # clocks of one mainloop step of one block, for each resource
+    clocks: tuple[float, ...] = (  # clocks of one mainloop step of one block, for each resource
         elements * dims / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
         issued / INSTRUCTIONS,

@@ -29,6 +29,7 @@ from .mma import (
     REGISTERS,
     RESERVED,
     SHARED_BYTES,
+    conversions,
     multiply_refusals,
 )
 from .shared import (
@@ -259,7 +260,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
         loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
         elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
         (read + loaded) / SHARED_BYTES,
-        elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] / INSTRUCTIONS,
+        (elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] + conversions(problem, keys)) / INSTRUCTIONS,
     )
     latency = LATENCY if tile.stages == 1 else 0
     assert problem.cache is not None

@@ -53,6 +53,7 @@ BUDGET = {
             "and tiles 30",
         ),
         (90, "shared prefixes: options and checks 50, tiles of a group on the chunks of its prefix 40"),
+        (38, "prompts on quantised caches by mma: refusals, legal tiles, and conversions in the predicted times"),
         (122, "shared prefixes in kernels: passes, tiles and workspaces 85, constants and Params 15; compile 22"),
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
         (58, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),

@@ -16,6 +16,7 @@ import cupy_flash
 from cupy_flash import device
 from cupy_flash.gpu import ahead
 from cupy_flash.plan.plan import plan
+from cupy_flash.simulator.errors import SimulationError
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -97,6 +98,29 @@ def test_a_decode(case):
     check(*case)
 
 
+PROMPT = replace(READ, lengths=(70, 33), q_len=20, capacity=80)
+PROMPTS = {
+    "int8": (PROMPT, "int8", "float16"),
+    "e4m3": (replace(PROMPT, page=None, layout="bhsd", softcap=5.0), "float8_e4m3fn", "float32"),
+    "e5m2": (replace(PROMPT, dtype="bfloat16", window=(40, None), head_dim=40), "float8_e5m2", "float32"),
+    "uint8": (replace(PROMPT, page=48, capacity=96, head_dim=48), "uint8", "float16"),
+    "wide": (replace(PROMPT, head_dim=256, head_dim_v=320, dtype="bfloat16"), "uint8", "float16"),
+}
+
+
+@pytest.mark.parametrize("case", in_tiers(PROMPTS, ("e5m2", "uint8")))
+def test_a_prompt(case):
+    """By the forward of mma, which converts the codes of a tile once for all rows of a block."""
+    check(*case, engine="mma")
+
+
+def test_long_prompts_choose_the_forward():
+    case = CacheCase((3,), 16, 16, 64, None, 8, 2, 128, 128, "float16")
+    problem = posed(calls(case, "int8", "float16")[0])[0]._replace(device="cuda:0", kv_len=2**15)
+    assert plan(problem, device.named("sm_80", "cuda")).engine == "mma_decode"
+    assert plan(problem._replace(q_len=2048), device.named("sm_80", "cuda")).engine == "mma"
+
+
 @pytest.mark.parametrize(
     ("arch", "case", "kind"),
     [exhaustive("sm_75", READ, "uint8"), exhaustive("sm_80", replace(READ, head_dim=256, head_dim_v=256), "uint8"),
@@ -134,6 +158,23 @@ def test_a_bug_in_a_read_is_found(planted_bug, monkeypatch):
     bug, kind = planted_bug
     with planted(monkeypatch, bug), pytest.raises(AssertionError):
         check(replace(READ, lengths=(3, 70), capacity=80), kind, "float32")
+
+
+OF_PROMPTS = {
+    "half-of-the-numbers": (
+        change("store-numbers", "to + Tile<DIM>::at(row, at)", "to + Tile<DIM>::at(row, at ^ 1)"),
+        "int8",
+    ),
+    "zeros-of-an-older-maximum": (skip("rescale-zeros"), "uint8"),
+    "numbers-before-their-barrier": (skip("barrier-after-conversion"), "int8"),
+}
+
+
+@pytest.mark.parametrize("planted_bug", in_tiers(OF_PROMPTS, ("half-of-the-numbers",)))
+def test_a_bug_in_a_prompt_is_found(planted_bug, monkeypatch):
+    bug, kind = planted_bug
+    with planted(monkeypatch, bug), pytest.raises((AssertionError, SimulationError)):
+        check(replace(PROMPT, lengths=(150, 33), capacity=176, scale=2.0), kind, "float32", engine="mma")
 
 
 def test_an_append_beside_the_scale_of_another_token_is_found(monkeypatch):

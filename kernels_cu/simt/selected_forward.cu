@@ -46,7 +46,8 @@ __device__ void update(real (&S)[ROWS][COLS], Softmax (&softmax)[ROWS], real (&O
 #if STATISTICS
     if constexpr (FIND_MAX) {
 #pragma unroll
-      for (int c = 0; c < COLS; ++c) statistics[r].take(S[r][c], tile.key[lane_x() + c * LANES]);  // @listed-key-of-lane
+      for (int c = 0; c < COLS; ++c)
+        statistics[r].take(S[r][c], tile.key[lane_x() + c * LANES]);  // @listed-key-of-lane
     }
     sum = exponentiate(S[r], softmax[r], statistics[r], previous_m, rescale);
 #else

@@ -87,7 +87,7 @@ BUDGET = {
         (305, "the backward of Blackwell: its model of events, and the loop of bulk reductions in SASS"),
         (95, "selected: counted bytes and instructions of the look-up of selected keys"),
         (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
-        (99, "packed: the order of blocks in packed batches, and how evenly they end"),
+        (107, "packed: the order of blocks in packed batches, and how evenly they end"),
         (4, "static: MAY_SPILL has four rows of the tcgen05 forward"),
         (30, "Blackwell: a strict order in the models of events, and two loops of the backward in static"),
         (155, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),

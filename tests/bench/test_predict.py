@@ -338,4 +338,4 @@ def test_predictions_of_the_backward_are_stored():
     for row, cells in zip(rows, backward_events.table(rows).rows, strict=True):
         first, goal = backward_events.MARKS[row["dim"]]
         assert first <= row["fraction"] < goal and row["fraction"] - 0.02 < row["strict"] < row["fraction"] + 0.01
-        assert cells[:3] == [str(row["dim"]), row["arch"], f"{row['fraction']:.2f}"] and cells[5] == "shared memory"
+        assert cells[:3] == [str(row["dim"]), row["arch"], f"{row['fraction']:.2f}"] and cells[6] == "shared memory"

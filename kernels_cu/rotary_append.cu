@@ -130,7 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rotary_append(const __grid
       const element* v = sequence.queries<element>(p.v_new, head) + i * p.v_new.row;
       // @row-of-keys
       kv_element* K = (kv_element*)p.k.data + place.block * p.k.batch + head * p.k.head + place.row * p.k.row;
+#if !SHARED_KV
       kv_element* V = (kv_element*)p.v.data + place.block * p.v.batch + head * p.v.head + place.row * p.v.row;
+#endif
 #if SCALED_KV
       if (place.block >= 0) {
         append_codes<ROTARY_DIM != 0, HEAD_DIM>(p, k, position, K, scale_at(p.k_scale, place, head),

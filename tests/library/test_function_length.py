@@ -8,8 +8,8 @@ import pytest
 from cupy_flash.jit.source import kernel_folder
 
 LONGEST = 80  # lines of a function in kernels_cu, from the start of the declaration to the closing brace
-# Functions of kernels that are longer because of branches of `#if STATISTICS`, `#if SCALED_KV` or `#if PREFIX_PASS`, or,
-# in the backward of wgmma, because it issues S of the next tile at one of three places. A number may only fall.
+# Functions of kernels that are longer because of branches of `#if STATISTICS`, `#if SCALED_KV` or `#if PREFIX_PASS`,
+# or, in the backward of wgmma, because it issues S of the next tile at one of three places. A number may only fall.
 LONGER_KERNELS = {
     ("mma/decode.cu", "attend"): 109,
     ("mma/decode.cu", "store_part"): 84,

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cupy_flash
 from cupy_flash import dispatch, keyed_plan
-from cupy_flash.adapters.torch import keyed_autograd, transforms
+from cupy_flash.adapters.torch import keyed_autograd, scaled_dot_product_attention, transforms
 from cupy_flash.adapters.torch import keyed_plan as of_torch
 from cupy_flash.adapters.torch import kv_cache as of_cache_on_torch
 from cupy_flash.engines import simt
@@ -1057,11 +1057,34 @@ def test_the_evidence_of_a_new_generation_poses_an_append(on_simulator):
     assert [outcome(kept)[1] for _ in range(2)] == [False, True]
 
 
+# On a GPU no entry of sdpa asks for the state of torch, as those on a CPU do.
+ON_SIMULATOR = {
+    "append": lambda: append_last(*APPENDED),
+    "sdpa": lambda: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (Q, K, V))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("function", ON_SIMULATOR)
+def test_an_append_or_sdpa_under_a_transform_or_a_trace_is_posed(function, on_simulator):
+    kept = base(function=ON_SIMULATOR[function])
+
+    def double(x):
+        kept()
+        return (2 * x).sum()
+
+    for around in (torch.func.grad(double), lambda x: torch.jit.trace(double, (x,), check_trace=False)):
+        LOG.clear()
+        around(torch.ones(2))
+        assert LOG and not any(launched.kept for launched in LOG)
+
+
+@pytest.mark.parametrize("function", ON_SIMULATOR)
 @pytest.mark.parametrize("observer", OBSERVED)
-def test_an_observed_append_is_posed(observer, on_simulator):
-    base(*APPENDED, function=append_rows, cache_seqlens=3)
+def test_an_observed_append_or_sdpa_is_posed(observer, function, on_simulator):
+    kept = base(function=ON_SIMULATOR[function])
     with OBSERVED[observer]():
-        assert not outcome(lambda: append_rows(*APPENDED, cache_seqlens=3))[1]
+        assert not outcome(kept)[1]
 
 
 def test_what_an_append_cannot_be_served_with(on_simulator, monkeypatch):

@@ -105,6 +105,7 @@ CHANGES = {
     "negative-stride": ((Q, K[:, ::-1], V), {}),
     "alignment": ((Q, np.concatenate(([0], K.ravel())).astype(np.float32)[1:].reshape(K.shape), V), {}),
     "dtype": (arrays(dtype=np.float64), {}),
+    "dtype-of-keys": ((Q, K.view(np.int32), V), {}),
     "framework": (on_torch((Q, K, V)), {}),
     "class": ((Q, np.ma.masked_array(K), V), {}),
     "values-inside-keys": ((Q, K, None), dict(head_dim_v=16)),

@@ -144,13 +144,25 @@ def test_a_changed_component_is_seen(component, engine):
     assert outcome((Q, K, V), given) == (posed((Q, K, V), given), True)
 
 
-# As CHANGES, between two calls with a window
-WINDOWS = {"sides": (3, 4), "type-of-a-side": (3, 3.0), "no-side": (3, None)}
+# {what: (options of what is kept, options that differ from them in a value or in a type alone)}
+VALUES = {
+    "window": (dict(window=(3, 3)), dict(window=(3, 2))),
+    "window-type": (dict(window=(3, 3)), dict(window=(3, 3.0))),
+    "scale": (dict(scale=0.3), dict(scale=0.7)),
+    "scale-type": (dict(scale=1.0), dict(scale=True)),
+    "softcap": (dict(softcap=1.0), dict(softcap=2.0)),
+    "softcap-type": (dict(softcap=1.0), dict(softcap=True)),
+    "causal": (dict(causal=False), dict(causal=True)),
+    "causal-type": (dict(causal=True), dict(causal=1)),
+    "deterministic": (dict(deterministic=False), dict(deterministic=True)),
+    "deterministic-type": (dict(deterministic=False), dict(deterministic=0)),
+    "layout": (dict(layout="bshd"), dict(layout="bhsd")),
+}
 
 
-@pytest.mark.parametrize("change", WINDOWS)
-def test_a_changed_window_of_few_queries_is_seen(change):
-    before, after = (dict(engine="cpu_decode", window=window) for window in ((3, 3), WINDOWS[change]))
+@pytest.mark.parametrize("what", VALUES)
+def test_a_changed_value_or_type_of_an_option_of_few_queries_is_seen(what):
+    before, after = (options | dict(engine="cpu_decode") for options in VALUES[what])
     base((Q, K, V), before)
     assert outcome((Q, K, V), after) == (posed((Q, K, V), after), False)
 

@@ -429,7 +429,13 @@ def test_a_tensor_on_another_device_is_seen(monkeypatch, on_simulator):
     """On meta, as if it had memory there."""
     address = torch.Tensor.data_ptr
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: ALIGNMENT if x.is_meta else address(x))
-    for inputs, function in (((Q, K, V), attention), (CACHED, on_cache), (APPENDED, append_last)):
+    heads_first = tuple(x.transpose(1, 2) for x in (Q, K, V))
+    for inputs, function in (
+        ((Q, K, V), attention),
+        (heads_first, scaled_dot_product_attention),
+        (CACHED, on_cache),
+        (APPENDED, append_last),
+    ):
         base(*inputs, function=function)
         for place in range(len(inputs)):
             moved = [x.to("meta") if n == place else x for n, x in enumerate(inputs)]

@@ -41,8 +41,9 @@ from .score import four_dimensional
 if TYPE_CHECKING:
     from .attention import Sequence
 
-# By its Python binding: a call of the same operator in torch.ops reads the schema, for 9 of 44 us of a single row.
-flash = torch._scaled_dot_product_flash_attention_for_cpu
+operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# By its Python binding if torch has one: a call in torch.ops reads the schema, for 9 of 44 us of a single row.
+flash = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", operator)
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 WHOLE = slice(None)
 # NumPy aligns its arrays to 16 bytes. In 1,100 calls with such addresses the bits of the operators, whose BLAS is MKL,

@@ -1,5 +1,6 @@
 """The engine aten: torch's flash operators for CPUs, with the semantics of `attention` where theirs differ."""
 
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -501,6 +502,18 @@ def test_a_changed_operator_is_not_called(found, monkeypatch, caplog):
         device._changed_schema.cache_clear()
     (record,) = caplog.records
     assert record.levelname == "INFO" and "changed a private operator" in record.getMessage()
+
+
+def test_a_torch_without_the_binding_of_the_operator(monkeypatch):
+    """The schema says nothing of the binding: without it the operator itself is called, with the same results."""
+    monkeypatch.delattr(torch, "_scaled_dot_product_flash_attention_for_cpu")
+    spec = importlib.util.spec_from_file_location("cupy_flash.cpu.aten_without_binding", aten.__file__)
+    without = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without)
+    q = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+    for causal in (False, True):
+        got, expected = (module.Form(causal, False, 0.3, "bhsd").attend(q, q, q) for module in (without, aten))
+        assert all(map(torch.equal, got, expected))
 
 
 # In torch

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupy_flash
 from cupy_flash import device, dispatch, keyed_plan
+from cupy_flash.cpu import aten
+from cupy_flash.plan import plan
 from cupy_flash.problem.records import Options
 
 RANDOM = np.random.default_rng(36)
@@ -103,30 +105,105 @@ CHANGES = {
     "negative-stride": ((Q, K[:, ::-1], V), {}),
     "alignment": ((Q, np.concatenate(([0], K.ravel())).astype(np.float32)[1:].reshape(K.shape), V), {}),
     "dtype": (arrays(dtype=np.float64), {}),
+    "dtype-of-keys": ((Q, K.view(np.int32), V), {}),
     "framework": (on_torch((Q, K, V)), {}),
     "class": ((Q, np.ma.masked_array(K), V), {}),
+    "values-inside-keys": ((Q, K, None), dict(head_dim_v=16)),
     "scale": ((Q, K, V), dict(scale=0.7)),
     "scale-type": ((Q, K, V), dict(scale=True)),
     "causal": ((Q, K, V), dict(causal="top_left")),
     "window": ((Q, K, V), dict(window=(3, 3))),
     "softcap": ((Q, K, V), dict(softcap=1.0)),
     "layout": ((Q, K.swapaxes(1, 2).copy(), V.swapaxes(1, 2).copy()), dict(layout="bhsd")),
+    "deterministic": ((Q, K, V), dict(deterministic=True)),
+    "dropout": ((Q, K, V), dict(dropout=1.0)),
     "engine": ((Q, K, V), dict(engine="cpu")),
-    "presence": ((Q, K, V), dict(sink=np.ones(4, np.float32))),
-    "lengths": ((Q, K, V), dict(kv_lengths=np.array([3, 70], np.int32))),
+    "sink": ((Q, K, V), dict(sink=np.ones(4, np.float32))),
+    "bias": ((Q, K, V), dict(bias=RANDOM.normal(size=(1, 4, 1, 70)).astype(np.float32))),
+    "mask": ((Q, K, V), dict(mask=np.arange(70) < 9)),
+    "alibi": ((Q, K, V), dict(alibi_slopes=np.ones(4, np.float32))),
+    "q-lengths": ((Q, K, V), dict(q_lengths=np.array([0, 1], np.int32))),
+    "kv-lengths": ((Q, K, V), dict(kv_lengths=np.array([3, 70], np.int32))),
+    "selected": ((Q, K, V), dict(selected=np.arange(3, dtype=np.int32).reshape(1, 1, 1, 3))),
 }
-OF_MEMORY = ("strides", "innermost-stride", "alignment")  # the same numbers
+SAME_NUMBERS = ("strides", "innermost-stride", "alignment", "deterministic")
 
 
 @pytest.mark.parametrize("component", CHANGES)
-def test_a_changed_component_is_seen(component):
-    base((Q, K, V))
+@pytest.mark.parametrize("engine", [None, "cpu_decode"])
+def test_a_changed_component_is_seen(component, engine):
+    given = {} if engine is None else dict(engine=engine)
     inputs, options = CHANGES[component]
-    for _ in range(2):  # the second call has its own entry, or None in place of one
-        assert outcome(inputs, options)[0] == posed(inputs, options)
-    if component not in OF_MEMORY:
-        assert posed(inputs, options) != posed((Q, K, V), {})
-    assert outcome((Q, K, V), {}) == (posed((Q, K, V), {}), True)
+    options = given | options
+    base((Q, K, V), given)
+    for n in range(2):  # the second call has its own entry, or None in place of one
+        result, was_served = outcome(inputs, options)
+        assert result == posed(inputs, options) and not (was_served and n == 0)
+    if component not in SAME_NUMBERS:
+        assert posed(inputs, options) != posed((Q, K, V), given)
+    assert outcome((Q, K, V), given) == (posed((Q, K, V), given), True)
+
+
+# {what: (options of what is kept, options that differ from them in a value or in a type alone)}
+VALUES = {
+    "window": (dict(window=(3, 3)), dict(window=(3, 2))),
+    "window-type": (dict(window=(3, 3)), dict(window=(3, 3.0))),
+    "scale": (dict(scale=0.3), dict(scale=0.7)),
+    "scale-type": (dict(scale=1.0), dict(scale=True)),
+    "softcap": (dict(softcap=1.0), dict(softcap=2.0)),
+    "softcap-type": (dict(softcap=1.0), dict(softcap=True)),
+    "causal": (dict(causal=False), dict(causal=True)),
+    "causal-type": (dict(causal=True), dict(causal=1)),
+    "deterministic": (dict(deterministic=False), dict(deterministic=True)),
+    "deterministic-type": (dict(deterministic=False), dict(deterministic=0)),
+    "layout": (dict(layout="bshd"), dict(layout="bhsd")),
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_a_changed_value_or_type_of_an_option_of_few_queries_is_seen(what):
+    before, after = (options | dict(engine="cpu_decode") for options in VALUES[what])
+    base((Q, K, V), before)
+    assert outcome((Q, K, V), after) == (posed((Q, K, V), after), False)
+
+
+@pytest.mark.parametrize("engine", ["aten", "cpu_decode"])
+def test_a_tensor_on_another_device_is_seen(engine, monkeypatch):
+    """On meta, as if it had memory there."""
+    address, inputs = torch.Tensor.data_ptr, on_torch((Q, K, V))
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: keyed_plan.ALIGNMENT if x.is_meta else address(x))
+    base(inputs, dict(engine=engine))
+    for place in range(3):
+        others = [x.to("meta") if n == place else x for n, x in enumerate(inputs)]
+        assert outcome(others, dict(engine=engine)) == (posed(others, dict(engine=engine)), False)
+
+
+# As CHANGES, of tensors
+OF_TENSORS = {
+    "shape": lambda q, k, v: (q, k[:, :66], v[:, :66]),
+    "strides": lambda q, k, v: (q, k.mT.contiguous().mT, v),
+    "dtype": lambda q, k, v: (q.double(), k.double(), v.double()),
+    "alignment": lambda q, k, v: (q, torch.cat((k.new_zeros(1), k.ravel()))[1:].view(k.shape), v),
+}
+
+
+@pytest.mark.parametrize("component", OF_TENSORS)
+@pytest.mark.parametrize("engine", ["aten", "cpu_decode"])
+def test_a_changed_component_of_tensors_is_seen(component, engine):
+    inputs, options = on_torch((Q, K, V)), dict(engine=engine)
+    base(inputs, options)
+    others = OF_TENSORS[component](*inputs)
+    assert outcome(others, options) == (posed(others, options), False)
+
+
+@pytest.mark.parametrize("engine", ["aten", "cpu_decode"])
+def test_the_evidence_and_the_backend_of_a_call_are_seen(engine, monkeypatch):
+    inputs, options = on_torch((Q, K, V)), dict(engine=engine)
+    base(inputs, options)
+    plan.forget()
+    assert [outcome(inputs, options)[1] for _ in range(2)] == [False, True]
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "cuda")
+    assert outcome(inputs, options) == (posed(inputs, options), False)
 
 
 def test_contents_that_the_operator_does_not_serve_are_posed():
@@ -262,6 +339,25 @@ def test_a_call_of_few_queries_on_a_changed_device_is_posed(monkeypatch):
     base((Q, K, V), options)
     monkeypatch.setattr(device, "blas_threads", lambda: 1 + Q.shape[0] * 3)
     assert outcome((Q, K, V), options) == (posed((Q, K, V), options), False)
+
+
+@pytest.mark.parametrize("state", ["mode", "instructions"])
+def test_a_call_that_another_engine_served_in_another_state_is_posed(state, monkeypatch):
+    """The engine of few queries serves it while torch's operators cannot be called, or only on request."""
+    with monkeypatch.context() as patch, _Mode() if state == "mode" else nullcontext():
+        if state == "instructions":
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        base((Q, K, V))
+    assert outcome((Q, K, V), {}) == (posed((Q, K, V), {}), False)
+
+
+@pytest.mark.parametrize("rows", [1, 65], ids=["by-torch", "by-numpy"])
+def test_results_that_no_entry_returns(rows):
+    for place, value in ((None, 1), (0, np.nan), (0, np.inf), (1, np.nan), (1, -np.inf), (1, 0)):
+        results = torch.ones(1, 1, rows, 4), torch.ones(1, 1, rows)
+        if place is not None:
+            results[place].ravel()[-1] = value
+        assert aten._is_regular(*results) == (place is None)
 
 
 MORE = {

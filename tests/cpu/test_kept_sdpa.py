@@ -94,7 +94,13 @@ def test_an_entry_computes_what_a_posed_call_does(form):
 
 
 Q, K, V = tensors()
-MISALIGNED = torch.cat([torch.zeros(1), K.transpose(1, 2).flatten()])[1:].view(2, 70, 4, 16).transpose(1, 2)
+
+
+def moved(x, elements):
+    """Copy a tensor with its strides to memory that starts some elements after an aligned address."""
+    return torch.zeros(x.numel() + elements, dtype=x.dtype).as_strided(x.shape, x.stride(), elements).copy_(x)
+
+
 # {component: (arguments of what is kept, arguments of a call that differs from it in that alone)}
 PLAIN = (Q, K, V), {}
 GROUPS = tensors(heads=6, kv_heads=2)
@@ -106,7 +112,10 @@ CHANGES = {
     "strides-of-query": ((tensors(q_len=5), {}), ((tensors(q_len=5)[0].contiguous(), *tensors(q_len=5)[1:]), {})),
     "strides-of-key": (PLAIN, ((Q, K.mT.contiguous().mT, V), {})),
     "strides-of-value": (PLAIN, ((Q, K, V.mT.contiguous().mT), {})),
-    "alignment": (PLAIN, ((Q, MISALIGNED, V), {})),
+    "alignment-of-query": (PLAIN, ((moved(Q, 1), K, V), {})),
+    "alignment-of-key": (PLAIN, ((Q, moved(K, 1), V), {})),
+    "alignment-of-value": (PLAIN, ((Q, K, moved(V, 1)), {})),
+    "alignment-to-64": (PLAIN, ((Q, moved(K, 4), V), {})),
     "dtype": (PLAIN, (tensors(dtype=torch.float64), {})),
     "dtype-of-query": (PLAIN, ((Q.view(torch.int32), K, V), {})),
     "dtype-of-key": (PLAIN, ((Q, K.view(torch.int32), V), {})),
@@ -125,7 +134,8 @@ CHANGES = {
     "rank": (PLAIN, ((Q[0], K[0], V[0]), {})),
     "batch-of-query": (PLAIN, ((Q[:1], K, V), {})),
 }
-OF_MEMORY = ("strides-of-key", "strides-of-value", "alignment")  # the same numbers
+# The same numbers
+OF_MEMORY = ("strides-of-key", "strides-of-value", *(component for component in CHANGES if "alignment" in component))
 
 
 @pytest.mark.parametrize("component", CHANGES)
@@ -138,6 +148,16 @@ def test_a_changed_component_is_seen(component):
     if component not in OF_MEMORY:
         assert result != posed(inputs, options)
     assert outcome(inputs, options) == (posed(inputs, options), True)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_tensor_on_another_device_is_seen(place, monkeypatch):
+    """On meta, as if it had memory there."""
+    address, inputs = torch.Tensor.data_ptr, [Q, K, V]
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: keyed_plan.ALIGNMENT if x.is_meta else address(x))
+    base((Q, K, V))
+    inputs[place] = inputs[place].to("meta")
+    assert outcome(inputs, {}) == (posed(inputs, {}), False)
 
 
 class _Functions(torch.overrides.TorchFunctionMode):

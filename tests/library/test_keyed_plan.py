@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cupy_flash
 from cupy_flash import dispatch, keyed_plan
-from cupy_flash.adapters.torch import keyed_autograd, transforms
+from cupy_flash.adapters.torch import keyed_autograd, scaled_dot_product_attention, transforms
 from cupy_flash.adapters.torch import keyed_plan as of_torch
 from cupy_flash.adapters.torch import kv_cache as of_cache_on_torch
 from cupy_flash.engines import simt
@@ -37,7 +37,7 @@ from cupy_flash.gpu.tensor_map import encode_for_simulator
 from cupy_flash.mods import trace
 from cupy_flash.plan import plan
 from cupy_flash.problem.build import of_cache, pose
-from cupy_flash.problem.records import CacheOptions, Operands, Options, Packed, Saved
+from cupy_flash.problem.records import SCALES, CacheOptions, Operands, Options, Packed, Saved
 
 OUTPUTS, SPACING = 1 << 50, 1 << 30  # the addresses of outputs in what is recorded
 Launched = namedtuple("Launched", "kept launches arguments")
@@ -394,14 +394,14 @@ def test_a_trace_poses():
 
 
 UNUSUAL = {
-    "subclass": lambda: Q.as_subclass(Wrapped),
-    "negated": lambda: torch._neg_view(Q),
-    "meta": lambda: Q.to("meta"),
-    "zeros": lambda: torch._efficientzerotensor(Q.shape, dtype=Q.dtype),
-    "sparse": lambda: Q.to_sparse(),
-    "nested": lambda: torch.nested.nested_tensor(list(Q)),
-    "no-tensor": lambda: Q.numpy(),
-    "empty": lambda: Q[:, :0],
+    "subclass": lambda x: x.as_subclass(Wrapped),
+    "negated": lambda x: torch._neg_view(x),
+    "meta": lambda x: x.to("meta"),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "no-tensor": lambda x: x.numpy(),
+    "empty": lambda x: x[:, :0],
 }
 
 
@@ -411,7 +411,7 @@ UNUSUAL = {
 def test_an_unusual_tensor_poses(kind, place, monkeypatch):
     base(Q, K, V)
     inputs = [Q, K, V]
-    inputs[place] = UNUSUAL[kind]()
+    inputs[place] = UNUSUAL[kind](inputs[place])
     results = []
     for attempt in ("with entries", "without"):
         LOG.clear()
@@ -423,6 +423,24 @@ def test_an_unusual_tensor_poses(kind, place, monkeypatch):
         assert not any(launched.kept for launched in LOG), attempt
         monkeypatch.setattr(transforms, "call_on_tensors", lambda *_: None)
     assert results[0] == results[1]
+
+
+def test_a_tensor_on_another_device_is_seen(monkeypatch, on_simulator):
+    """On meta, as if it had memory there."""
+    address = torch.Tensor.data_ptr
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: ALIGNMENT if x.is_meta else address(x))
+    heads_first = tuple(x.transpose(1, 2) for x in (Q, K, V))
+    for inputs, function in (
+        ((Q, K, V), attention),
+        (heads_first, scaled_dot_product_attention),
+        (CACHED, on_cache),
+        (APPENDED, append_last),
+    ):
+        base(*inputs, function=function)
+        for place in range(len(inputs)):
+            moved = [x.to("meta") if n == place else x for n, x in enumerate(inputs)]
+            got, kept = outcome(lambda moved=moved, function=function: function(*moved))
+            assert not kept and "must be on one device" in got[1]
 
 
 def test_values_in_host_memory_are_checked_every_time():
@@ -484,11 +502,12 @@ def test_a_mod_is_served_with_other_memory_and_keeps_no_array():
     assert reference() is None or all(launched.kept for launched in LOG[-1:])
 
 
-def test_a_process_that_records_poses(monkeypatch):
+def test_a_process_that_records_poses(monkeypatch, on_simulator):
     monkeypatch.setattr(dispatch, "_RECORD", "calls.json")
     monkeypatch.setattr(dispatch, "_record", lambda *_: None)
     for _ in range(2):
         assert not outcome(lambda: attention(Q, K, V))[1]
+        assert not outcome(lambda: append_last(*APPENDED))[1]
 
 
 def test_an_unaligned_output_poses(monkeypatch):
@@ -848,6 +867,14 @@ def append_rows(k, v, k_cache, v_cache, **options):
     cupy_flash.append_to_kv_cache(k, v, k_cache, v_cache, **options)
 
 
+def append_last(*arrays):
+    append_rows(*arrays, cache_seqlens=3)
+
+
+def append_arrays(**arrays):
+    cupy_flash.append_to_kv_cache(**arrays)
+
+
 ROWS = half(2, 1, 2, 32), half(2, 1, 2, 32)
 APPENDED = (*ROWS, *CACHED[1:])
 TO_PAGES, LATENT = (*ROWS, *PAGED[1:]), (ROWS[0], None, CACHED[1], None)
@@ -894,6 +921,10 @@ APPEND_CHANGES = {
     "strides-of-scales": (
         (TO_CODES, with_scales()), (TO_CODES, with_scales() | dict(k_scale=torch.ones(2, 64, 4)[..., ::2])),
     ),
+    "which-descale": (
+        ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2))),
+        ((*ROWS, *FP8), LENGTHS | dict(v_descale=torch.ones(2, 2))),
+    ),
     "layout": ((BY_HEADS, LENGTHS), (BY_HEADS, LENGTHS | dict(layout="bhsd"))),
 }  # fmt: skip
 
@@ -926,6 +957,26 @@ def test_an_entry_of_an_append_launches_what_a_posed_one_does(form, unread, on_s
     second = call()
     got, kept = outcome(second)
     assert kept and got == posed(second)
+
+
+FOUR_BITS = (*ROWS, *(indices(2, 64, 2, 16, dtype=torch.uint8) for _ in range(2)))
+WITH_OPTIONAL = {
+    "paged": (TO_PAGES, LENGTHS | PAGES | TABLES | dict(positions=indices(2, 1))),
+    "contiguous": (APPENDED, LENGTHS | dict(cache_batch_idx=indices(2))),
+    "slots": (APPENDED, dict(slots=indices(2, dtype=torch.int64))),
+    "packed": (TO_TOKENS, LENGTHS | dict(cu_seqlens=indices(3))),
+    "fp8": ((*ROWS, *FP8), LENGTHS | dict(k_descale=torch.ones(2, 2), v_descale=torch.ones(2, 2))),
+    "four-bits": (FOUR_BITS, LENGTHS | {name: torch.ones(2, 64, 2) for name in SCALES}),
+}
+
+
+@pytest.mark.parametrize("form", WITH_OPTIONAL)
+def test_an_array_that_an_append_lacks_is_seen(form, unread, on_simulator):
+    """Each of them, also those without which the call is refused."""
+    inputs, options = WITH_OPTIONAL[form]
+    given = dict(zip(("k", "v", "k_cache", "v_cache"), inputs, strict=True)) | options
+    for name in ("v", "v_cache", *options):
+        check_a_change(append_arrays, ((), given), ((), given | {name: None}))
 
 
 def test_an_append_is_no_call_whose_queries_are_its_rows(unread, on_simulator):
@@ -966,6 +1017,23 @@ def test_an_overlap_of_rows_and_caches_of_an_append_is_seen(on_simulator):
     assert not kept and "start at one address" in got[1]
 
 
+def test_an_overlap_of_scales_of_an_append_is_seen(on_simulator):
+    names, size = ("k", "v", "k_cache", "v_cache", "k_scale", "v_scale"), 1 << 14
+    given = dict(zip(names, (*ROWS, *CODES[1:], *(torch.ones(2, 64, 2) for _ in range(2))), strict=True))
+    memory, apart = torch.zeros(6 * size, dtype=torch.uint8), {name: size * n for n, name in enumerate(names)}
+
+    def call(starts):
+        views = {name: memory[n : n + given[name].nbytes].view(given[name].dtype) for name, n in starts.items()}
+        return lambda: append_arrays(**{name: x.view(given[name].shape) for name, x in views.items()}, cache_seqlens=3)
+
+    outcome(call(apart))
+    assert outcome(call(apart))[1]
+    for name, others in (("k_scale", names[2:4]), ("v_scale", names[2:5]), ("k", names[4:]), ("v", names[4:])):
+        for other in others:
+            got, kept = outcome(call(apart | {name: apart[other] + 64}))
+            assert not kept and "overlaps" in got[1]
+
+
 def test_an_append_writes_a_new_version(on_simulator, unread):
     inputs = tuple(x.clone() for x in TO_CODES)
     scales_of = with_scales()
@@ -977,11 +1045,52 @@ def test_an_append_writes_a_new_version(on_simulator, unread):
     assert LOG[-1].kept and changed == [False] * 2 + [True] * 4
 
 
-@pytest.mark.parametrize("observer", OBSERVED)
-def test_an_observed_append_is_posed(observer, on_simulator):
+@pytest.mark.parametrize("kind", ["subclass", "negated", "meta", "zeros", "sparse", "no-tensor"])
+@pytest.mark.parametrize("place", range(4))
+def test_an_append_with_an_unusual_tensor_poses(kind, place, on_simulator):
     base(*APPENDED, function=append_rows, cache_seqlens=3)
+    inputs = list(APPENDED)
+    inputs[place] = UNUSUAL[kind](inputs[place])
+    LOG.clear()
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, NotImplementedError):
+        append_rows(*inputs, cache_seqlens=3)
+    assert not any(launched.kept for launched in LOG)
+
+
+def test_the_evidence_of_a_new_generation_poses_an_append(on_simulator):
+    kept = base(*APPENDED, function=append_rows, cache_seqlens=3)
+    plan.forget()
+    assert [outcome(kept)[1] for _ in range(2)] == [False, True]
+
+
+# On a GPU no entry of sdpa asks for the state of torch, as those on a CPU do.
+ON_SIMULATOR = {
+    "append": lambda: append_last(*APPENDED),
+    "sdpa": lambda: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (Q, K, V))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("function", ON_SIMULATOR)
+def test_an_append_or_sdpa_under_a_transform_or_a_trace_is_posed(function, on_simulator):
+    kept = base(function=ON_SIMULATOR[function])
+
+    def double(x):
+        kept()
+        return (2 * x).sum()
+
+    for around in (torch.func.grad(double), lambda x: torch.jit.trace(double, (x,), check_trace=False)):
+        LOG.clear()
+        around(torch.ones(2))
+        assert LOG and not any(launched.kept for launched in LOG)
+
+
+@pytest.mark.parametrize("function", ON_SIMULATOR)
+@pytest.mark.parametrize("observer", OBSERVED)
+def test_an_observed_append_or_sdpa_is_posed(observer, function, on_simulator):
+    kept = base(function=ON_SIMULATOR[function])
     with OBSERVED[observer]():
-        assert not outcome(lambda: append_rows(*APPENDED, cache_seqlens=3))[1]
+        assert not outcome(kept)[1]
 
 
 def test_what_an_append_cannot_be_served_with(on_simulator, monkeypatch):

@@ -85,6 +85,38 @@ def test_appends_are_served() -> None:
     assert served() == 4
 
 
+def test_a_changed_component_of_an_append_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is, the rows reach the caches; what is kept wrote to others."""
+    rows, caches = np.random.default_rng(0).normal(size=(2, 2, 1, 2, 16)), np.zeros((2, 2, 9, 2, 16))
+
+    def append(rows: Any, caches: Any, **options: Any) -> None:
+        cupy_flash.append_to_kv_cache(*rows, *caches, **{"cache_seqlens": 3} | options)
+
+    def on_gpu(x: Any) -> Any:
+        return cupy.asarray(x.astype(np.float32))
+
+    memory = cupy.zeros(caches.size + 1, np.float32)
+    changed = {
+        "shape": (on_gpu(rows), on_gpu(caches)[:, :, :8]),
+        "strides": (on_gpu(rows), on_gpu(np.zeros((2, 2, 9, 2, 20)))[..., :16]),
+        "alignment": (on_gpu(rows), memory[1:].reshape(caches.shape)),
+    }
+    append(on_gpu(rows), on_gpu(caches))
+    for component, (x, y) in changed.items():
+        before = served()
+        append(x, y)
+        assert served() == before, component
+        np.testing.assert_array_equal(y[:, :, 3].get(), x[:, :, 0].get())
+        assert int((y != 0).sum()) == x.size
+    append(on_gpu(rows), on_gpu(caches))
+    assert served() == 1
+    with pytest.raises(TypeError, match="int32"):
+        append(on_gpu(rows), on_gpu(caches).view(np.int32))
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "simulator")
+    with pytest.raises(cupy_flash.UnsupportedError):
+        append(on_gpu(rows), on_gpu(caches))
+
+
 def test_results_are_those_of_the_arrays_of_the_call() -> None:
     for seed in range(3):
         inputs = arrays(seed)

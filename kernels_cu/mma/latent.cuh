@@ -243,13 +243,14 @@ __device__ void store_row(const Params& p, const Part& part, const Share& share,
 
 // Stores the result of a part. The sum of a row is that of its slices, in their order.
 __device__ void store_part(const Params& p, const Part& part, unsigned char* smem, Softmax2 (&softmax)[M][2],
-                           const Accumulator& O, const Share& share, float scale, float scale_log2
+                           const Accumulator& O, const Share& share, float scale_log2
 #if STATISTICS
                            ,
                            RowStatistics (&statistics)[M][2]
 #endif
 ) {
   float* sums = (float*)(smem + SharedMemory::ROWS);
+  float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT);  // again, for a register of the mainloop
 #if STATISTICS
   auto statistics_smem = (RowStatistics(*)[BLOCK_Q])(smem + SharedMemory::SUMS);
 #endif
@@ -397,7 +398,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 
   // Epilogue.
   turns.end();
-  store_part(p, part, smem, softmax, O_rmem, share, scale, scale_log2
+  store_part(p, part, smem, softmax, O_rmem, share, scale_log2
 #if STATISTICS
              ,
              statistics

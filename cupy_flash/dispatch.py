@@ -161,28 +161,30 @@ def weights_backward(problem: Problem, operands: Operands, asked: Asked) -> Weig
 
 def select_keys(indexer: Indexer, operands: IndexerOperands) -> Array:
     """Return the lists of keys that an indexer chooses."""
-    lists: Array = _of_indexer("select", indexer, operands)
+    (lists,) = _of_indexer("select", indexer, operands)
     return lists
 
 
 def selection_loss(indexer: Indexer, operands: IndexerOperands) -> Array:
     """Return the loss of an indexer."""
-    loss: Array = _of_indexer("loss", indexer, operands)
+    (loss,) = _of_indexer("loss", indexer, operands)
     return loss
 
 
 def selection_loss_gradients(indexer: Indexer, operands: IndexerOperands) -> tuple[Array, Array, Array, Array]:
     """Return the loss of an indexer and its gradients by q, weights and k."""
-    results: tuple[Array, Array, Array, Array] = _of_indexer("gradients", indexer, operands)
-    return results
+    loss, dq, dweights, dk = _of_indexer("gradients", indexer, operands)
+    return loss, dq, dweights, dk
 
 
-def _of_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> Any:
+def _of_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> tuple[Array, ...]:
     """Return the results of a function of the indexer, which its modules for CPUs and for GPUs both have."""
     if indexer.backend.startswith("cpu"):
-        return getattr(_imported(INDEXER), function)(indexer, operands)
-    on = device_of(indexer)
-    return launcher(on.backend).indexer(function, indexer, operands, on)
+        results = getattr(_imported(INDEXER), function)(indexer, operands)
+    else:
+        on = device_of(indexer)
+        results = launcher(on.backend).indexer(function, indexer, operands, on)
+    return tuple(results) if function == "gradients" else (results,)
 
 
 def load_indexer(function: str, indexer: Indexer, operands: IndexerOperands) -> None:

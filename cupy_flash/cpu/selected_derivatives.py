@@ -7,7 +7,7 @@ known before the sums over the keys.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class _Rows(NamedTuple):
 
 def _scores(
     call: SelectedCall, sequence: Sequence, tile: ListTile, x: _Rows, save: bool
-) -> tuple[np.ndarray, np.ndarray, list[Any]]:
+) -> tuple[np.ndarray, np.ndarray, list[object]]:
     """Return the scores of a tile, -inf where hidden, their tangents, and with `save` what second gradients need."""
     S = products_of_rows(x.Q, x.K, call.scratch, "S")
     tS = np.zeros_like(S) if x.tQ is None else products_of_rows(x.tQ, x.K, call.scratch, "tS")

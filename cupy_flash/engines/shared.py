@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..mods.derive import Read
 
 # Options of attention() that score.cuh, mask.cuh and sequence.cuh implement for every kernel, and cpu/ in NumPy.
-ATTENTION_OPTIONS = frozenset(feature.name for feature in FEATURES if feature.common)
-KV_CACHE_OPTIONS = frozenset(feature.name for feature in CACHE_FEATURES if feature.common)
+ATTENTION_OPTIONS = frozenset({feature.name for feature in FEATURES if feature.common})
+KV_CACHE_OPTIONS = frozenset({feature.name for feature in CACHE_FEATURES if feature.common})
 SELECTION = frozenset({"selected", "selected_block", "selected_rows"})
 # Facts of a KV cache that have a constant, such as PAGED
 CACHE_FACTS = tuple(feature for feature in CACHE_FEATURES if feature.constant and feature.field in Cache._fields)

@@ -79,6 +79,8 @@ def _others(module: Engine[Tile], dtype: str) -> str:
     """Return which engine of the same backend reads caches of a dtype, as a part of a sentence."""
     readers = [name for name, each in MODULES.items() if dtype in each.CACHE_DTYPES]
     readers = [name for name in readers if set(MODULES[name].BACKENDS) & set(module.BACKENDS)]
+    # An engine of caches alone reads all that others read.
+    readers.sort(key=lambda name: MODULES[name].OPTIONS is not None)
     return f", as {readers[0]} does" if readers else ""
 
 

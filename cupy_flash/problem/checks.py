@@ -266,19 +266,14 @@ def check_options(
     is_bhsd = isinstance(layout, str) and layout == "bhsd"
     require(not (packed and is_bhsd), 'a packed batch is (T, H, D) and has no layout "bhsd"')
     source = "backend" if options["backend"] is not None else "the environment's CUPY_FLASH_BACKEND"
-    check_backend(requirements, source, backend)
-    engine = options["engine"]
-    require(engine is None or is_one_of(engine, ENGINES), f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    return Settings(mask, numbers, values)
-
-
-def check_backend(requirements: Requirements, source: str, backend: str | None) -> None:
-    """Check the name of a backend, None for that of the arrays' device; `source` says where it stands."""
-    requirements.require(
+    require(
         backend is None or is_one_of(backend, (*BACKENDS, *(f"simulator:{arch}" for arch in GPUS))),
         f"{source} must be one of {', '.join(BACKENDS)}, not {backend!r}; the simulator takes an architecture, as in "
         f"simulator:sm_90a, of {', '.join(GPUS)}",
     )
+    engine = options["engine"]
+    require(engine is None or is_one_of(engine, ENGINES), f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    return Settings(mask, numbers, values)
 
 
 def _causal(

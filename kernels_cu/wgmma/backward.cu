@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 #if LONGEST_FIRST
   BlockIndex block(p);
-  if (block.tile >= gridDim.x) return;  // @block-without-work
+  if (block.tile >= gridDim.x) return;
 #else
   BlockIndex block(DQ_IN_ORDER ? *(int*)(smem + SharedMemory::TILE_NUMBER) : 0);
 #endif

@@ -17,6 +17,7 @@ import numpy as np
 import on_gpu as gpu_backend
 import pytest
 import sanitize
+import shared_prefixes
 import torch
 from cache_cases import posed
 from cases import Case, planned, run_public
@@ -416,7 +417,9 @@ def test_sanitized_calls_start_every_kernel():
         for case in sanitize.CACHES.values()
         for launch in dispatch.plan_for(posed(case.call(), backend="simulator")[0]).launches
     }
-    assert of_caches == {"rotary_append", "mma/decode", "merge"}
+    shared, _ = shared_prefixes.calls(*sanitize.PREFIXES, dtype="float16", backend="simulator")
+    of_caches |= {launch.kernel for launch in dispatch.plan_for(posed(shared)[0]).launches}
+    assert of_caches == {"rotary_append", "prefix_rows", "mma/decode", "merge"}
     of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
     assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}

@@ -24,8 +24,9 @@ import numpy as np
 import on_gpu
 import row_statistics
 import selected_cases
+import shared_prefixes
 import weights_cases
-from cache_cases import CacheCase
+from cache_cases import CacheCase, references
 from cache_cases import check as check_cache
 from cases import Call, Case, Result, check, compare, run
 from mods import arrays_of, mods_of
@@ -83,6 +84,7 @@ CACHES = {
         shared=True,
     ),
 }
+PREFIXES = ([150, 9], [5, 0, 17], 2, [0, 1, 0])  # lengths of prefixes and of own keys, queries, groups
 DIRECTION = Case(**LONG, causal=True, softcap=2.0, bias="1hqk", sink=True, dropout=0.3)
 DERIVATIVES = {
     "derivatives": DIRECTION,
@@ -310,6 +312,14 @@ def _caches(checked: bool) -> None:
         if checked:
             check_cache(case, on_host)
         print(f"cache: {name}", flush=True)
+    shared, unshared = shared_prefixes.calls(*PREFIXES, dtype="float16")
+    call = shared.map(cupy.asarray)
+    results = cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
+    if checked:
+        exact, low = references(unshared, np.dtype(np.float16))
+        for of, actual, expected, approximate in zip(("float16", "float32"), results, exact, low, strict=False):
+            assert_matches_reference(actual.get(), expected, approximate, np.dtype(of), "shared prefixes")
+    print("cache: shared prefixes", flush=True)
 
 
 def _fp8(checked: bool) -> None:

@@ -82,11 +82,16 @@ def test_statistics_of_selected_keys(row):
     assert_are_of_the_scores(case, call, Statistics(**run(engine, case, call)))
 
 
-@pytest.mark.parametrize("engine", [exhaustive(name) for name in SMALL_TILES])
+OTHER_ENTRY = {
+    "simt": change("listed-key-of-lane", "key[lane_x() + c * LANES]", "key[(lane_x() + c * LANES) ^ 1]"),
+    "mma": change("listed-key-of-fragment", "key[column_of(n, e)]", "key[column_of(n, e) ^ 1]"),
+}
+
+
+@pytest.mark.parametrize("engine", [exhaustive(name) for name in OTHER_ENTRY])
 def test_a_key_of_another_entry_is_found(engine, monkeypatch):
     case, call = selected_call("keys-causal-heads", **dict(dtype="float16") if engine == "mma" else {})
-    of, at = ("lane", "lane_x() + c * LANES") if engine == "simt" else ("fragment", "column_of(n, e)")
-    with planted(monkeypatch, change(f"listed-key-of-{of}", f"key[{at}]", f"key[({at}) ^ 1]")):
+    with planted(monkeypatch, OTHER_ENTRY[engine]):
         found = Statistics(**run(engine, case, call))
     with pytest.raises((AssertionError, IndexError)):  # some places of a tile have a key past the last one
         assert_are_of_the_scores(case, call, found)

@@ -122,6 +122,7 @@ BUGS = {
     "offset-of-own-keys": (skip("offset-on-prefix"), "float32", CASES["window"]),
     "mask-of-own-keys": (skip("mask-on-prefix"), "float32", CASES["alibi-and-mask"] | {"causal": False}),
     "position-of-query": (skip("query-position-after-prefix"), "float32", CASES["mods"]),
+    "rotated-from-own-keys": (skip("position-after-prefix"), "float32", CASES["rotary"]),
     "query-of-the-first-sequence": (skip("place-of-next-sequence"), "float16", {}),
     "row-of-another-sequence": (change("row-of-sequence", "p.prefix_places[b]", "part.first_query"), "float16", {}),
     "mask-of-the-first-sequence": (skip("sequence-of-row"), "float16", CASES["window"]),

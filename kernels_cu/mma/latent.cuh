@@ -43,6 +43,30 @@ struct ScoreLanes {
         K(share.slice / 2 * 16 + lane_id() % 8 + lane_id() / 16 * 8, 2 * share.half() + lane_id() / 8 % 2) {}
 };
 
+// Q, the steps of a warp.
+using Queries = unsigned int[(STEPS + 1) / 2][M][4];
+
+__device__ void load_queries(Queries& Q, int k, unsigned int Q_smem, const ScoreLanes& lanes) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) ldmatrix_x4(Q[k][m], Q_smem + lanes.Q.at(16 * m, 4 * k));
+}
+
+// S += Q K^T, of the keys and steps of a warp
+__device__ void add_scores(float (&sums)[M][2][4], Queries& Q, unsigned int Q_smem, unsigned int K_smem,
+                           const ScoreLanes& lanes, const Share& share) {
+#pragma unroll
+  for (int k = 0; k < (STEPS + 1) / 2; ++k) {
+    if (STEPS % 2 && 2 * k + share.half() >= STEPS) continue;
+    if constexpr (!Q_IN_REGISTERS) load_queries(Q, k, Q_smem, lanes);
+    unsigned int b[4];
+    ldmatrix_x4(b, K_smem + lanes.K.at(0, 4 * k));
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) mma_m16n8k16<element>(sums[m][n], Q[k][m], b[2 * n], b[2 * n + 1], sums[m][n]);
+  }
+}
+
 // O, the columns of a warp: block n is block n * SLICES + slice of the row.
 using Accumulator = float[M][2 * MOST_BLOCKS][4];
 
@@ -219,13 +243,14 @@ __device__ void store_row(const Params& p, const Part& part, const Share& share,
 
 // Stores the result of a part. The sum of a row is that of its slices, in their order.
 __device__ void store_part(const Params& p, const Part& part, unsigned char* smem, Softmax2 (&softmax)[M][2],
-                           const Accumulator& O, const Share& share, float scale, float scale_log2
+                           const Accumulator& O, const Share& share, float scale_log2
 #if STATISTICS
                            ,
                            RowStatistics (&statistics)[M][2]
 #endif
 ) {
   float* sums = (float*)(smem + SharedMemory::ROWS);
+  float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT);  // again, for a register of the mainloop
 #if STATISTICS
   auto statistics_smem = (RowStatistics(*)[BLOCK_Q])(smem + SharedMemory::SUMS);
 #endif
@@ -298,6 +323,23 @@ struct Turns {
   }
 };
 
+// Loads Q and the first tiles of keys, and Q into registers if they have room for it.
+__device__ void prologue(const Params& p, const Part& part, KvStages& stages, Queries& Q_rmem, unsigned int Q_smem,
+                         const ScoreLanes& lanes, const Share& share) {
+  stages.reuse_memory();
+  PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
+  Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
+  cp_async_commit_group();
+  stages.begin();
+  stages.wait_for_Q();
+  __syncthreads();
+  if constexpr (Q_IN_REGISTERS) {
+#pragma unroll
+    for (int k = 0; k < (STEPS + 1) / 2; ++k)
+      if (2 * k + share.half() < STEPS) load_queries(Q_rmem, k, Q_smem, lanes);
+  }
+}
+
 __device__ void attend(const Params& p, const Part& part, unsigned char* smem, KvStages::Shared& shared) {
   unsigned int Q_smem = smem_address(smem + SharedMemory::Q);
   float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT), scale_log2 = log2_scale_of(scale);
@@ -311,24 +353,8 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   PartTiles tiles(p, part);
   KvStages stages(p, part, tiles, smem_address(smem), shared);
 
-  // Prologue.
-  stages.reuse_memory();
-  PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
-  Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
-  cp_async_commit_group();
-  stages.begin();
-  stages.wait_for_Q();
-  __syncthreads();
-  unsigned int Q_rmem[(STEPS + 1) / 2][M][4];
-  auto load_Q = [&](int k) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) ldmatrix_x4(Q_rmem[k][m], Q_smem + lanes.Q.at(16 * m, 4 * k));
-  };
-  if constexpr (Q_IN_REGISTERS) {
-#pragma unroll
-    for (int k = 0; k < (STEPS + 1) / 2; ++k)
-      if (2 * k + share.half() < STEPS) load_Q(k);
-  }
+  Queries Q_rmem;
+  prologue(p, part, stages, Q_rmem, Q_smem, lanes, share);
 
   Softmax2 softmax[M][2];
 #pragma unroll
@@ -344,17 +370,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   for (; tiles.valid(); tiles.next()) {
     unsigned int K_smem = turns.begin(tiles.start) + KeySlot::K;
     float sums[M][2][4] = {}, S_rmem[M][1][4];
-#pragma unroll
-    for (int k = 0; k < (STEPS + 1) / 2; ++k) {
-      if (STEPS % 2 && 2 * k + share.half() >= STEPS) continue;
-      if constexpr (!Q_IN_REGISTERS) load_Q(k);
-      unsigned int b[4];
-      ldmatrix_x4(b, K_smem + lanes.K.at(0, 4 * k));
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int n = 0; n < 2; ++n) mma_m16n8k16<element>(sums[m][n], Q_rmem[k][m], b[2 * n], b[2 * n + 1], sums[m][n]);
-    }
+    add_scores(sums, Q_rmem, Q_smem, K_smem, lanes, share);
     send_sums(sums, smem_address(smem + SharedMemory::SUMS), share);
     turns.accumulate();
     receive_sums(S_rmem, sums, smem_address(smem + SharedMemory::SUMS), share);
@@ -382,7 +398,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 
   // Epilogue.
   turns.end();
-  store_part(p, part, smem, softmax, O_rmem, share, scale, scale_log2
+  store_part(p, part, smem, softmax, O_rmem, share, scale_log2
 #if STATISTICS
              ,
              statistics

@@ -17,7 +17,7 @@ def test_the_stored_counts_meet_the_marks():
     assert max(row["bytes"] for row in STORED) <= latent.MARK * 2 * latent.D
     # On sm_90a mma.sync reaches half of the peak of the tensor cores at most; bench/NOTES.md has what wgmma would.
     at_128 = {row["arch"]: row["tensor"] for row in STORED if row["heads"] == 128}
-    assert min(at_128["sm_80"], at_128["sm_89"]) >= latent.TENSOR_MARK and at_128["sm_90a"] >= 0.59
+    assert min(at_128.values()) >= latent.TENSOR_MARK
     assert min(row["bandwidth"] for row in STORED if row["heads"] == 16) >= latent.BANDWIDTH_MARK
 
 

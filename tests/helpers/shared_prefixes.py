@@ -19,6 +19,7 @@ def calls(
     """Return a call with prefixes that appends, and that on contiguous caches with a copy of the prefix each.
 
     `rows` is the number of new rows of every sequence, or that of each of a packed batch, which has one row more.
+    With `head_dim_v` values are inside keys.
     """
     rng, packed = np.random.default_rng(6), not isinstance(rows, int)
     batch, longest = len(own), rows if isinstance(rows, int) else max(rows)
@@ -47,6 +48,9 @@ def calls(
         "prefix_lengths": np.array(prefixes, np.int32), "prefix_group": np.array(groups, np.int32),
     }  # fmt: skip
     unshared = {"cache_seqlens": np.array(lengths, np.int32)}
+    if "head_dim_v" in options:
+        del options["v"]
+        return CacheCall(q, pools[0], None, options | of_groups), CacheCall(q, whole[0], None, options | unshared)
     return CacheCall(q, *pools, options | of_groups), CacheCall(q, *whole, options | unshared)
 
 

@@ -53,6 +53,11 @@ def test_a_packed_batch(dtype, blocks):
     check(dtype, *PACKED, page=6, blocks=blocks)
 
 
+def test_values_inside_keys():
+    """Values that are a view of the keys, in both passes."""
+    check("float16", [21, 9], [5, 0, 17], 2, [0, 1, 0], dim=32, head_dim_v=16)
+
+
 def test_the_bits_of_the_unshared_call():
     """Under split_size, if the lengths of prefixes are multiples of it; also the statistics of rows."""
     shared, unshared = calls([64, 128], [70, 5, 0], 2, [1, 0, 1], dtype="float16", split_size=64)

@@ -259,7 +259,7 @@ def either(hidden: np.ndarray | None, other: np.ndarray) -> np.ndarray:
 
 def outside(band: Band, tile: ListTile) -> np.ndarray:
     """Return which scores of a tile a band hides."""
-    ahead = tile.j - tile.q
+    ahead = tile.j - tile.places[0]
     hidden: np.ndarray = (ahead < band.low) | (ahead > band.high)
     return hidden
 

@@ -330,7 +330,8 @@ def _whole(
         requirements.require_type(False, f"{name} must be {kind} whole number, not {given!r}")
         return default
     legal = number > 0 and (number % unit == 0 or number == default) and not isinstance(given, bool)
-    requirements.require(legal, f"{name} must be {exception}a positive multiple of {unit}, not {given!r}")
+    what = "at least 1" if unit == 1 else f"{exception}a positive multiple of {unit}"
+    requirements.require(legal, f"{name} must be {what}, not {given!r}")
     requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
     return number if legal else default
 

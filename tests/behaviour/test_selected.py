@@ -133,6 +133,30 @@ def test_a_key_that_the_list_of_a_row_does_not_name_never_reaches_it(tiles):
         np.testing.assert_allclose(x[~touched], y[~touched], rtol=1e-9, atol=1e-12)
 
 
+def test_a_key_that_only_rows_past_the_last_query_would_see_never_reaches_a_gradient(tiles):
+    """The last list has three rows of four: the fourth would see key 19."""
+    options = dict(causal="top_left", selected_rows=4, sink=np.zeros(HQ))
+    lists = np.array([[0, SQ], [1, SQ], [2, SQ], [3, SQ], [4, SQ]], np.int32)[None, None]
+    k, v = K.copy(), V.copy()
+    k[:, SQ] = v[:, SQ] = np.inf
+    clean, dirty = results(lists, **options), results(lists, k, v, **options)
+    second = [
+        cupy_flash.attention_double_backward(Q, K, V, DOUT, Q, *x, *clean[:2], selected=lists, **options)
+        for x in ((K, V), (k, v))
+    ]
+    for x, y in zip((*clean, *second[0][:3]), (*dirty, *second[1][:3]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
+
+
+def test_derivatives_without_tangents_are_zero():
+    lists = lists_of(np.random.default_rng(4))
+    out, lse = cupy_flash.attention(Q, K, V, selected=lists, return_lse=True)
+    moved, tout = cupy_flash.attention_jvp(Q, K, V, selected=lists)
+    assert moved.tobytes() == out.tobytes() and not tout.any()
+    second = cupy_flash.attention_double_backward(None, None, None, DOUT, Q, K, V, out, lse, selected=lists)
+    assert not any(x.any() for x in second if isinstance(x, np.ndarray))
+
+
 def test_lists_of_a_packed_batch():
     lengths, kv_lengths, rows = (19, 5), (43, 17), 4
     lists = lists_of(np.random.default_rng(5), heads=HK, block=8, rows=rows, n=4)
@@ -233,7 +257,7 @@ WRONG = {
     "with Hs 1, Hk or Hq, not (1, 3, 19, 4)": dict(selected=LISTS.repeat(3, axis=1)),
     "with Hs 1, Hk or Hq, not (1, 1, 18, 4)": dict(selected=LISTS[:, :, 1:]),
     "selected_block must be 1 or a positive multiple of 8, not 12": dict(selected=LISTS, selected_block=12),
-    "selected_rows must be a positive multiple of 1, not 0": dict(selected=LISTS, selected_rows=0),
+    "selected_rows must be at least 1, not 0": dict(selected=LISTS, selected_rows=0),
     "selected_rows must be a whole number, not 'two'": dict(selected=LISTS, selected_rows="two"),
     "check_selected must be True or False, not 2": dict(selected=LISTS, check_selected=2),
 }

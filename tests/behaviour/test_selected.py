@@ -7,7 +7,7 @@ import derivatives
 import numpy as np
 import pytest
 from cases import check
-from row_statistics import ALL, assert_are_of_the_scores, statistics_of
+from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
 from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
 from tiers import in_tiers
 
@@ -41,9 +41,15 @@ def test_derivatives_are_those_of_the_reference(name, tiles):
 
 
 @pytest.mark.parametrize("name", ["keys-causal-heads", "query-heads-bias", "rows-sink", "lengths-alibi", "bfloat16"])
-def test_statistics_are_those_of_the_scores_of_the_named_keys(name, tiles):
+def test_statistics_and_their_gradients_are_those_of_the_scores_of_the_named_keys(name, tiles):
     case, call = call_of(name)
-    assert_are_of_the_scores(case, call, statistics_of(call))
+    found = statistics_of(call)
+    assert_are_of_the_scores(case, call, found)
+    arrays, gradients = (call.q, call.k, call.v), dict(zip(("dmax", "dentropy"), drawn(found.max), strict=True))
+    saved = cupy_flash.attention(*arrays, return_lse=True, **call.options)
+    gradients |= dict(dlse=call.dlse, statistics=found)
+    of_inputs = cupy_flash.attention_backward(call.dout, *arrays, *saved, **gradients, **call.options)
+    assert_are_the_gradients(case, call, of_inputs, gradients["dmax"], gradients["dentropy"])
 
 
 Q, K, V, DOUT = normal(0, (B, SQ, HQ, D), (B, SK, HK, D), (B, SK, HK, DV), (B, SQ, HQ, DV))
@@ -278,8 +284,8 @@ REFUSED = {
     "simt: it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(
         Q, K, V, Q, backend="simulator", **o
     ),
-    "cpu: it computes no gradients of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
-        Q, K, V, return_lse=True, statistics=("entropy",), **o
+    "simt: it computes no gradient of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
+        Q, K, V, return_lse=True, statistics=("entropy",), backend="simulator", **o
     )[1](DOUT, None, None, np.zeros((B, HQ, SQ))),
     "it computes no key_importance with selected keys": lambda **o: cupy_flash.key_importance(
         Q, K, np.zeros((B, HQ, SQ)), **o
@@ -418,6 +424,14 @@ def test_weights_at_the_lists_of_a_packed_batch():
     assert not found[:, :5, :8].any() and not found[:, 5:, 8:].any()  # block 1 of 5 keys, and entries below 0
     np.testing.assert_allclose(found[:, :5, 8:13], dense[:, :5, :5], rtol=1e-12)
     np.testing.assert_allclose(found[:, 5:, :8], dense[:, 5:, :8], rtol=1e-12)
+
+
+@pytest.mark.parametrize("keys, entries", [(0, 2), (SK, 0)])
+@pytest.mark.parametrize("heads", ["each", "mean"])
+def test_weights_without_keys_or_entries_are_zeros(keys, entries, heads):
+    lists, lse = np.full((1, 1, SQ, entries), -1, np.int32), np.full((B, HQ, SQ), -np.inf)
+    found = cupy_flash.attention_weights(Q, K[:, :keys], lse, heads=heads, selected=lists)
+    assert found.shape == (B, *(HQ,)[: heads == "each"], SQ, entries) and not found.any()
 
 
 def test_what_lists_do_not_serve_of_weights_is_refused_by_name():

@@ -580,7 +580,7 @@ class _QueryRows:
         log_P = sinks[:, None] - self.lse
         gradients: np.ndarray = -np.vecdot(np.exp(log_P), self.delta)
         if self.statistics is not None and self.statistics.dH is not None:
-            gradients += self.statistics.of_sinks(log_P)
+            gradients += self.statistics.of_sinks(log_P).sum(axis=-1)
         return gradients
 
 

@@ -31,7 +31,7 @@ from ..problem.selection import places_of, spans_of_queries
 from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded
 from .blas import product, shaped, square_sum
 from .score import Positions
-from .statistics import RowStatistics, empty_statistics
+from .statistics import RowStatistics, StatisticsGradients, empty_statistics
 from .thread_pool import OrderedSum, run_tasks
 
 LISTS = 64  # lists of which tiles are made together
@@ -259,7 +259,7 @@ def either(hidden: np.ndarray | None, other: np.ndarray) -> np.ndarray:
 
 def outside(band: Band, tile: ListTile) -> np.ndarray:
     """Return which scores of a tile a band hides."""
-    ahead = tile.j - tile.q
+    ahead = tile.j - tile.places[0]
     hidden: np.ndarray = (ahead < band.low) | (ahead > band.high)
     return hidden
 
@@ -378,6 +378,19 @@ class SelectedCall(Call):
         if self.dlse is not None:
             delta -= np.where(dead, 0, tile.rows_of(self.dlse[here], dtype))
         return dO, lse, delta
+
+    def gradients_of_statistics(
+        self, tile: ListTile, here: tuple[int | slice, ...], dead: np.ndarray
+    ) -> StatisticsGradients | None:
+        """Return the gradients of the statistics of a tile, if there are any; `dead` rows see no key."""
+        if not self.problem.statistics:
+            return None
+        of_argmax, dtype = np.dtype(np.int32), self.problem.accumulation
+        given = [
+            None if x is None else tile.rows_of(x[here], of_argmax if fill else dtype, fill)
+            for x, fill in zip(self.statistics, (0, -1, 0, 0), strict=True)
+        ]
+        return StatisticsGradients(dead, *given)
 
     def add_to_keys(
         self,
@@ -539,15 +552,21 @@ def _differentiate(
     Q *= call.q_scale
     dO, lse, delta = call.row_gradients(tile, here)
     S, saved, may_hide = call.scores(tile, sequence.band, Q, K)
+    statistics = call.gradients_of_statistics(tile, here, lse == np.inf)
+    log_P = S - lse[..., None] if statistics is not None and statistics.dH is not None else None
     P = probabilities(S, lse)
     dS = products_of_rows(dO, V, call.scratch, "dS")
     kept = call.kept(tile) if problem.dropout else None
     if kept is not None:
         dS *= kept
     dS -= delta[..., None]
+    if statistics is not None and log_P is not None:
+        dS += statistics.of_entropy(log_P, P)
     dS *= P
     if may_hide:
         hide_gradient(dS, P)
+    if statistics is not None:
+        statistics.add_of_max_listed(dS, tile.j)
     for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
         step.gradient(dS, tile, value)
     if may_hide and saved:
@@ -562,5 +581,8 @@ def _differentiate(
     call.add_to_keys(tile, total, (dS, Q), (P, dO))
     if call.sink is None:
         return 0.0
-    gradients: np.ndarray = -(np.exp(call.sink[unit.heads] - lse) * delta).sum(axis=(0, 1))
+    of_sinks = call.sink[unit.heads] - lse
+    gradients: np.ndarray = -(np.exp(of_sinks) * delta).sum(axis=(0, 1))
+    if statistics is not None and log_P is not None:
+        gradients += statistics.of_sinks(of_sinks).sum(axis=(0, 1))
     return gradients

@@ -96,10 +96,11 @@ def jvp(plan: Plan, operands: Operands) -> tuple[Array, Array, Array, Array]:
             kept = call.kept(tile)
             P *= kept
             tS *= kept
-        T = averaged(tS, x.V, l) if problem.moves_probabilities else np.zeros((), tS.dtype)
+        O = averaged(P, x.V, l)
+        T = averaged(tS, x.V, l) if problem.moves_probabilities else np.zeros_like(O)
         if x.tV is not None:
             T = T + averaged(P, x.tV, l)
-        for result, rows in ((averaged(P, x.V, l), out_rows), (T, tout_rows), (row_lse, lse_rows), (mu, tlse_rows)):
+        for result, rows in ((O, out_rows), (T, tout_rows), (row_lse, lse_rows), (mu, tlse_rows)):
             tile.store(result, rows[here])
 
     run_tiles(plan, call, attend)

@@ -56,6 +56,7 @@ def forward(plan: Plan, operands: Operands, asked: Asked) -> tuple[Array, ...]:
         [
             partial(compute, sequence, run)
             for sequence in call.sequences
+            if sequence.kv_len and selection.entries  # all weights of others are 0
             for run in runs_of(asked.rows, sequence.batch, sequence.row, sequence.queries, sequence.kv_len, rows)
         ],
         call.stop,

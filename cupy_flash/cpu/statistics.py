@@ -88,7 +88,8 @@ def merged(parts: list[RowStatistics], weights: list[np.ndarray]) -> RowStatisti
 class StatisticsGradients:
     """The gradients of the statistics of some rows: max has one at its argmax, the entropy dS = -dH P (s - mu).
 
-    mu is the mean of the scores, so that s - mu = log P + H. Arrays are (heads, rows); None without a gradient.
+    mu is the mean of the scores, so that s - mu = log P + H. Arrays are (heads, rows), or those of the rows of a tile;
+    None without a gradient.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class StatisticsGradients:
         self.dH = None if dentropy is None else np.where(empty, 0, dentropy)
         self.H = None if entropy is None else np.where(empty, 0, entropy)
 
-    def of_entropy(self, log_P: np.ndarray, P: np.ndarray, rows: slice) -> np.ndarray:
+    def of_entropy(self, log_P: np.ndarray, P: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
         """Return dS / P = -dH (log P + H) of a tile, finite where P is 0."""
         assert self.dH is not None and self.H is not None
-        deviation = np.where(P == 0, 0, log_P) + self.H[:, rows, None]
-        gradient: np.ndarray = -self.dH[:, rows, None] * deviation
+        deviation = np.where(P == 0, 0, log_P) + self.H[:, rows][..., None]
+        gradient: np.ndarray = -self.dH[:, rows][..., None] * deviation
         return gradient
 
     def add_of_max(self, dS: np.ndarray, rows: slice, kv_start: int) -> None:
@@ -118,8 +119,13 @@ class StatisticsGradients:
         heads, queries = np.nonzero((keys >= 0) & (keys < dS.shape[-1]) & (self.argmax[:, rows] >= 0))
         dS[heads, queries, keys[heads, queries]] += self.dmax[:, rows][heads, queries]
 
+    def add_of_max_listed(self, dS: np.ndarray, j: np.ndarray) -> None:
+        """Add the gradient of max to dS (..., keys) of keys j, which broadcasts to it."""
+        if self.dmax is not None and self.argmax is not None:
+            np.add(dS, self.dmax[..., None], out=dS, where=j == self.argmax[..., None])
+
     def of_sinks(self, log_P: np.ndarray) -> np.ndarray:
-        """Return the gradients of the sinks (heads,) from the log probabilities of the sinks (heads, rows)."""
+        """Return the gradients of the sinks by rows, from the log probabilities of the sinks."""
         assert self.dH is not None and self.H is not None
-        gradients: np.ndarray = -np.vecdot(np.exp(log_P) * np.where(np.isneginf(log_P), 0, log_P + self.H), self.dH)
+        gradients: np.ndarray = -np.exp(log_P) * np.where(np.isneginf(log_P), 0, log_P + self.H) * self.dH
         return gradients

@@ -59,8 +59,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.selected is not None:
         weights = f"gradients of {problem.weights}" if problem.weights and problem.backward else problem.weights
         served = weights == "attention_weights"
-        of_statistics = "gradients of statistics" * bool(problem.backward and problem.statistics)
-        absent = ("" if served else weights, of_statistics, "shard" * problem.shard)
+        absent = ("" if served else weights, "shard" * problem.shard)
         reasons += [f"it computes no {what} with selected keys in this version" for what in absent if what]
     return reasons
 

@@ -323,14 +323,14 @@ def _whole(
     default = feature.default if isinstance(feature.default, int) else None
     if not unit or (given is None and default is None):
         return None
-    kind, exception = ("None or a", "") if default is None else ("a", "" if default == unit else f"{default} or ")
     with contextlib.suppress(Exception):  # a foreign object may raise anything
         number = None if given is None else operator.index(given)
     if number is None:
-        requirements.require_type(False, f"{name} must be {kind} whole number, not {given!r}")
+        requirements.require_type(False, f"{name} must be {'' if default else 'None or '}a whole number, not {given!r}")
         return default
     legal = number > 0 and (number % unit == 0 or number == default) and not isinstance(given, bool)
-    requirements.require(legal, f"{name} must be {exception}a positive multiple of {unit}, not {given!r}")
+    what = "at least 1" if unit == 1 else f"{f'{default} or ' if default else ''}a positive multiple of {unit}"
+    requirements.require(legal, f"{name} must be {what}, not {given!r}")
     requirements.require(number <= LONGEST, f"{name} must be at most {LONGEST}, not {given!r}")
     return number if legal else default
 

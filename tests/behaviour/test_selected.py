@@ -7,7 +7,7 @@ import derivatives
 import numpy as np
 import pytest
 from cases import check
-from row_statistics import ALL, assert_are_of_the_scores, statistics_of
+from row_statistics import ALL, assert_are_of_the_scores, assert_are_the_gradients, drawn, statistics_of
 from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
 from tiers import in_tiers
 
@@ -41,9 +41,16 @@ def test_derivatives_are_those_of_the_reference(name, tiles):
 
 
 @pytest.mark.parametrize("name", ["keys-causal-heads", "query-heads-bias", "rows-sink", "lengths-alibi", "bfloat16"])
-def test_statistics_are_those_of_the_scores_of_the_named_keys(name, tiles):
+def test_statistics_and_their_gradients_are_those_of_the_scores_of_the_named_keys(name, tiles):
     case, call = call_of(name)
-    assert_are_of_the_scores(case, call, statistics_of(call))
+    found = statistics_of(call)
+    assert_are_of_the_scores(case, call, found)
+    arrays = (call.q, call.k, call.v)
+    out, lse = cupy_flash.attention(*arrays, return_lse=True, **call.options)
+    dmax, dentropy = drawn(lse)
+    gradients = dict(dlse=call.dlse, statistics=found, dmax=dmax, dentropy=dentropy)
+    of_inputs = cupy_flash.attention_backward(call.dout, *arrays, out, lse, **gradients, **call.options)
+    assert_are_the_gradients(case, call, of_inputs, dmax, dentropy)
 
 
 Q, K, V, DOUT = normal(0, (B, SQ, HQ, D), (B, SK, HK, D), (B, SK, HK, DV), (B, SQ, HQ, DV))
@@ -131,6 +138,30 @@ def test_a_key_that_the_list_of_a_row_does_not_name_never_reaches_it(tiles):
         np.testing.assert_allclose(x[~names], y[~names], rtol=1e-10, atol=1e-13)
     for x, y in zip(second[0][1:], second[1][1:], strict=True):
         np.testing.assert_allclose(x[~touched], y[~touched], rtol=1e-9, atol=1e-12)
+
+
+def test_a_key_that_only_rows_past_the_last_query_would_see_never_reaches_a_gradient(tiles):
+    """The last list has three rows of four: the fourth would see key 19."""
+    options = dict(causal="top_left", selected_rows=4, sink=np.zeros(HQ))
+    lists = np.array([[0, SQ], [1, SQ], [2, SQ], [3, SQ], [4, SQ]], np.int32)[None, None]
+    k, v = K.copy(), V.copy()
+    k[:, SQ] = v[:, SQ] = np.inf
+    clean, dirty = results(lists, **options), results(lists, k, v, **options)
+    second = [
+        cupy_flash.attention_double_backward(Q, K, V, DOUT, Q, *x, *clean[:2], selected=lists, **options)
+        for x in ((K, V), (k, v))
+    ]
+    for x, y in zip((*clean, *second[0][:3]), (*dirty, *second[1][:3]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
+
+
+def test_derivatives_without_tangents_are_zero():
+    lists = lists_of(np.random.default_rng(4))
+    out, lse = cupy_flash.attention(Q, K, V, selected=lists, return_lse=True)
+    moved, tout = cupy_flash.attention_jvp(Q, K, V, selected=lists)
+    assert moved.tobytes() == out.tobytes() and not tout.any()
+    second = cupy_flash.attention_double_backward(None, None, None, DOUT, Q, K, V, out, lse, selected=lists)
+    assert not any(x.any() for x in second if isinstance(x, np.ndarray))
 
 
 def test_lists_of_a_packed_batch():
@@ -233,7 +264,7 @@ WRONG = {
     "with Hs 1, Hk or Hq, not (1, 3, 19, 4)": dict(selected=LISTS.repeat(3, axis=1)),
     "with Hs 1, Hk or Hq, not (1, 1, 18, 4)": dict(selected=LISTS[:, :, 1:]),
     "selected_block must be 1 or a positive multiple of 8, not 12": dict(selected=LISTS, selected_block=12),
-    "selected_rows must be a positive multiple of 1, not 0": dict(selected=LISTS, selected_rows=0),
+    "selected_rows must be at least 1, not 0": dict(selected=LISTS, selected_rows=0),
     "selected_rows must be a whole number, not 'two'": dict(selected=LISTS, selected_rows="two"),
     "check_selected must be True or False, not 2": dict(selected=LISTS, check_selected=2),
 }
@@ -254,8 +285,8 @@ REFUSED = {
     "simt: it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(
         Q, K, V, Q, backend="simulator", **o
     ),
-    "cpu: it computes no gradients of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
-        Q, K, V, return_lse=True, statistics=("entropy",), **o
+    "simt: it computes no gradient of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
+        Q, K, V, return_lse=True, statistics=("entropy",), backend="simulator", **o
     )[1](DOUT, None, None, np.zeros((B, HQ, SQ))),
     "it computes no key_importance with selected keys": lambda **o: cupy_flash.key_importance(
         Q, K, np.zeros((B, HQ, SQ)), **o
@@ -394,6 +425,14 @@ def test_weights_at_the_lists_of_a_packed_batch():
     assert not found[:, :5, :8].any() and not found[:, 5:, 8:].any()  # block 1 of 5 keys, and entries below 0
     np.testing.assert_allclose(found[:, :5, 8:13], dense[:, :5, :5], rtol=1e-12)
     np.testing.assert_allclose(found[:, 5:, :8], dense[:, 5:, :8], rtol=1e-12)
+
+
+@pytest.mark.parametrize("keys, entries", [(0, 2), (SK, 0)])
+@pytest.mark.parametrize("heads", ["each", "mean"])
+def test_weights_without_keys_or_entries_are_zeros(keys, entries, heads):
+    lists, lse = np.full((1, 1, SQ, entries), -1, np.int32), np.full((B, HQ, SQ), -np.inf)
+    found = cupy_flash.attention_weights(Q, K[:, :keys], lse, heads=heads, selected=lists)
+    assert found.shape == (B, *(HQ,)[: heads == "each"], SQ, entries) and not found.any()
 
 
 def test_what_lists_do_not_serve_of_weights_is_refused_by_name():

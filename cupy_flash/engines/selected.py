@@ -15,13 +15,14 @@ ROW_THREADS = 256  # of the kernels without tiles
 KEY_BLOCKS = 4096  # maximum number of blocks per sequence and head of those that clear and round sums
 
 
-def refusals(problem: Problem) -> list[str]:
-    """Return the reasons against what no kernel computes with selected keys."""
+def refusals(problem: Problem, derivatives: tuple[str, ...] = ()) -> list[str]:
+    """Return the reasons against what no kernel computes with selected keys; `derivatives` are those of the engine."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
     gradients += ["gradient of statistics"] * bool(problem.statistics)
     prefixes = "attention on shared prefixes" * has_prefixes(problem)
-    absent = (problem.derivative, problem.weights, "shard" * problem.shard, prefixes)
+    derivative = "" if problem.derivative in derivatives else problem.derivative
+    absent = (derivative, problem.weights, "shard" * problem.shard, prefixes)
     return [
         f"it computes no {what} with selected keys in this version"
         for what in (*absent, *(gradients if problem.backward else ()))

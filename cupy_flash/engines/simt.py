@@ -75,7 +75,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.selected is not None:
         from . import selected  # imported by the first call with selected keys
 
-        reasons += selected.refusals(problem)
+        reasons += selected.refusals(problem, (JVP,))
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -178,7 +178,8 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if problem.selected is not None:
         from . import selected
 
-        own = [launch("simt/selected_forward", selected.list_grid(problem, tile.block_q))]
+        name = "jvp" if problem.derivative else "forward"
+        own = [launch(f"simt/selected_{name}", selected.list_grid(problem, tile.block_q))]
         if problem.backward:
             own = [
                 launch("delta", (q_tiles, problem.heads, sequences(problem))),
@@ -240,7 +241,7 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
         steps = (
             ("backward_add" if selected.adds(problem) else "backward_kv", "backward_q")
             if problem.backward
-            else ("forward",)
+            else ("jvp" if problem.derivative else "forward",)
         )
         kernels = [f"simt/selected_{step}" for step in steps]
     elif problem.backward:

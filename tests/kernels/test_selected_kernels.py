@@ -2,6 +2,7 @@
 
 import functools
 
+import derivatives
 import numpy as np
 import pytest
 from cases import Result, check, planned, run_kernels, run_public
@@ -62,6 +63,22 @@ def test_a_bias_that_hides_keys(engine):
     out, lse = (x.numpy() for x in run_plan.forward(*planned(case, call=call, tile=small_tile, engine=engine), start))
     none = [None] * (len(Result._fields) - 2)
     check(case, Result(out, lse, *none), only=("out", "lse"), call=call)
+
+
+JVP = ("out", "tout", "lse", "tlse")
+
+
+def assert_jvp_is_that_of_the_reference(name, **options):
+    case, call = call_of(name, **options)
+    result = derivatives.run_kernels(case, call=call, tile=SMALL_TILE, second=None)
+    derivatives.check(case, result, names=JVP, call=call)
+
+
+@pytest.mark.parametrize(
+    "name", in_tiers({name: name for name in CASES}, ["rows-sink", "dropout-mask", "query-heads-bias"])
+)
+def test_a_jvp_is_that_of_the_reference(name):
+    assert_jvp_is_that_of_the_reference(name)
 
 
 @pytest.mark.parametrize(("engine", "runs"), [("simt", 2), exhaustive("simt", 5), exhaustive("mma", 5)])
@@ -250,3 +267,16 @@ def test_wrong_entries_in_sorted_lists_are_found(monkeypatch):
     bug = change("inverse-entry-exists", "&& entry < blocks", "")
     with planted(monkeypatch, bug), pytest.raises(SimulationError):
         test_wrong_entries_are_never_followed(monkeypatch)
+
+
+BUGS_OF_DERIVATIVES = {
+    "tangent-of-a-score-is-the-score": change("listed-tangent", "tS[r][c]", "S[r][c]"),
+    "tsink-of-the-first-head": change("tsink-of-listed-row", "[of]", "[head]"),
+    "keys-for-their-tangents": change("listed-tK", "p.tk", "p.k"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_DERIVATIVES.values(), ids=BUGS_OF_DERIVATIVES)
+def test_planted_bugs_in_derivatives_are_found(bug, monkeypatch):
+    with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
+        assert_jvp_is_that_of_the_reference("rows-sink", batch=1)

@@ -254,9 +254,6 @@ REFUSED = {
     "mma: it computes no JVP with selected keys": lambda **o: cupy_flash.attention_jvp(
         *(np.float16(x) for x in (Q, K, V, Q)), backend="simulator", engine="mma", **o
     ),
-    "simt: it computes no double backward with selected keys": lambda **o: cupy_flash.attention_double_backward(
-        Q, K, V, DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), backend="simulator", **o
-    ),
     "cpu: it computes no gradients of statistics with selected keys": lambda **o: cupy_flash.attention_vjp(
         Q, K, V, return_lse=True, statistics=("entropy",), **o
     )[1](DOUT, None, None, np.zeros((B, HQ, SQ))),

@@ -425,6 +425,7 @@ def test_sanitized_calls_start_every_kernel():
         *(kernels_of_derivatives(*sanitize.selected_cases.call_of(name)) for name in sanitize.SELECTED),
     )
     assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
+    assert {"simt/selected_jvp", "simt/selected_second_q", "simt/selected_second_kv"} <= of_derivatives
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
     # drow_weights follows the launches of a plan if there are row weights, which a plan does not know.
     of_rows = set().union({"drow_weights"}, *map(kernels_of_weights, sanitize.ROWS.values()))

@@ -15,13 +15,14 @@ ROW_THREADS = 256  # of the kernels without tiles
 KEY_BLOCKS = 4096  # maximum number of blocks per sequence and head of those that clear and round sums
 
 
-def refusals(problem: Problem) -> list[str]:
-    """Return the reasons against what no kernel computes with selected keys."""
+def refusals(problem: Problem, derivatives: tuple[str, ...] = ()) -> list[str]:
+    """Return the reasons against what no kernel computes with selected keys; `derivatives` are those of the engine."""
     gradients = [f"gradient of {name}" for name in ("bias",) if problem.bias_gradient and problem.bias is not None]
     gradients += ["gradient of captured arrays"] * any(problem.captured_gradient)
     gradients += ["gradient of statistics"] * bool(problem.statistics)
     prefixes = "attention on shared prefixes" * has_prefixes(problem)
-    absent = (problem.derivative, problem.weights, "shard" * problem.shard, prefixes)
+    derivative = "" if problem.derivative in derivatives else problem.derivative
+    absent = (derivative, problem.weights, "shard" * problem.shard, prefixes)
     return [
         f"it computes no {what} with selected keys in this version"
         for what in (*absent, *(gradients if problem.backward else ()))
@@ -74,8 +75,21 @@ def key_visits(problem: Problem, pairs: int, rows: int, step: int) -> tuple[int,
 
 
 def adds(problem: Problem) -> bool:
-    """Return whether the blocks that own rows of a list add dK and dV to sums, in any order."""
-    return not problem.deterministic
+    """Return whether the blocks that own rows of a list add dK and dV to sums, in any order.
+
+    Those of a double backward never do.
+    """
+    return not problem.deterministic and not problem.derivative
+
+
+def step(problem: Problem) -> str:
+    """Return what the names of a backward's kernels have in common."""
+    return "second" if problem.derivative else "backward"
+
+
+def key_kernel(problem: Problem) -> str:
+    """Return the kernel that computes dK and dV."""
+    return "selected_backward_add" if adds(problem) else f"selected_{step(problem)}_kv"
 
 
 def key_launches(
@@ -94,13 +108,13 @@ def key_launches(
 
     if adds(problem):
         rows = min(max(problem.kv_len, 1), KEY_BLOCKS), problem.kv_heads, sequences(problem)
-        added = launch("selected_backward_add", list_grid(problem, tile[0]))
+        added = launch(key_kernel(problem), list_grid(problem, tile[0]))
         return [of_rows("clear_sums", rows), added, of_rows("round_sums", rows)]
     heads, batch = problem.selected.heads, problem.batch
     sorts = (("count_entries", CHUNKS), ("scan_counts", 1), ("fill_lists", CHUNKS))
     return [
         *(of_rows(name, (chunks, heads, batch)) for name, chunks in sorts),
-        launch("selected_backward_kv", key_grid(problem, tile[1])),
+        launch(key_kernel(problem), key_grid(problem, tile[1])),
     ]
 
 

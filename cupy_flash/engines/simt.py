@@ -75,7 +75,7 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.selected is not None:
         from . import selected  # imported by the first call with selected keys
 
-        reasons += selected.refusals(problem)
+        reasons += selected.refusals(problem, DERIVATIVES)
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
@@ -178,14 +178,15 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
     if problem.selected is not None:
         from . import selected
 
-        own = [launch("simt/selected_forward", selected.list_grid(problem, tile.block_q))]
+        name = "jvp" if problem.derivative else "forward"
+        own = [launch(f"simt/selected_{name}", selected.list_grid(problem, tile.block_q))]
         if problem.backward:
             own = [
                 launch("delta", (q_tiles, problem.heads, sequences(problem))),
                 *selected.key_launches(
                     problem, constants, tile[:2], lambda kernel, grid: launch(f"simt/{kernel}", grid)
                 ),
-                launch("simt/selected_backward_q", selected.list_grid(problem, tile.block_q)),
+                launch(f"simt/selected_{selected.step(problem)}_q", selected.list_grid(problem, tile.block_q)),
             ]
             own += [launch("dsink", (problem.heads, 1, 1))] * problem.sink
         return nonempty(with_mods(problem, [*append_launches(problem, constants), *own]))
@@ -237,12 +238,9 @@ def _shared_bytes(problem: Problem, tile: Tile) -> dict[str, int]:
     if problem.selected is not None:
         from . import selected
 
-        steps = (
-            ("backward_add" if selected.adds(problem) else "backward_kv", "backward_q")
-            if problem.backward
-            else ("forward",)
-        )
-        kernels = [f"simt/selected_{step}" for step in steps]
+        kernels = [f"simt/selected_{'jvp' if problem.derivative else 'forward'}"]
+        if problem.backward:
+            kernels = [f"simt/{selected.key_kernel(problem)}", f"simt/selected_{selected.step(problem)}_q"]
     elif problem.backward:
         step = "simt/second" if problem.derivative else "simt/backward"
         kernels = [f"{step}_{name}" for name in ("kv", "q", "bias", "captured")]

@@ -360,9 +360,9 @@ def test_clock_and_power_of_the_samples():
     assert gpu.summary([]) == {"samples": 0}
 
 
-def kernels_of_derivatives(case):
+def kernels_of_derivatives(case, call=None):
     """Return the kernels of a JVP and of a double backward with the same tangents."""
-    kernels, call = set(), case.call()
+    kernels, call = set(), call or case.call()
     out, lse = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype), np.zeros_like(call.dlse)
     options = Options(**call.options | mods_of(case), backend="simulator")
     for saved in (None, Saved(call.dout, out, lse, call.dlse)):
@@ -420,8 +420,12 @@ def test_sanitized_calls_start_every_kernel():
     shared, _ = shared_prefixes.calls(*sanitize.PREFIXES, dtype="float16", backend="simulator")
     of_caches |= {launch.kernel for launch in dispatch.plan_for(posed(shared)[0]).launches}
     assert of_caches == {"rotary_append", "prefix_rows", "mma/decode", "merge"}
-    of_derivatives = set().union(*map(kernels_of_derivatives, sanitize.DERIVATIVES.values()))
+    of_derivatives = set().union(
+        *map(kernels_of_derivatives, sanitize.DERIVATIVES.values()),
+        *(kernels_of_derivatives(*sanitize.selected_cases.call_of(name)) for name in sanitize.SELECTED),
+    )
     assert {"simt/jvp", "mma/jvp", "simt/second_captured", "mma/second_kv"} <= of_derivatives
+    assert {"simt/selected_jvp", "simt/selected_second_q", "simt/selected_second_kv"} <= of_derivatives
     others = {"partials", "block_classes", "wgmma/forward_fp8", "wgmma/vt"}
     # drow_weights follows the launches of a plan if there are row weights, which a plan does not know.
     of_rows = set().union({"drow_weights"}, *map(kernels_of_weights, sanitize.ROWS.values()))

@@ -84,10 +84,13 @@ def run_planned(case: Case, moving=ALL, call=None, **changes) -> Derivatives:
     return run_plans(case, planned, derivatives.jvp, derivatives.double_backward, moving, call)
 
 
-def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None):
+def run_kernels(
+    case, moving=ALL, call=None, arch="sm_80", tile=None, start=start, engine="simt", jvp=None, second=run_plan.backward
+):
     """Return derivatives by an engine on the simulator; `jvp` names another engine for the JVP.
 
-    `tile` replaces the planned tile of both; a function receives the plan and returns the tile.
+    `tile` replaces the planned tile of both; a function receives the plan and returns the tile. Without `second` the
+    JVP alone is run, and the other results are None.
     """
 
     def planned(problem):
@@ -95,19 +98,20 @@ def run_kernels(case, moving=ALL, call=None, arch="sm_80", tile=None, start=star
         problem = problem._replace(backend="simulator", engine=engine if problem.backward else jvp or engine)
         return plan(problem, gpu, tile(plan(problem, gpu)) if callable(tile) else tile)
 
-    return run_plans(
-        case, planned, *(partial(step, start=start) for step in (run_plan.jvp, run_plan.backward)), moving, call
-    )
+    steps = (step and partial(step, start=start) for step in (run_plan.jvp, second))
+    return run_plans(case, planned, *steps, moving, call)
 
 
 def run_plans(case: Case, planned, jvp, double_backward, moving, call) -> Derivatives:
-    """Run the JVP, then the double backward; `planned` returns the plan of a problem."""
+    """Run the JVP, then the double backward unless it is None; `planned` returns the plan of a problem."""
     call = call or case.call()
     tangents = Tangents(*direction_of(case, call, moving))
     arrays, options = (call.q, call.k, call.v), Options(**call.options)
     problem, operands = pose("case", arrays, options, call.packed, tangents=tangents)
     results = jvp(planned(problem), operands)
     out, lse, tout, tlse = (array.numpy() for array in results)
+    if double_backward is None:
+        return Derivatives(out, tout, lse, tlse, *[None] * 7)
     saved = Saved(call.dout, out, lse, call.dlse)
     problem, operands = pose("case", arrays, options, call.packed, saved, tangents=tangents)
     operands = operands._replace(tout=results[2], tlse=results[3])

@@ -277,6 +277,12 @@ def _selected(checked: bool) -> None:
         if checked:
             check(case, result, call=call)
         print(f"selected: {name}", flush=True)
+    for name in SELECTED:
+        case, call = selected_cases.call_of(name)
+        result = derivatives.run(case, "cuda", call=call)
+        if checked:
+            derivatives.check(case, result, call=call)
+        print(f"selected: derivatives, {name}", flush=True)
 
 
 def indexer_calls() -> Iterator[tuple[str, tuple[Any, ...], dict, Any]]:

@@ -2,10 +2,11 @@
 
 import functools
 
+import derivatives
 import numpy as np
 import pytest
 from cases import Result, check, planned, run_kernels, run_public
-from planting import change, planted
+from planting import change, planted, skip
 from selected_cases import CASES, DV, HK, HQ, SK, SQ, B, D, call_of, lists_of, normal
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE, small_tile
@@ -64,6 +65,67 @@ def test_a_bias_that_hides_keys(engine):
     check(case, Result(out, lse, *none), only=("out", "lse"), call=call)
 
 
+JVP = ("out", "tout", "lse", "tlse")
+
+
+def assert_derivatives_are_those_of_the_reference(name, moving=derivatives.ALL, names=None, **options):
+    """Compare a JVP and a double backward; of a call with a bias, whose gradient no kernel computes, the JVP alone."""
+    case, call = call_of(name, **options)
+    names = names or (JVP if case.bias else derivatives.Derivatives._fields)
+    parts = dict(second=None) if names == JVP else {}
+    result = derivatives.run_kernels(case, moving, call, tile=SMALL_TILE, **parts)
+    derivatives.check(case, result, moving=moving, names=names, call=call)
+
+
+@pytest.mark.parametrize(
+    "name", in_tiers({name: name for name in CASES}, ["rows-sink", "dropout-mask", "query-heads-bias"])
+)
+def test_derivatives_are_those_of_the_reference(name):
+    assert_derivatives_are_those_of_the_reference(name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("moving", [(), *((name,) for name in derivatives.ALL)], ids=str)
+def test_derivatives_in_any_direction(moving):
+    assert_derivatives_are_those_of_the_reference("rows-sink", moving)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_derivatives_in_any_dtype(dtype):
+    assert_derivatives_are_those_of_the_reference("dropout-mask", dtype=dtype)
+
+
+@pytest.mark.exhaustive
+def test_derivatives_with_a_mod_and_values_inside_keys():
+    """In the JVP the mod reads an array that has a tangent, whose gradient no kernel computes."""
+    table, moved = normal(11, (HQ,), (HQ,))
+    options = dict(selected=lists_of(np.random.default_rng(12), heads=HK), head_dim_v=DV)
+
+    def both(backend):
+        both = options | dict(backend=backend)
+        mod = cupy_flash.Mod(score_mod=lambda s, b, h, i, j: s * 0.5 + s * s * table[h] + (i - j) * 0.01)
+        tangents, arrays = (Q, K, None), (Q, K, None)
+        first = cupy_flash.attention_jvp(*arrays, *tangents, return_lse=True, tcaptured=(moved,), score_mod=mod, **both)
+        both["score_mod"] = lambda s, b, h, i, j: s * 0.5 + s * s * 0.1 * h + (i - j) * 0.01
+        out, lse = cupy_flash.attention(*arrays, return_lse=True, **both)
+        second = cupy_flash.attention_double_backward(*tangents, DOUT, *arrays, out, lse, **both)
+        return *first, *(x for x in second if isinstance(x, np.ndarray))
+
+    assert_close(both("simulator"), both("cpu"))
+
+
+@pytest.mark.exhaustive
+def test_double_backwards_have_the_same_bits_in_every_order():
+    case, call = call_of("keys-causal-heads", batch=1)
+    bits = set()
+    for seed in range(5):
+        in_order = functools.partial(start, order="random", seed=seed)
+        found = derivatives.run_kernels(case, call=call, tile=SMALL_TILE, start=in_order)
+        bits.add(b"".join(x.tobytes() for x in found if x is not None))
+    assert len(bits) == 1
+
+
 @pytest.mark.parametrize(("engine", "runs"), [("simt", 2), exhaustive("simt", 5), exhaustive("mma", 5)])
 def test_sorted_lists_give_the_same_bits_in_every_order(engine, runs):
     case, call = made_of("keys-causal-heads", engine, batch=1)
@@ -90,20 +152,43 @@ def results(lists, backend="simulator", k=K, v=V, **options):
     return out, lse, *cupy_flash.attention_backward(DOUT, Q, k, v, out, lse, **options)[:3]
 
 
-def test_a_packed_batch():
-    """The lists of each sequence begin at their own place; those between belong to no row, and are not read."""
+def packed_batch():
+    """Return q, k, v, dout, bounds and options of sequences whose lists begin at their own place.
+
+    Those between belong to no row, and are not read.
+    """
     lengths, rows, block = ([0, 5, 19], [0, 17, 50]), 4, 8
     lists = np.full((HK, 19 // rows + 2, 3), 99, np.int32)
     for b, (first, count, n) in enumerate(((0, 2, 3), (5, 4, 5))):
         place = first // rows + b
         lists[:, place : place + count] = lists_of(np.random.default_rng(b), HK, 1, 1, 3, 1, count, n)[0]
     bounds = (*(np.array(x, np.int32) for x in lengths), 14, 33)
-    q, k, v, dout = normal(1, (19, HQ, D), (50, HK, D), (50, HK, DV), (19, HQ, DV))
+    arrays = normal(1, (19, HQ, D), (50, HK, D), (50, HK, DV), (19, HQ, DV))
+    return *arrays, bounds, dict(causal=True, selected=lists, selected_block=block, selected_rows=rows)
+
+
+def test_a_packed_batch():
+    q, k, v, dout, bounds, options = packed_batch()
 
     def both(backend):
-        options = dict(causal=True, selected=lists, selected_block=block, selected_rows=rows, backend=backend)
-        out, lse = cupy_flash.attention_varlen(q, k, v, *bounds, return_lse=True, **options)
-        return out, lse, *cupy_flash.attention_varlen_backward(dout, q, k, v, out, lse, *bounds, **options)[:3]
+        out, lse = cupy_flash.attention_varlen(q, k, v, *bounds, return_lse=True, backend=backend, **options)
+        given = (dout, q, k, v, out, lse, *bounds)
+        return out, lse, *cupy_flash.attention_varlen_backward(*given, backend=backend, **options)[:3]
+
+    assert_close(both("simulator"), both("cpu"))
+
+
+@pytest.mark.exhaustive
+def test_derivatives_of_a_packed_batch():
+    q, k, v, dout, bounds, options = packed_batch()
+
+    def both(backend):
+        moved = cupy_flash.attention_varlen_jvp(q, k, v, *bounds, q, k, v, return_lse=True, backend=backend, **options)
+        out, lse = moved[0], moved[2]
+        second = cupy_flash.attention_varlen_double_backward(
+            q, k, v, dout, q, k, v, out, lse, *bounds, backend=backend, **options
+        )
+        return *moved, *(x for x in second if x is not None)
 
     assert_close(both("simulator"), both("cpu"))
 
@@ -250,3 +335,25 @@ def test_wrong_entries_in_sorted_lists_are_found(monkeypatch):
     bug = change("inverse-entry-exists", "&& entry < blocks", "")
     with planted(monkeypatch, bug), pytest.raises(SimulationError):
         test_wrong_entries_are_never_followed(monkeypatch)
+
+
+# (bug, case, results in which it is)
+BUGS_OF_DERIVATIVES = {
+    "tangent-of-a-score-is-the-score": (change("listed-tangent", "tS[r][c]", "S[r][c]"), "rows-sink", JVP),
+    "tsink-of-the-first-head": (change("tsink-of-listed-row", "[of]", "[head]"), "rows-sink", JVP),
+    "keys-for-their-tangents": (change("listed-tK", "p.tk", "p.k"), "rows-sink", JVP),
+    "delta-for-its-tangent": (
+        change("delta-tangent-of-listed-row", "p.delta_tangent", "p.delta"), "rows-sink", ("dq", "dk"),
+    ),
+    "values-for-their-tangents": (change("listed-tV", "p.tv", "p.v"), "rows-sink", ("dq", "dk")),
+    "no-curve-of-the-softcap": (
+        skip("second-gradient-of-listed-key"), "last-list-and-block-are-cut", ("dq", "dk"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", in_tiers(BUGS_OF_DERIVATIVES, list(BUGS_OF_DERIVATIVES)[:4]))
+def test_planted_bugs_in_derivatives_are_found(row, monkeypatch):
+    bug, name, names = row
+    with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
+        assert_derivatives_are_those_of_the_reference(name, names=names, batch=1)

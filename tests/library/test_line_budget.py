@@ -72,6 +72,7 @@ BUDGET = {
             "select_keys, selection_loss on simt and mma: tiles, launches and workspaces 143, runs 45, Params 60, "
             "pose, dispatch and jax 62",
         ),
+        (10, "JVP and double backward of selected keys on simt"),
         (38, "mma_decode: tiles, registers and cost of values inside keys, of which each tile is loaded once"),
     ],
     "bench": [

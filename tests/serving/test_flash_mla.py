@@ -137,6 +137,31 @@ def test_lists_of_rows_in_float8(dtype, error):
     torch.testing.assert_close(lse.double(), expected_lse.mT, rtol=0, atol=error)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["", "float8"])
+def test_lists_and_caches_may_be_empty(is_fp8):
+    dim, columns = (576, 512) if is_fp8 else (D, DV)
+    pages = float8_pages(0, 2, 3)[0] if is_fp8 else normal(0, 2, 3, 1, D)
+    q, lists = normal(1, B, 1, HQ, dim), torch.zeros(B, 1, 2, dtype=torch.int32)
+    for given in (dict(k_cache=pages, indices=lists[..., :0]), dict(k_cache=pages[:0], indices=lists)):
+        out, lse = flash_mla_with_kvcache(
+            q, block_table=None, cache_seqlens=None, head_dim_v=columns, tile_scheduler_metadata=None,
+            is_fp8_kvcache=is_fp8, **given,
+        )  # fmt: skip
+        assert out.shape == (B, 1, HQ, columns) and not out.any() and (lse == torch.inf).all()
+
+
+def test_a_second_cache_compiles_into_one_graph():
+    pages, lists, q = normal(0, PAGES, PAGE, 1, D), listed(3, (B, 1), PAGES * PAGE), normal(1, B, 1, HQ, D)
+
+    def step(q):
+        given = dict(extra_k_cache=pages, extra_indices_in_kvcache=lists)
+        return flash_mla_with_kvcache(q, pages, None, None, DV, None, indices=lists, **given)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    for x, y in zip(compiled(q), step(q), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_sparse_prefill(heads):
     q, kv = normal(1, 7, HQ, D), normal(0, 23, heads, D)
@@ -186,6 +211,28 @@ def test_what_flash_mla_refuses_is_refused_by_name(reason):
         flash_mla_with_kvcache(normal(1, B, 3, HQ, D), pages, head_dim_v=DV, tile_scheduler_metadata=None, **options)
 
 
+INT32, LISTS = dict(dtype=torch.int32), torch.zeros(B, 3, 5, dtype=torch.int32)
+WRONG = {
+    r"attn_sink must be \(Hq = 4\), not \(1,\)": (ValueError, dict(attn_sink=torch.zeros(1))),
+    "attn_sink must be floating, not torch.int32": (TypeError, dict(attn_sink=torch.zeros(HQ, **INT32))),
+    "attn_sink must be a tensor": (TypeError, dict(attn_sink=np.zeros(HQ))),
+    r"indices must be \(B = 2, Sq = 3, topk\), not \(3, 2, 5\)": (ValueError, dict(indices=LISTS.transpose(0, 1))),
+    "indices must be int32, not torch.int64": (TypeError, dict(indices=LISTS.long())),
+    r"2 requirements(.|\n)*topk_length must be \(B = 2\), not \(1,\)(.|\n)*not torch.int64": (
+        TypeError, dict(indices=LISTS, topk_length=torch.tensor([3])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_arrays_beside_q_are_not_broadcast(reason):
+    pages, table, _ = paged(0)
+    error, given = WRONG[reason]
+    options = dict(block_table=table, cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32)) | given
+    with pytest.raises(error, match=reason):
+        flash_mla_with_kvcache(normal(1, B, 3, HQ, D), pages, head_dim_v=DV, tile_scheduler_metadata=None, **options)
+
+
 @pytest.mark.parametrize("appended", [0, 2])
 def test_qv_is_a_part_of_q(appended):
     """FlashAttention 3's form of MLA: scores are q k + qv v, where v and k are columns of one row."""
@@ -221,6 +268,25 @@ def test_qv_of_arrays_that_are_not_neighbours_is_refused(copied):
         given[copied] = given[copied].clone()
     with pytest.raises(UnsupportedError, match="neighbouring columns of one array"):
         flash_attn_with_kvcache(**given, page_table=table, cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32))
+
+
+ROWS = torch.zeros(B, 1, 1, D, dtype=torch.float64)
+WRONG_ROWS = {
+    "k and v are appended together": (ValueError, dict(k=ROWS[..., DV:])),
+    "the last axes of k must be": (ValueError, dict(k=ROWS[..., :DV], v=ROWS[..., DV:])),
+    "k and v must agree": (ValueError, dict(k=ROWS[..., DV:], v=ROWS[:1, ..., :DV])),
+    "v must have the dtype of v_cache": (TypeError, dict(k=ROWS[..., DV:], v=ROWS[..., :DV].half())),
+    "k must be a tensor": (TypeError, dict(k=ROWS[..., DV:].numpy(), v=ROWS[..., :DV])),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG_ROWS)
+def test_rows_that_are_no_columns_of_the_caches_change_nothing(reason):
+    pages, q, (error, rows) = normal(0, B, 8, 1, D), normal(1, B, 1, HQ, D), WRONG_ROWS[reason]
+    before = pages.clone()
+    with pytest.raises(error, match=reason):
+        flash_attn_with_kvcache(q[..., DV:], pages[..., DV:], pages[..., :DV], qv=q[..., :DV], cache_seqlens=2, **rows)
+    assert torch.equal(pages, before)
 
 
 @pytest.mark.parametrize("name", ["rotary_cos", "k_descale", "v_descale"])

@@ -44,6 +44,12 @@ def test_the_bits_of_the_unshared_call():
         assert a.tobytes() == b.tobytes()
 
 
+def test_a_mask_of_keys_after_the_prefix():
+    """Under split_size a chunk that begins in the prefix reaches past it, and past the first key of the mask."""
+    mask = np.random.default_rng(1).random((3, 1, 2, 9)) < 0.7
+    check([20, 9], [15, 0, 17], 2, [0, 1, -1], mask=mask, split_size=64)
+
+
 def test_a_key_of_a_prefix_is_loaded_once(monkeypatch):
     call, _ = calls([2048, 512], [5, 0, 17, 3], 1, [0, 0, 1, 0])
     loads, load = Counter(), Keys.load

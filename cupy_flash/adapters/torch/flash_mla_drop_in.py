@@ -7,10 +7,11 @@ out alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ... import dispatch
-from ...problem.merge import pose_merge
+from ...problem.checks import Requirements
 from ...problem.records import CacheOptions, Options, UnsupportedError
 from .kv_cache import attend
 from .transforms import forward
@@ -18,6 +19,8 @@ from .transforms import forward
 # A row of FlashMLA's float8 cache: 512 numbers of e4m3, a float32 scale for each 128 of them, and 64 bfloat16.
 LATENT, ROTARY, SCALED = 512, 64, 128
 ROW_BYTES = LATENT + LATENT // SCALED * 4 + ROTARY * 2
+
+AXES = {"b": "B", "s": "Sq", "h": "Hq", "d": "D", "k": "Hk", "t": "topk"}
 
 
 def get_mla_metadata(*arguments: object, **options: object) -> tuple[None, None]:
@@ -80,6 +83,11 @@ def flash_mla_with_kvcache(
         (out, lse): (B, Sq, Hq, Dv) in the dtype of q, and (B, Hq, Sq) in float32.
     """
     name = "flash_mla_with_kvcache"
+    of_lists = {
+        "indices": (indices, "bst"), "topk_length": (topk_length, "b"),
+        "extra_indices_in_kvcache": (extra_indices_in_kvcache, "bst"), "extra_topk_length": (extra_topk_length, "b"),
+    }  # fmt: skip
+    _check_arrays(name, (q, "bshd"), of_lists | {"attn_sink": (attn_sink, "h")})
     if indices is None:
         _check_dense(name, block_table, cache_seqlens, is_fp8_kvcache, (topk_length, extra_topk_length),
                      (extra_k_cache, extra_indices_in_kvcache))  # fmt: skip
@@ -131,12 +139,43 @@ def flash_mla_sparse_fwd(
         (out, max_logits, lse): (Sq, Hq, Dv) in the dtype of q, and the largest score and lse, (Sq, Hq) in float32; lse
         of a row that sees no key is +inf, and its largest score -inf.
     """
+    given = {"indices": (indices, "skt"), "topk_length": (topk_length, "s"), "attn_sink": (attn_sink, "h")}
+    _check_arrays("flash_mla_sparse_fwd", (q, "shd"), given)
     lengths = None if topk_length is None else topk_length[:, None, None]
     selected = _valid(indices, kv.shape[0], lengths).transpose(0, 1)[None]
     options = Options(head_dim_v=d_v, scale=sm_scale, selected=selected, return_lse=True, statistics=("max",))
     out, lse, statistics = forward("attention", (q[None], kv[None], None), options)
     out = _with_sink(out, lse, attn_sink)
     return out[0], statistics.max[0].T.contiguous(), _without_empty_rows(lse[0]).T.contiguous()
+
+
+def _check_arrays(function: str, queries: tuple[Any, str], given: dict[str, tuple[Any, str]]) -> None:
+    """Raise one error with every reason unless q, the sink and the arrays of lists are tensors of these axes.
+
+    Arrays of lists are int32. Nothing is broadcast.
+    """
+    requirements = Requirements(function)
+    sizes: dict[str, int] = {}
+    for name, (array, axes) in {"q": queries, **given}.items():
+        if array is None:
+            continue
+        if not requirements.require_type(
+            isinstance(array, torch.Tensor), f"{name} must be a tensor, not {type(array)}"
+        ):
+            continue
+        shape = tuple(array.shape)
+        expected = [sizes.get(axis, size) for axis, size in zip(axes, shape, strict=False)]
+        wanted = ", ".join([f"{AXES[axis]} = {sizes[axis]}" if axis in sizes else AXES[axis] for axis in axes])
+        requirements.require(
+            len(shape) == len(axes) and list(shape) == expected, f"{name} must be ({wanted}), not {shape}"
+        )
+        if name == "q":
+            sizes = dict(zip(axes, shape, strict=False))
+        elif name == "attn_sink":
+            requirements.require_type(array.dtype.is_floating_point, f"{name} must be floating, not {array.dtype}")
+        else:
+            requirements.require_type(array.dtype == torch.int32, f"{name} must be int32, not {array.dtype}")
+    requirements.raise_if_unmet({})
 
 
 def _check_dense(
@@ -163,7 +202,7 @@ def _valid(indices: torch.Tensor, rows: int, lengths: torch.Tensor | None) -> to
 def _lists(indices: torch.Tensor, pages: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
     """Return the lists of all queries, int32 (1, 1, B * Sq, topk)."""
     lengths = None if topk_length is None else topk_length[:, None, None]
-    return _valid(indices, pages.shape[0] * pages.shape[1], lengths).reshape(1, 1, -1, indices.shape[-1])
+    return _valid(indices, pages.shape[0] * pages.shape[1], lengths).flatten(0, 1)[None, None]
 
 
 def _listed_rows(
@@ -177,7 +216,7 @@ def _listed_rows(
         causal=False, scale=scale, return_lse=True, head_dim_v=head_dim_v,
         selected=_lists(indices, pages, topk_length),
     )  # fmt: skip
-    out, lse = attend(q.reshape(1, -1, *q.shape[2:]), pages, None, options)
+    out, lse = attend(q.flatten(0, 1)[None], pages, None, options)
     return out, lse
 
 
@@ -192,18 +231,20 @@ def _listed_fp8_rows(
             f"(P, 1, {ROW_BYTES}) bytes, the format of DeepSeek V3.2, not {tuple(q.shape)} and {pages.dtype} "
             f"{tuple(pages.shape)}"
         )
-    lists = _lists(indices, pages, topk_length).flatten()
-    place, size = lists.clamp(min=0), pages.shape[1]
-    rows = pages.view(torch.uint8)[place // size, place % size, 0]
+    lists, pages = _lists(indices, pages, topk_length), pages.view(torch.uint8)
+    if pages.numel() == 0:  # entries of no row are gathered as row 0
+        pages = pages.new_zeros(1, 1, 1, ROW_BYTES)
+    place, size = lists.flatten().clamp(min=0), pages.shape[1]
+    rows = pages[place // size, place % size, 0]
     scales = rows[:, LATENT : -2 * ROTARY].view(torch.float32)
     latent = rows[:, :LATENT].view(torch.float8_e4m3fn).to(torch.float32).view(-1, LATENT // SCALED, SCALED)
     latent = (latent * scales[..., None]).view(-1, LATENT).to(q.dtype)
     rotary = rows[:, -2 * ROTARY :].view(torch.bfloat16).to(q.dtype)
     keys = torch.cat((latent, rotary), dim=-1)[None, :, None]
-    own = torch.arange(len(lists), dtype=torch.int32, device=q.device)
-    selected = torch.where(lists >= 0, own, -1).view(1, 1, -1, indices.shape[-1])
+    own = torch.arange(lists.numel(), dtype=torch.int32, device=q.device).view(lists.shape)
+    selected = torch.where(lists >= 0, own, -1)
     options = Options(head_dim_v=head_dim_v, scale=scale, selected=selected, return_lse=True)
-    out, lse = forward("attention", (q.reshape(1, -1, *q.shape[2:]), keys, None), options)
+    out, lse = forward("attention", (q.flatten(0, 1)[None], keys, None), options)
     return out, lse
 
 
@@ -211,18 +252,21 @@ def _merged(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of both parts' keys."""
-    layout, parts, statistics = pose_merge((*one, *other), "bshd")
-    out, lse = (x.result() for x in dispatch.merge(parts, layout, statistics, 0))
-    return out, lse
+    (out, lse), (other_out, other_lse) = one, other
+    total = out * _share(lse, other_lse) + other_out * _share(other_lse, lse)
+    return total.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
 def _with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
     """Return out times exp(lse) / (exp(lse) + exp(sink)), of out (B, S, Hq, Dv) and lse (B, Hq, S)."""
-    if sink is None:
-        return out
-    share = torch.sigmoid(lse - sink[:, None])
-    share = torch.where(lse == -torch.inf, 0, share)  # out is 0, and share NaN if the sink is -inf too
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+    return out if sink is None else (out * _share(lse, sink[:, None])).to(out.dtype)
+
+
+def _share(lse: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return exp(lse) / (exp(lse) + exp(other)), (B, S, Hq, 1), of lse (B, Hq, S)."""
+    share = torch.sigmoid(lse - other)
+    share = torch.where(lse == -torch.inf, 0, share)  # NaN if other is -inf too
+    return share.transpose(1, 2)[..., None]
 
 
 def _without_empty_rows(lse: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...problem.checks import Requirements
 from ...problem.records import SPLIT_UNIT, CacheOptions, UnsupportedError
 from .kv_cache import append_then_attend, attend
 from .op import as_int32, is_zero, require_one_device, window_sides
@@ -180,9 +181,29 @@ def _with_qv(
     if any(option is not None for option in refused):
         raise UnsupportedError(f"{function}: rotary, k_descale or v_descale with qv is not supported")
     together = _joined(function, {"qv": qv, "q": q}), _joined(function, {"v_cache": v_cache, "k_cache": k_cache}), None
-    if k is not None and v is not None:
+    _check_columns(function, {"k": (k, k_cache), "v": (v, v_cache)})
+    if k is not None:
         k, v = torch.cat((v, k), dim=-1), None
     return together, k, v, v_cache.shape[-1]
+
+
+def _check_columns(function: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    """Raise one error with every reason unless new rows can be joined as the columns of the caches are."""
+    requirements = Requirements(function)
+    given = {name: rows for name, (rows, _) in pairs.items() if rows is not None}
+    requirements.require(len(given) != 1, "k and v are appended together: give both or neither")
+    for name, rows in given.items():
+        cache = pairs[name][1]
+        if requirements.require_type(isinstance(rows, torch.Tensor), f"{name} must be a tensor, not {type(rows)}"):
+            same = rows.dtype == cache.dtype
+            requirements.require_type(
+                same, f"{name} must have the dtype of {name}_cache, {cache.dtype}, not {rows.dtype}"
+            )
+            expected, shape = tuple(cache.shape[-2:]), tuple(rows.shape)
+            requirements.require(shape[-2:] == expected, f"the last axes of {name} must be {expected}, not {shape}")
+    shapes = [tuple(rows.shape[:-1]) for rows in given.values()]
+    requirements.require(shapes[1:] == shapes[:-1], f"k and v must agree in all axes but the last, not {shapes}")
+    requirements.raise_if_unmet({})
 
 
 def _joined(function: str, pair: dict[str, Any]) -> torch.Tensor:
@@ -196,7 +217,7 @@ def _joined(function: str, pair: dict[str, Any]) -> torch.Tensor:
     steps = [[s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1] for t in (x, y)]
     together = (
         (x.shape[:-1], x.dtype, x.device, steps[0]) == (y.shape[:-1], y.dtype, y.device, steps[1])
-        and x.stride(-1) == y.stride(-1) == 1
+        and x.stride()[-1:] == y.stride()[-1:] == (1,)
         and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
         and x.storage_offset() + x.shape[-1] == y.storage_offset()
     )

@@ -299,8 +299,9 @@ class Call:
                 np.copyto(S, -np.inf, where=offsets < -mask.right)
             S[..., : max(keys.start - start, 0)] = -np.inf
             S[..., max(keys.stop - start, 0) :] = -np.inf
-        if sequence.mask is not None and stop > sequence.mask_start:
-            first, end = max(start, sequence.mask_start), min(stop, keys.stop)
+        end = min(stop, keys.stop)  # a prefix may end before the keys of the mask
+        if sequence.mask is not None and end > sequence.mask_start:
+            first = max(start, sequence.mask_start)
             visible = scores.at(first, end).cut(sequence.mask)
             np.copyto(S[..., first - start : end - start], -np.inf, where=~visible)
 

@@ -83,13 +83,10 @@ def flash_mla_with_kvcache(
         (out, lse): (B, Sq, Hq, Dv) in the dtype of q, and (B, Hq, Sq) in float32.
     """
     name = "flash_mla_with_kvcache"
-    of_lists = {
-        "indices": (indices, "bst"), "topk_length": (topk_length, "b"),
-        "extra_indices_in_kvcache": (extra_indices_in_kvcache, "bst"), "extra_topk_length": (extra_topk_length, "b"),
-    }  # fmt: skip
-    _check_arrays(name, (q, "bshd"), of_lists | {"attn_sink": (attn_sink, "h")})
+    lists, lengths = (indices, extra_indices_in_kvcache), (topk_length, extra_topk_length)
+    _check_beside_cache(name, q, lists, lengths, attn_sink)
     if indices is None:
-        _check_dense(name, block_table, cache_seqlens, is_fp8_kvcache, (topk_length, extra_topk_length),
+        _check_dense(name, block_table, cache_seqlens, is_fp8_kvcache, lengths,
                      (extra_k_cache, extra_indices_in_kvcache))  # fmt: skip
         options = CacheOptions(
             cache_seqlens=cache_seqlens, block_table=block_table, causal=causal, scale=softmax_scale,
@@ -147,6 +144,17 @@ def flash_mla_sparse_fwd(
     out, lse, statistics = forward("attention", (q[None], kv[None], None), options)
     out = _with_sink(out, lse, attn_sink)
     return out[0], statistics.max[0].T.contiguous(), _without_empty_rows(lse[0]).T.contiguous()
+
+
+def _check_beside_cache(
+    function: str, q: Any, lists: tuple[Any, Any], lengths: tuple[Any, Any], attn_sink: Any
+) -> None:  # fmt: skip
+    """Raise unless q and the arrays beside a cache and a second one are those of `flash_mla_with_kvcache`."""
+    given = {
+        "indices": (lists[0], "bst"), "topk_length": (lengths[0], "b"), "attn_sink": (attn_sink, "h"),
+        "extra_indices_in_kvcache": (lists[1], "bst"), "extra_topk_length": (lengths[1], "b"),
+    }  # fmt: skip
+    _check_arrays(function, (q, "bshd"), given)
 
 
 def _check_arrays(function: str, queries: tuple[Any, str], given: dict[str, tuple[Any, str]]) -> None:

@@ -381,10 +381,7 @@ __device__ void store_gradient(element* rows, const Operand& x, unsigned char* t
   __syncwarp();  // @written-gradient
 #pragma unroll 1
   for (int n = lane; n < WARP * CHUNKS; n += WARP) {
-    int place = n / CHUNKS, chunk = n % CHUNKS;
-    // Eight lanes may read the last chunks of one row and the first of the next. Their rows differ by 4, so that the
-    // swizzle has them in other banks.
-    int key = warp_row + (CHUNKS % 8 ? place & 24 | place % 2 * 4 | place % 8 / 2 : place);
+    int key = warp_row + n / CHUNKS, chunk = n % CHUNKS;
     if (first + key >= end || 8 * chunk >= COLUMNS) continue;  // @rows-of-keys
     uint4 numbers = *(const uint4*)(tile + swizzled_offset<BLOCK_KV>(key, chunk));
     store_chunk<COLUMNS>(rows + (long long)(first + key) * x.row, x, chunk, numbers);

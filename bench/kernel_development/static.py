@@ -157,13 +157,11 @@ MAY_SPILL = {
     ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.9.86"): 48,
     ("wgmma/backward, Hopper fp16 D 256, tile 64x64/384, sm_90a", "12.8.93"): 8,
 }
-# Bank conflicts that a tile step may have. In the epilogue of the tcgen05 backward at D 96 eight lanes may read the last
-# chunks of one row of a gradient and the first of the next, which the swizzle has in the same banks: once for each block
-# of keys.
-MAY_CONFLICT = {
-    "tcgen05/backward, Blackwell fp16 D 96, tile 128x128/512": 256,
-    "tcgen05/backward, in order, Blackwell fp16 D 96, tile 128x128/512": 128,
-}
+# Bank conflicts that a tile step may have. In the epilogue of the tcgen05 backward at D 96 eight lanes may read the
+# last chunks of one row of a gradient and the first of the next, which the swizzle has in the same banks: once for each
+# block of keys.
+D_96 = "Blackwell fp16 D 96, tile 128x128/512"
+MAY_CONFLICT = {f"tcgen05/backward, {D_96}": 256, f"tcgen05/backward, in order, {D_96}": 128}
 LIMIT = 1.10  # upper limit of the bytes moved, relative to the minimum that the tiles need
 
 

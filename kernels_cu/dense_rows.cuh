@@ -38,7 +38,7 @@ struct PartCopy {
   static_assert(CHUNKS <= 8 && PART == WARP, "a row has a line of shared memory at most, and a lane for each column");
 
   // Rows that are contiguous and 16-byte aligned are copied in vectors: each lane takes 16 bytes of every ROWS-th row.
-  // Of other rows each lane copies one column, number by number.
+  // Rows that are not aligned are copied one number at a time, a column per lane.
   bool aligned;
   const T* from;  // the lane's first number, for key 0
   long long next;

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cupy_flash.measure.worker_process import ended_by_signal
@@ -108,15 +109,20 @@ def _predict(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
-    with progress("simulate", len(selected.CASES)) as step:
+def _counts(name: str, module: ModuleType, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Count the cases of a module in the simulator, store and show the rows."""
+    with progress("simulate", len(module.CASES)) as step:
         counts = []
-        for case in selected.CASES:
-            step(f"{case.engine}, {case.heads} heads")
-            counts.append(selected.record(selected.count(case)))
-    write(describe(arguments, 1) | {"selected": counts}, options.out / "selected.json")
-    show(selected.table(counts))
+        for case in module.CASES:
+            step(f"{case[0]}, {case.heads} heads")  # the engine or the architecture
+            counts.append(module.record(module.count(case)))
+    write(describe(arguments, 1) | {name: counts}, options.out / f"{name}.json")
+    show(module.table(counts))
     return 0
+
+
+def _selected(options: argparse.Namespace, arguments: list[str]) -> int:
+    return _counts("selected", selected, options, arguments)
 
 
 def _packed(_: argparse.Namespace, __: list[str]) -> int:
@@ -125,14 +131,7 @@ def _packed(_: argparse.Namespace, __: list[str]) -> int:
 
 
 def _latent(options: argparse.Namespace, arguments: list[str]) -> int:
-    with progress("simulate and compile", len(latent.CASES)) as step:
-        counts = []
-        for case in latent.CASES:
-            step(f"{case.arch}, {case.heads} heads")
-            counts.append(latent.record(latent.count(case)))
-    write(describe(arguments, 1) | {"latent": counts}, options.out / "latent.json")
-    show(latent.table(counts))
-    return 0
+    return _counts("latent", latent, options, arguments)
 
 
 def _sass(options: argparse.Namespace, _: list[str]) -> int:

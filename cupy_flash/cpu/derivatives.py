@@ -30,7 +30,7 @@ from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands
 from .attention import Call, Sequence, empty_gradients, hide_gradient, load_rows, rounded, run_query_tiles
 from .blas import product
-from .score import ScoreTile
+from .score import DifferentiableCoordinates, ScoreTile
 from .softmax import Softmax
 from .thread_pool import run_tasks
 
@@ -202,6 +202,23 @@ class _Statistics(NamedTuple):
         return -(np.exp(sink - self.lse) @ (self.delta_tangent + self.delta * (tsink - self.lse_tangent)))
 
 
+def through_steps(
+    call: Call,
+    tile: DifferentiableCoordinates,
+    saved: list[object],
+    P: np.ndarray,
+    gradients: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    """Take dS and dtS back through the score modifications; they and c are 0 where P is."""
+    dS, dtS, _ = gradients
+    for gradient in gradients:
+        hide_gradient(gradient, P)
+    for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
+        step.second_gradient(dS, dtS, tile, value)
+    for gradient in (dS, dtS):
+        hide_gradient(gradient, P)  # softcap's derivative is NaN at a masked NaN
+
+
 class Direction:
     """The tangents of one call as NumPy views (B, H, S, D), and the computations on a tile that use them."""
 
@@ -281,10 +298,5 @@ class Direction:
         dS = P * (c * (g - delta) + (h * keep - delta_tangent))
         dtS = P * (g - delta)
         c *= P * keep
-        for gradient in (dS, dtS, c):
-            hide_gradient(gradient, P)
-        for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
-            step.second_gradient(dS, dtS, tile, value)
-        for gradient in (dS, dtS):
-            hide_gradient(gradient, P)  # softcap's derivative is NaN at a masked NaN
+        through_steps(call, tile, saved, P, (dS, dtS, c))
         return dS, dtS, c

@@ -16,7 +16,7 @@ from ..plan.plan import Plan
 from ..problem.records import Gradients, Operands
 from .attention import Sequence, hide_gradient
 from .blas import product
-from .derivatives import Direction
+from .derivatives import Direction, through_steps
 from .selected import (
     ListTile,
     SelectedCall,
@@ -138,12 +138,7 @@ def _differentiate(
     dtS = P * (g * kept - delta[..., None])
     dS = c * dtS + P * (h * kept - delta_tangent[..., None])
     c *= P * kept
-    for gradient in (dS, dtS, c):
-        hide_gradient(gradient, P)
-    for step, value in zip(call.score_steps[::-1], saved[::-1], strict=True):
-        step.second_gradient(dS, dtS, tile, value)
-    for gradient in (dS, dtS):
-        hide_gradient(gradient, P)  # softcap's derivative is NaN at a masked NaN
+    through_steps(call, tile, saved, P, (dS, dtS, c))
     lists, rows, heads, _ = P.shape
     dS, dtS, W, dO, Q = (y.reshape(lists, rows * heads, -1) for y in (dS, dtS, c, dO, x.Q))
     dQ = product(dS, x.K)

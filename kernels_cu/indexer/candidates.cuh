@@ -30,7 +30,7 @@ __device__ inline int rank_in(unsigned int lanes) {
   return __popc(lanes & (1u << lane()) - 1);
 }
 
-// What the warp of a row keeps between tiles of keys.
+// The state of a row that its warp carries from one tile of keys to the next.
 struct Chosen {
   Ordered nth;   // the n-th best score when entries were last removed, before that 0
   Ordered open;  // the best score of the block of keys that the last tile has not ended

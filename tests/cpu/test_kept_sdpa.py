@@ -206,7 +206,7 @@ def _backend():
         yield
 
 
-# What changes or observes a call besides its arguments.
+# Modes, hooks and settings of torch that change or observe a call.
 AROUND = {
     "functions": _Functions,
     "operators": _Operators,

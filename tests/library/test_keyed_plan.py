@@ -1052,6 +1052,7 @@ def test_an_append_with_an_unusual_tensor_poses(kind, place, on_simulator):
     inputs = list(APPENDED)
     inputs[place] = UNUSUAL[kind](inputs[place])
     LOG.clear()
+    # Most of these calls are refused, some by torch itself; the test asks only that no kept plan serves them.
     with contextlib.suppress(TypeError, ValueError, RuntimeError, NotImplementedError):
         append_rows(*inputs, cache_seqlens=3)
     assert not any(launched.kept for launched in LOG)

@@ -147,7 +147,7 @@ def test_the_key_of_a_maximum_without_its_prefix_is_found(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_compile_covers_calls(dtype):
-    """Of any batch, which decides how many rows a tile on prefixes has."""
+    """For every batch size: it decides the rows of a tile in the pass over prefixes."""
     on = device.named("sm_80", "cuda")
     built = {x.text_key for x in ahead.launches(on, dtype=dtype, head_dim=16, group=2, cache=True, prefixes=True)}
     for own, rows in (([5], 1), ([5] * 16, 1), ([5] * 40, 1), ([5, 0], 9), ([1, 2], 40)):

@@ -77,7 +77,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         legal = [
             tile
             for block_q in (128, 64)
-            # Of tiles of equal cost the plan chooses the first: with 128 queries, the one with S ahead.
+            # The plan takes the first of tiles of equal cost: at 128 queries the one that issues the next S early.
             for dq_in_bulk in ((True, False) if block_q == 128 else (False, True))
             for tile in (Tile(block_q, block_kv, 2, dq_in_bulk),)
             if not (dq_in_bulk and problem.deterministic)

@@ -363,11 +363,12 @@ __device__ void add_dQ(const DqSums& sums, const float (&dQ)[N], int row, int co
 template <int COLUMNS>
 __device__ void store_gradient(element* rows, const Operand& x, unsigned char* tile, unsigned int tmem, float scale,
                                bool visited, int first, int end) {
-  constexpr int TMEM_PART = COLUMNS % 32 ? 16 : 32, CHUNKS = round_up(COLUMNS, 16) / 8;
+  // Eight lanes read the eight chunks of one row of a panel, without bank conflicts.
+  constexpr int TMEM_PART = COLUMNS % 32 ? 16 : 32, CHUNKS = panels_of(COLUMNS) * (PANEL_ROW / 16);
   int row = recomputed(threadIdx.x) % ROWS, lane = row % WARP, warp_row = row - lane;
   unsigned int smem = smem_address(tile);
 #pragma unroll 1
-  for (int n = 0; n < 8 * CHUNKS; n += TMEM_PART) {
+  for (int n = 0; n < COLUMNS; n += TMEM_PART) {
     float part[TMEM_PART] = {};
     unsigned int rounded[TMEM_PART / 2];
     if (visited) load(part, tmem + (warp_row << 16) + n);

@@ -17,8 +17,8 @@ struct Maps {
 #endif
 };
 
-// The role of the loads. K of a tile is loaded before V of the one before, whose slot is free later. L2 policy: Q is
-// read once, K and V by every tile of queries.
+// The role of the loads. K of a tile is loaded before V of the one before, whose slot is free later, unless they take
+// turns. L2 policy: Q is read once, K and V by every tile of queries.
 __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers) {
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
   for (TileScheduler scheduler(p); scheduler.tile >= 0; scheduler.next(p)) {
@@ -28,11 +28,11 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
     BlockKvTiles kv_tiles(band, scheduler.head, q_start);
     auto load_K = [&](int kv_start) {
       Box keys = sequence.key_box(kv_start);
-      if (issues_loads()) barriers.K.load(maps.k, keys.row, kv_head, keys.batch, EVICT_LAST);
+      if (issues_loads()) barriers.K.load(maps.k, keys.row, kv_head, keys.batch, barriers.V);
     };
     auto load_V = [&](int kv_start) {
       Box keys = sequence.key_box(kv_start);
-      if (issues_loads()) barriers.V.load(maps.v, keys.row, kv_head, keys.batch, EVICT_LAST);
+      if (issues_loads()) barriers.V.load(maps.v, keys.row, kv_head, keys.batch, barriers.K);
     };
     if (!kv_tiles.valid()) continue;
     load_K(kv_tiles.start);
@@ -42,8 +42,9 @@ __device__ void load_tiles(const Params& p, const Maps& maps, Barriers barriers)
     while (kv_tiles.valid()) {
       int kv_start = kv_tiles.start;
       kv_tiles.next();
+      if (BY_TURNS) load_V(kv_start);
       if (kv_tiles.valid()) load_K(kv_tiles.start);
-      load_V(kv_start);
+      if (!BY_TURNS) load_V(kv_start);
     }
   }
   if (!issues_loads()) return;
@@ -68,19 +69,21 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
 
   auto issue_S = [&](int t) {
     if (!issues_loads()) return;
-    unsigned long long q = tcgen05_descriptor(k_major_descriptor(recomputed(Q[t].tile()))),
-                       k = tcgen05_descriptor(k_major_descriptor(recomputed(barriers.K.tile())));
-    constexpr int NEXT_OF_Q = ROWS * PANEL_ROW >> 4, NEXT_OF_K = BLOCK_KV * PANEL_ROW >> 4;
+    unsigned long long q = tcgen05_descriptor(k_major_descriptor(recomputed(Q[t].tile()))), k;
+    constexpr int NEXT_OF_Q = ROWS * PANEL_ROW >> 4;
 #pragma unroll
-    for (int n = 0; n < round_up(HEAD_DIM, 16) / 16; ++n)
+    for (int n = 0; n < round_up(HEAD_DIM, 16) / 16; ++n) {
+      if (n % 4 == 0) k = tcgen05_descriptor(k_major_descriptor(recomputed(barriers.K.panel(n / 4))));
       tcgen05_mma(tmem + TensorMemory::S(t), q + n / 4 * NEXT_OF_Q + n % 4 * NEXT_16_COLUMNS,
-                  k + n / 4 * NEXT_OF_K + n % 4 * NEXT_16_COLUMNS, QK, n > 0);  // @mma-S
-    tcgen05_commit(barriers.S_ready(t).mbarrier);                               // @commit-S
+                  k + n % 4 * NEXT_16_COLUMNS, QK, n > 0);  // @mma-S
+    }
+    tcgen05_commit(barriers.S_ready(t).mbarrier);  // @commit-S
   };
   // PV of the keys in [begin, end).
   auto issue_PV = [&](int t, int begin, int end, bool adds) {
     if (!issues_loads()) return;
-    unsigned long long v = tcgen05_descriptor(mn_major_descriptor(recomputed(barriers.V.tile()), BLOCK_KV * PANEL_ROW));
+    unsigned long long v =
+        tcgen05_descriptor(mn_major_descriptor(recomputed(barriers.V.panel(0)), barriers.V.distance()));
 #pragma unroll
     for (int n = begin / 16; n < end / 16; ++n)
       tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::S(t) + 8 * n, v + n * NEXT_16_ROWS, PV,
@@ -112,7 +115,6 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
       if (!is_end) ends = is_last();
       barriers.V.wait();                                    // @wait-V
       if constexpr (CLEARS_V) barriers.V_cleared().wait();  // @wait-cleared-V
-      if (!is_end) barriers.K.wait();                       // @wait-K
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         P_ready[t].wait();  // @wait-P
@@ -127,6 +129,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
             if (issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);
             PV_complete[t].wait();  // @wait-PV
           }
+          if (t == 0) barriers.K.wait();  // @wait-K
           issue_S(t);
           if (ends) Q[t].release();  // @release-Q
         }
@@ -310,8 +313,8 @@ __device__ void clear_V(const Params& p, Barriers barriers) {
         for (int n = (sequence.kv_len - kv_tiles.start) * CHUNKS + lane_id(); n < BLOCK_KV * CHUNKS; n += WARP)
 #pragma unroll
           for (int panel = 0; panel < V_Ring::PANELS; ++panel)
-            st_shared_v4(barriers.V.tile() + panel * V_Ring::PANEL_BYTES + 16 * n, zeros);  // @clear-V
-        fence_proxy_async();                                                                // @fence-cleared-V
+            st_shared_v4(barriers.V.panel(panel) + 16 * n, zeros);  // @clear-V
+        fence_proxy_async();                                        // @fence-cleared-V
       }
       barriers.V_cleared().arrive();
     }

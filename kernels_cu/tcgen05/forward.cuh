@@ -41,8 +41,13 @@ struct TensorMemory {
 };
 static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit tensor memory");
 
-// Slots of K and of V: STAGES counts both.
-constexpr int K_STAGES = (STAGES + 1) / 2, V_STAGES = STAGES / 2;
+// Slots of K and of V: STAGES counts both. With one slot of V the tensor cores would wait for V of the next keys. Then
+// the tiles follow each other in a ring of panels instead, K and V by turns, in which two tiles of K and one of V fit:
+// V takes the place of the first panels of K before, and K that of its last panels and of V before.
+constexpr int K_PANELS = panels_of(HEAD_DIM), V_PANELS = panels_of(HEAD_DIM_V);
+constexpr bool BY_TURNS = STAGES == 3 && V_PANELS <= K_PANELS;
+constexpr int K_STAGES = (STAGES + 1) / 2, V_STAGES = BY_TURNS ? 2 : STAGES / 2;
+constexpr int TURN_PANELS = K_PANELS + V_PANELS, MEMORY_PANELS = TURN_PANELS + K_PANELS;
 
 // Offsets in bytes.
 struct SharedMemory {
@@ -50,7 +55,7 @@ struct SharedMemory {
   static constexpr int Q = 0;                                  // TILES x [ROWS][HEAD_DIM]
   static constexpr int K = Q + tile_bytes(BLOCK_Q, HEAD_DIM);  // K_STAGES x [BLOCK_KV][HEAD_DIM]
   static constexpr int V = K + K_STAGES * K_BYTES;             // V_STAGES x [BLOCK_KV][HEAD_DIM_V]
-  static constexpr int O = V + V_STAGES * V_BYTES;             // TMA_STORE_O: [ROWS][HEAD_DIM_V]
+  static constexpr int O = V + STAGES / 2 * V_BYTES;           // TMA_STORE_O: [ROWS][HEAD_DIM_V]
   static constexpr int DENSE = O + (TMA_STORE_O ? tile_bytes(ROWS, HEAD_DIM_V) : 0);  // DenseParts of each warp
   static constexpr int FACTORS = DENSE + TILES * SOFTMAX_WARPS * DenseParts::BYTES;   // [BLOCK_Q]
   static constexpr int Q_MBARRIERS = FACTORS + 4 * BLOCK_Q;
@@ -65,8 +70,39 @@ struct SharedMemory {
 #include "ring.cuh"
 
 using Q_Ring = Ring<1, ROWS, HEAD_DIM>;
-using K_Ring = Ring<K_STAGES, BLOCK_KV, HEAD_DIM>;
-using V_Ring = Ring<V_STAGES, BLOCK_KV, HEAD_DIM_V>;
+
+// The ring of K or of V. If the two take turns, its tiles begin FIRST panels after K of their turn, and their panels
+// from number AFTER_OTHER on take the place of a tile of the other.
+template <int SLOTS, int DIM, int FIRST, int AFTER_OTHER>
+struct KvRing : Ring<SLOTS, BLOCK_KV, DIM> {
+  using Base = Ring<SLOTS, BLOCK_KV, DIM>;
+  using Base::Base;
+
+  __device__ unsigned int panel(int n) const {
+    if constexpr (!BY_TURNS) return this->tile() + n * Base::PANEL_BYTES;
+    return this->start + (first_panel() + (wraps() ? n ^ 1 : n)) % MEMORY_PANELS * Base::PANEL_BYTES;  // @panel-of-turn
+  }
+  // Bytes from the first panel of V to the second. One that is the last of the memory is followed by the first of it:
+  // then the panels change places, as a descriptor has no negative distance.
+  __device__ int distance() const { return (wraps() ? MEMORY_PANELS - 1 : 1) * Base::PANEL_BYTES; }
+  template <typename Other>
+  __device__ void load(const TensorMap& map, int row, int head, int batch, const Other& other) {
+    this->acquire();
+    mbarrier_arrive_expect_tx(this->full(), Base::TILE_BYTES);
+#pragma unroll
+    for (int n = 0; n < Base::PANELS; ++n) {
+      if (BY_TURNS && n == AFTER_OTHER) other.acquire();  // @wait-tile-before
+      tma_load(panel(n), map, this->full(), n * PANEL, row, head, batch, EVICT_LAST);
+    }
+    ++this->index;
+  }
+
+ private:
+  __device__ int first_panel() const { return (this->index * TURN_PANELS + FIRST) % MEMORY_PANELS; }
+  __device__ bool wraps() const { return BY_TURNS && Base::PANELS == 2 && first_panel() == MEMORY_PANELS - 1; }
+};
+using K_Ring = KvRing<K_STAGES, HEAD_DIM, 0, K_PANELS - V_PANELS>;
+using V_Ring = KvRing<V_STAGES, HEAD_DIM_V, K_PANELS, 0>;
 
 struct Barriers {
   unsigned int smem;
@@ -76,7 +112,7 @@ struct Barriers {
   __device__ Barriers(unsigned int smem)
       : smem(smem),
         K(smem + SharedMemory::K, smem + SharedMemory::K_MBARRIERS),
-        V(smem + SharedMemory::V, smem + SharedMemory::V_MBARRIERS) {}
+        V(smem + (BY_TURNS ? SharedMemory::K : SharedMemory::V), smem + SharedMemory::V_MBARRIERS) {}
   __device__ Q_Ring Q(int t) const {
     return {smem + SharedMemory::Q + t * Q_Ring::TILE_BYTES, smem + SharedMemory::Q_MBARRIERS + t * mbarrier_bytes(1)};
   }

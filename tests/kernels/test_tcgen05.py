@@ -183,6 +183,21 @@ def test_every_order_gives_the_same_bits(case):
         assert result.out.tobytes() == results[0].out.tobytes() and result.lse.tobytes() == results[0].lse.tobytes()
 
 
+@pytest.mark.parametrize(
+    "dims", [{}, exhaustive(dict(head_dim=192, head_dim_v=128))], ids=["whole-tiles", "wraps-around"]
+)
+def test_K_and_V_take_turns(dims, monkeypatch):
+    """In the memory of three slots each takes the place of the other; some V of two panels wraps around its end."""
+    case, tile = Case(**LONG | dict(kv_len=420) | dims), TWO._replace(stages=3)
+    check_forward(case, forward(case, tile, 1, functools.partial(start, order="early")))
+    check_forward(case, forward(case, tile, 1))
+    with planted(monkeypatch, skip("wait-tile-before")), pytest.raises(ORDERING):
+        forward(case, tile, 1)
+    if dims:
+        with planted(monkeypatch, change("panel-of-turn", "n ^ 1", "n")), pytest.raises(AssertionError):
+            check_forward(case, forward(case, tile, 1))
+
+
 def test_a_strict_order_waits_for_products(monkeypatch):
     """Only a strict order holds if mma of different accumulators are not in order; both give the same bits."""
     case = Case(**LONG | dict(heads=1, q_len=40))
@@ -266,7 +281,7 @@ PLANTED = {
     "Hopper's descriptor": (change("tcgen05-version", "46", "45"), errors.BadDescriptor),
     "V not transposed": (change("major-of-V", "MN_MAJOR", "K_MAJOR"), (AssertionError, errors.SimulationError)),
     "half of the rows": (change("instruction-descriptor", "128u", "64u"), (AssertionError, errors.SimulationError)),
-    "columns of Q and K": (change("mma-S", "NEXT_OF_K + n % 4", "NEXT_OF_K + (n + 1) % 4"), AssertionError),
+    "columns of Q and K": (change("mma-S", "k + n % 4", "k + (n + 1) % 4"), AssertionError),
     "columns of P": (change("mma-PV", "8 * n", "8 * (n ^ 1)"), AssertionError),
     "O not begun": (change("mma-PV", "adds || n > 0", "true"), errors.Uninitialised),
     "the block ends before its last slots are empty": (skip("drain-slots"), errors.PendingCopy),

@@ -19,7 +19,7 @@ from cupy_flash.gpu import ahead
 from cupy_flash.jit import nvrtc
 from cupy_flash.jit.source import assemble
 
-from ..report import Table
+from ..report import NOTHING, Table
 from ..run import Progress
 from . import cycles, events, sass
 from .fingerprint import fingerprint
@@ -52,6 +52,8 @@ PRODUCTS = 5  # S, dP, dV, dK, dQ
 TENSOR_MEMORY = 512  # columns
 STARTED = 1000.0  # clocks from the end of a block to the first load of the next one on its SM
 READ = 500.0  # latency until a bulk reduction has read its part of shared memory
+# Of a pair of CTAs: clocks of shared memory that FlashAttention-4 counts for an exchange of dS, and a guessed latency.
+EXCHANGE, EXCHANGED = 384.0, 500.0
 ROW_NUMBERS = 60  # instructions of the load of lse2 and delta of a tile
 STORED_COLUMN = 3.7  # instructions of the epilogue for a column of dK or dV
 WARPS = 4  # of each half of the computation, and of the role that adds dQ
@@ -70,6 +72,9 @@ class Schedule(NamedTuple):
     issue: float  # instructions of the issuing thread for an mma
     mufu: int  # clocks between two exponentials of a warp
     strict: bool = False  # mma wait for those whose operands they overwrite
+    # Of CTAs, each of which holds half of the second operands, and computes dQ of half of the queries from dS of the
+    # keys of both.
+    pair: bool = False
 
 
 class Job(NamedTuple):
@@ -88,13 +93,15 @@ class Block(Roles):
     def __init__(self, schedule: Schedule, steps: int = STEPS):
         super().__init__(schedule.mufu)
         self.schedule, self.steps = schedule, steps
-        self.parts = schedule.add[1]["UBLKRED"]  # of a warp's part of dQ
+        self.parts = schedule.add[1]["UBLKRED"] // (1 + schedule.pair)  # of a warp's part of dQ
         self.jobs: dict[str, list[Job]] = defaultdict(list)
 
     def run(self) -> float:
         """Return the clocks from the end of the block before to the end of this one."""
         steps = self.steps
         jobs = {"tensor cores": PRODUCTS * steps, "copies": 2 * steps + 2, "reductions": self.parts * steps}
+        if self.schedule.pair:
+            jobs["exchange"] = steps
         units = [self.serve(unit, count) for unit, count in jobs.items()]
         halves = [self.compute(0), self.compute(1)]
         return STARTED + COPIED + self.play([self.load(), self.load_rows(), self.issue(), *halves, self.add(), *units])
@@ -155,7 +162,9 @@ class Block(Roles):
     def issue(self) -> Process:
         """Issue S of the next tile of queries under dS of this one, and dP of the next under P."""
         dim, over_dp = self.schedule.dim, self.schedule.dq_buffers == 0
-        of_tile, scores, sums = ROWS // 16, clocks_of_mma(KEYS), clocks_of_mma(dim)
+        pair = self.schedule.pair
+        of_tile, scores, sums = ROWS // 16, clocks_of_mma(KEYS, pair), clocks_of_mma(dim, pair)
+        score_rows, sum_rows = ROWS + KEYS // (1 + pair), dim // (1 + pair)
         # Shared memory reads 16 columns of B, and of A if it is not in tensor memory.
         rows = 2 * 16 / cycles.SHARED_BYTES
 
@@ -173,19 +182,21 @@ class Block(Roles):
             if step >= 0:
                 for half in range(2):
                     clock = yield f"P{half}", step + 1
-                clock = yield issued(clock, of_tile, FROM_TENSOR_MEMORY * sums, dim, "dO read", *strict)
+                clock = yield issued(clock, of_tile, FROM_TENSOR_MEMORY * sums, sum_rows, "dO read", *strict)
             if step + 1 < self.steps:
                 if step >= 0 and strict:
                     clock = yield "complete", 2 * step + 1
                 for name in ("rows", "Q"):
                     clock = yield name, step + 2
-                clock = yield issued(clock, dim // 16, scores, ROWS + KEYS, "S")
+                clock = yield issued(clock, dim // 16, scores, score_rows, "S")
             if step >= 0:
                 for half in range(2):
                     clock = yield f"dS{half}", step + 1
-                clock = yield issued(clock, of_tile, FROM_TENSOR_MEMORY * sums, dim, "Q read", *strict)
+                clock = yield issued(clock, of_tile, FROM_TENSOR_MEMORY * sums, sum_rows, "Q read", *strict)
                 if strict:
                     clock = yield "complete", 2 * step + 2
+                if pair:
+                    clock = yield "dS exchanged", step + 1
                 if not over_dp:
                     clock = yield "dQ read", max(step + 1 - self.schedule.dq_buffers, 0)
                 last = ["gradients"] * (step == self.steps - 1)
@@ -194,7 +205,7 @@ class Block(Roles):
                 clock = yield "dO", step + 2
                 if over_dp:
                     clock = yield "dQ read", step + 1
-                clock = yield issued(clock, dim // 16, scores, ROWS + KEYS, "dP")
+                clock = yield issued(clock, dim // 16, scores, score_rows, "dP")
 
     def compute(self, half: int) -> Process:
         """Compute P^T and dS^T of half of the queries; at the end store dV or dK."""
@@ -213,21 +224,25 @@ class Block(Roles):
             clock = yield clock + STORED
             for name in ("dS", "rows read"):
                 self.given[f"{name}{half}"].append(clock + SIGNAL)
+            if self.schedule.pair and half:
+                clocks = EXCHANGE / CHUNKS
+                self.gives("exchange", clock, Job(CHUNKS, clocks, clocks, EXCHANGED + SIGNAL, ("dS exchanged",)))
         clock = yield "gradients", 1
         yield from self.chunks(clock + LOADED, Counter({"rest": round(STORED_COLUMN * self.schedule.dim)}))
 
     def add(self) -> Process:
         """Load a part of dQ, then add it to global memory through two buffers."""
         loaded, added = self.schedule.add
-        part_bytes = 4.0 * ROWS * self.schedule.dim / self.parts / CHUNKS
+        ctas = 1 + self.schedule.pair
+        part_bytes = 4.0 * ROWS / ctas * self.schedule.dim / self.parts / CHUNKS
         clock = yield 0.0
         for step in range(self.steps):
             clock = yield "dQ", step + 1
-            clock = yield from self.chunks(clock + LOADED, loaded)
+            clock = yield from self.chunks(clock + LOADED, loaded, ctas)
             self.given["dQ read"].append(clock + SIGNAL)
             for part in range(self.parts):
                 clock = yield "part read", max(step * self.parts + part - 1, 0)
-                clock = yield from self.chunks(clock, added, self.parts)
+                clock = yield from self.chunks(clock, added, ctas * self.parts)
                 job = Job(CHUNKS, part_bytes / COPIED_BYTES, part_bytes / cycles.SHARED_BYTES, READ, ("part read",))
                 self.gives("reductions", clock, job)
 
@@ -242,6 +257,7 @@ class Prediction(NamedTuple):
     step: dict[str, float]  # clocks that each unit needs for a step of 128 x 128 scores
     fraction: float  # FlashAttention-4's factor times the model's
     strict: float  # the same with a strict order
+    pair: float | None  # that without it by pairs of CTAs; None if an mma has fewer than 128 columns
 
 
 def launch_of(dim: int, arch: str) -> Launch:
@@ -281,11 +297,11 @@ def predict(progress: Progress) -> list[Prediction]:
         launch = launch_of(dim, arch)
         assert launch.tile is not None
         schedule = schedule_of(launch, dim, arch)
-        reached, strict = (
-            of_model * fraction(each, Block(each).run()) for each in (schedule, schedule._replace(strict=True))
-        )
-        step = resources(schedule)
-        predictions.append(Prediction(arch, dim, launch.tile, fingerprint(launch), step, reached, strict))
+        schedules = [schedule, schedule._replace(strict=True)]
+        schedules += [schedule._replace(pair=True)] * (dim == KEYS)
+        reached, strict, *pair = (of_model * fraction(each, Block(each).run()) for each in schedules)
+        step, of_pair = resources(schedule), pair[0] if pair else None
+        predictions.append(Prediction(arch, dim, launch.tile, fingerprint(launch), step, reached, strict, of_pair))
     return predictions
 
 
@@ -324,10 +340,13 @@ def table(predictions: Iterable[dict[str, Any]]) -> Table:
         marks, step = MARKS[each["dim"]], each["step"]
         bound = max(events.UNITS, key=step.__getitem__)
         clocks = (f"{step[unit]:.0f}" for unit in events.UNITS)
-        fractions = (f"{x:.2f}" for x in (each["fraction"], each["strict"], *marks))
+        reached = each["fraction"], each["strict"], each["pair"]
+        fractions = (NOTHING if x is None else f"{x:.2f}" for x in (*reached, *marks))
         rows.append([str(each["dim"]), each["arch"], *fractions, bound, *clocks])
     title = (
         "Backward of tcgen05, full mask, 4096 queries: predicted fraction of the tensor cores' peak, and clocks that "
-        "each unit needs for a step of 128 x 128 scores; strict: mma wait for those whose operands they overwrite"
+        "each unit needs for a step of 128 x 128 scores; strict: mma wait for those whose operands they overwrite; "
+        "pair: of CTAs that share operands and exchange dS"
     )
-    return Table(title, ["D", "arch", "fraction", "strict", "first mark", "goal", "bound by", *events.UNITS], rows)
+    columns = ["D", "arch", "fraction", "strict", "pair", "first mark", "goal", "bound by", *events.UNITS]
+    return Table(title, columns, rows)

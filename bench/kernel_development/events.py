@@ -45,6 +45,7 @@ from .roles import (
 )
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+PAIR_DIMS = ((128, 128), (192, 128))  # those whose mma all have 128 columns
 SHARES = (0, 2, 4, 5)  # of 16 exponentials that a polynomial computes (POLYNOMIALS of config.cuh)
 FIRST_MARKS = {(64, 64): 0.45, (128, 128): 0.58, (192, 128): 0.60}  # fractions of the peak of the tensor cores
 PUBLISHED = 0.71  # of the peak, by FlashAttention-4 (arXiv 2603.05451) on a B200 at D 128
@@ -82,12 +83,13 @@ class Schedule(NamedTuple):
     """The constants of a kernel's roles: head dimensions, slots of its ring, instructions and latencies."""
 
     dims: tuple[int, int]
-    slots: int  # of K and V together
+    slots: int  # of K and V together, or three in whose memory they take turns
     softmax: Softmax
     issue: float  # instructions of the issuing thread for an mma
     mufu: int  # clocks between two exponentials of a warp
     factors: float  # latency of the signals between softmax and correction
     strict: bool = False  # S of the next keys waits for PV, whose P it overwrites
+    pair: bool = False  # of CTAs, each of which holds half of K and V in slots of half the size
 
 
 class Block(Roles):
@@ -104,31 +106,48 @@ class Block(Roles):
         return self.stored[-2] - self.stored[-3]
 
     def load(self) -> Process:
-        """Load Q, and K and V by turns, into slots that are empty."""
-        (dim, dim_v), slots = self.schedule.dims, self.schedule.slots
-        k_slots, v_slots = (slots + 1) // 2, slots // 2
+        """Load Q, and K and V by turns, into slots that are empty.
 
-        def copied(clock: float, columns: int) -> float:
+        K is a step ahead, unless K and V take turns in the memory of three slots: then V takes the place of K before,
+        and K that of what is left of K, and of V before.
+        """
+        (dim, dim_v), parts = self.schedule.dims, 1 + self.schedule.pair
+        slots = parts * self.schedule.slots
+        k_slots, v_slots, by_turns = (slots + 1) // 2, slots // 2, slots == 3
+
+        def copied(clock: float, columns: float) -> float:
             return self.uses("copies", clock, 2 * columns * KEYS / COPIED_BYTES) + COPIED + SIGNAL
 
-        clock = yield 0.0
+        def load_K(step: int) -> Process:
+            clock = yield "K read", max(step + 1 - k_slots, 0)
+            if by_turns:
+                copied(clock, dim - dim_v)
+                clock = yield "V read", max(step - 1, 0)
+            self.given["K"].append(copied(clock, dim_v if by_turns else dim / parts))
+
+        def load_V(step: int) -> Process:
+            clock = yield ("K read", step) if by_turns else ("V read", max(step + 1 - v_slots, 0))
+            self.given["V"].append(copied(clock, dim_v / parts))
+
+        yield 0.0
         for tile in range(WORK_TILES):
             begin, end = tile * self.steps, (tile + 1) * self.steps
-            for step in range(begin - 1, end):  # K of the next step, then V of this one
+            yield from load_K(begin)
+            for t in range(2):
+                clock = yield f"Q{t} read", tile
+                self.given[f"Q{t}"].append(copied(clock, dim))
+            for step in range(begin, end):
+                if by_turns:
+                    yield from load_V(step)
                 if step + 1 < end:
-                    clock = yield "K read", max(step + 2 - k_slots, 0)
-                    self.given["K"].append(copied(clock, dim))
-                for t in range(2 * (step < begin)):
-                    clock = yield f"Q{t} read", tile
-                    self.given[f"Q{t}"].append(copied(clock, dim))
-                if step >= begin:
-                    clock = yield "V read", max(step + 1 - v_slots, 0)
-                    self.given["V"].append(copied(clock, dim_v))
+                    yield from load_K(step + 1)
+                if not by_turns:
+                    yield from load_V(step)
 
     def issue(self) -> Process:
         """Issue S of both tiles, then for each PV and the next S of its tile."""
-        dim, dim_v = self.schedule.dims
-        qk, pv = clocks_of_mma(KEYS), FROM_TENSOR_MEMORY * clocks_of_mma(dim_v)
+        (dim, dim_v), pair = self.schedule.dims, self.schedule.pair
+        qk, pv = clocks_of_mma(KEYS, pair), FROM_TENSOR_MEMORY * clocks_of_mma(dim_v, pair)
 
         def issued(clock: float, count: int, clocks: float, *signals: str) -> float:
             own = ISSUED * self.schedule.issue
@@ -148,8 +167,6 @@ class Block(Roles):
                     read = [f"Q{t} read"] * (self.steps == 1) + ["K read"] * t
                     clock = yield issued(clock, dim // 16, qk, f"S{t}", *read)
             clock = yield "V", step + 1
-            if not last:
-                clock = yield "K", step + 2
             for t in range(2):
                 clock = yield f"P{t}", step + 1
                 clock = yield f"rescaled{t}", step + 1
@@ -160,6 +177,7 @@ class Block(Roles):
                 if strict:
                     clock = yield strict[0], step - tile + 1
                 if not last:
+                    clock = yield "K", step + 2
                     read = [f"Q{t} read"] * ends + ["K read"] * t
                     clock = yield issued(clock, dim // 16, qk, f"S{t}", *read)
 
@@ -219,6 +237,7 @@ class Prediction(NamedTuple):
     planned: int
     fractions: tuple[float, ...]  # PUBLISHED / the model's of FlashAttention-4 times the model's, by share (SHARES)
     strict: float  # that whose share is planned, with a strict order
+    pair: float | None  # the same computed by pairs of CTAs; None if an mma has fewer than 128 columns
 
 
 def launch_of(dims: tuple[int, int], arch: str) -> Launch:
@@ -264,16 +283,20 @@ def predict(progress: Progress) -> list[Prediction]:
         progress(f"{arch}, D {dims[0]}/{dims[1]}")
         schedules[arch, dims] = {share: schedule_of(launch, dims, arch, share) for share in SHARES}
     of_model = published_over_model(schedules["sm_100a", (128, 128)][0])
+
+    def reached(schedule: Schedule) -> float:
+        return of_model * fraction(schedule, Block(schedule).run())
+
     predictions = []
     for (arch, dims), launch in launches.items():
         assert launch.tile is not None
         planned = int(dict(launch.constants).get("POLYNOMIALS", 0))
         shares = schedules[arch, dims]
-        fractions = tuple(of_model * fraction(each, Block(each).run()) for each in shares.values())
-        strict = shares[planned]._replace(strict=True)
-        reached = of_model * fraction(strict, Block(strict).run())
-        step = resources(shares[planned])
-        predictions.append(Prediction(arch, dims, launch.tile, fingerprint(launch), step, planned, fractions, reached))
+        fractions = tuple(map(reached, shares.values()))
+        strict = reached(shares[planned]._replace(strict=True))
+        pair = reached(shares[planned]._replace(pair=True)) if dims in PAIR_DIMS else None
+        step, of_launch = resources(shares[planned]), fingerprint(launch)
+        predictions.append(Prediction(arch, dims, launch.tile, of_launch, step, planned, fractions, strict, pair))
     return predictions
 
 
@@ -303,18 +326,18 @@ def table(predictions: Iterable[dict[str, Any]]) -> Table:
     rows = []
     for each in predictions:
         mark, step = FIRST_MARKS.get(tuple(each["dims"])), each["step"]
-        fractions = (f"{x:.2f}" for x in (*each["fractions"], each["strict"]))
+        fractions = (NOTHING if x is None else f"{x:.2f}" for x in (*each["fractions"], each["strict"], each["pair"]))
         clocks = (f"{step[unit]:.0f}" for unit in UNITS)
         first = NOTHING if mark is None else f"{mark:.2f}"
         bound = max(UNITS, key=step.__getitem__)
         share = f"{each['planned']} of 16"
         rows.append(["{}/{}".format(*each["dims"]), each["arch"], share, *fractions, first, bound, *clocks])
     shares = [f"{share} of 16" for share in SHARES]
-    columns = ["D", "arch", "planned", *shares, "strict", "first mark", "bound by", *UNITS]
+    columns = ["D", "arch", "planned", *shares, "strict", "pair", "first mark", "bound by", *UNITS]
     title = (
         "Forward of tcgen05, full mask, 4096 keys: predicted fraction of the tensor cores' peak by the exponentials "
         "that a polynomial computes, and clocks that each unit needs for a step of 128 x 128 scores, as planned; "
-        "strict: S waits for PV, whose P it overwrites"
+        "strict: S waits for PV, whose P it overwrites; pair: of CTAs that share K and V"
     )
     return Table(title, columns, rows)
 

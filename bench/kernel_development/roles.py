@@ -21,6 +21,7 @@ ROWS = KEYS = 128
 # Clocks of an mma with M 128 and K 16 by its columns, both operands in shared memory, and how much less it takes with A
 # in tensor memory.
 MMA, FROM_TENSOR_MEMORY = {64: 63.0, 128: 80.0}, 0.92
+PAIR_MMA = 70.0  # of an mma of a pair of CTAs (cta_group::2) with M 256, K 16 and 128 columns, in the same measurement
 PEAK = 2.0  # columns of such an mma that the tensor cores compute in a clock
 SIGNAL = 40.0  # clocks from an arrival, or the end of an mma, to the instruction behind the wait for it
 LOADED, STORED = 60.0, 40.0  # of tensor memory
@@ -74,8 +75,14 @@ class Roles:
         return max(self.uses(unit, clock, part * n) for unit, n in clocks.items())
 
 
-def clocks_of_mma(columns: int) -> float:
-    """Return the clocks of an mma with both operands in shared memory, between the measured numbers of columns."""
+def clocks_of_mma(columns: int, pair: bool = False) -> float:
+    """Return the clocks of an mma with both operands in shared memory, between the measured numbers of columns.
+
+    That of a pair of CTAs has M 256, and is measured with 128 columns only.
+    """
+    if pair:
+        assert columns == KEYS, columns
+        return PAIR_MMA
     (low, at_low), (high, at_high) = MMA.items()
     return at_low + (at_high - at_low) * (columns - low) / (high - low)
 

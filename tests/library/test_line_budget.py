@@ -89,9 +89,9 @@ BUDGET = {
         (95, "selected: counted bytes and instructions of the look-up of selected keys"),
         (2, "static: MAY_SPILL has two rows of the mma backward whose warps share their scores"),
         (107, "packed: the order of blocks in packed batches, and how evenly they end"),
-        (3, "static: MAY_CONFLICT, bank conflicts in the epilogue of one kernel"),
         (4, "static: MAY_SPILL has four rows of the tcgen05 forward"),
         (30, "Blackwell: a strict order in the models of events, and two loops of the backward in static"),
+        (23, "Blackwell: pairs of CTAs, and K and V by turns, in the models of events"),
         (176, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),
     ],
 }

@@ -396,7 +396,7 @@ def test_kernels_compile_with_checks_of_tensor_memory(monkeypatch):
         pytest.param(dict(arch="sm_120"), "sm_120 lacks", id="consumer"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
-        pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
+        pytest.param(dict(aligned=False), "multiple of 16 bytes, or rows are repeated or reversed", id="alignment"),
         pytest.param(dict(head_dim_v=136), "head dimension 136 of v is larger than 128", id="head-dimension"),
     ],
 )

@@ -22,22 +22,18 @@ __device__ inline real number_of<bfloat16>(const unsigned int* words, int n) {
   return __uint_as_float(n % 2 ? words[n / 2] & 0xFFFF0000 : words[n / 2] << 16);  // @half-of-word
 }
 
-// The type of a number in shared memory: scores are fp32, to which a bias in fp64 is rounded as it is copied.
-template <typename T>
-struct Staged {
-  using Number = T;
-};
-template <>
-struct Staged<double> {
-  using Number = float;
-};
-constexpr int BIAS_NUMBER_BYTES = sizeof(bias_element) < 4 ? 2 : 4;
-
 struct DenseRow {
+  static constexpr int BIAS_NUMBER_BYTES = sizeof(bias_element) < 4 ? 2 : 4;  // PartCopy rounds fp64 to fp32
+
   unsigned int bias[PART * BIAS_NUMBER_BYTES / 4];
   unsigned int mask[PART / 4];
 
-  __device__ real bias_of(int n) const { return number_of<Staged<bias_element>::Number>(bias, n); }
+  __device__ real bias_of(int n) const {
+    if constexpr (sizeof(bias_element) > BIAS_NUMBER_BYTES)
+      return __uint_as_float(bias[n]);
+    else
+      return number_of<bias_element>(bias, n);
+  }
   __device__ bool sees(int n) const { return mask[n / 4] & 0xFFu << n % 4 * 8; }
 };
 
@@ -45,9 +41,8 @@ struct DenseRow {
 // that read a row each have bank conflicts.
 template <typename T>
 struct PartCopy {
-  using Number = typename Staged<T>::Number;
-  static constexpr int BYTES = sizeof(Number), ROW = PART * BYTES, CHUNKS = ROW / 16, IN_CHUNK = 16 / BYTES;
-  static constexpr int ROWS = WARP / CHUNKS;
+  static constexpr int BYTES = sizeof(T) < 4 ? sizeof(T) : 4;  // of a number, once it is copied
+  static constexpr int ROW = PART * BYTES, CHUNKS = ROW / 16, IN_CHUNK = 16 / BYTES, ROWS = WARP / CHUNKS;
   static_assert(CHUNKS <= 8 && PART == WARP, "a row has a line of shared memory at most, and a lane for each column");
 
   // Rows that are contiguous and 16-byte aligned are copied in vectors: each lane takes 16 bytes of every ROWS-th row.
@@ -92,12 +87,12 @@ struct PartCopy {
       for (int r = 0; r < WARP; ++r, number += next)
         // @copied-one-by-one
         store(address(r, lane_id() / IN_CHUNK) + lane_id() % IN_CHUNK * BYTES,
-              (Number)(r < rows && existing > 0 ? *number : T()));
+              r < rows && existing > 0 ? *number : T());
     }
   }
-  __device__ static void store(unsigned int to, const Number& x) {
+  __device__ static void store(unsigned int to, const T& x) {
     if constexpr (BYTES == 4)
-      st_shared(to, *(const int*)&x);
+      st_shared(to, __float_as_int((float)x));
     else if constexpr (BYTES == 2)
       asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(*(const unsigned short*)&x) : "memory");
     else
@@ -113,7 +108,7 @@ struct PartCopy {
 
 // The parts of the rows [q_start, q_start + 32) of one head.
 struct DenseParts {
-  static constexpr int BIAS_BYTES = BIAS ? WARP * PART * BIAS_NUMBER_BYTES : 0;
+  static constexpr int BIAS_BYTES = BIAS ? WARP * PART * DenseRow::BIAS_NUMBER_BYTES : 0;
   static constexpr int BYTES = BIAS_BYTES + (DENSE_MASK ? WARP * PART : 0);  // of a warp
 
   PartCopy<bias_element> bias;

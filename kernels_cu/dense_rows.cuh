@@ -23,10 +23,17 @@ __device__ inline real number_of<bfloat16>(const unsigned int* words, int n) {
 }
 
 struct DenseRow {
-  unsigned int bias[PART * sizeof(bias_element) / 4];
+  static constexpr int BIAS_NUMBER_BYTES = sizeof(bias_element) < 4 ? 2 : 4;  // PartCopy rounds fp64 to fp32
+
+  unsigned int bias[PART * BIAS_NUMBER_BYTES / 4];
   unsigned int mask[PART / 4];
 
-  __device__ real bias_of(int n) const { return number_of<bias_element>(bias, n); }
+  __device__ real bias_of(int n) const {
+    if constexpr (sizeof(bias_element) > BIAS_NUMBER_BYTES)
+      return __uint_as_float(bias[n]);
+    else
+      return number_of<bias_element>(bias, n);
+  }
   __device__ bool sees(int n) const { return mask[n / 4] & 0xFFu << n % 4 * 8; }
 };
 
@@ -34,11 +41,12 @@ struct DenseRow {
 // that read a row each have bank conflicts.
 template <typename T>
 struct PartCopy {
-  static constexpr int ROW = PART * sizeof(T), CHUNKS = ROW / 16, IN_CHUNK = 16 / sizeof(T), ROWS = WARP / CHUNKS;
+  static constexpr int BYTES = sizeof(T) < 4 ? sizeof(T) : 4;  // of a number, once it is copied
+  static constexpr int ROW = PART * BYTES, CHUNKS = ROW / 16, IN_CHUNK = 16 / BYTES, ROWS = WARP / CHUNKS;
   static_assert(CHUNKS <= 8 && PART == WARP, "a row has a line of shared memory at most, and a lane for each column");
 
   // Rows that are contiguous and 16-byte aligned are copied in vectors: each lane takes 16 bytes of every ROWS-th row.
-  // Rows that are not aligned are copied one number at a time, a column per lane.
+  // Rows that are not aligned, or of fp64, are copied one number at a time, a column per lane.
   bool aligned;
   const T* from;  // the lane's first number, for key 0
   long long next;
@@ -51,7 +59,8 @@ struct PartCopy {
   __device__ PartCopy(const Dense& x, unsigned int smem, const Sequence& sequence, int head, int q_start)
       : column(x.column), rows(sequence.q_len - q_start), smem(smem) {
     long long strides = x.batch | x.head | x.row;
-    aligned = column == 1 && (((long long)x.data | strides * (long long)sizeof(T)) & 15) == 0;  // @aligned-rows
+    bool in_chunks = (((long long)x.data | strides * BYTES) & 15) == 0;
+    aligned = column == 1 && in_chunks && sizeof(T) == BYTES;  // @aligned-rows
     lane_row = aligned ? lane_id() / CHUNKS : 0;
     lane_column = aligned ? lane_id() % CHUNKS * IN_CHUNK : lane_id();
     next = (aligned ? ROWS : 1) * x.row;
@@ -68,7 +77,7 @@ struct PartCopy {
     const T* number = from + kv_start * column;
     int existing = kv_len - kv_start - lane_column;
     if (aligned) {
-      int bytes = min(max(existing, 0) * (int)sizeof(T), 16);  // @keys-of-chunk
+      int bytes = min(max(existing, 0) * BYTES, 16);  // @keys-of-chunk
 #pragma unroll
       for (int r = 0; r < WARP; r += ROWS, number += next)
         // @rows-of-part
@@ -77,14 +86,14 @@ struct PartCopy {
 #pragma unroll 8
       for (int r = 0; r < WARP; ++r, number += next)
         // @copied-one-by-one
-        store(address(r, lane_id() / IN_CHUNK) + lane_id() % IN_CHUNK * sizeof(T),
+        store(address(r, lane_id() / IN_CHUNK) + lane_id() % IN_CHUNK * BYTES,
               r < rows && existing > 0 ? *number : T());
     }
   }
   __device__ static void store(unsigned int to, const T& x) {
-    if constexpr (sizeof(T) == 4)
-      st_shared(to, *(const int*)&x);
-    else if constexpr (sizeof(T) == 2)
+    if constexpr (BYTES == 4)
+      st_shared(to, __float_as_int((float)x));
+    else if constexpr (BYTES == 2)
       asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(*(const unsigned short*)&x) : "memory");
     else
       asm volatile("st.shared.b8 [%0], %1;" ::"r"(to), "r"((unsigned int)x) : "memory");
@@ -99,7 +108,7 @@ struct PartCopy {
 
 // The parts of the rows [q_start, q_start + 32) of one head.
 struct DenseParts {
-  static constexpr int BIAS_BYTES = BIAS ? WARP * PART * sizeof(bias_element) : 0;
+  static constexpr int BIAS_BYTES = BIAS ? WARP * PART * DenseRow::BIAS_NUMBER_BYTES : 0;
   static constexpr int BYTES = BIAS_BYTES + (DENSE_MASK ? WARP * PART : 0);  // of a warp
 
   PartCopy<bias_element> bias;

@@ -75,7 +75,10 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.empty or 0 in (problem.batch, problem.q_len, problem.kv_len):
         reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:
-        reasons.append("not every row of q, k and v starts at a multiple of 16 bytes")
+        reasons.append(
+            "not every row of q, k and v starts at a multiple of 16 bytes, or rows are repeated or reversed: "
+            "only mma and simt read such rows"
+        )
     if problem.backward:
         return reasons + _backward_refusals(problem)
     if problem.head_dim > LARGEST:

@@ -89,6 +89,7 @@ DENSE = {
     "aligned-float32": dict(kv_len=212, bias="1hqk", bias_dtype="float32", bias_hides=True),
     "aligned-bfloat16": dict(kv_len=208, bias="1hqk", bias_hides=True, dtype="bfloat16"),
     "float32": dict(kv_len=209, bias="qk", bias_dtype="float32"),
+    "float64": dict(heads=1, kv_len=208, bias="qk", bias_dtype="float64", bias_hides=True),
     "keys": dict(batch=2, kv_len=208, bias="h1k", mask="b11k"),
     "queries": dict(bias="hq1", mask="q1"),
     "one": dict(bias="", mask=""),
@@ -97,7 +98,7 @@ DENSE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", in_tiers(DENSE, ["aligned"]))
+@pytest.mark.parametrize("options", in_tiers(DENSE, ["aligned", "float64"]))
 def test_bias_and_mask(options):
     """Rows that begin at multiples of 16 bytes, others, and broadcast ones; tails of both axes."""
     case = Case(**LONG | options)
@@ -325,7 +326,7 @@ PLANTED_IN_DENSE = {
     "the other half of a word": (change("half-of-word", "n % 2 ?", "n % 2 == 0 ?"), AssertionError),
     "rows of a part that do not exist": (change("rows-of-part", "lane_row + r < rows ? bytes : 0", "bytes"), OUTSIDE),
     "keys of a part that do not exist": (
-        change("keys-of-chunk", "min(max(existing, 0) * (int)sizeof(T), 16)", "16"),
+        change("keys-of-chunk", "min(max(existing, 0) * BYTES, 16)", "16"),
         OUTSIDE,
     ),
 }
@@ -410,7 +411,7 @@ def test_kernels_compile_with_checks_of_tensor_memory(monkeypatch):
         pytest.param(dict(arch="sm_120"), "sm_120 lacks", id="consumer"),
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
-        pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
+        pytest.param(dict(aligned=False), "multiple of 16 bytes, or rows are repeated or reversed", id="alignment"),
         pytest.param(dict(head_dim_v=136), "head dimension 136 of v is larger than 128", id="head-dimension"),
     ],
 )

@@ -336,7 +336,7 @@ def refused(case=None, arch="sm_90a", call=None, **changes):
         pytest.param(dict(dtype=np.dtype("float32")), "float32 is not float16 or bfloat16", id="dtype"),
         pytest.param(dict(kv_len=0), "without elements", id="no-keys"),
         pytest.param(dict(empty=True), "without elements", id="no-rows"),
-        pytest.param(dict(aligned=False), "multiple of 16 bytes", id="alignment"),
+        pytest.param(dict(aligned=False), "multiple of 16 bytes, or rows are repeated or reversed", id="alignment"),
         pytest.param(dict(head_dim_v=264), "head dimension 264 is larger than 256", id="head-dimension"),
         pytest.param(dict(batch=65536), "65536 sequences", id="grid"),
     ],

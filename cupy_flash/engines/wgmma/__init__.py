@@ -77,8 +77,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append("TMA cannot load from a tensor without elements")
     if not problem.aligned:
         reasons.append(
-            "not every row of q, k and v starts at a multiple of 16 bytes"
-            + (": only mma and simt read unaligned rows" if not fp8 else "")
+            "not every row of q, k and v starts at a multiple of 16 bytes, or rows are repeated or reversed"
+            + (": only mma and simt read such rows" if not fp8 else "")
         )
     if problem.backward and problem.head_dim_v * problem.dtype.itemsize % 16:
         reasons.append(f"rows of dout, {problem.head_dim_v} numbers each, do not all start at a multiple of 16 bytes")

@@ -329,6 +329,9 @@ def test_a_pair_of_ctas(monkeypatch):
 
     assert of_forward(pair=True) == of_forward(pair=True, slots=2) == pytest.approx(at_70)
     assert of_forward(slots=2) > 2 * at_70
+    monkeypatch.setattr(events, "COPIED_BYTES", 8.0)
+    copies = 2 * 128 * (128 + 128) / 8
+    assert copies / 2 <= of_forward(pair=True) + 1e-6 < 1.02 * copies / 2 and of_forward() + 1e-6 >= copies
     pair = backward(stores=64)._replace(pair=True)
     # operands, half of the reductions, loads, the exchange, and stores of 16 bytes of each lane
     shared = 1536 + 256 + 512 + 384 + 2 * 4 * 64 * 4

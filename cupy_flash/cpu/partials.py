@@ -67,7 +67,7 @@ def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     All have the shape of a part's lse. If all parts have lse -inf, so has the result. Weights are normalised by their
     sum, because exp(lse of a part - lse) has the rounding error of lse, which is 1e-3 for scores of 1e4.
     """
-    of_parts = np.stack(lses)
+    of_parts = np.array(lses)  # as np.stack, in less time
     largest = np.maximum.reduce(of_parts)
     reference = np.where(largest == -np.inf, 0, largest)
     weights = np.exp(of_parts - reference)

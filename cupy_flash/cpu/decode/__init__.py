@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class Kept(NamedTuple):
 
     plan: Plan
     names: tuple[str, ...]  # of the arrays behind q, k and v, in their order
-    facts: tuple[tuple[object, ...], ...]  # what an Array of each has between its address and its owner
+    described: tuple[Callable[..., Array], ...]  # make an Array of the address and the owner of each
     has_length: bool  # whether the last of the addresses is cache_seqlens
     outputs: tuple[str, ...] = ("out", "lse")
 
@@ -149,8 +149,13 @@ def kept(plan: Plan, operands: Operands) -> Kept | None:
         return None
     if cache is not None and cache.out is not None:
         return None
-    facts = tuple((x.shape, x.strides, x.dtype, x.device, x.framework) for x in arrays.values())
-    return Kept(plan, names[3:], facts, cache is not None and isinstance(cache.cache_seqlens, int))
+    described = tuple(
+        [
+            partial(Array, shape=x.shape, strides=x.strides, dtype=x.dtype, device=x.device, framework=x.framework)
+            for x in arrays.values()
+        ]
+    )
+    return Kept(plan, names[3:], described, cache is not None and isinstance(cache.cache_seqlens, int))
 
 
 def repeat(kept: Kept, arrays: list[AnyArray], addresses: list[int]) -> list[AnyArray] | None:
@@ -158,20 +163,35 @@ def repeat(kept: Kept, arrays: list[AnyArray], addresses: list[int]) -> list[Any
 
     None on a device that has changed, for which it was planned, and for lengths or pages that are refused.
     """
-    plan, names, facts, has_length, _ = kept
+    plan, names, described, has_length, _ = kept
     if cpu() != plan.device:
         return None
-    q, k, v, *others = [Array(at, *of, x) for at, of, x in zip(addresses, facts, arrays, strict=False)]
-    operands = Operands(q, k, v)
-    if plan.problem.cache is not None:
-        given = CacheOperands(**dict(zip(names, others, strict=True)))
-        operands = operands._replace(cache=given._replace(cache_seqlens=addresses[-1]) if has_length else given)
-        requirements = Requirements("attention_with_kv_cache")
-        check_contents(requirements, plan.problem, operands, "cu_seqlens_q")
-        if requirements.unmet:
+    q, k, v, *others = [of(pointer=at, owner=x) for of, at, x in zip(described, addresses, arrays, strict=False)]
+    if plan.problem.cache is None:
+        operands = Operands(q, k, v)
+    else:
+        named: dict[str, Any] = dict(zip(names, others, strict=True))
+        if has_length:
+            named["cache_seqlens"] = addresses[-1]
+        operands = Operands(q, k, v, cache=CacheOperands(**named))
+        if not _are_legal(plan.problem, operands, names):
             return None
     out, lse = forward(plan, operands)
     return [out.result(), lse.result()]
+
+
+def _are_legal(problem: Problem, operands: Operands, names: tuple[str, ...]) -> bool:
+    """Return whether `check_contents` finds nothing wrong. It is not called for lengths alone, to save its time.
+
+    A length that is a number has been compared with the capacity before.
+    """
+    if names == ("cache_seqlens",):
+        assert operands.cache is not None and isinstance(operands.cache.cache_seqlens, Array)
+        return all(0 <= length <= problem.kv_len for length in operands.cache.cache_seqlens.numpy().tolist())
+    requirements = Requirements("attention_with_kv_cache")
+    if names:
+        check_contents(requirements, problem, operands, "cu_seqlens_q")
+    return not requirements.unmet
 
 
 def _piece(problem: Problem, keys: int, chunk: int) -> int:
@@ -363,6 +383,6 @@ def scale_values(P: np.ndarray, scales: Scales, multiply: Callable[..., np.ndarr
 def _merged(parts: list[Part]) -> Part:
     """Return the average of the parts weighted by exp(lse), summed in order; a part without visible keys adds 0."""
     lse, weights = merge_weights([part.lse for part in parts])
-    O = np.add.reduce(weights[..., None] * np.stack([part.O for part in parts]))
+    O = np.add.reduce(weights[..., None] * np.array([part.O for part in parts]))
     statistics = [part.statistics for part in parts if part.statistics is not None]
     return Part(O, lse, merged(statistics, weights) if statistics else None)

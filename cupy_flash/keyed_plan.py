@@ -20,7 +20,7 @@ also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy a
 that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
 records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py) and of few queries
 (cpu/decode), are posed every time; the entry of their key is None. On the CPU an entry tests the state of torch and the
-contents of results, or the properties of the device, at every call.
+contents of results, or the properties of the device and the lengths and pages of a cache, at every call.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.

@@ -100,7 +100,8 @@ class Array:
         if isinstance(self.owner, np.ndarray):
             return self.owner
         if self.framework == "torch" and self.dtype.isbuiltin == 1 and _is_plain_tensor(self.owner):
-            view: np.ndarray = self.owner.detach().numpy()  # a third faster than the general way below
+            tensor = self.owner.detach() if self.owner.requires_grad else self.owner
+            view: np.ndarray = tensor.numpy()  # a third faster than the general way below
             return view
         memory = SimpleNamespace(
             array=self,  # NumPy keeps `memory` as the base of the view

@@ -20,7 +20,7 @@ also if anything of torch observes it (adapters/torch/keyed_plan.py); on NumPy a
 that copy an operand, those that read lengths, tables or factors in host memory to check them, those of a process that
 records its calls, and on the CPU all but plain forwards of torch's operators (cpu/aten.py) and of few queries
 (cpu/decode), are posed every time; the entry of their key is None. On the CPU an entry tests the state of torch and the
-contents of results, or the properties of the device, at every call.
+contents of results, or the properties of the device and the lengths and pages of a cache, at every call.
 
 Two facts of a call on a KV cache are no part of its key, and an entry leaves calls to posing by them: where the arrays
 lie to which it writes, because they must not overlap others, and the number cache_seqlens, which grows at every step.
@@ -335,14 +335,17 @@ def _entry(
 ) -> Entry | None:
     """Return the entry of calls that are posed like this one, or None if they may need more than launches."""
     chosen, cache = dispatch.plan_for(problem), operands.cache
+    if dispatch.is_recording():
+        return None
+    longest = None if cache is None else of_cache().longest_length(problem, operands)
+    if chosen.device.backend not in dispatch.LAUNCHERS:
+        on_cpu = dispatch.repeated_on_cpu(chosen, operands)
+        return None if on_cpu is None else Entry(chosen, on_cpu, longest=longest)
     checked = [getattr(operands, name) for name in CHECKED]
     if cache is not None:
         checked += of_cache().indices_of(cache)
-    if dispatch.is_recording() or any(isinstance(x, Array) and x.device == "cpu" for x in checked):
+    if any(isinstance(x, Array) and x.device == "cpu" for x in checked):
         return None
-    if chosen.device.backend not in dispatch.LAUNCHERS:
-        on_cpu = dispatch.repeated_on_cpu(chosen, operands)
-        return None if on_cpu is None else Entry(chosen, on_cpu)
     from .gpu import run_plan
     from .gpu.kept_launches import KeptLaunches, without_memory
 
@@ -356,7 +359,6 @@ def _entry(
     else:
         run_plan.forward(chosen, operands, works.append, without_memory)
     work = works[0]._replace(workspaces=(*works[0].workspaces, *unwanted))
-    longest = None if cache is None else of_cache().longest_length(problem, operands)
     kept = KeptLaunches(work, allocator, has_length=longest is not None)
     return Entry(chosen, kept, _distances(problem, operands, kept.inputs), longest)
 

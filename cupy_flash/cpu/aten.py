@@ -52,8 +52,9 @@ ALIGNMENT = 16
 # Elements of K with which a single row is computed on one thread, where it needs no padding: with 512 keys, 8 heads and
 # D 64 it takes as long as padded on two threads. The BLAS would divide the products of more rows among threads.
 SERIAL = 2**18
-# Results whose check by torch's sum and Python's numbers is faster than NumPy's; torch divides sums of 2^15 numbers.
-FEW_NUMBERS, FEW_ROWS = 2**14, 64
+# Results whose check by a dot product with ones and Python's numbers is faster than NumPy's sums; BLAS libraries divide
+# dot products of 10,000 numbers among threads.
+FEW_NUMBERS, FEW_ROWS = 2**13, 64
 Rows = TypeVar("Rows", torch.Tensor, np.ndarray)
 
 
@@ -292,6 +293,7 @@ class Kept(NamedTuple):
     swaps: bool  # whether arrays are (B, S, H, D)
     is_serial: bool  # then the operator's results are contiguous
     of_torch: bool
+    ones: np.ndarray | None  # as many as `out` has numbers, if its check is a dot product with them
     outputs: tuple[str, ...] = ("out", "lse")
 
 
@@ -309,7 +311,14 @@ def kept(plan: Plan, operands: Operands) -> Kept | None:
     )
     is_serial = form.is_serial(of_queries, of_keys, problem.dtype.itemsize)
     attend = form.on_one_thread if is_serial else form.attend
-    return Kept(attend, swaps, is_serial, problem.framework == "torch")
+    are_few = math.prod(of_queries) <= FEW_NUMBERS and math.prod(of_queries[:3]) <= FEW_ROWS
+    ones = _ones(problem.dtype)[: math.prod(of_queries)] if are_few else None
+    return Kept(attend, swaps, is_serial, problem.framework == "torch", ones)
+
+
+@cache
+def _ones(dtype: np.dtype) -> np.ndarray:
+    return np.ones(FEW_NUMBERS, dtype)
 
 
 def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray] | None:
@@ -319,13 +328,13 @@ def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray
     """
     if state_of_torch():
         return None
-    attend, swaps, is_serial, of_torch, _ = kept
+    attend, swaps, is_serial, of_torch, ones, _ = kept
     if not of_torch:
         arrays = [torch.from_numpy(_writable(x)) for x in arrays]
     elif torch._C._any_requires_grad(*arrays):
         arrays = [x.detach() for x in arrays]
     O, L = attend(*[x.transpose(1, 2) for x in arrays]) if swaps else attend(*arrays)
-    if not _is_regular(O, L):
+    if not _is_regular(O, L, ones):
         return None
     if is_serial:  # a single row, whose heads lie one after another
         results = [O.resize_(arrays[0].shape) if swaps else O, L]
@@ -338,15 +347,15 @@ def repeat(kept: Kept, arrays: list[Any], addresses: list[int]) -> list[AnyArray
     return results if of_torch else [x.numpy() for x in results]
 
 
-def _is_regular(O: torch.Tensor, L: torch.Tensor) -> bool:
+def _is_regular(O: torch.Tensor, L: torch.Tensor, ones: np.ndarray | None) -> bool:
     """Return whether all results of an operator are finite, and no lse is 0; False too if a sum overflows.
 
-    For few numbers NumPy's floating-point state alone takes longer than torch's sum, which one thread computes.
+    For few numbers NumPy's floating-point state alone, which a dot product leaves alone, takes longer than the sums.
     """
-    if O.numel() <= FEW_NUMBERS and L.numel() <= FEW_ROWS:
-        rows = L.ravel().tolist()  # flatten takes longer
-        return math.isfinite(O.sum().item() + sum(rows)) and all(rows)
     lse = L.numpy()
+    if ones is not None:
+        rows = lse.ravel().tolist()
+        return math.isfinite(float(np.vdot(O.numpy(), ones)) + sum(rows)) and all(rows)
     with np.errstate(over="ignore", invalid="ignore"):  # as in _is_finite, entered once
         total = np.add.reduce(lse, axis=None) + np.add.reduce(O.numpy(), axis=None)
     return math.isfinite(total) and bool(lse.all())

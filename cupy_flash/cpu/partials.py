@@ -61,15 +61,16 @@ def merge_statistics(
     return results
 
 
-def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the lse over all parts, and the weight of each part, which is 0 for an lse of -inf.
+def merge_weights(lses: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lse over all parts, and an array with the weights of each part, which are 0 for an lse of -inf.
 
     All have the shape of a part's lse. If all parts have lse -inf, so has the result. Weights are normalised by their
     sum, because exp(lse of a part - lse) has the rounding error of lse, which is 1e-3 for scores of 1e4.
     """
-    largest = reduce(np.maximum, lses)
+    of_parts = np.array(lses)  # as np.stack, in less time
+    largest = np.maximum.reduce(of_parts)
     reference = np.where(largest == -np.inf, 0, largest)
-    weights = [np.exp(lse - reference) for lse in lses]
-    total = sum(weights[1:], weights[0])  # in [1, number of parts], or 0 if all parts are -inf
-    divisor = np.where(total == 0, 1, total)
-    return reference + np.log(total), [weight / divisor for weight in weights]
+    weights = np.exp(of_parts - reference)
+    total = np.add.reduce(weights)  # in [1, number of parts], or 0 if all parts are -inf
+    weights /= np.where(total == 0, 1, total)
+    return reference + np.log(total), weights

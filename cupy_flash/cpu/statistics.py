@@ -72,7 +72,7 @@ class RowStatistics:
         self.entropy = np.maximum(np.log(one) - self.w / one, 0)
 
 
-def merged(parts: list[RowStatistics], weights: list[np.ndarray]) -> RowStatistics:
+def merged(parts: list[RowStatistics], weights: np.ndarray) -> RowStatistics:
     """Return the statistics over the keys of all parts; `weights` are exp(lse of a part - lse) and sum to 1.
 
     The entropy is sum weight (H - log weight): that of the choice of a part, and that within the part.

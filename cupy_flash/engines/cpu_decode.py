@@ -36,10 +36,10 @@ KERNELS = "cpu.decode"
 # 6.7 and 8.6 ms.
 CHUNK_BYTES = 2**19
 # Minimum keys of a chunk if its K and V are views, for a single row of a key/value head and for up to FEW_ROWS rows.
-# On AVX2 with 512 KiB of L2, chunks of 64, 128, 256 and 512 keys take 1.26, .94, .80 and .79 of the time of SDPA with
-# 8192 keys, 8/8 heads, D 64, and 1.29, 1.12, 1.04 and .98 with 4096 keys, 32/8 heads, D 128. The times at CHUNK_BYTES
-# are of AVX-512.
-SINGLE_ROW, SEVERAL_ROWS, FEW_ROWS = 512, 256, 16
+# On AVX2 with 512 KiB of L2, chunks of 512 and 1024 keys take 1.22 and 1.12 of the time of SDPA with 4096 keys, 8/8
+# heads, D 64; those of 256 and 512 keys 1.01 and .90 with 4096 keys, 32/8 heads, D 128. The times at CHUNK_BYTES are of
+# AVX-512, and have not been measured again.
+SINGLE_ROW, SEVERAL_ROWS, FEW_ROWS = 1024, 512, 16
 ROWS = 128  # rows of a tile, which are (query, head of the GQA group) pairs
 FIXED_ROWS = 16  # rows of a tile with split_size, fixed so that rounding does not depend on other queries
 SHORTEST = 64  # minimum keys of a chunk

@@ -553,7 +553,13 @@ def test_the_environment_names_a_backend(monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_BACKEND", "tpu")
     with pytest.raises(ValueError, match="the environment's CUPY_FLASH_BACKEND must be one of"):
         cupy_flash.attention(**arguments)
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "gerät")
+    with pytest.raises(ValueError, match="must be one of .*gerät"):
+        cupy_flash.attention(**arguments)
     monkeypatch.setenv("CUPY_FLASH_BACKEND", "")
+    assert cupy_flash.attention(**arguments).shape == (2, 3, 4, 6)
+    monkeypatch.setenv("CUPY_FLASH_BACKEND", "cuda")
+    monkeypatch.delenv("CUPY_FLASH_BACKEND")
     assert cupy_flash.attention(**arguments).shape == (2, 3, 4, 6)
 
 

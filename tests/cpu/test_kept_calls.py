@@ -351,13 +351,26 @@ def test_a_call_that_another_engine_served_in_another_state_is_posed(state, monk
     assert outcome((Q, K, V), {}) == (posed((Q, K, V), {}), False)
 
 
-@pytest.mark.parametrize("rows", [1, 65], ids=["by-torch", "by-numpy"])
-def test_results_that_no_entry_returns(rows):
-    for place, value in ((None, 1), (0, np.nan), (0, np.inf), (1, np.nan), (1, -np.inf), (1, 0)):
-        results = torch.ones(1, 1, rows, 4), torch.ones(1, 1, rows)
+@pytest.mark.parametrize("by_product", [True, False], ids=["by-a-product", "by-numpy"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_results_that_no_entry_returns(by_product, is_transposed):
+    ones = np.ones(24, np.float32) if by_product else None
+    for place, value in ((None, 1), (0, np.nan), (0, np.inf), (0, -np.inf), (1, np.nan), (1, -np.inf), (1, 0)):
+        results = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3)
+        if is_transposed:
+            results = torch.ones(1, 3, 2, 4).transpose(1, 2), torch.ones(1, 3, 2).transpose(1, 2)
         if place is not None:
-            results[place].ravel()[-1] = value
-        assert aten._is_regular(*results) == (place is None)
+            results[place][0, 1, 2] = value
+        assert aten._is_regular(*results, ones) == (place is None)
+
+
+@pytest.mark.parametrize("by_product", [True, False], ids=["by-a-product", "by-numpy"])
+def test_sums_that_overflow_are_no_results_and_give_no_warning(by_product):
+    largest = float(np.finfo(np.float32).max)
+    results = torch.full((1, 2, 3, 4), largest), torch.ones(1, 2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not aten._is_regular(*results, np.ones(24, np.float32) if by_product else None)
 
 
 MORE = {

@@ -58,6 +58,7 @@ BUDGET = {
         (145, "aten: kept calls, groups of few queries as rows, and bits that do not depend on threads for few rows"),
         (58, "keyed plans: forms, by which one look-up of the types of all arguments tells what the key reads"),
         (14, "cpu_decode: larger chunks of keys that need no copy"),
+        (26, "cpu_decode: kept calls on KV caches; the default backend by C's getenv"),
         (232, "FlashMLA's functions 141, flash-attention 3's qv 34, checks that nothing is broadcast 57"),
         (27, "statistics of selected keys on the CPU"),
         (14, "torch: tangents are refused by operators that have a backward alone"),

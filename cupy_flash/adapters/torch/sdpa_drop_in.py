@@ -56,7 +56,6 @@ def _raising_as_torch(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@_raising_as_torch
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,6 +99,15 @@ def scaled_dot_product_attention(
         call = keyed_sdpa.call_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if call is not None and (out := keyed_sdpa.run(call)) is not None:
             return out
+    return _posed(call, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+@_raising_as_torch
+def _posed(
+    call: Any, query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
+    enable_gqa: Any,
+) -> Any:  # fmt: skip
+    """Compute `scaled_dot_product_attention`, and keep the call if it has a key."""
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"scaled_dot_product_attention: {name} must be True or False, not {flag!r}")

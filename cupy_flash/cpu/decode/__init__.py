@@ -17,15 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...arrays import AnyArray, Array, as_array, empty
+from ...arrays import AnyArray, Array, empty
 from ...device import cpu
 from ...plan.plan import Plan
-from ...problem.kv_cache_contents import read_spans
-from ...problem.records import Operands, Problem
+from ...problem.checks import Requirements
+from ...problem.kv_cache_contents import check_contents, read_spans
+from ...problem.records import CacheOperands, Operands, Problem
 from ..blas import product, square_sum
 from ..partials import merge_weights
 from ..score import MaskMod, steps
@@ -126,28 +127,71 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, ...]:
     return out, lse, *statistics
 
 
+# The arrays of a call that is kept: besides q, k and v those that say which keys of a cache a sequence has.
+KEPT = ("q", "k", "v", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
+
+
 class Kept(NamedTuple):
-    """A kept call (keyed_plan.py), which has no arrays but q, k and v."""
+    """A kept call (keyed_plan.py), which has no arrays but those of KEPT."""
 
     plan: Plan
+    names: tuple[str, ...]  # of the arrays behind q, k and v, in their order
+    described: tuple[Callable[..., Array], ...]  # make an Array of the address and the owner of each
+    has_length: bool  # whether the last of the addresses is cache_seqlens
     outputs: tuple[str, ...] = ("out", "lse")
 
 
 def kept(plan: Plan, operands: Operands) -> Kept | None:
-    """Return what `repeat` needs of a call, or None if it needs more than q, k and v."""
-    problem = plan.problem
-    is_plain = operands.arrays().keys() == {"q", "k", "v"} and problem.cache is None
-    return None if not is_plain or problem.shared_kv or problem.statistics or problem.layout == "thd" else Kept(plan)
+    """Return what `repeat` needs of a call, or None if it needs more than arrays of KEPT."""
+    problem, cache, arrays = plan.problem, operands.cache, operands.arrays()
+    names = tuple(arrays)
+    if problem.shared_kv or problem.statistics or problem.mods or problem.layout == "thd" or not set(names) <= {*KEPT}:
+        return None
+    if cache is not None and cache.out is not None:
+        return None
+    described = tuple(
+        [
+            partial(Array, shape=x.shape, strides=x.strides, dtype=x.dtype, device=x.device, framework=x.framework)
+            for x in arrays.values()
+        ]
+    )
+    return Kept(plan, names[3:], described, cache is not None and isinstance(cache.cache_seqlens, int))
 
 
 def repeat(kept: Kept, arrays: list[AnyArray], addresses: list[int]) -> list[AnyArray] | None:
-    """Return (out, lse) of a kept call on other arrays; None on a device that has changed, for which it was planned."""
-    plan = kept.plan
+    """Return (out, lse) of a kept call on other arrays.
+
+    None on a device that has changed, for which it was planned, and for lengths or pages that are refused.
+    """
+    plan, names, described, has_length, _ = kept
     if cpu() != plan.device:
         return None
-    q, k, v = (as_array(x, "operand") for x in arrays)
-    out, lse = forward(plan, Operands(q, k, v))
+    q, k, v, *others = [of(pointer=at, owner=x) for of, at, x in zip(described, addresses, arrays, strict=False)]
+    if plan.problem.cache is None:
+        operands = Operands(q, k, v)
+    else:
+        named: dict[str, Any] = dict(zip(names, others, strict=True))
+        if has_length:
+            named["cache_seqlens"] = addresses[-1]
+        operands = Operands(q, k, v, cache=CacheOperands(**named))
+        if not _are_legal(plan.problem, operands, names):
+            return None
+    out, lse = forward(plan, operands)
     return [out.result(), lse.result()]
+
+
+def _are_legal(problem: Problem, operands: Operands, names: tuple[str, ...]) -> bool:
+    """Return whether `check_contents` finds nothing wrong. It is not called for lengths alone, to save its time.
+
+    A length that is a number has been compared with the capacity before.
+    """
+    if names == ("cache_seqlens",):
+        assert operands.cache is not None and isinstance(operands.cache.cache_seqlens, Array)
+        return all(0 <= length <= problem.kv_len for length in operands.cache.cache_seqlens.numpy().tolist())
+    requirements = Requirements("attention_with_kv_cache")
+    if names:
+        check_contents(requirements, problem, operands, "cu_seqlens_q")
+    return not requirements.unmet
 
 
 def _piece(problem: Problem, keys: int, chunk: int) -> int:
@@ -339,8 +383,6 @@ def scale_values(P: np.ndarray, scales: Scales, multiply: Callable[..., np.ndarr
 def _merged(parts: list[Part]) -> Part:
     """Return the average of the parts weighted by exp(lse), summed in order; a part without visible keys adds 0."""
     lse, weights = merge_weights([part.lse for part in parts])
-    O = np.zeros_like(parts[0].O)
-    for weight, part in zip(weights, parts, strict=True):
-        O += weight[..., None] * part.O
+    O = np.add.reduce(weights[..., None] * np.array([part.O for part in parts]))
     statistics = [part.statistics for part in parts if part.statistics is not None]
     return Part(O, lse, merged(statistics, weights) if statistics else None)

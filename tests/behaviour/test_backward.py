@@ -7,6 +7,7 @@ import pytest
 from cases import (
     OPTIONS,
     PAIRS,
+    SCORES_AGAIN,
     SIMULATED_OPTIONS,
     SIMULATED_PAIRS,
     TILED,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 GRADIENTS = Gradients._fields
 
 
-@by_backend(cpu=OPTIONS, simulator=SIMULATED_OPTIONS)
+@by_backend(exhaustive=SCORES_AGAIN, cpu=OPTIONS, simulator=SIMULATED_OPTIONS)
 def test_every_option(case, backend):
     check(case, outcome(case, backend), only=GRADIENTS)
 

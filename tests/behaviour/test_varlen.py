@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import PACKED, PACKED_OPTIONS, Result, assert_bitwise_equal, check, outcome, run, run_planned
+from cases import PACKED, PACKED_OPTIONS, Result, assert_bitwise_equal, by_backend, check, outcome, run, run_planned
 
 import cupy_flash
 
@@ -23,9 +23,11 @@ def test_any_tiles_and_threads(case):
     assert_bitwise_equal(run_planned(case, block_q=4, block_kv=8, threads=3), one, case)
 
 
-@pytest.mark.parametrize(
-    "name", ["causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle", "bias"]
-)
+NAMES = ("causal", "window", "alibi-per-sequence", "sink", "dropout", "zero-length-in-the-middle", "bias")
+IN_BOTH_FORMS = {name: name for name in NAMES}
+
+
+@by_backend("name", exhaustive=["window", "sink"], cpu=IN_BOTH_FORMS, simulator=IN_BOTH_FORMS)
 def test_packed_equals_padded(name, backend):
     """The same sequences in a padded batch give bitwise equal results, also with dropout."""
     case = PACKED_OPTIONS[name]

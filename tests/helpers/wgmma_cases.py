@@ -40,3 +40,9 @@ OPTIONS = {
     "narrow": dict(head_dim=40, head_dim_v=24),
     "wide-values": dict(head_dim=32, head_dim_v=96),
 }  # fmt: skip
+# Options that the row "all" has too, or a row of the kind that runs by default: what differs is read only in headers
+# shared with simt and mma (mask.cuh, score.cuh, sequence.cuh), whose tests run by default.
+READ_IN_SHARED_HEADERS = {
+    "top-left", "window", "window-left", "alibi", "bias", "lengths-causal", "packed-bias", "bfloat16",
+}  # fmt: skip
+BY_DEFAULT = OPTIONS.keys() - READ_IN_SHARED_HEADERS

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cases import Case, Result, check, planned, posed
 from planting import after, always, before, change, never, planted, skip
-from tiers import exhaustive
-from wgmma_cases import LONG, OPTIONS
+from tiers import exhaustive, in_tiers
+from wgmma_cases import BY_DEFAULT, LONG, OPTIONS
 
 import cupy_flash
 from cupy_flash import device
@@ -57,7 +57,7 @@ def check_forward(case, result=None):
     check(case, forward(case) if result is None else result, only=("out", "lse"))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", in_tiers(OPTIONS, BY_DEFAULT))
 def test_option(options):
     check_forward(Case(**LONG | options))
 

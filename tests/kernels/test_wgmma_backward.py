@@ -9,7 +9,7 @@ import pytest
 from cases import Case, Result, assert_bitwise_equal, check, outcome, planned, run_kernels
 from planting import after, before, change, never, planted, skip
 from tiers import exhaustive, in_tiers
-from wgmma_cases import LONG, OPTIONS
+from wgmma_cases import BY_DEFAULT, LONG, OPTIONS
 
 from cupy_flash import device, dispatch
 from cupy_flash.arrays import Array
@@ -69,7 +69,7 @@ SHARED_KEYS = in_tiers(
 )
 
 
-@pytest.mark.parametrize("options", (OPTIONS | BIASES).values(), ids=OPTIONS | BIASES)
+@pytest.mark.parametrize("options", in_tiers(OPTIONS | BIASES, BY_DEFAULT | BIASES.keys()))
 def test_option(options):
     case = Case(**LONG | options)
     check_gradients(case, run(case, TILES["keys"]))

@@ -88,14 +88,14 @@ def half_rows(rows, *archs, default=None, **dtypes):
 
 # The engine's own code branches on masked tiles, modified scores, a dense mask, dropout and a gradient of the bias. The
 # values of these rows are read only in headers shared with simt, whose tests in behaviour/ run all of them: mask.cuh,
-# score.cuh, softmax.cuh, sequence.cuh and dbias.cuh.
+# score.cuh, sequence.cuh and dbias.cuh. What softmax2.cuh computes, scales, sinks and huge or hidden scores, is run here.
 READ_IN_SHARED_HEADERS = {
     "causal-square", "top-left-more-queries", "window-left", "window-right", "window-unbounded", "window-causal",
-    "window-top-left", "window-beyond-int32", "scale", "alibi", "alibi-per-batch", "alibi-top-left", "mask-per-key",
-    "mask-of-two-dimensions", "mask-single", "sink", "q-lengths", "lengths-top-left-window", "lengths-bias",
-    "dropout-bhsd", "multi-query", "one-head", "no-dlse", "all-sizes-equal", "all-sizes-equal-bhsd", "bias-b1qk",
+    "window-top-left", "window-beyond-int32", "alibi", "alibi-per-batch", "alibi-top-left", "mask-per-key",
+    "mask-of-two-dimensions", "mask-single", "q-lengths", "lengths-top-left-window", "lengths-bias",
+    "dropout-bhsd", "multi-query", "one-head", "all-sizes-equal", "all-sizes-equal-bhsd", "bias-b1qk",
     "bias-bh1k", "bias-11qk", "bias-b11k", "bias-hqk", "bias-qk", "bias-single", "bias-float16", "bias-bfloat16",
-    "bias-float64", "bias-huge-causal-sink", "bias-hides",
+    "bias-float64",
 }  # fmt: skip
 assert HALF_OPTIONS.keys() >= READ_IN_SHARED_HEADERS
 # sm_75 has other mma instructions, copies and dtypes, but the same code for options.

@@ -200,17 +200,21 @@ def test_K_and_V_take_turns(dims, monkeypatch):
             forward(case, tile, 1)
 
 
-def test_a_strict_order_waits_for_products(monkeypatch):
-    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits."""
-    case = Case(**LONG | dict(heads=1, q_len=40))
-    plain = forward(case, ONE)
+@pytest.mark.parametrize("sizes", [dict(heads=1), dict(kv_len=60)], ids=["next-keys", "next-queries"])
+def test_a_strict_order_waits_for_products(sizes, monkeypatch):
+    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits.
+
+    S of the next keys takes the place of P; behind the last keys, S of the block's next queries does.
+    """
+    case = Case(**LONG | dict(q_len=40) | sizes)
+    plain = forward(case, ONE, 1)
     monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
-    strict = forward(case, ONE._replace(strict=True))
+    strict = forward(case, ONE._replace(strict=True), 1)
     assert strict.out.tobytes() == plain.out.tobytes() and strict.lse.tobytes() == plain.lse.tobytes()
     with pytest.raises(errors.PendingCopy):
-        forward(case, ONE)
+        forward(case, ONE, 1)
     with planted(monkeypatch, skip("wait-PV")), pytest.raises(errors.PendingCopy):
-        forward(case, ONE._replace(strict=True))
+        forward(case, ONE._replace(strict=True), 1)
 
 
 def test_a_check_and_a_tune_run_both_orders(monkeypatch):

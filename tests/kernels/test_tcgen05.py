@@ -186,16 +186,18 @@ def test_every_order_gives_the_same_bits(case):
 
 
 @pytest.mark.parametrize(
-    "dims", [{}, exhaustive(dict(head_dim=192, head_dim_v=128))], ids=["whole-tiles", "wraps-around"]
+    "dims",
+    [{}, exhaustive(dict(head_dim=192, head_dim_v=128)), exhaustive(dict(head_dim=128, head_dim_v=64))],
+    ids=["whole-tiles", "V-wraps-around", "K-wraps-around"],
 )
 def test_K_and_V_take_turns(dims, monkeypatch):
-    """In the memory of three slots each takes the place of the other; some V of two panels wraps around its end."""
+    """In the memory of three slots each takes the place of the other; some K or V of two panels wrap around its end."""
     case, tile = Case(**LONG | dict(kv_len=420) | dims), TWO._replace(stages=3)
     check_forward(case, forward(case, tile, 1, functools.partial(start, order="early")))
     check_forward(case, forward(case, tile, 1))
     with planted(monkeypatch, skip("wait-tile-before")), pytest.raises(ORDERING):
         forward(case, tile, 1)
-    if dims:
+    if case.head_dim_v == 128:
         with planted(monkeypatch, change("panel-of-turn", "n ^ 1", "n")), pytest.raises(errors.OutOfBounds):
             forward(case, tile, 1)
 

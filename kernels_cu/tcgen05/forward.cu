@@ -122,13 +122,13 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
         P_complete[t].wait();  // @wait-complete-P-stored
         issue_PV(t, EARLY_KEYS, BLOCK_KV, true);
         if (t == TILES - 1) barriers.V.release();
+        if constexpr (STRICT) {  // also after the last keys: S of the next tile of queries takes the place of P
+          if (issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);
+          PV_complete[t].wait();  // @wait-PV
+        }
         if (is_end) {
           if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
         } else {
-          if constexpr (STRICT) {
-            if (issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);
-            PV_complete[t].wait();  // @wait-PV
-          }
           if (t == 0) barriers.K.wait();  // @wait-K
           issue_S(t);
           if (ends) Q[t].release();  // @release-Q

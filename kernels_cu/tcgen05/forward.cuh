@@ -99,7 +99,10 @@ struct KvRing : Ring<SLOTS, BLOCK_KV, DIM> {
 
  private:
   __device__ int first_panel() const { return (this->index * TURN_PANELS + FIRST) % MEMORY_PANELS; }
-  __device__ bool wraps() const { return BY_TURNS && Base::PANELS == 2 && first_panel() == MEMORY_PANELS - 1; }
+  // Only panels of V change places: those of K have a descriptor each, and the second may have to wait for V.
+  __device__ bool wraps() const {
+    return BY_TURNS && FIRST > 0 && Base::PANELS == 2 && first_panel() == MEMORY_PANELS - 1;
+  }
 };
 using K_Ring = KvRing<K_STAGES, HEAD_DIM, 0, K_PANELS - V_PANELS>;
 using V_Ring = KvRing<V_STAGES, HEAD_DIM_V, K_PANELS, 0>;

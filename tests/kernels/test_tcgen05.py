@@ -186,31 +186,37 @@ def test_every_order_gives_the_same_bits(case):
 
 
 @pytest.mark.parametrize(
-    "dims", [{}, exhaustive(dict(head_dim=192, head_dim_v=128))], ids=["whole-tiles", "wraps-around"]
+    "dims",
+    [{}, exhaustive(dict(head_dim=192, head_dim_v=128)), exhaustive(dict(head_dim=128, head_dim_v=64))],
+    ids=["whole-tiles", "V-wraps-around", "K-wraps-around"],
 )
 def test_K_and_V_take_turns(dims, monkeypatch):
-    """In the memory of three slots each takes the place of the other; some V of two panels wraps around its end."""
+    """In the memory of three slots each takes the place of the other; some K or V of two panels wrap around its end."""
     case, tile = Case(**LONG | dict(kv_len=420) | dims), TWO._replace(stages=3)
     check_forward(case, forward(case, tile, 1, functools.partial(start, order="early")))
     check_forward(case, forward(case, tile, 1))
     with planted(monkeypatch, skip("wait-tile-before")), pytest.raises(ORDERING):
         forward(case, tile, 1)
-    if dims:
+    if case.head_dim_v == 128:
         with planted(monkeypatch, change("panel-of-turn", "n ^ 1", "n")), pytest.raises(errors.OutOfBounds):
             forward(case, tile, 1)
 
 
-def test_a_strict_order_waits_for_products(monkeypatch):
-    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits."""
-    case = Case(**LONG | dict(heads=1, q_len=40))
-    plain = forward(case, ONE)
+@pytest.mark.parametrize("sizes", [dict(heads=1), dict(kv_len=60)], ids=["next-keys", "next-queries"])
+def test_a_strict_order_waits_for_products(sizes, monkeypatch):
+    """Only a strict order holds if mma of different accumulators are not in order; both give the same bits.
+
+    S of the next keys takes the place of P; behind the last keys, S of the block's next queries does.
+    """
+    case = Case(**LONG | dict(q_len=40) | sizes)
+    plain = forward(case, ONE, 1)
     monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
-    strict = forward(case, ONE._replace(strict=True))
+    strict = forward(case, ONE._replace(strict=True), 1)
     assert strict.out.tobytes() == plain.out.tobytes() and strict.lse.tobytes() == plain.lse.tobytes()
     with pytest.raises(errors.PendingCopy):
-        forward(case, ONE)
+        forward(case, ONE, 1)
     with planted(monkeypatch, skip("wait-PV")), pytest.raises(errors.PendingCopy):
-        forward(case, ONE._replace(strict=True))
+        forward(case, ONE._replace(strict=True), 1)
 
 
 def test_a_check_and_a_tune_run_both_orders(monkeypatch):

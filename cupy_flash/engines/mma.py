@@ -86,8 +86,11 @@ INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
     "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
-# Instructions per thread that convert a pair of codes to fp16, counted in PTX on the simulator
-INSTRUCTIONS_OF_PAIR = {"int8": 3, FP8: 10, "float8_e5m2": 1.5, "uint8": 4.5}
+# Instructions per thread that convert a pair of codes to the dtype of q, by `python -m bench conversions`
+INSTRUCTIONS_OF_PAIR = {
+    "float16": {"int8": 2.5, FP8: 7, "float8_e5m2": 1, "uint8": 1.75},
+    "bfloat16": {"int8": 4, FP8: 7, "float8_e5m2": 4, "uint8": 2.75},
+}
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -539,7 +542,7 @@ def conversions(problem: Problem, keys: int) -> float:
     if problem.cache is None or problem.cache.scale_dtype is None:
         return 0.0
     pairs = keys * (problem.head_dim + problem.head_dim_v) / 2
-    return pairs / 32 * INSTRUCTIONS_OF_PAIR[problem.cache.dtype.name]
+    return pairs / 32 * INSTRUCTIONS_OF_PAIR[problem.dtype.name][problem.cache.dtype.name]
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:

@@ -249,7 +249,7 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     keys = tile.block_kv
     elements = tile.rows * keys
     of_keys, of_values = _row_bytes(problem)
-    loaded = keys * (of_keys + of_values)
+    loaded = keys * (of_keys + of_values + _bytes_of_scales(problem))
     read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
     if _is_latent(problem):
         # Each group of four warps reads K and V, its rows of Q once for each 16 keys, and those of P once a warp.
@@ -491,6 +491,12 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
+def _bytes_of_scales(problem: Problem) -> int:
+    """Return the bytes of the scales of a key and its value, and of their zeros; 0 without them."""
+    cache = problem.cache
+    return 2 * cache.codes * np.dtype(cache.scale_dtype).itemsize if cache and cache.scale_dtype else 0
+
+
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
     return shared_bytes("mma/decode", _constants(problem, tile))

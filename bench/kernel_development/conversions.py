@@ -92,7 +92,7 @@ def count(case: Case) -> dict[str, float]:
 def _executed(case: Case, words: int) -> Counter[str]:
     """Return how many instructions of each opcode convert this number of words."""
     folder = kernel_folder()
-    constants = {
+    constants: dict[str, Any] = {
         "element": case.element, "kv_element": case.codes, "SCALED_KV": True, "CODES_OF_4_BITS": case.codes == "nibbles"
     }  # fmt: skip
     text = Text(folder, *configure((folder / CONFIG).read_text(encoding="utf-8"), constants), {})
@@ -138,11 +138,12 @@ def _posed(batch: int, codes: str) -> Problem:
     """Pose a decode on few pages, and return the problem with all keys: the model reads no array."""
     pools = (2, PAGE, HEADS, DIM // (2 if codes == "uint8" else 1))
     names = {"uint8": ("k_scale", "v_scale", "k_zero", "v_zero"), "float16": ()}.get(codes, ("k_scale", "v_scale"))
+    scales: dict[str, Any] = {name: np.ones(pools[:3], np.float16) for name in names}
     problem, _ = pose_with_cache(
         np.zeros((batch, 1, HEADS, DIM), np.float16), np.zeros(pools, _dtype(codes)), np.zeros(pools, _dtype(codes)),
         CacheOptions(
             cache_seqlens=np.ones(batch, np.int32), block_table=np.zeros((batch, 2), np.int32),
-            **{name: np.ones(pools[:3], np.float16) for name in names},
+            **scales,
         ),
     )  # fmt: skip
     return problem._replace(kv_len=KEYS)

@@ -94,6 +94,7 @@ BUDGET = {
         (30, "Blackwell: a strict order in the models of events, and two loops of the backward in static"),
         (176, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),
         (138, "instructions that convert codes of quantised caches, and predicted times of their decodes"),
+        (2, "static rows of decodes of values inside keys"),
     ],
 }
 LARGEST = 500

@@ -218,6 +218,7 @@ __device__ void store_row(const Params& p, const Part& part, const Share& share,
     out = part.sequence.queries<element>(p.out, head) + i * p.out.row;
     if (first) part.sequence.queries<float>(p.lse, head)[i * p.lse.row] = joined.lse;
   } else {
+#if KV_CACHE
     // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
     if (SPLIT_SIZE && part.partial_result >= p.partial_results) return;
     long long at = (long long)part.partial_result * BLOCK_Q + row;
@@ -225,6 +226,7 @@ __device__ void store_row(const Params& p, const Part& part, const Share& share,
     if (first) p.part_lse[at] = ending.lse;
 #if STATISTICS
     if (first) ((PartStatistics*)p.part_statistics)[at] = statistics;
+#endif
 #endif
   }
 #pragma unroll
@@ -392,7 +394,8 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
     store_P(smem + SharedMemory::P, S_rmem, share);
     share.sync_group();  // @wait-P
-    accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane, share);
+    accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane,
+                      share);  // @values-of-tile
     stages.release();
   }
 

@@ -63,6 +63,7 @@ FLOW = (
     "problem.recorded_call",
     "engines.launch",
     "engines.shared",
+    "engines.latent",
     "engines.cpu",
     "engines.cpu_decode",
     "engines.aten",

@@ -453,7 +453,7 @@ def _is_16_bit(problem: Problem) -> bool:
 
 def _is_latent(problem: Problem) -> bool:
     """Return whether values are inside keys of 16 bits: then a tile of keys is loaded once for both products."""
-    return problem.shared_kv and _is_16_bit(problem) and not has_prefixes(problem)
+    return problem.shared_kv and _is_16_bit(problem)
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:

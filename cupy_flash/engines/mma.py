@@ -183,8 +183,8 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
     if not problem.backward:
         kernel = _row_kernel(problem)
         if kernel == latent.FORWARD:
-            legal = _latent_tiles(problem, device)
-            return [Tiles(max(x.rows // problem.group, 1), x.step, x, None, None) for x in legal]
+            widest = _latent_tiles(problem, device)
+            return [Tiles(max(x.rows // problem.group, 1), x.step, x, None, None) for x in widest]
         if _owns_keys(kernel):
             return [Tiles(x.step, x.rows, x, None, None) for x in _legal_tiles(kernel, problem, device)]
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]

@@ -74,6 +74,7 @@ BUDGET = {
         ),
         (10, "JVP and double backward of selected keys on simt"),
         (38, "mma_decode: tiles, registers and cost of values inside keys, of which each tile is loaded once"),
+        (21, "mma: tiles, registers and cost of the forward of wide values inside keys"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

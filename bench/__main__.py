@@ -32,6 +32,7 @@ KERNEL_DEVELOPMENT = {
     "static": "registers, spills and compiler warnings of every kernel; exit status 1 for spills, warnings, stale rows",
     "predict": "predict the speed of the Hopper and Blackwell engines from their SASS, without a GPU",
     "latent": "count the bytes that a decode of values inside keys reads, and predict its speed",
+    "conversions": "count the instructions that convert codes of quantised caches, and predict their decodes",
     "selected": "count the bytes that kernels move for lists of selected keys, and the instructions of the look-up",
     "packed": "model the order of blocks in packed batches, and how evenly they end",
     "sass": "compare the machine code of other implementations' kernels, a folder of cubins, with ours",

@@ -20,6 +20,7 @@ from ..results import ROOT, describe, write
 from . import (
     backward_events,
     bounds,
+    conversions,
     costs,
     events,
     latent,
@@ -134,6 +135,15 @@ def _latent(options: argparse.Namespace, arguments: list[str]) -> int:
     return _counts("latent", latent, options, arguments)
 
 
+def _conversions(options: argparse.Namespace, arguments: list[str]) -> int:
+    counts, predictions = conversions.records(), conversions.predictions()
+    rows = {"conversions": counts, "predicted": predictions}
+    write(describe(arguments, 1) | rows, options.out / "conversions.json")
+    show(conversions.table(counts))
+    show(conversions.table_of_times(predictions))
+    return 0
+
+
 def _sass(options: argparse.Namespace, _: list[str]) -> int:
     cubins = peers.theirs(options.folder)
     if not cubins:
@@ -221,6 +231,9 @@ def _parser() -> argparse.ArgumentParser:
     of_latents = commands.add_parser("latent")
     of_latents.set_defaults(run=_latent)
     add_out(of_latents)
+    of_codes = commands.add_parser("conversions")
+    of_codes.set_defaults(run=_conversions)
+    add_out(of_codes)
     commands.add_parser("packed").set_defaults(run=_packed)
     machine_code = commands.add_parser("sass")
     machine_code.set_defaults(run=_sass)

@@ -54,6 +54,9 @@ EVERY_OPTION: dict[str, Any] = dict(
     q_lengths=True, kv_lengths=True, dropout=0.1, return_lse=True,
 )  # fmt: skip
 CACHE_OPTIONS = {name: EVERY_OPTION[name] for name in ("window", "softcap", "alibi_slopes", "mask", "sink")}
+LATENT: dict[str, Any] = dict(
+    dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
+)  # fmt: skip
 QKV = ("q", "k", "v")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "fp32 D 64": dict(dtype="float32", head_dim=64),
@@ -87,13 +90,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "KV cache fp16 D 192": dict(dtype="float16", head_dim=192, cache=True),
     "KV cache fp16 D 64 all options": dict(dtype="float16", head_dim=64, cache=True) | CACHE_OPTIONS,
     "KV cache fp16 D 128 all options": dict(dtype="float16", head_dim=128, cache=True) | CACHE_OPTIONS,
-    "KV cache fp16 D 576/512 latent": dict(
-        dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
-    ),
-    "KV cache fp16 D 576/512 latent, all options": dict(
-        dtype="float16", head_dim=576, head_dim_v=512, cache=True, shared_kv=True, backward=False
-    )
-    | CACHE_OPTIONS,
+    "KV cache fp16 D 576/512 latent": LATENT,
+    "KV cache fp16 D 576/512 latent all options": LATENT | CACHE_OPTIONS,
     "KV cache fp16 D 64 e4m3": dict(dtype="float16", head_dim=64, cache=True, kv_dtype=FP8),
     "KV cache fp16 D 128 e4m3": dict(dtype="float16", head_dim=128, cache=True, kv_dtype=FP8),
     "KV cache bf16 D 128 e4m3": dict(dtype="bfloat16", head_dim=128, cache=True, kv_dtype=FP8),
@@ -137,7 +135,7 @@ SCARCE = (
     "fp32 D 64", "fp32 D 128", "fp64 D 64", "bf16 D 64 all options", "fp16 D 96", "fp16 D 128", "fp16 D 64 all options",
     "KV cache fp16 D 64", "KV cache fp16 D 128 all options", "Hopper fp16 D 64", "Hopper bf16 D 128",
     "Hopper fp16 D 256", "Hopper fp16 D 128 all options", "Hopper e4m3 D 64", "Hopper e4m3 D 128", "Hopper e4m3 D 256",
-    *(name for name in PROBLEMS if name.startswith("Blackwell")),
+    *(name for name in PROBLEMS if name.startswith("Blackwell") or "latent" in name),
 )  # fmt: skip
 MAINLOOPS = ("forward", "forward_fp8", "backward", "backward_q", "backward_kv")  # functions with counted steps
 STEP_LENGTH, STEP_HEADS = 4096, 64  # sequence length and heads of the problem whose steps are counted
@@ -149,6 +147,8 @@ MAY_SPILL = {
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_100", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.8.93"): 8,
     ("mma/decode, KV cache fp16 D 64, tile 64x64/128, sm_120", "12.9.86"): 8,
+    ("mma/decode, KV cache fp16 D 576/512 latent all options, tile 16x32/128, sm_75", "12.8.93"): 12,
+    ("mma/decode, KV cache fp16 D 576/512 latent all options, tile 32x32/256, sm_120", "13.5.37"): 12,
     ("mma/backward, fp16 D 64, tile 128x128/256, sm_80", "13.5.37"): 36,
     ("mma/backward, fp16 D 128, tile 64x128/256, sm_80", "12.8.93"): 12,
     ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.8.93"): 48,

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import decode, decode_gpu, first, overhead, ring
 from ..report import Table, left_out, provenance, tables
-from . import backward_events, bounds, events, latent, marks, predict, selected, static_tables, sweep
+from . import backward_events, bounds, conversions, events, latent, marks, predict, selected, static_tables, sweep
 
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ANY_MARKER = re.compile(r"<!-- /?bench:[\w-]+ -->")
@@ -38,6 +38,10 @@ WHOLE: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "bounds": lambda result: [bounds.table(result["bounds"])],
     "selected": lambda result: [selected.table(result["selected"])],
     "latent": lambda result: [latent.table(result["latent"])],
+    "conversions": lambda result: [
+        conversions.table(result["conversions"]),
+        conversions.table_of_times(result["predicted"]),
+    ],
 }
 SWEEP, MARKS, SASS = "sweep-", "-marks", "static-sass"
 
@@ -69,7 +73,7 @@ def _block(name: str, result: dict[str, Any]) -> tuple[list[Table], str, list[st
         return table.split("all but products", "The same loop", shared=3), f"`{result['command']}`.", []
     if name == "ring":
         return WHOLE[name](result), ring.provenance(result), []
-    if name in ("static", "selected", "latent"):  # counts, which are the same on every machine
+    if name in ("static", "selected", "latent", "conversions"):  # counts, which are the same on every machine
         return WHOLE[name](result), f"`{result['command']}`.", []
     if name in WHOLE:
         return (

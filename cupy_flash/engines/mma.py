@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import BACKWARD, CODES, DOUBLE_BACKWARD, FORWARD, FP8, JVP, SCALES, Problem
+from . import latent
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
 from .kv_cache import append_launches, rotated_rows, static_bytes
 from .launch import Constant, Launch, Workspace
@@ -86,8 +87,11 @@ INSTRUCTIONS_OF_STEP = {
     "forward": 80, "jvp": 330, "backward": 260, "backward_q": 120, "backward_kv": 200, "second_q": 200,
     "second_kv": 230, "attention_weights": 80, "top_weights": 80, "key_importance": 80,
 }  # fmt: skip
-# Instructions per thread that convert a pair of codes to fp16, counted in PTX on the simulator
-INSTRUCTIONS_OF_PAIR = {"int8": 3, FP8: 10, "float8_e5m2": 1.5, "uint8": 4.5}
+# Instructions per thread that convert a pair of codes to the dtype of q, by `python -m bench conversions`
+INSTRUCTIONS_OF_PAIR = {
+    "float16": {"int8": 2.5, FP8: 7, "float8_e5m2": 1, "uint8": 1.75},
+    "bfloat16": {"int8": 4, FP8: 7, "float8_e5m2": 4, "uint8": 2.75},
+}
 LATENCY = 600  # clocks of a global load
 CLOCK = 1.5e9
 REGISTERS = 65536
@@ -147,7 +151,8 @@ def refusals(problem: Problem, device: Device) -> list[str]:
     if problem.dtype.name not in ELEMENTS:
         return reasons  # no kernel has such a type, so there are no tiles
     largest = max(problem.head_dim, problem.head_dim_v)
-    limit = LARGEST_ON_TURING if device.arch == "sm_75" else LARGEST
+    of_turing = device.arch == "sm_75" and not latent.serves(problem)
+    limit = LARGEST_ON_TURING if of_turing else LARGEST
     if largest > limit:
         reasons.append(f"head dimension {largest} is larger than {limit}")
     elif device.backend in BACKENDS and not tiles(problem, device):
@@ -180,6 +185,9 @@ def tiles(problem: Problem, device: Device) -> list[Tiles]:
     """Return the tiles whose kernels fit shared memory and registers."""
     if not problem.backward:
         kernel = _row_kernel(problem)
+        if kernel == latent.FORWARD:
+            widest = _latent_tiles(problem, device)
+            return [Tiles(max(x.rows // problem.group, 1), x.step, x, None, None) for x in widest]
         if _owns_keys(kernel):
             return [Tiles(x.step, x.rows, x, None, None) for x in _legal_tiles(kernel, problem, device)]
         return [Tiles(tile.rows, tile.step, tile, None, None) for tile in _legal_tiles(kernel, problem, device)]
@@ -206,12 +214,14 @@ def _row_kernel(problem: Problem) -> str:
         return problem.weights
     if problem.selected is not None:
         return "selected_forward"
+    if latent.serves(problem):
+        return latent.FORWARD
     return "jvp" if problem.derivative else "forward"
 
 
 def _dense(kernel: str) -> str:
-    """Return the kernel whose accumulators and products a kernel of selected keys has."""
-    return kernel.removeprefix("selected_").replace("_add", "_kv")
+    """Return the kernel whose products a kernel of selected keys, or of values inside keys, has."""
+    return kernel.removeprefix("selected_").removeprefix("latent_").replace("_add", "_kv")
 
 
 def _owns_keys(kernel: str) -> bool:
@@ -279,6 +289,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tiles) -> float:
     if tile.q_tile is not None:
         kernel = _row_kernel(problem)
         length = problem.kv_len if _owns_keys(kernel) else problem.q_len
+        if kernel == latent.FORWARD:  # rows are (query, head) pairs
+            heads, length, pairs = kv_heads, length * problem.group, pairs * problem.group
         total += _seconds(kernel, problem, device, tile.q_tile, heads, length, pairs)
     if tile.kv_tile is not None:
         group_pairs = pairs * (problem.heads // problem.kv_heads)
@@ -320,6 +332,8 @@ def launches(problem: Problem, device: Device, tile: Tiles) -> tuple[Launch, ...
             from . import selected
 
             return selected.list_grid(problem, q_tile.rows)
+        if _row_kernel(problem) == latent.FORWARD:
+            return latent.grid(problem, q_tile.rows)
         return max(-(-problem.q_len // q_tile.rows), 1), problem.heads, sequences(problem)
 
     q_tile, kv_tile = tile.q_tile, tile.kv_tile
@@ -384,6 +398,7 @@ def _constants(kernel: str, problem: Problem, tile: Tile) -> dict[str, Constant]
         "Q_IN_REGISTERS": tile.q_in_registers,
         "LSE2": True,
         "ADD_DQ": tile.add_dq,
+        "LATENT": kernel == latent.FORWARD,
     }
 
 
@@ -407,6 +422,17 @@ def _legal_tiles(kernel: str, problem: Problem, device: Device, *, add_dq: bool 
                 ]
                 if legal:
                     return legal
+    return []
+
+
+def _latent_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Return the legal tile of a forward of values inside keys that has the most rows, in a list."""
+    stage_counts = (1,) if device.arch == "sm_75" else (2, 3, 4)
+    for rows, threads, in_registers in latent.shapes(problem, device.arch):
+        shape = Tile(rows, latent.KEYS, threads, 1, 1, in_registers)
+        stages = [n for n in stage_counts if _fits(latent.FORWARD, problem, device, shape, n)]
+        if stages:
+            return [shape._replace(stages=stages[-1])]
     return []
 
 
@@ -453,17 +479,18 @@ def _legal(kernel: str, problem: Problem, device: Device, shape: Tile) -> Tile |
     single = device.arch == "sm_75" or kernel.endswith("_bias") or problem.weights != ""
     single |= problem.selected is not None and problem.backward
     stage_counts = (1,) if single else (1, 2, 3) if _dense(kernel) == "forward" else (1, 2)
-    legal = [
-        tile
-        for stages in stage_counts
-        for tile in (shape._replace(stages=stages),)
-        if _shared_bytes(kernel, problem, tile) + _static_bytes(problem, tile) <= device.shared_bytes
-    ]
+    legal = [shape._replace(stages=n) for n in stage_counts if _fits(kernel, problem, device, shape, n)]
 
     def preferred(tile: Tile) -> tuple[bool, int, int]:
         return tile.stages > 1, _resident(kernel, problem, device, tile), tile.stages
 
     return max(legal, key=preferred, default=None)
+
+
+def _fits(kernel: str, problem: Problem, device: Device, shape: Tile, stages: int) -> bool:
+    """Return whether a tile with a number of stages fits shared memory."""
+    tile = shape._replace(stages=stages)
+    return _shared_bytes(kernel, problem, tile) + _static_bytes(problem, tile) <= device.shared_bytes
 
 
 def _padded(problem: Problem, column_warps: int) -> tuple[int, int]:
@@ -484,6 +511,8 @@ def _scores(tile: Tile) -> int:
 
 def _live(kernel: str, problem: Problem, tile: Tile) -> int:
     """Return the registers per thread that hold score tiles, accumulators and Q."""
+    if kernel == latent.FORWARD:
+        return sum(latent.live(problem, tile.rows)[: 2 + tile.q_in_registers])
     m = _fragment_rows(tile)
     k, v = _padded(problem, tile.column_warps)
     # fp32 score tiles live at once: S; S + dP + their packed halves, unless they share these in memory; plus the dbias
@@ -539,7 +568,7 @@ def conversions(problem: Problem, keys: int) -> float:
     if problem.cache is None or problem.cache.scale_dtype is None:
         return 0.0
     pairs = keys * (problem.head_dim + problem.head_dim_v) / 2
-    return pairs / 32 * INSTRUCTIONS_OF_PAIR[problem.cache.dtype.name]
+    return pairs / 32 * INSTRUCTIONS_OF_PAIR[problem.dtype.name][problem.cache.dtype.name]
 
 
 def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: int, length: int, pairs: int) -> float:
@@ -556,6 +585,8 @@ def _seconds(kernel: str, problem: Problem, device: Device, tile: Tile, heads: i
     read = 2 * tile.step * row_warps * (scores * tile.score_warps + sums) + (
         0 if tile.q_in_registers else 2 * tile.rows * scores * tile.column_warps
     )
+    if kernel == latent.FORWARD:
+        loaded, read = 2 * tile.step * k, latent.read_bytes(tile.rows, (k, v), q_in_registers=tile.q_in_registers)
     elements = tile.rows * tile.step
     vectors = device.arch in VECTOR_ADDITION
     added = 4 * tile.step * k if tile.add_dq else 0

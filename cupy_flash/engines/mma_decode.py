@@ -16,6 +16,7 @@ import numpy as np
 from ..device import Device
 from ..jit.shared_memory import shared_bytes
 from ..problem.records import CODES, FORWARD, PREFIXES, SCALES, Problem, UnsupportedError
+from . import latent
 from .fragments import fragment_constants
 from .kv_cache import ROW_THREADS, append_launches, rotated_rows, static_bytes
 from .launch import Box, Constant, Launch, Workspace
@@ -66,7 +67,6 @@ KERNELS = "mma"
 LARGEST = 256  # maximum head dimension
 LARGEST_LATENT = 576  # the same of values inside keys, whose columns the warps divide (mma/latent.cuh)
 KEYS = 64, 32  # keys of a tile, 16 per warp: the first that fits shared memory is chosen
-KEYS_OF_LATENT = 32
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
 ACCUMULATORS_IN_FP8 = 144  # maximum registers per thread for O and S with an fp8 cache, which is converted
@@ -210,16 +210,16 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     limit = ACCUMULATORS_WITH_SCALES if scaled else ACCUMULATORS_IN_FP8
     if not _is_16_bit(problem) and accumulators + scores > limit:
         return []
-    latent = _is_latent(problem)
-    if latent and device.arch == "sm_75" and rows > ROWS[0]:
+    shares_keys = _is_latent(problem)
+    if shares_keys and device.arch == "sm_75" and rows > ROWS[0]:
         return []  # two groups of warps need two slots
     in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
-    if latent:
-        in_registers = rows <= KEYS_OF_LATENT  # Q passes through a slot
+    if shares_keys:
+        in_registers = rows <= latent.MOST_ROWS_IN_REGISTERS
     return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
-        for keys in ((KEYS_OF_LATENT,) if latent else KEYS[:1] if tma else KEYS)
-        for threads in (32 * _warps(rows) if latent else 2 * keys,)
+        for keys in ((latent.KEYS,) if shares_keys else KEYS[:1] if tma else KEYS)
+        for threads in (32 * latent.warps(rows) if shares_keys else 2 * keys,)
         for stages in (STAGES_OF_PRODUCER if tma else (1,) if device.arch == "sm_75" else (2, 3, 4))
         for tile in (Tile(max(rows // problem.group, 1), keys, threads, rows, stages, in_registers, tma, 0, 0),)
         if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
@@ -249,13 +249,11 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     keys = tile.block_kv
     elements = tile.rows * keys
     of_keys, of_values = _row_bytes(problem)
-    loaded = keys * (of_keys + of_values)
+    loaded = keys * (of_keys + of_values + _bytes_of_scales(problem))
     read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
     if _is_latent(problem):
-        # Each group of four warps reads K and V, its rows of Q once for each 16 keys, and those of P once a warp.
         loaded = keys * of_keys
-        read = _warps(tile.rows) // 4 * (loaded + keys * of_values) + 2 * elements * 4
-        read += 0 if tile.q_in_registers else 2 * 2 * tile.rows * k
+        read = latent.read_bytes(tile.rows, (k, v), q_in_registers=tile.q_in_registers)
     clocks = max(
         loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
         elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
@@ -455,12 +453,7 @@ def _is_16_bit(problem: Problem) -> bool:
 
 def _is_latent(problem: Problem) -> bool:
     """Return whether values are inside keys of 16 bits: then a tile of keys is loaded once for both products."""
-    return problem.shared_kv and _is_16_bit(problem) and not has_prefixes(problem)
-
-
-def _warps(rows: int) -> int:
-    """Return the warps of a tile of values inside keys: one or two groups of four, which divide its rows."""
-    return 4 * min(rows // 16, 2)
+    return problem.shared_kv and _is_16_bit(problem)
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
@@ -484,13 +477,18 @@ def _columns(problem: Problem) -> int:
 def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     """Return the registers per thread for O, for S, and for all of Q."""
     k, v = _padded(problem)[0], _columns(problem)
-    if _is_latent(problem):  # the warps of a group divide S, Q and the columns of O
-        m = rows * 4 // 16 // _warps(rows)
-        return m * -(-v // 64) * 8, m * 8, m * -(-k // 32) * 4
+    if _is_latent(problem):
+        return latent.live(problem, rows)
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
 @lru_cache(maxsize=1024)
+def _bytes_of_scales(problem: Problem) -> int:
+    """Return the bytes of the scales of a key and its value, and of their zeros; 0 without them."""
+    cache = problem.cache
+    return 2 * cache.codes * np.dtype(cache.scale_dtype).itemsize if cache and cache.scale_dtype else 0
+
+
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
     return shared_bytes("mma/decode", _constants(problem, tile))

@@ -59,7 +59,7 @@ from .records import (
     Tangents,
     out_dtype,
 )
-from .selection import axes_of_lists, check_entries, most_keys, selection_of
+from .selection import axes_of_lists, check_entries, check_units, most_keys, selection_of
 from .shared_kv import VALUES, share
 from .statistics import check_asked, check_statistics, differentiated_statistics, gradients_of_statistics
 
@@ -483,6 +483,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
         check_features(requirements, FEATURES, arrays, lengths, names=names)
         check_saved(requirements, arrays, sizes)
         check_tangents(requirements, arrays)
+    check_units(requirements, "selected" in arrays, settings)
     mods = _check_mods(requirements, facts, arrays, sizes, longest)
     statistics = check_statistics(requirements, facts.statistics, options.get("return_lse"))
     if facts.backward:
@@ -501,8 +502,7 @@ def _check_facts(facts: Facts) -> CheckedFacts:
             "shared_kv": options["head_dim_v"] is not None,
             "deterministic": bool(options.get("deterministic")),
         }
-        layout = "thd" if packed else layout
-        problem = _problem(facts, arrays, sizes, layout, longest, settings.mask, cache, others)
+        problem = _problem(facts, arrays, sizes, "thd" if packed else layout, longest, settings.mask, cache, others)
     return CheckedFacts(
         problem, sizes, bool(numbers["dropout"]), longest, readable,
         tuple(requirements.unmet), requirements.about_type, tuple(requirements.unsupported),

@@ -40,6 +40,12 @@ def axes_of_lists(settings: Settings, sizes: Sizes, packed: bool, tokens: int | 
     return lengths | {"B": (1, sizes.batch), "l": -(-sizes.q_len // rows)}
 
 
+def check_units(requirements: Requirements, given: bool, settings: Settings) -> None:
+    """Require that selected_block and selected_rows, other than 1, come with lists."""
+    for name in ("selected_block", "selected_rows"):
+        requirements.require(given or settings.others[name] in (None, 1), f"{name} is for a call with selected")
+
+
 def selection_of(lists: ArrayFacts | None, settings: Settings) -> Selection | None:
     """Return the facts of the lists; None if there are none, or if their shape is wrong."""
     if lists is None or len(lists.shape) < 3:

@@ -145,8 +145,7 @@ struct CacheGemm<e4m3> {
     for (int n = 0; n < FRAGMENTS; ++n) {
       if (n % 4 == 0) ldmatrix_x4_trans(bytes, V_smem + lane.at(0, n / 2));
 #if SCALED_KV
-      unsigned int column = __byte_perm(bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2 ? 0x7531 : 0x6420);
-      cvt_codes_x4(b, column, kv_element(), element());
+      cvt_column(b, bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2, kv_element(), element());
 #else
       // @convert-columns
       cvt_e4m3x4<element>(b, __byte_perm(bytes[n % 4 / 2 * 2], bytes[n % 4 / 2 * 2 + 1], n % 2 ? 0x7531 : 0x6420));

@@ -218,13 +218,25 @@ __device__ void store_row(const Params& p, const Part& part, const Share& share,
     out = part.sequence.queries<element>(p.out, head) + i * p.out.row;
     if (first) part.sequence.queries<float>(p.lse, head)[i * p.lse.row] = joined.lse;
   } else {
+#if KV_CACHE
     // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
+#if PREFIX_PASS
+    if (SPLIT_SIZE && part.partial_result >= p.prefix_results) return;
+    long long at = (long long)part.partial_result * BLOCK_Q + row;
+    part_out = p.prefix_out + at * PART_COLUMNS;
+    if (first) p.prefix_lse[at] = ending.lse;  // @store-lse-of-prefix
+#if STATISTICS
+    if (first) ((PartStatistics*)p.prefix_statistics)[at] = statistics;
+#endif
+#else
     if (SPLIT_SIZE && part.partial_result >= p.partial_results) return;
     long long at = (long long)part.partial_result * BLOCK_Q + row;
     part_out = p.part_out + at * PART_COLUMNS;
     if (first) p.part_lse[at] = ending.lse;
 #if STATISTICS
     if (first) ((PartStatistics*)p.part_statistics)[at] = statistics;
+#endif
+#endif
 #endif
   }
 #pragma unroll
@@ -327,7 +339,11 @@ struct Turns {
 __device__ void prologue(const Params& p, const Part& part, KvStages& stages, Queries& Q_rmem, unsigned int Q_smem,
                          const ScoreLanes& lanes, const Share& share) {
   stages.reuse_memory();
+#if PREFIX_PASS
+  RowsOfGroup Q{(const element*)p.q.data, p, part, part.first_row, p.q.aligned};
+#else
   PackedRows Q{part.sequence.queries<element>(p.q, part.kv_head * p.group), p.q, p.group, part.first_row, p.q.aligned};
+#endif
   Loader<BLOCK_Q, HEAD_DIM>(0).load(Q_smem, Q, false, [&](int row) { return row < part.sequence.q_len * p.group; });
   cp_async_commit_group();
   stages.begin();
@@ -392,7 +408,8 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
 #endif
     store_P(smem + SharedMemory::P, S_rmem, share);
     share.sync_group();  // @wait-P
-    accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane, share);
+    accumulate_values(O_rmem, smem_address(smem + SharedMemory::P), P_lane, K_smem, V_lane,
+                      share);  // @values-of-tile
     stages.release();
   }
 

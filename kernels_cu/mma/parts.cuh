@@ -2,7 +2,9 @@
 // output tiles, iterations and their space.
 #pragma once
 #include "../descales.cuh"
+#if KV_CACHE
 #include "../split_kv.cuh"
+#endif
 #if PREFIXES
 #include "../prefixes.cuh"
 #endif
@@ -107,6 +109,7 @@ __device__ void for_each_part(const Params& p, Visit visit) {
   }
 }
 #else
+#if KV_CACHE
 // The part that has `count` iterations of an output tile from `begin` on; `partial_result` is the index of its result.
 __device__ inline Part part_of_tile(const Params& p, const Sequence& sequence, const Band& band,
                                     const Iterations& iterations, int tile, int begin, int count, int partial_result) {
@@ -190,5 +193,6 @@ __device__ void for_each_part(const Params& p, Visit visit) {
     start += iterations.count();
   }
 }
+#endif
 #endif
 #endif

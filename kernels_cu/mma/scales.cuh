@@ -5,8 +5,10 @@
 //
 // Only codes of 4 bits have zeros; without them their arrays compile to nothing.
 #pragma once
-#include "../codes.cuh"
+#include "cvt_codes.cuh"
 #include "load.cuh"
+
+constexpr float UNIT = UNIT_OF_CODES<kv_element, element>;
 
 // Loads the numbers of the keys of a tile, each thread those of one key of K or V. They pass through registers, because
 // cp.async copies at least 4 bytes: a load is issued with that of the codes, and stored at the end of the step.
@@ -86,7 +88,8 @@ __device__ void scale_products(float (&S)[M][N][4], unsigned int slot, int key, 
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if constexpr (CODES_OF_4_BITS) S[m][n][e] -= Q_sums[m][e / 2] * zeros.of[n][e % 2];  // @subtract-zero
+        if constexpr (CODES_OF_4_BITS)
+          S[m][n][e] = S[m][n][e] * UNIT - Q_sums[m][e / 2] * zeros.of[n][e % 2];  // @subtract-zero
         S[m][n][e] *= scales.of[n][e % 2];
       }
 }
@@ -152,7 +155,10 @@ struct ScaledP {
       for (int m = 0; m < 2 * M; ++m) {
         float sum = row_sum(zeros[m / 2][0][m % 2 * 2]);
 #pragma unroll
-        for (int n = 0; n < 2 * FRAGMENTS; ++n) O[m / 2][n / 2][m % 2 * 2 + n % 2] -= sum;
+        for (int n = 0; n < 2 * FRAGMENTS; ++n) {
+          float& o = O[m / 2][n / 2][m % 2 * 2 + n % 2];
+          o = o * UNIT - sum;
+        }
       }
     if constexpr (HAS_UNIT<element>) multiply_all(O, power_of_two(unit));
   }

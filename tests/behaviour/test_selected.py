@@ -276,6 +276,21 @@ def test_wrong_lists_are_refused(reason):
         cupy_flash.attention(Q, K, V, **WRONG[reason])
 
 
+def test_units_without_lists_are_refused_together():
+    calls = [
+        lambda **o: cupy_flash.attention(Q, K, V, **o),
+        lambda **o: cupy_flash.attention_with_kv_cache(Q, K, V, **o),
+        lambda **o: cupy_flash.attention_backward(DOUT, Q, K, V, DOUT, np.zeros((B, HQ, SQ)), **o),
+        lambda **o: cupy_flash.attention_weights(Q, K, np.zeros((B, HQ, SQ)), **o),
+    ]
+    for call in calls:
+        call(selected_block=1, selected_rows=1)
+        with pytest.raises(ValueError, match="requirements are not met") as caught:
+            call(selected_block=8, selected_rows=4)
+        for name in ("selected_block", "selected_rows"):
+            assert f"{name} is for a call with selected" in str(caught.value)
+
+
 def test_the_backward_does_not_check_lists_again():
     out, lse = cupy_flash.attention(Q, K, V, return_lse=True, selected=LISTS)
     cupy_flash.attention_backward(DOUT, Q, K, V, out, lse, selected=WRONG["names key 5 twice"]["selected"])

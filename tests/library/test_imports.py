@@ -63,6 +63,7 @@ FLOW = (
     "problem.recorded_call",
     "engines.launch",
     "engines.shared",
+    "engines.latent",
     "engines.cpu",
     "engines.cpu_decode",
     "engines.aten",
@@ -437,10 +438,10 @@ print(calls)
 
 
 def test_import_is_quick(tmp_path: Path) -> None:
-    """Importing makes some 21,000 function calls; their number, unlike their time, is the same on any machine.
+    """Importing makes some 22,000 function calls; their number, unlike their time, is the same on any machine.
 
     A first process compiles the modules to bytecode, as an installation does.
     """
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     _, calls = (int(python(COUNT_CALLS, **compiled)) for _ in range(2))
-    assert 1000 < calls <= 21_800
+    assert 1000 < calls <= 22_000

@@ -75,6 +75,7 @@ BUDGET = {
         ),
         (10, "JVP and double backward of selected keys on simt"),
         (38, "mma_decode: tiles, registers and cost of values inside keys, of which each tile is loaded once"),
+        (21, "mma: tiles, registers and cost of the forward of wide values inside keys"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),
@@ -94,6 +95,8 @@ BUDGET = {
         (30, "Blackwell: a strict order in the models of events, and two loops of the backward in static"),
         (23, "Blackwell: pairs of CTAs, and K and V by turns, in the models of events"),
         (176, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),
+        (138, "instructions that convert codes of quantised caches, and predicted times of their decodes"),
+        (2, "static rows of decodes of values inside keys"),
     ],
 }
 LARGEST = 500

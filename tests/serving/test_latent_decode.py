@@ -117,7 +117,7 @@ def test_a_reference_of_the_warp_changes_bits(monkeypatch):
 
 def test_plans_choose_it_for_values_inside_keys():
     """A tile has one load of its keys, up to D 576, on each architecture that has shared memory for it."""
-    case = replace(LATENT, head_dim=576, head_dim_v=512, heads=128, q_len=1)
+    case = replace(LATENT, head_dim=576, head_dim_v=512, heads=128, q_len=1, capacity=4096)
     problem = posed(case.call())[0]
     rows = {
         arch: [tile.rows for tile in mma_decode.legal_tiles(problem, device.named(arch, "cuda"))]

@@ -3,9 +3,10 @@
 import functools
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
-from cache_cases import CacheCase, posed, references, run_kernels
+from cache_cases import CacheCall, CacheCase, posed, references, run_kernels
 from cases import DTYPES
 from planting import change, planted, skip
 from quantised import calls, options_of, quantised
@@ -112,6 +113,76 @@ PROMPTS = {
 def test_a_prompt(case):
     """By the forward of mma, which converts the codes of a tile once for all rows of a block."""
     check(*case, engine="mma")
+
+
+CONVERSIONS = [
+    ("sm_80", "float16", "int8", "mma_decode"),
+    ("sm_80", "bfloat16", "int8", "mma_decode"),
+    ("sm_80", "bfloat16", "float8_e4m3fn", "mma_decode"),
+    ("sm_80", "float16", "uint8", "mma"),
+    *(
+        exhaustive(*x)
+        for x in (
+            ("sm_75", "float16", "int8", "mma_decode"),
+            ("sm_75", "float16", "uint8", "mma_decode"),
+            ("sm_80", "float16", "float8_e4m3fn", "mma_decode"),
+            ("sm_80", "float16", "float8_e5m2", "mma_decode"),
+            ("sm_80", "bfloat16", "float8_e5m2", "mma"),
+            ("sm_80", "bfloat16", "uint8", "mma_decode"),
+            ("sm_80", "bfloat16", "int8", "mma"),
+            ("sm_80", "float16", "float8_e4m3fn", "mma"),
+            ("sm_90a", "float16", "float8_e4m3fn", "mma_decode"),
+            ("sm_90a", "bfloat16", "float8_e4m3fn", "mma"),
+        )
+    ),
+]
+
+
+def check_conversions(arch, dtype, kind, engine):
+    """Compare every code in the key and in the value of one slot: with unit queries lse is the key, and out the value.
+
+    All scales are 1 and all zeros 0.
+    """
+    dim, of_4_bits = 128, kind == "uint8"
+    unit = np.eye(dim, dtype=DTYPES[dtype])
+    own = {"k_scale": np.ones((1, 1, 1), np.float32), "v_scale": np.ones((1, 1, 1), np.float32)}
+    if of_4_bits:
+        own |= {name: np.zeros((1, 1, 1), np.float32) for name in ("k_zero", "v_zero")}
+    for codes in np.arange(256, dtype=np.uint8).reshape(-1, dim // (1 + of_4_bits)):
+        codes = codes.view(getattr(ml_dtypes, kind, kind))
+        numbers = np.stack([codes & 15, codes >> 4], -1).ravel() if of_4_bits else codes
+        numbers = numbers.astype(np.float64)
+        keys = codes if of_4_bits else np.where(np.isfinite(numbers), codes, np.zeros_like(codes))
+        slot = (1, 1, 1, len(codes))
+        call = CacheCall(
+            unit[None, :, None],
+            keys.reshape(slot),
+            codes.reshape(slot),
+            dict(cache_seqlens=1, causal=False, scale=1.0) | own,
+        )
+        out, lse = run_kernels(call, arch=arch, engine=engine)[:2]
+        np.testing.assert_array_equal(out[0, 0, 0].astype(np.float64), numbers)
+        # rtol: log2(e) of the largest codes; neighbours differ by 0.8 % at least
+        np.testing.assert_allclose(lse[0, 0], np.where(np.isfinite(numbers), numbers, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("arch", "dtype", "kind", "engine"), CONVERSIONS)
+def test_every_code_is_converted_exactly(arch, dtype, kind, engine):
+    check_conversions(arch, dtype, kind, engine)
+
+
+OF_CONVERSIONS = {
+    "the-other-column": (change("column-of-codes", "column, column + 2", "column ^ 1, (column ^ 1) + 2"), "int8"),
+    "nan-is-480": (change("nan-of-e4m3", ", nan)", ", 0)"), "float8_e4m3fn"),
+    "negative-codes-without-sign": (change("sign-of-int8", "offset)", "0xC300C300)"), "int8"),
+}
+
+
+@pytest.mark.parametrize("planted_bug", in_tiers(OF_CONVERSIONS, ("negative-codes-without-sign",)))
+def test_a_bug_in_a_conversion_is_found(planted_bug, monkeypatch):
+    bug, kind = planted_bug
+    with planted(monkeypatch, bug), pytest.raises(AssertionError):
+        check_conversions("sm_80", "bfloat16", kind, "mma_decode")
 
 
 def test_long_prompts_choose_the_forward():

@@ -12,6 +12,7 @@ from tolerance import assert_matches_reference
 
 import cupy_flash
 from cupy_flash.cpu import decode
+from cupy_flash.cpu.decode.append import quantise
 from cupy_flash.cpu.decode.keys import Keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -141,6 +142,18 @@ def test_special_rows(kind, scale_dtype):
     assert not caches[:, 0, 0].view(np.uint8).any() and not caches[0, 0, 2, 0].astype(np.float32).any()
     assert np.isnan(scales["k_scale"][0, 0, 0]) and np.isinf(scales["k_scale"][0, 2, 0])
     assert scales["k_scale"][0, 1, 0] == 1
+
+
+def test_zeros_of_float16_rows_are_finite():
+    """Of all rows those of two neighbouring numbers have the largest zeros: 15 times 2048, over a rounded scale."""
+    bits = np.arange(0x7BFF, dtype=np.uint16)
+    pairs = np.stack([bits, bits + 1], -1).view(np.float16).astype(np.float32)
+    for rows in (pairs, -pairs):
+        zeros = quantise(rows, np.dtype(np.uint8), np.dtype(np.float16)).zero
+        assert np.abs(zeros.astype(np.float32)).max() <= 2**15
+    with np.errstate(over="ignore"):
+        row = np.float32([[1000, 1000.1]])
+        assert np.isinf(quantise(row, np.dtype(np.uint8), np.dtype(np.float16)).zero)
 
 
 @EACH

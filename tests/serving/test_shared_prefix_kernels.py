@@ -53,14 +53,19 @@ def test_a_packed_batch(dtype, blocks):
     check(dtype, *PACKED, page=6, blocks=blocks)
 
 
-def test_values_inside_keys():
-    """Values that are a view of the keys, in both passes."""
-    check("float16", [21, 9], [5, 0, 17], 2, [0, 1, 0], dim=32, head_dim_v=16)
+LATENT = dict(dim=32, head_dim_v=16)  # values inside keys
 
 
-def test_the_bits_of_the_unshared_call():
+@pytest.mark.parametrize("options", in_tiers(CASES, ("window",)))
+def test_values_inside_keys(options):
+    """Both passes read a tile once for both products."""
+    check("float16", *SIZES, **LATENT | options)
+
+
+@pytest.mark.parametrize("sizes", [{}, LATENT], ids=["values", "inside-keys"])
+def test_the_bits_of_the_unshared_call(sizes):
     """Under split_size, if the lengths of prefixes are multiples of it; also the statistics of rows."""
-    shared, unshared = calls([64, 128], [70, 5, 0], 2, [1, 0, 1], dtype="float16", split_size=64)
+    shared, unshared = calls([64, 128], [70, 5, 0], 2, [1, 0, 1], dtype="float16", split_size=64, **sizes)
     asked = {"statistics": ("argmax", "entropy"), "return_lse": True}
     results = [run_kernels(call._replace(options=call.options | asked)) for call in (shared, unshared)]
     for a, b in zip(*((x[0], x[1], *x[4:]) for x in results), strict=True):
@@ -85,13 +90,15 @@ def test_quantised_caches():
     np.testing.assert_allclose(results[1], lse, atol=2e-3)
 
 
-def test_a_prefix_is_read_once():
+@pytest.mark.parametrize("inside_keys", [False, True])
+def test_a_prefix_is_read_once(inside_keys):
     """By a tile of up to 64 rows; the rest are queries, and the numbers of pages and sequences."""
     dim, counters = 128, []
-    call, _ = calls([512], [5] * 16, 1, [0] * 16, dim=dim, dtype="float16")
+    sizes = dict(head_dim_v=dim) if inside_keys else {}
+    call, _ = calls([512], [5] * 16, 1, [0] * 16, dim=dim, dtype="float16", **sizes)
     run_kernels(call, blocks=2, start=lambda work: counters.extend(start(work)))
     (on_prefix, _) = (x for x in counters if x.function.name == "decode")
-    keys, queries = 512 * KV_HEADS * 2 * 2 * dim, call.q.nbytes
+    keys, queries = 512 * KV_HEADS * 2 * dim * (1 if inside_keys else 2), call.q.nbytes
     assert keys <= on_prefix.global_bytes_read - 2 * queries <= 1.1 * keys
 
 
@@ -130,6 +137,13 @@ BUGS = {
     "unmasked-by-one": (skip("unmasked-by-group"), "float16", {"window": (100, 0)}),
     "row-on-prefix": (change("row-on-prefix", "row % PREFIX_BLOCK_Q", "0"), "float16", {}),
     "own-keys-alone": (skip("merge-with-prefix"), "float16", {}),
+    "latent-row-of-another-sequence": (
+        change("row-of-sequence", "p.prefix_places[b]", "part.first_query"),
+        "float16",
+        LATENT,
+    ),
+    "latent-mask-of-the-first-sequence": (skip("sequence-of-row"), "float16", LATENT | CASES["window"]),
+    "latent-lse-of-own-keys": (change("store-lse-of-prefix", "p.prefix_lse", "p.part_lse"), "float16", LATENT),
 }
 
 

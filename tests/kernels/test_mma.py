@@ -88,7 +88,7 @@ def half_rows(rows, *archs, default=None, **dtypes):
 
 # The engine's own code branches on masked tiles, modified scores, a dense mask, dropout and a gradient of the bias. The
 # values of these rows are read only in headers shared with simt, whose tests in behaviour/ run all of them: mask.cuh,
-# score.cuh, sequence.cuh and dbias.cuh. What softmax2.cuh computes, scales, sinks and huge or hidden scores, is run here.
+# score.cuh, sequence.cuh and dbias.cuh. What softmax2.cuh computes, scales, sinks and huge or hidden scores, runs here.
 READ_IN_SHARED_HEADERS = {
     "causal-square", "top-left-more-queries", "window-left", "window-right", "window-unbounded", "window-causal",
     "window-top-left", "window-beyond-int32", "alibi", "alibi-per-batch", "alibi-top-left", "mask-per-key",

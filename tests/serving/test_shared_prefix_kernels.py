@@ -156,7 +156,7 @@ def test_a_bug_is_found(planted_bug, monkeypatch):
 
 def test_the_key_of_a_maximum_without_its_prefix_is_found(monkeypatch):
     with planted(monkeypatch, skip("key-after-prefix")), pytest.raises(AssertionError):
-        test_the_bits_of_the_unshared_call()
+        test_the_bits_of_the_unshared_call({})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

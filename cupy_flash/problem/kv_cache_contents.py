@@ -304,7 +304,7 @@ def check_contents(requirements: Requirements, problem: Problem, operands: Opera
 def longest_length(problem: Problem, operands: Operands) -> int | None:
     """Return the largest cache_seqlens for which `check_contents` finds nothing wrong, if it is a number, else None.
 
-    There must be no arrays of indices in host memory.
+    Nothing else must be wrong, as an index in host memory may be.
     """
     cache, given = problem.cache, operands.cache
     assert cache is not None and given is not None

@@ -36,6 +36,7 @@ class Step(NamedTuple):
 
 STEPS = (
     Step(1, 32, 8, 4096, 128),
+    Step(1, 8, 8, 4096, 64),
     Step(1, 8, 8, 8192, 64),
     Step(4, 64, 8, 2048, 128),
     Step(1, 32, 8, 4096, 128, "bfloat16"),

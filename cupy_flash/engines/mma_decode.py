@@ -482,13 +482,13 @@ def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
-@lru_cache(maxsize=1024)
 def _bytes_of_scales(problem: Problem) -> int:
     """Return the bytes of the scales of a key and its value, and of their zeros; 0 without them."""
     cache = problem.cache
     return 2 * cache.codes * np.dtype(cache.scale_dtype).itemsize if cache and cache.scale_dtype else 0
 
 
+@lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
     return shared_bytes("mma/decode", _constants(problem, tile))

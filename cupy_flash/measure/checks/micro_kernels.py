@@ -24,6 +24,7 @@ from .isa import ISA_CASES, SHARED, IsaCase
 
 Array = np.ndarray
 SECONDS = 10  # time-out of a kernel; none takes a tenth of it, including the driver's assembler
+OF_DENORMALS = "m16n8k16-f16"  # the mma that multiplies codes of 4 bits as they are
 VERSIONS = {TARGET: "8.6"}  # of PTX, by target
 HEADER = """
 .version {version}
@@ -95,8 +96,10 @@ def every_kernel() -> Iterator[Kernel]:
     yield from map(_of_hopper, blackwell.CASES)
     for case in (*CASES, *WARP_CASES):
         yield _of_instruction(case)
-    for form in MMA_FORMS:
-        yield _of_mma(form)
+    for form, (_, type_, *words) in MMA_FORMS.items():
+        # PTX leaves the order and the rounding of mma's sums undefined.
+        yield _of_mma(f"mma.{form}", form, mma_operands(type_, *words), relative=2.0**-10)
+    yield _of_mma(f"mma.{OF_DENORMALS}-denormals", OF_DENORMALS, denormal_operands())
     yield from map(_of_isa, ISA_CASES)
 
 
@@ -115,14 +118,11 @@ def _of_instruction(case: Case) -> Kernel:
     return Kernel(case.name, case.ptx, values, out, -(-rows // THREADS), THREADS, rows, relative=case.relative)
 
 
-def _of_mma(form: str) -> Kernel:
-    _, type_, a_words, b_words = MMA_FORMS[form]
-    operands = mma_operands(type_, a_words, b_words)
+def _of_mma(name: str, form: str, operands: tuple[Array, ...], relative: float | None = None) -> Kernel:
     out = np.zeros((32, 4), np.float32)
-    target = "sm_90" if type_.startswith("e") else "sm_80"
+    target = "sm_90" if MMA_FORMS[form][1].startswith("e") else "sm_80"
     text = source(mma_body(form), [*operands, out], target=target)
-    # PTX leaves the order and the rounding of mma's sums undefined.
-    return Kernel(f"mma.{form}", text, operands, out, 1, 32, relative=2.0**-10, family="mma")
+    return Kernel(name, text, operands, out, 1, 32, relative=relative, family="mma")
 
 
 def _of_isa(case: IsaCase) -> Kernel:
@@ -144,6 +144,16 @@ def mma_operands(type_: str, a_words: int, b_words: int) -> tuple[Array, Array, 
         for words in (a_words, b_words)
     )
     return a, b, rng.standard_normal((32, 4)).astype(np.float32)
+
+
+def denormal_operands() -> tuple[Array, Array, Array]:
+    """Return fragments of integers, of codes of 4 bits as denormals (mma/cvt_codes.cuh), and of zeros.
+
+    Their sums are integers in units of 2^-24, exact in every order.
+    """
+    rng = np.random.default_rng(0)
+    a = rng.integers(-3, 4, (32, 8)).astype(np.float16).view(np.uint32)
+    return a, rng.integers(0, 16, (32, 4), np.uint16).view(np.uint32), np.zeros((32, 4), np.float32)
 
 
 def source(

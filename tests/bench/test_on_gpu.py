@@ -419,7 +419,7 @@ def test_sanitized_calls_start_every_kernel():
     }
     shared, _ = shared_prefixes.calls(*sanitize.PREFIXES, dtype="float16", backend="simulator")
     of_caches |= {launch.kernel for launch in dispatch.plan_for(posed(shared)[0]).launches}
-    assert of_caches == {"rotary_append", "prefix_rows", "mma/decode", "merge"}
+    assert of_caches == {"rotary_append", "prefix_rows", "mma/decode", "merge", "mma/latent_forward"}
     of_derivatives = set().union(
         *map(kernels_of_derivatives, sanitize.DERIVATIVES.values()),
         *(kernels_of_derivatives(*sanitize.selected_cases.call_of(name)) for name in sanitize.SELECTED),

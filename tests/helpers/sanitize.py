@@ -83,6 +83,19 @@ CACHES = {
         dtype="float16",
         shared=True,
     ),
+    "prompt of values inside keys": CacheCase(
+        lengths=(100, 170, 150),
+        capacity=256,
+        page=16,
+        appended=80,
+        q_len=80,
+        heads=16,
+        kv_heads=1,
+        head_dim=576,
+        head_dim_v=512,
+        dtype="float16",
+        shared=True,
+    ),
 }
 PREFIXES = ([150, 9], [5, 0, 17], 2, [0, 1, 0])  # lengths of prefixes and of own keys, queries, groups
 DIRECTION = Case(**LONG, causal=True, softcap=2.0, bias="1hqk", sink=True, dropout=0.3)

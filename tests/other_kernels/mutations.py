@@ -19,6 +19,7 @@ from cupy_flash.simulator.asynchrony import (
     mbarriers,
     registers,
     tcgen05,
+    tcgen05_descriptors,
     wgmma,
 )
 from cupy_flash.simulator.instructions import access, collectives, convert, floating, integer, matrix, moves
@@ -180,23 +181,35 @@ MUTATIONS = {
         one(
             "instruction descriptor: transposes",
             "A and B exchanged",
-            tcgen05._shape,
+            tcgen05_descriptors.shape_of,
             "bool(bits >> 15 & 1), bool(bits >> 16 & 1)",
             "bool(bits >> 16 & 1), bool(bits >> 15 & 1)",
         ),
-        one("instruction descriptor: N", "a bit higher", tcgen05._shape, "bits >> 17 & 63", "bits >> 18 & 31"),
-        one("instruction descriptor: M", "a bit higher", tcgen05._shape, "bits >> 24 & 31", "bits >> 25 & 15"),
+        one(
+            "instruction descriptor: N",
+            "a bit higher",
+            tcgen05_descriptors.shape_of,
+            "bits >> 17 & 63",
+            "bits >> 18 & 31",
+        ),
+        one(
+            "instruction descriptor: M",
+            "a bit higher",
+            tcgen05_descriptors.shape_of,
+            "bits >> 24 & 31",
+            "bits >> 25 & 15",
+        ),
         one(
             "instruction descriptor: types",
             "those of kind::tf32",
-            tcgen05._shape,
+            tcgen05_descriptors.shape_of,
             "bits >> 7 & 7, bits >> 10 & 7",
             "bits >> 8 & 7, bits >> 11 & 7",
         ),
         one(
             "matrix descriptor: codes of swizzles",
             "64 and 128 bytes exchanged",
-            tcgen05._layout,
+            tcgen05_descriptors._layout,
             "_SWIZZLES[descriptor >> 61]",
             "_SWIZZLES[{2: 4, 4: 2}.get(descriptor >> 61, descriptor >> 61)]",
         ),

@@ -249,6 +249,27 @@ MUTATIONS = {
             "register",
         ),
         one(
+            "columns of tcgen05.cp",
+            "the halves of a row of 32 bytes exchanged",
+            tcgen05.Tcgen05Queue._write,
+            "copy.lanes[:, :, None], copy.columns\n",
+            "copy.lanes[:, :, None], np.roll(copy.columns, 4)\n",
+        ),
+        one(
+            "tcgen05.cp.warpx4",
+            "reaches the first warp's lanes only",
+            tcgen05.Tcgen05Queue._write,
+            "copy.lanes[:, :, None], copy.columns\n",
+            "copy.lanes[:1, :, None], copy.columns\n",
+        ),
+        one(
+            "rows of tcgen05.cp",
+            "begin 32 lanes further",
+            tcgen05.Tcgen05Queue._write,
+            "copy.lanes[:, :, None], copy.columns\n",
+            "(copy.lanes[:, :, None] + 32) % 128, copy.columns\n",
+        ),
+        one(
             "the lanes that a warp reaches",
             "by half of its index",
             tcgen05._access,

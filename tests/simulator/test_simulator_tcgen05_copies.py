@@ -138,6 +138,19 @@ def test_forms_that_are_not_simulated(form):
         run_changed(("cta_group::1.128x256b", form))
 
 
+def test_without_swizzling_a_base_offset_has_no_meaning():
+    """Triton writes one."""
+    offset = ("@%q6 tcgen05.cp", "or.b64 %d2, %d2, 0x0008000000000000; @%q6 tcgen05.cp")
+    assert run_changed(offset, swizzle=16)
+    with pytest.raises(errors.BadDescriptor, match="without a base offset"):
+        run_changed(offset, swizzle=32)
+
+
+def test_the_multicast_may_come_before_the_shape():
+    """As in the PTX that Triton generates, which ptxas accepts."""
+    assert run_changed(("32x128b.warpx4", "warpx4.32x128b"), form="32x128b.warpx4")
+
+
 # ---- products of what has been copied
 
 

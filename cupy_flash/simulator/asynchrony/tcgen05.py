@@ -515,9 +515,9 @@ def _mma(instruction: Instruction, context: Context) -> Step:
 
 
 def _cp(instruction: Instruction, context: Context) -> Step:
-    """Compile tcgen05.cp.cta_group::1.shape{.multicast} [address], matrix-descriptor."""
+    """Compile tcgen05.cp.cta_group::1.shape{.multicast} [address], matrix-descriptor, also with .multicast first."""
     operands = instruction.operands
-    form = _COPIES.get(".".join(instruction.modifiers[2:]))
+    form = _COPIES.get(".".join(sorted(instruction.modifiers[2:])))
     if form is None or instruction.modifiers[1] != "cta_group::1" or not isinstance(operands[0], Address):
         raise unsupported(instruction)
     pieces, lanes_of = form

@@ -80,7 +80,8 @@ def pieces_of(
     result = []
     for descriptor, row in zip((int(x) & (1 << 64) - 1 for x in descriptors), rows, strict=True):
         place = f"\n  {context.thread_name(int(row), 0)}: {instruction.where}"
-        code, fixed = descriptor >> 61, descriptor >> 46 & 0x7FFF
+        code = descriptor >> 61
+        fixed = descriptor >> 46 & (0x7FFF if code else 0x7FC7)  # only a swizzled matrix can have a base offset
         if fixed != 1 or code not in _SWIZZLES or descriptor >> 14 & 3 or descriptor >> 30 & 3:
             raise BadDescriptor(f"{descriptor:#018x} is no matrix descriptor of sm_100 without a base offset{place}")
         if not transposed and code and (descriptor >> 16 & 0x3FFF) != 1:

@@ -27,7 +27,7 @@ _CLASSES = {
 def instruction_class(instruction: Instruction) -> str:
     """Return the class: fma, float, mufu, alu, mma, memory, control, sync, warp, convert, move or double."""
     if instruction.opcode == "tcgen05":
-        return {"mma": "mma", "ld": "memory", "st": "memory"}.get(instruction.modifiers[0], "sync")
+        return {"mma": "mma", "ld": "memory", "st": "memory", "cp": "memory"}.get(instruction.modifiers[0], "sync")
     for name, opcodes in _CLASSES.items():
         if instruction.opcode in opcodes:
             return name
@@ -70,9 +70,9 @@ class Counters:
     global_bytes_read: int = 0
     global_bytes_written: int = 0
     mma_clocks: int = 0  # of tcgen05.mma at the rate of their operands: N / 2 for each K 16
-    operand_bytes: int = 0  # that tcgen05.mma read from shared memory
+    operand_bytes: int = 0  # that tcgen05.mma and .cp read from shared memory
     tensor_memory_bytes_read: int = 0  # by tcgen05.ld
-    tensor_memory_bytes_written: int = 0  # by tcgen05.st
+    tensor_memory_bytes_written: int = 0  # by tcgen05.st and .cp
 
     def __post_init__(self) -> None:
         self.warp_instructions = np.zeros(len(self.function.instructions), np.int64)
@@ -162,6 +162,11 @@ class Counters:
         """Count one tcgen05.mma with K 16 of this many blocks; one of 64 rows takes as long as one of 128."""
         self.mma_clocks += blocks * columns // 2
         self.operand_bytes += blocks * operand_bytes
+
+    def count_copy(self, bytes_read: int, bytes_written: int) -> None:
+        """Count one tcgen05.cp, which writes rows once for each of their copies."""
+        self.operand_bytes += bytes_read
+        self.tensor_memory_bytes_written += bytes_written
 
     def count_tensor_memory(self, number: int, *, writes: bool) -> None:
         """Count the bytes that tcgen05.ld or .st moves."""

@@ -52,8 +52,8 @@ CHECKS = {
         "a block that ends without a cp.async.bulk.wait_group{.read} after its last bulk store", enforced=False
     ),
     "kmajor-lbo": Check(
-        "a descriptor of wgmma or tcgen05.mma of a swizzled K-major matrix whose leading dimension byte offset, which "
-        "a GPU ignores, is not the 16 bytes that CUTLASS writes",
+        "a descriptor of wgmma, tcgen05.mma or .cp of a swizzled K-major matrix whose leading dimension byte offset, "
+        "which a GPU ignores, is not the 16 bytes that CUTLASS writes",
         enforced=False,
     ),
 }

@@ -42,4 +42,5 @@ def case_of(form):
     """Return (body, inputs, expected result) of one of FORMS."""
     rows, a, b, options = FORMS[form]
     inputs = inputs_of(a, b)
-    return product_body(a, b, rows, **options), inputs, expected_of(a, b, rows, inputs, **options)
+    of_values = {name: value for name, value in options.items() if name != "copied"}
+    return product_body(a, b, rows, **options), inputs, expected_of(a, b, rows, inputs, **of_values)

@@ -77,6 +77,7 @@ BUDGET = {
         (38, "mma_decode: tiles, registers and cost of values inside keys, of which each tile is loaded once"),
         (49, "mma: tiles, registers and cost of the forward of wide values inside keys"),
         (12, "refusals of blocks without lists, and of rows that TMA cannot load; scales in predicted times"),
+        (41, "micro-kernels of tcgen05.cp: its shapes with and without swizzling, and products of what it copied"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

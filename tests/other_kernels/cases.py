@@ -137,6 +137,33 @@ def wgmma_no_swizzle():
     )  # fmt: skip
 
 
+def copied(layout, n):
+    """Return a copy of 128 rows of n numbers through tensor memory."""
+    a = np.arange(128 * n, dtype=np.float32).reshape(128, n)
+    return Case(
+        gluon_kernels.copied,
+        100,
+        (1, 1, 1),
+        dict(a=a, M=128, N=n, SHARED=layout, LOADED=gl.BlockedLayout([1, n], [32, 1], [4, 1], [1, 0])),
+        {"c": exactly(a)},
+    )  # fmt: skip
+
+
+def copied_scales():
+    """Return a copy of a tile of scales, each of which all four warps receive, by the layout of Triton's tests."""
+    a = np.random.default_rng(0).integers(0, 256, (64, 16)).astype(np.uint8)
+    tile = [[0, 1], [0, 2], [32, 0], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [0, 8]]
+    lane, byte = np.mgrid[:128, :32]
+    held = a[lane % 32 + 32 * (byte >> 2 & 1), (byte & 3) + 4 * (byte >> 3 & 1) + 8 * (byte >> 4)]
+    return Case(
+        gluon_kernels.copied_scales,
+        100,
+        (1, 1, 1),
+        dict(a=a, SHARED=gl.SharedLinearLayout(tile), LOADED=gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])),
+        {"c": exactly(held)},
+    )  # fmt: skip
+
+
 def multicast():
     rng = np.random.default_rng(0)
     m, n, k = 128, 64, 64
@@ -453,6 +480,11 @@ def cases():
     for n in (8, 16, 128, 256):
         yield f"wgmma-f16-n{n}", wgmma, (np.float16, "kk", (128, 128), n)
     yield "wgmma-no-swizzle", wgmma_no_swizzle, ()
+    for swizzle in SWIZZLES:
+        yield f"copied-swizzle-{swizzle}", copied, (shared(np.float32, swizzle), 32)
+    rows_of_16_bytes = gl.SharedLinearLayout([[0, 1], [0, 2], *([1 << bit, 0] for bit in range(7))])
+    yield "copied-no-swizzle", copied, (rows_of_16_bytes, 4)
+    yield "copied-scales", copied_scales, ()
     yield "multicast", multicast, ()
     yield "specialised", specialised, ()
     for n in range(1, 6):
@@ -524,6 +556,9 @@ DEFAULT = {
     "wgmma-e4m3-kk-128",
     "wgmma-f16-n8",
     "wgmma-no-swizzle",
+    "copied-swizzle-64",
+    "copied-no-swizzle",
+    "copied-scales",
     "multicast",
     "specialised",
     "box-1d",

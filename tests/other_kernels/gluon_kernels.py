@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import blackwell, hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
@@ -57,6 +57,48 @@ def wgmma_no_swizzle(
     gl.barrier()
     total = hopper.warpgroup_mma(left, right.permute((1, 0)), gl.zeros((M, N), gl.float32, LAYOUT))
     store_rows(c, total, M, N, LAYOUT)
+
+
+@gluon.jit
+def copied(a, c, M: gl.constexpr, N: gl.constexpr, SHARED: gl.constexpr, LOADED: gl.constexpr):
+    """C = A, which tcgen05.cp copies from shared memory to tensor memory."""
+    rows = gl.arange(0, M, gl.SliceLayout(1, LOADED))
+    columns = gl.arange(0, N, gl.SliceLayout(0, LOADED))
+    at = rows[:, None] * N + columns[None, :]
+    barrier = mbarrier.allocate_mbarrier()
+    mbarrier.init(barrier, count=1)
+    source = gl.allocate_shared_memory(a.dtype.element_ty, [M, N], SHARED, gl.load(a + at))
+    hopper.fence_async_shared()
+    gl.barrier()
+    layout: gl.constexpr = blackwell.TensorMemoryLayout((M, N), col_stride=1)
+    target = blackwell.allocate_tensor_memory(a.dtype.element_ty, [M, N], layout)
+    blackwell.tcgen05_copy(source, target)
+    blackwell.tcgen05_commit(barrier)
+    mbarrier.wait(barrier, 0)
+    gl.store(c + at, target.load(LOADED))
+
+
+@gluon.jit
+def copied_scales(a, c, SHARED: gl.constexpr, LOADED: gl.constexpr):
+    """Copy a tile of scales, (64, 16) bytes, to tensor memory, and C = all of its 128 lanes, 32 bytes each."""
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LOADED))
+    columns = gl.arange(0, 16, gl.SliceLayout(0, LOADED))
+    barrier = mbarrier.allocate_mbarrier()
+    mbarrier.init(barrier, count=1)
+    loaded = gl.load(a + rows[:, None] * 16 + columns[None, :])
+    source = gl.allocate_shared_memory(a.dtype.element_ty, [64, 16], SHARED, loaded)
+    hopper.fence_async_shared()
+    gl.barrier()
+    scales: gl.constexpr = blackwell.TensorMemoryScalesLayout()
+    target = blackwell.allocate_tensor_memory(a.dtype.element_ty, [64, 16], scales)
+    blackwell.tcgen05_copy(source, target)
+    blackwell.tcgen05_commit(barrier)
+    mbarrier.wait(barrier, 0)
+    layout: gl.constexpr = blackwell.TensorMemoryLayout((128, 32), col_stride=1)
+    lanes = gl.arange(0, 128, gl.SliceLayout(1, LOADED))
+    places = gl.arange(0, 32, gl.SliceLayout(0, LOADED))
+    every = target.reinterpret(a.dtype.element_ty, [128, 32], layout)
+    gl.store(c + lanes[:, None] * 32 + places[None, :], every.load(LOADED))
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 """tcgen05: the matrix instructions of sm_100a on tensor memory (cta_group::1, kind::f16).
 
-One thread issues tcgen05.mma, which take effect in issue order: at issue (`early`), when nothing else can run (`late`),
-or at random times. tcgen05.commit arrives at an mbarrier once all that its thread has issued before is complete.
+One thread issues tcgen05.mma and .cp, which take effect in issue order: at issue (`early`), when nothing else can run
+(`late`), or at random times. tcgen05.commit arrives at an mbarrier once all that its thread has issued before is
+complete.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,102 +23,27 @@ from ..machine.context import Context, Group, Mask, Step, Unit
 from ..machine.ptx import Address, Immediate, Instruction, Operand, Vector
 from ..memory.checks import Checks, Issue
 from ..memory.shared_addresses import SharedAddresses, shared_addresses
-from ..memory.store import SHARED_START, swizzled
 from .copies import Order
 from .mbarriers import Mbarriers
+from .tcgen05_descriptors import DEPTH, Shape, parts_of, pieces_of, shape_of
 from .tensor_memory import LANES, PARTS, Access, TensorMemory
-from .wgmma import Layout, byte_fields, offsets
 
 Indices = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
-_DEPTH = 16  # K of kind::f16
 _EARLIER = 0.3  # probability that an issue first computes what its blocks have in flight, if order="random"
-_TYPES = {0: "f16", 1: "bf16"}
-_STEPS = {64: 8, 128: 16}  # N is a multiple of this, by M
-_SWIZZLES = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes, by the code of a matrix descriptor
-_RESERVED = 1 << 6 | 1 << 23 | 7 << 29  # bits of an instruction descriptor
-_SPARSE_OR_SATURATING = 15
 # Registers of a thread for each repetition of a shape of tcgen05.ld and .st.
 _REGISTERS = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}
-
-
-# ---- descriptors
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The fields of an instruction descriptor of kind::f16 with fp32 accumulators."""
-
-    rows: int  # M
-    columns: int  # N
-    type: str
-    sign: float  # -1 if one of A and B is negated
-    transposed: tuple[bool, bool]  # A, B are MN-major
-
-
-def _shape(bits: int, instruction: Instruction) -> _Shape:
-    d, a, b = bits >> 4 & 3, bits >> 7 & 7, bits >> 10 & 7
-    columns, rows = (bits >> 17 & 63) << 3, (bits >> 24 & 31) << 4
-    if bits & (_RESERVED | _SPARSE_OR_SATURATING) or d != 1 or a not in _TYPES or b != a:
-        raise BadDescriptor(
-            f"{bits:#010x} is no instruction descriptor of dense fp16 or bf16 products with fp32 accumulators: "
-            f"{instruction.where}"
-        )
-    step = _STEPS.get(rows)
-    if step is None or not step <= columns <= 256 or columns % step:
-        raise BadDescriptor(f"tcgen05.mma has no shape of {rows} x {columns} x {_DEPTH}: {instruction.where}")
-    sign = -1.0 if (bits >> 13 & 1) != (bits >> 14 & 1) else 1.0
-    return _Shape(rows, columns, _TYPES[a], sign, (bool(bits >> 15 & 1), bool(bits >> 16 & 1)))
-
-
-def _parts(shape: _Shape, address: int) -> Indices:
-    """Return the sets of 16 lanes that hold M rows from an address of tensor memory: M 64 uses 16 of every 32 lanes."""
-    return np.arange(PARTS) if shape.rows == LANES else np.arange(address >> 20 & 1, PARTS, 2)
-
-
-def _layout(descriptor: int, extent: int, transposed: bool) -> tuple[int, Layout]:
-    """Return (shared address, layout) of a matrix descriptor."""
-    address, leading, stride = byte_fields(descriptor)
-    return address, Layout(extent, transposed, _SWIZZLES[descriptor >> 61], leading, stride)
-
-
-@lru_cache(maxsize=1024)
-def _addresses_of(address: int, layout: Layout) -> Indices:
-    """Return the shared addresses of the 16-byte pieces of a matrix."""
-    return swizzled(address + offsets(layout), layout.swizzle).reshape(-1)
-
-
-def _pieces(
-    descriptors: Indices, extent: int, transposed: bool, rows: Indices, instruction: Instruction, context: Context
-) -> Indices:
-    """Return indices, in the shared memory of all blocks, of the pieces of each descriptor's matrix, (n, pieces)."""
-    result = []
-    for descriptor, row in zip((int(x) & (1 << 64) - 1 for x in descriptors), rows, strict=True):
-        place = f"\n  {context.thread_name(int(row), 0)}: {instruction.where}"
-        code, fixed = descriptor >> 61, descriptor >> 46 & 0x7FFF
-        if fixed != 1 or code not in _SWIZZLES or descriptor >> 14 & 3 or descriptor >> 30 & 3:
-            raise BadDescriptor(f"{descriptor:#018x} is no matrix descriptor of sm_100 without a base offset{place}")
-        if not transposed and code and (descriptor >> 16 & 0x3FFF) != 1:
-            context.report(
-                "kmajor-lbo",
-                BadDescriptor,
-                f"the descriptor {descriptor:#018x} of a K-major swizzled matrix has a leading dimension byte offset "
-                f"of {(descriptor >> 16 & 0x3FFF) << 4}, not 16{place}",
-            )
-        address, layout = _layout(descriptor, extent, transposed)
-        if address & (layout.swizzle // 16 - 1) << 7:
-            raise Misaligned(
-                f"the matrix of descriptor {descriptor:#018x} does not start at a repetition of its swizzling pattern"
-                f"{place}"
-            )
-        at = _addresses_of(address, layout)
-        if int(at.min()) < SHARED_START or int(at.max()) + 16 > SHARED_START + context.shared_bytes:
-            raise OutOfBounds(
-                f"an operand of tcgen05.mma reaches beyond the {context.shared_bytes} bytes of shared memory{place}"
-            )
-        result.append(at)
-    return np.array(result) - SHARED_START + context.block_of_row[rows][:, None] * context.shared_stride
+# {shape and multicast of tcgen05.cp: (16-byte pieces of a row, the lanes of the rows of each copy, (copies, rows))}.
+_EVERY_LANE = np.arange(LANES)
+_COPIES = {
+    "128x256b": (2, _EVERY_LANE[None]),
+    "4x256b": (2, _EVERY_LANE[None, ::32]),
+    "128x128b": (1, _EVERY_LANE[None]),
+    "64x128b.warpx2::02_13": (1, _EVERY_LANE.reshape(2, 64)),
+    "64x128b.warpx2::01_23": (1, _EVERY_LANE.reshape(2, 2, 32).swapaxes(0, 1).reshape(2, 64)),
+    "32x128b.warpx4": (1, _EVERY_LANE.reshape(4, 32)),
+}
 
 
 # ---- instructions in flight
@@ -129,7 +54,7 @@ class _Mma:
     """One tcgen05.mma of n blocks. `a` is an address of tensor memory, or (n, pieces) in shared memory, as `b`."""
 
     instruction: Instruction
-    shape: _Shape
+    shape: Shape
     rows: Indices
     blocks: Indices
     d: int
@@ -140,8 +65,21 @@ class _Mma:
 
 
 @dataclass(slots=True, eq=False)
+class _Copy:
+    """One tcgen05.cp of n blocks: (n, rows * pieces) in shared memory, to `lanes` (copies, rows) of `columns`."""
+
+    instruction: Instruction
+    rows: Indices
+    blocks: Indices
+    source: Indices
+    lanes: Indices
+    columns: Indices
+    pending: Mask
+
+
+@dataclass(slots=True, eq=False)
 class _Commit:
-    """One tcgen05.commit of n blocks. `clocks` count the mma that it covers; `known` is what its threads know."""
+    """One tcgen05.commit of n blocks. `clocks` count what it covers; `known` is what its threads know."""
 
     instruction: Instruction
     targets: SharedAddresses
@@ -153,7 +91,7 @@ class _Commit:
 
 
 class Tcgen05Queue(Unit):
-    """The tcgen05.mma and .commit in flight of one set of resident blocks."""
+    """The tcgen05.mma, .cp and .commit in flight of one set of resident blocks."""
 
     # Whether the signal of a commit also publishes what its thread has observed before. The PTX ISA promises less: that
     # the mma of the thread are complete.
@@ -163,8 +101,8 @@ class Tcgen05Queue(Unit):
         super().__init__(context)
         self.order, self.checks = order, context.find(Checks)
         self.memory, self.mbarriers = context.unit(TensorMemory), context.unit(Mbarriers)
-        self.in_flight: list[_Mma | _Commit] = []
-        self._issued = np.zeros((context.warps, 32), np.int64)  # number of mma, by thread
+        self.in_flight: list[_Mma | _Copy | _Commit] = []
+        self._issued = np.zeros((context.warps, 32), np.int64)  # number of mma and cp, by thread
 
     def _agents(self, rows: Indices, lanes: Indices) -> tuple[Indices, list[tuple[tuple[str, int, int], Mask]]]:
         """Return the agent of each thread, and (agent without its rank, mask) for each distinct (warp, lane)."""
@@ -190,23 +128,48 @@ class Tcgen05Queue(Unit):
         self.memory.require_allocated(mma.blocks, d, rows, lanes, where)
         a = None
         if isinstance(mma.a, int):
-            a = np.broadcast_to((mma.a & 0xFFFF) + np.arange(_DEPTH // 2), (n, _DEPTH // 2))
+            a = np.broadcast_to((mma.a & 0xFFFF) + np.arange(DEPTH // 2), (n, DEPTH // 2))
             self.memory.require_allocated(mma.blocks, a, rows, lanes, where)
         if self.checks is not None:
-            agents, readers = self._agents(rows, lanes)
-            clocks = self._issued[rows, lanes]
-            for columns, address, writes in ((a, mma.a, False), (d, mma.d, True)):
-                if columns is not None and isinstance(address, int):
-                    parts = np.broadcast_to(_parts(shape, address), (n, PARTS * shape.rows // LANES))
-                    self.memory.record(Access(number, rows, lanes, agents, clocks, mma.blocks, parts, columns, writes))
+            accesses = [
+                (np.broadcast_to(parts_of(shape, address), (n, PARTS * shape.rows // LANES)), columns, writes)
+                for columns, address, writes in ((a, mma.a, False), (d, mma.d, True))
+                if columns is not None and isinstance(address, int)
+            ]
             pieces = mma.b if isinstance(mma.a, int) else np.concatenate([mma.a, mma.b], axis=1)
-            for reader, mine in readers:
-                issue = Issue(number, rows[mine][:, None], agents[mine], clocks[mine], lanes[mine])
-                self.checks.async_read(issue, pieces[mine], reader)
+            self._record(number, rows, lanes, mma.blocks, accesses, pieces)
         operands = shape.columns + (0 if isinstance(mma.a, int) else shape.rows)
-        context.counters.count_mma(n, shape.columns, 2 * _DEPTH * operands)
+        context.counters.count_mma(n, shape.columns, 2 * DEPTH * operands)
         self.in_flight.append(mma)
         self._issue_ends(mma.blocks)
+
+    def copy(self, copy: _Copy, lanes: Indices, number: int) -> None:
+        """Start a tcgen05.cp of these threads."""
+        rows, n = copy.rows, len(copy.rows)
+        self._issued[rows, lanes] += 1
+        columns = np.broadcast_to(copy.columns, (n, len(copy.columns)))
+        self.memory.require_allocated(copy.blocks, columns, rows, lanes, copy.instruction.where)
+        if self.checks is not None:
+            parts = np.unique(copy.lanes * PARTS // LANES)
+            accesses = [(np.broadcast_to(parts, (n, len(parts))), columns, True)]
+            self._record(number, rows, lanes, copy.blocks, accesses, copy.source)
+        self.context.counters.count_copy(16 * copy.source.size, 4 * copy.lanes.size * columns.size)
+        self.in_flight.append(copy)
+        self._issue_ends(copy.blocks)
+
+    def _record(
+        self, number: int, rows: Indices, lanes: Indices, blocks: Indices,
+        accesses: list[tuple[Indices, Indices, bool]], pieces: Indices,
+    ) -> None:  # fmt: skip
+        """Check and record (parts, columns, writes) of tensor memory, and reads of pieces of shared memory."""
+        assert self.checks is not None
+        agents, readers = self._agents(rows, lanes)
+        clocks = self._issued[rows, lanes]
+        for parts, columns, writes in accesses:
+            self.memory.record(Access(number, rows, lanes, agents, clocks, blocks, parts, columns, writes))
+        for reader, mine in readers:
+            issue = Issue(number, rows[mine][:, None], agents[mine], clocks[mine], lanes[mine])
+            self.checks.async_read(issue, pieces[mine], reader)
 
     def commit(self, instruction: Instruction, targets: SharedAddresses) -> None:
         """Execute tcgen05.commit of these threads."""
@@ -246,6 +209,9 @@ class Tcgen05Queue(Unit):
             if isinstance(one, _Mma):
                 self._compute(one, now)
                 continue
+            if isinstance(one, _Copy):
+                self._write(one, now)
+                continue
             self._arrive(one, now)
             if to_first_commit:
                 here[one.blocks[now]] = False
@@ -265,11 +231,12 @@ class Tcgen05Queue(Unit):
         self.context.events += 1
 
     def finish(self) -> None:
-        """Check at the end of the kernel that every mma is complete; `Exits` checks the commits."""
-        while self.in_flight and not any(isinstance(one, _Mma) for one in self.in_flight):
+        """Check at the end of the kernel that every mma and cp is complete; `Exits` checks the commits."""
+        while self.in_flight and all(isinstance(one, _Commit) for one in self.in_flight):
             self.land()
         if self.in_flight:
-            message = f"the block ends before its tcgen05.mma completes: {self.in_flight[0].instruction.where}"
+            first = next(one for one in self.in_flight if not isinstance(one, _Commit)).instruction
+            message = f"the block ends before its tcgen05.{first.modifiers[0]} completes: {first.where}"
             self.context.report("race", PendingCopy, message)
             self._complete(np.arange(self.context.blocks), to_first_commit=False)
 
@@ -280,8 +247,8 @@ class Tcgen05Queue(Unit):
         where, rows = mma.instruction.where, mma.rows[now]
         if isinstance(mma.a, int):
             first = mma.a & 0xFFFF
-            words = self._lanes(memory.words[blocks, :, first : first + _DEPTH // 2], mma.a, shape)
-            defined = self._lanes(memory.defined[blocks, :, first : first + _DEPTH // 2], mma.a, shape)
+            words = self._lanes(memory.words[blocks, :, first : first + DEPTH // 2], mma.a, shape)
+            defined = self._lanes(memory.defined[blocks, :, first : first + DEPTH // 2], mma.a, shape)
             memory.require_defined(defined, rows, "tcgen05.mma reads A from", where)
             a = elements(words.reshape(len(rows), shape.rows, -1), shape.type)
         else:
@@ -299,26 +266,32 @@ class Tcgen05Queue(Unit):
         words[blocks] = total.view(np.uint32).reshape(len(blocks), *words.shape[1:])
         defined[blocks] = True
 
+    def _write(self, copy: _Copy, now: Mask) -> None:
+        words = self.context.shared.gather(copy.source[now], 16).view(np.uint32)
+        place = copy.blocks[now][:, None, None, None], copy.lanes[:, :, None], copy.columns
+        self.memory.words[place] = words.reshape(-1, 1, copy.lanes.shape[1], len(copy.columns))
+        self.memory.defined[place] = True
+
     @staticmethod
-    def _lanes(columns: Any, address: int, shape: _Shape) -> Any:
+    def _lanes(columns: Any, address: int, shape: Shape) -> Any:
         """Return a view of the lanes of M rows in columns (n, LANES, columns): for M 64 it is (n, 4, 16, columns)."""
         if shape.rows == LANES:
             return columns
         return columns.reshape(len(columns), 4, 2, 16, columns.shape[2])[:, :, address >> 20 & 1]
 
-    def _operand(self, index: Indices, shape: _Shape, which: int) -> Values:
+    def _operand(self, index: Indices, shape: Shape, which: int) -> Values:
         """Return operand A (`which` 0) or B (1) from shared memory as (n, rows, depth)."""
         values = elements(self.context.shared.gather(index, 16), shape.type)
         if shape.transposed[which]:
-            return values.reshape(len(values), _DEPTH, -1).swapaxes(1, 2)
-        return values.reshape(len(values), -1, _DEPTH)
+            return values.reshape(len(values), DEPTH, -1).swapaxes(1, 2)
+        return values.reshape(len(values), -1, DEPTH)
 
 
 # ---- instructions
 
 
 def _tcgen05(instruction: Instruction, context: Context) -> Step:
-    """Compile tcgen05.alloc, .dealloc, .relinquish_alloc_permit, .ld, .st, .wait, .fence, .mma and .commit."""
+    """Compile tcgen05.alloc, .dealloc, .relinquish_alloc_permit, .ld, .st, .wait, .fence, .mma, .cp and .commit."""
     memory, kind = context.unit(TensorMemory), instruction.modifiers[0]
     of_warps: dict[str, Compiler] = {
         "alloc": _alloc,
@@ -331,6 +304,7 @@ def _tcgen05(instruction: Instruction, context: Context) -> Step:
     }
     of_threads: dict[str, Compiler] = {
         "mma": _mma,
+        "cp": _cp,
         "commit": _commit,
         "fence::before_thread_sync": lambda *_: memory.fence_before,
         "fence::after_thread_sync": lambda *_: memory.fence_after,
@@ -523,19 +497,54 @@ def _mma(instruction: Instruction, context: Context) -> Step:
         for threads in _by_block(context.block_of_row[rows]):
             for key in np.unique(same[threads], axis=0):
                 mine = threads[(same[threads] == key).all(1)]
-                form = _shape(int(key[0]), instruction)
+                form = shape_of(int(key[0]), instruction)
                 of = rows[mine]
                 if in_tensor_memory and form.transposed[0]:
                     raise BadDescriptor(f"A in tensor memory cannot be MN-major: {instruction.where}")
                 first: int | Indices = int(key[2])
                 if not in_tensor_memory:
-                    first = _pieces(a_at[mine], form.rows, form.transposed[0], of, instruction, context)
-                second = _pieces(b_at[mine], form.columns, form.transposed[1], of, instruction, context)
+                    first = pieces_of(a_at[mine], form.rows, form.transposed[0], of, instruction, context)
+                second = pieces_of(b_at[mine], form.columns, form.transposed[1], of, instruction, context)
                 mma = _Mma(
                     instruction, form, of, context.block_of_row[of], int(key[1]), first, second, flags[mine],
                     np.ones(len(mine), bool),
                 )  # fmt: skip
                 queue.issue(mma, lanes[mine], number)
+
+    return step
+
+
+def _cp(instruction: Instruction, context: Context) -> Step:
+    """Compile tcgen05.cp.cta_group::1.shape{.multicast} [address], matrix-descriptor, also with .multicast first."""
+    operands = instruction.operands
+    form = _COPIES.get(".".join(sorted(instruction.modifiers[2:])))
+    if form is None or instruction.modifiers[1] != "cta_group::1" or not isinstance(operands[0], Address):
+        raise unsupported(instruction)
+    pieces, lanes_of = form
+    address, matrix = (
+        _number(operands[0], "u32", instruction, context),
+        _number(operands[1], "b64", instruction, context),
+    )
+    queue, number = context.unit(Tcgen05Queue), context.number_of[id(instruction)]
+
+    def step(group: Group) -> None:
+        rows, lanes = group.active_rows(), group.active_lanes()
+        targets, descriptors = address(group), matrix(group)
+        for threads in _by_block(context.block_of_row[rows]):
+            for target in np.unique(targets[threads]):
+                mine = threads[targets[threads] == target]
+                lane, column, of = int(target) >> 16, int(target) & 0xFFFF, rows[mine]
+                place = f"\n  {context.thread_name(int(of[0]), int(lanes[mine[0]]))}: {instruction.where}"
+                if lane + int(lanes_of.max()) >= LANES:
+                    raise OutOfBounds(f"a tcgen05.cp to lane {lane} of tensor memory reaches beyond lane 127{place}")
+                if column % 4:
+                    raise Misaligned(f"a tcgen05.cp to column {column} of tensor memory, no multiple of 4{place}")
+                source = pieces_of(descriptors[mine], lanes_of.shape[1], False, of, instruction, context, pieces)
+                copy = _Copy(
+                    instruction, of, context.block_of_row[of], source, lane + lanes_of,
+                    column + np.arange(4 * pieces), np.ones(len(mine), bool),
+                )  # fmt: skip
+                queue.copy(copy, lanes[mine], number)
 
     return step
 

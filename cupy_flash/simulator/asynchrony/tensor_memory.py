@@ -1,9 +1,10 @@
 """Tensor memory (TMEM) of sm_100a: 128 lanes x 512 columns of 32 bits for each block, its allocation and its order.
 
-tcgen05.ld and .st belong to a warp, which reaches the 32 lanes of its index modulo 4; tcgen05.mma to the thread that
-issues it. An access takes effect when the simulator executes it, and the checks report what another order would see:
-by happens-before (memory/clocks.py), for every 16 lanes x 1 column, an access that conflicts with an earlier one must
-be ordered after its completion, which is a tcgen05.wait for ld and st, and the mbarrier of a tcgen05.commit for mma.
+tcgen05.ld and .st belong to a warp, which reaches the 32 lanes of its index modulo 4; tcgen05.mma and .cp to the
+thread that issues them. An access takes effect when the simulator executes it, and the checks report what another
+order would see: by happens-before (memory/clocks.py), for every 16 lanes x 1 column, an access that conflicts with an
+earlier one must be ordered after its completion, which is a tcgen05.wait for ld and st, and the mbarrier of a
+tcgen05.commit for mma and cp.
 The PTX ISA asks for tcgen05.fence::before_thread_sync and ::after_thread_sync around each synchronisation as well.
 """
 
@@ -44,7 +45,7 @@ _UNFENCED = np.uint64(1 << 39)  # added to the clock of one that no fence::befor
 class Access:
     """n accesses of one instruction, each to `columns` after its first column in `parts` of 16 lanes.
 
-    `lanes` are those of the threads that issue an mma; None: the accesses are those of warps. `agents` are the
+    `lanes` are those of the threads that issue an mma or cp; None: the accesses are those of warps. `agents` are the
     components of the threads, or of the warps, in a clock, and `clocks` their values once the accesses are complete.
     """
 
@@ -67,8 +68,9 @@ class Access:
 class TensorMemory(Unit):
     """The tensor memory of one set of resident blocks."""
 
-    # Whether the mma of a thread run in the order of their issue, as everybody has measured. The PTX ISA promises it
-    # only for those with the same accumulator; without it, an mma may overwrite A before an earlier one has read it.
+    # Whether the mma and cp of a thread run in the order of their issue, as everybody has measured. The PTX ISA
+    # promises it only for mma with the same accumulator and from cp to mma; without it, an mma or cp may overwrite A
+    # before an earlier mma has read it.
     IN_ORDER = True
 
     def __init__(self, context: Context):
@@ -85,6 +87,8 @@ class TensorMemory(Unit):
             return
         # The last write of each place: its agent, the clock once it is complete, and its instruction.
         shape = (blocks, PARTS, COLUMNS)
+        code = context.program.function.instructions
+        self._is_copy = np.array([one.opcode == "tcgen05" and one.modifiers[0] == "cp" for one in code])
         self._writer, self._written_at = np.zeros(shape, np.int64), np.zeros(shape, np.uint64)
         self._written_by = np.zeros(shape, np.int32)
         # The last reads: of an mma, and of warps by warpgroup, because a place tells which of its warps reaches it.
@@ -200,24 +204,25 @@ class TensorMemory(Unit):
             known = np.minimum(known, self._known_at_fence[access.rows, : known.shape[1]])
         agents, warps = access.agents[:, None, None], context.warp_in_cluster[access.rows][:, None, None]
 
-        def require(by: Indices, at: Clocks, instructions: Any, what: str, *, in_order: bool) -> None:
+        def require(by: Indices, at: Clocks, instructions: Any, what: str, *, in_order: bool | Mask) -> None:
             by = np.broadcast_to(by, at.shape)
             at = at if fences else at & ~_UNFENCED
             unordered = at > np.take_along_axis(known, by.reshape(len(by), -1), 1).reshape(by.shape)
-            # A thread needs no synchronisation with its own warp, but the wait; and the mma of one thread run in order.
+            # A thread needs no synchronisation with its own warp, but the wait; and the mma and cp of one thread run in
+            # order.
             unordered &= (by != warps) | (at == _NEVER)
-            if in_order:
-                unordered &= by != agents
+            unordered &= (by != agents) | np.logical_not(in_order)
             if unordered.any():
                 i, j, k = (int(x) for x in np.argwhere(unordered)[0])
                 self._report(access, i, int(by[i, j, k]), at[i, j, k], int(instructions[i, j, k]), what)
 
         then = "write" if access.writes else "read"
-        # Only the accumulator is in order: an mma reads A at its issue, before an earlier one has written it.
+        # An mma reads A at its issue, before an earlier mma of its thread has written it, but after an earlier cp has.
         in_order = access.lanes is not None and access.writes
+        writers = self._written_by[place]
         require(
-            self._writer[place], self._written_at[place], self._written_by[place], f"write, then {then}",
-            in_order=in_order,
+            self._writer[place], self._written_at[place], writers, f"write, then {then}",
+            in_order=in_order | self._is_copy[writers],
         )  # fmt: skip
         if not access.writes:
             return

@@ -37,21 +37,22 @@ _EARLIER = 0.3  # probability that an issue first computes its warpgroup's wgmma
 
 @dataclass(frozen=True)
 class Layout:
-    """A canonical layout of the PTX ISA in 16-byte pieces: `rows` of M or N by 2 pieces of K, or transposed."""
+    """A canonical layout of the PTX ISA in 16-byte pieces: `rows` of M or N by `pieces` of K, or transposed."""
 
     rows: int
     transposed: bool  # MN-major: M or N is contiguous
     swizzle: int  # 128, 64 or 32 bytes; 16: none
     leading: int  # leading dimension byte offset
     stride: int  # stride dimension byte offset
+    pieces: int = 2  # of K, if it is contiguous
 
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> Indices:
-    """Return the byte offset of each piece before swizzling, (rows, 2), or transposed (16 of K, rows / 8)."""
+    """Return the byte offset of each piece before swizzling, (rows, pieces), or transposed (16 of K, rows / 8)."""
     pitch, span = layout.swizzle, layout.swizzle // 16
     if not layout.transposed:
-        row, piece = np.arange(layout.rows)[:, None], np.arange(2)
+        row, piece = np.arange(layout.rows)[:, None], np.arange(layout.pieces)
         return row % 8 * pitch + row // 8 * layout.stride + piece * (16 if span > 1 else layout.leading)
     k, piece = np.arange(16)[:, None], np.arange(layout.rows // 8)
     across, along = (layout.leading, layout.stride) if span > 1 else (layout.stride, layout.leading)

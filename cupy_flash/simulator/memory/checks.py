@@ -34,7 +34,7 @@ Indices = npt.NDArray[np.int64]
 _CLOCK, _CODE, _AGENT = 32, 13, 5
 _LOG_LIMIT = 512
 # The verb, in error messages, for the access of an asynchronous agent, by the first word of its key.
-_DOING = {"mbarrier": "fills", "wgmma": "multiplies", "tcgen05": "multiplies", "bulk": "copies"}
+_DOING = {"mbarrier": "fills", "wgmma": "multiplies", "tcgen05": "reads", "bulk": "copies"}
 _MORE_READERS = 8
 
 

@@ -24,6 +24,7 @@ class Options(TypedDict, total=False):
     repeats: int
     arrivals: int
     then: str
+    copied: bool
 
 
 # name -> (M, A in shared memory or None, B, options)
@@ -45,6 +46,7 @@ FORMS: dict[str, tuple[int, Operand | None, Operand, Options]] = {
     "ts-bf16-k": (128, None, Operand(64, "bf16"), {}),
     "ts-f16-mn": (128, None, Operand(128, "f16", False), {}),
     "ts-m64": (64, None, Operand(64, "bf16", False), {}),
+    "ts-copied": (128, Operand(128, "bf16"), Operand(64, "bf16"), {"copied": True}),
 }  # fmt: skip
 
 
@@ -75,6 +77,11 @@ def mma(d: str, a: str, b: str, bits: str, adds: bool) -> str:
     return f"{left}@%q6 tcgen05.mma.cta_group::1.kind::f16 [{d}], {a}, {b}, {bits}, %q3;"
 
 
+def copy(form: str, target: str, matrix: str) -> str:
+    """Return PTX by which one thread issues a tcgen05.cp to an address of tensor memory."""
+    return f"@%q6 tcgen05.cp.cta_group::1.{form} [{target}], {matrix};"
+
+
 def product_body(
     a: Operand | None,
     b: Operand,
@@ -86,8 +93,11 @@ def product_body(
     repeats: int = 1,
     arrivals: int = 1,
     then: str = f"{COMMIT}\n{wait()}",
+    copied: bool = False,
 ) -> str:
     """Return the body of a kernel that computes D = C + A B, or C + repeats A B; `then` follows the mma.
+
+    If `copied`, each step of A is copied to the same columns of tensor memory before its mma.
 
     %p0 is the image of A and B in shared memory, %p1 and the last pointer are C and D, (128 lanes, N), and %p2 is A as
     words (128, 8 steps), if it is in tensor memory.
@@ -107,6 +117,9 @@ def product_body(
             lines.append(descriptor("%d2", step * a.step_bytes, a))
         lines.append(descriptor("%d3", b_at + step * b.step_bytes, b))
         left = f"[%r51+{A_COLUMN + 8 * step}]" if a is None else "%d2"
+        if copied:
+            left = f"[%r51+{A_COLUMN}]"
+            lines.append(copy("128x256b", f"%r51+{A_COLUMN}", "%d2"))
         lines.append(mma("%r54", left, "%d3", "%r55", adds or n > 0))
     lines += [then, FENCE_AFTER, move("ld", 2 if a else 3, columns), BARRIER, DEALLOC.format(columns=512)]
     return "\n    ".join(lines)

@@ -52,7 +52,8 @@ PRODUCTS = 5  # S, dP, dV, dK, dQ
 TENSOR_MEMORY = 512  # columns
 STARTED = 1000.0  # clocks from the end of a block to the first load of the next one on its SM
 READ = 500.0  # latency until a bulk reduction has read its part of shared memory
-# Of a pair of CTAs: clocks of shared memory that FlashAttention-4 counts for an exchange of dS, and a guessed latency.
+# A pair of CTAs exchanges dS: shared-memory clocks of the exchange, as FlashAttention-4 counts them, and its latency in
+# clocks, which nobody has measured.
 EXCHANGE, EXCHANGED = 384.0, 500.0
 ROW_NUMBERS = 60  # instructions of the load of lse2 and delta of a tile
 STORED_COLUMN = 3.7  # instructions of the epilogue for a column of dK or dV
@@ -72,8 +73,8 @@ class Schedule(NamedTuple):
     issue: float  # instructions of the issuing thread for an mma
     mufu: int  # clocks between two exponentials of a warp
     strict: bool = False  # mma wait for those whose operands they overwrite
-    # Of CTAs, each of which holds half of the second operands, and computes dQ of half of the queries from dS of the
-    # keys of both.
+    # Whether a pair of CTAs (cta_group::2) shares operand B, half in the shared memory of each. Each CTA then computes
+    # dQ for half of the queries, from the dS of both CTAs' keys.
     pair: bool = False
 
 

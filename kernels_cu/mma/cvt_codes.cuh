@@ -101,8 +101,8 @@ __device__ void cvt_column(unsigned int (&y)[2], unsigned int x0, unsigned int x
 }
 #endif
 
-// What a converted code is multiplied by after the products. A code of 4 bits is the bits of an fp16: a denormal, in
-// units of 2^-24.
+// The factor that products of converted codes still need. In fp16 a 4-bit code is used unchanged, as the bits of a
+// denormal number, whose value is the code times 2^-24.
 template <typename Code, typename T>
 constexpr float UNIT_OF_CODES = 1;
 template <>

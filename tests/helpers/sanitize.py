@@ -56,6 +56,7 @@ OTHER_TILES = ("persistent", "takes_turns", "paired", "dq_in_bulk")
 FULL = Case(**LONG | dict(q_len=256))
 # The gradient of the table is summed in no fixed order.
 MODS = Case(**LONG, score_mod="relative", mask_mod="document")
+VALUES_INSIDE_KEYS = dict(page=16, heads=16, kv_heads=1, head_dim=576, head_dim_v=512, dtype="float16", shared=True)
 CACHES = {
     "cache": CacheCase(
         lengths=(5, 330, 0), capacity=400, appended=2, q_len=3, rotary=(8, False), alibi="h", sink=True, dtype="float16"
@@ -71,30 +72,10 @@ CACHES = {
         dtype="float16",
     ),
     "cache of values inside keys": CacheCase(
-        lengths=(5, 330, 0),
-        capacity=400,
-        page=16,
-        appended=2,
-        q_len=2,
-        heads=16,
-        kv_heads=1,
-        head_dim=576,
-        head_dim_v=512,
-        dtype="float16",
-        shared=True,
+        **VALUES_INSIDE_KEYS, lengths=(5, 330, 0), capacity=400, appended=2, q_len=2
     ),
     "prompt of values inside keys": CacheCase(
-        lengths=(100, 170, 150),
-        capacity=256,
-        page=16,
-        appended=80,
-        q_len=80,
-        heads=16,
-        kv_heads=1,
-        head_dim=576,
-        head_dim_v=512,
-        dtype="float16",
-        shared=True,
+        **VALUES_INSIDE_KEYS, lengths=(100, 170, 150), capacity=256, appended=80, q_len=80
     ),
 }
 PREFIXES = ([150, 9], [5, 0, 17], 2, [0, 1, 0])  # lengths of prefixes and of own keys, queries, groups

@@ -145,7 +145,7 @@ def test_special_rows(kind, scale_dtype):
 
 
 def test_zeros_of_float16_rows_are_finite():
-    """Of all rows those of two neighbouring numbers have the largest zeros: 15 times 2048, over a rounded scale."""
+    """A row of two adjacent fp16 numbers has the largest zero point: 15 * 2048, or more as its scale is rounded."""
     bits = np.arange(0x7BFF, dtype=np.uint16)
     pairs = np.stack([bits, bits + 1], -1).view(np.float16).astype(np.float32)
     for rows in (pairs, -pairs):

@@ -1,20 +1,10 @@
 // selection_loss: one block per query, over the keys of its list. It writes the loss of the row, and the gradients of
 // the scores. grid (queries, 1, sequences)
-#include "steps.cuh"
+#include "selection_loss.cuh"
 // The tiles of this engine are above.
 #include "../indexer/row_loss.cuh"
 
-constexpr int ROWS = BLOCK_Q / ROW_THREADS;
-constexpr int COLS = BLOCK_KV / LANES;
 static_assert(BLOCK_KV <= THREADS, "a thread has the score of one key");
-
-// Offsets in numbers.
-struct SharedMemory {
-  static constexpr int Q = 0;                                    // [BLOCK_Q][HEAD_DIM], heads of the query
-  static constexpr int K = Q + BLOCK_Q * row_stride(HEAD_DIM);   // [BLOCK_KV][HEAD_DIM]
-  static constexpr int S = K + BLOCK_KV * row_stride(HEAD_DIM);  // [BLOCK_Q][BLOCK_KV]
-  static constexpr int BYTES = sizeof(real) * (S + BLOCK_Q * p_stride(BLOCK_KV));
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) selection_loss(const __grid_constant__ Params p) {
   extern __shared__ Chunk shared[];

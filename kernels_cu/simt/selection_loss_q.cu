@@ -1,19 +1,6 @@
 // Backward of selection_loss, dQ and the gradient of the weights: one block per BLOCK_Q heads of a query, over the keys
 // of its list. grid (queries, tiles of heads, sequences)
-#include "steps.cuh"
-// The tiles of this engine are above.
-#include "../indexer/listed_scores.cuh"
-
-constexpr int ROWS = BLOCK_Q / ROW_THREADS;
-constexpr int COLS = BLOCK_KV / LANES;
-
-// Offsets in numbers.
-struct SharedMemory {
-  static constexpr int Q = 0;                                    // [BLOCK_Q][HEAD_DIM], heads of the query
-  static constexpr int K = Q + BLOCK_Q * row_stride(HEAD_DIM);   // [BLOCK_KV][HEAD_DIM]
-  static constexpr int S = K + BLOCK_KV * row_stride(HEAD_DIM);  // [BLOCK_Q][BLOCK_KV]
-  static constexpr int BYTES = sizeof(real) * (S + BLOCK_Q * p_stride(BLOCK_KV));
-};
+#include "selection_loss.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) selection_loss_q(const __grid_constant__ Params p) {
   extern __shared__ Chunk shared[];

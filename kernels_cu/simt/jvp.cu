@@ -5,8 +5,6 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_constant__ Params p) {
   extern __shared__ Chunk shared[];
   real* smem = (real*)shared;
-  real *Q_smem = smem + SharedMemory::Q, *tQ_smem = smem + SharedMemory::tQ, *X_smem = smem + SharedMemory::X;
-  real *P_smem = smem + SharedMemory::P, *tP_smem = smem + SharedMemory::tP;
 
   int head = blockIdx.y, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);
@@ -18,11 +16,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
 
   for (int q_start = blockIdx.x * BLOCK_Q; q_start < sequence.q_rows; q_start += gridDim.x * BLOCK_Q) {
     // Prologue.
+    auto queries = [&](const Operand& x) { return sequence.query_rows<element>(x, head).tile(q_start); };
     Range existing = {0, sequence.q_len};
     __syncthreads();
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, sequence.query_rows<element>(p.q, head).tile(q_start), existing);
-    if constexpr (TQ)
-      load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, sequence.query_rows<element>(p.tq, head).tile(q_start), existing);
+    load_tile<BLOCK_Q, HEAD_DIM>(smem + SharedMemory::Q, queries(p.q), existing);
+    if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(smem + SharedMemory::tQ, queries(p.tq), existing);
     Softmax softmax[ROWS];
     Mean mean[ROWS];
     real O_rmem[ROWS][SUMS] = {}, T_rmem[ROWS][SUMS] = {};
@@ -32,48 +30,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) jvp(const __grid_consta
     // Mainloop.
     for (KvTiles<Order::LAST_TO_FIRST> kv_tiles(band, head, q_start); kv_tiles.valid(); kv_tiles.next()) {
       int kv_start = kv_tiles.start;
-      auto rows = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
-      __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, rows(p.k), kv_tiles.visible);
-      __syncthreads();
+      auto keys = [&](const Operand& x) { return sequence.key_rows<element>(x, kv_head).tile(kv_start); };
       real S_rmem[ROWS][COLS] = {}, tS_rmem[ROWS][COLS] = {};
-      scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
-      if constexpr (TQ) scores<ROWS, COLS, HEAD_DIM>(tS_rmem, tQ_smem, X_smem);
-      if constexpr (TK) {
-        __syncthreads();
-        load_tile<BLOCK_KV, HEAD_DIM>(X_smem, rows(p.tk), kv_tiles.visible);
-        __syncthreads();
-        scores<ROWS, COLS, HEAD_DIM>(tS_rmem, Q_smem, X_smem);
-      }
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, rows(p.v), kv_tiles.visible);
+      add_scores(S_rmem, tS_rmem, smem, p, keys, kv_tiles.visible);
+      __syncthreads();
+      load_tile<BLOCK_KV, HEAD_DIM_V>(smem + SharedMemory::X, keys(p.v), kv_tiles.visible);
       if (kv_tiles.masked())
         modify<true>(S_rmem, tS_rmem, score, band, q_start, kv_start);
       else
         modify<false>(S_rmem, tS_rmem, score, band, q_start, kv_start);
       update(S_rmem, tS_rmem, softmax, mean, O_rmem, T_rmem, dropout, q_start, kv_start);
-      store_p(P_smem, S_rmem);
-      if constexpr (SCORES_MOVE) store_p(tP_smem, tS_rmem);
-      __syncthreads();
-      accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
-      if constexpr (SCORES_MOVE) accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T_rmem, tP_smem, X_smem);
-      if constexpr (TV) {
-        __syncthreads();
-        load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, rows(p.tv), kv_tiles.visible);
-        __syncthreads();
-        accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T_rmem, P_smem, X_smem);
-      }
+      add_values(O_rmem, T_rmem, S_rmem, tS_rmem, smem, p, keys, kv_tiles.visible);
     }
 
     // Epilogue.
     for_each_row<ROWS>(q_start, sequence.q_rows, [&](int r, int i) {
-      real factor = softmax[r].inverse_sum();
-      store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, head) + i * p.out.row, O_rmem[r], factor);
-      store_row<HEAD_DIM_V>(sequence.queries<element>(p.tout, head) + i * p.tout.row, T_rmem[r], factor);
-      if (lane_x() > 0) return;
-      bool exists = i < sequence.q_len;
-      sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
-      sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean[r].lse_tangent : 0;
+      store_query(p, sequence, head, i, softmax[r], mean[r], O_rmem[r], T_rmem[r]);
     });
   }
 }

@@ -82,3 +82,50 @@ __device__ void update(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], Softmax (&
 #endif
   }
 }
+
+// Adds Q K^T of a tile of keys to S, and its tangent tQ K^T + Q tK^T to tS. rows(x) has the addresses of the keys in x.
+template <typename Rows, typename Exists>
+__device__ void add_scores(real (&S)[ROWS][COLS], real (&tS)[ROWS][COLS], real* smem, const Params& p, Rows rows,
+                           Exists exists) {
+  real *Q_smem = smem + SharedMemory::Q, *X_smem = smem + SharedMemory::X;
+  load_tile<BLOCK_KV, HEAD_DIM>(X_smem, rows(p.k), exists);
+  __syncthreads();
+  scores<ROWS, COLS, HEAD_DIM>(S, Q_smem, X_smem);
+  if constexpr (TQ) scores<ROWS, COLS, HEAD_DIM>(tS, smem + SharedMemory::tQ, X_smem);
+  if constexpr (TK) {
+    __syncthreads();
+    load_tile<BLOCK_KV, HEAD_DIM>(X_smem, rows(p.tk), exists);  // @simt.load-tK
+    __syncthreads();
+    scores<ROWS, COLS, HEAD_DIM>(tS, Q_smem, X_smem);
+  }
+}
+
+// Adds P V to O, and tP V + P tV to T. After its first barrier, V may be read.
+template <typename Rows, typename Exists>
+__device__ void add_values(real (&O)[ROWS][SUMS], real (&T)[ROWS][SUMS], const real (&P)[ROWS][COLS],
+                           const real (&tP)[ROWS][COLS], real* smem, const Params& p, Rows rows, Exists exists) {
+  real *X_smem = smem + SharedMemory::X, *P_smem = smem + SharedMemory::P, *tP_smem = smem + SharedMemory::tP;
+  store_p(P_smem, P);
+  if constexpr (SCORES_MOVE) store_p(tP_smem, tP);
+  __syncthreads();
+  accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O, P_smem, X_smem);
+  if constexpr (SCORES_MOVE) accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T, tP_smem, X_smem);
+  if constexpr (TV) {
+    __syncthreads();
+    load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, rows(p.tv), exists);
+    __syncthreads();
+    accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T, P_smem, X_smem);
+  }
+}
+
+// Stores the results of query i.
+__device__ void store_query(const Params& p, const Sequence& sequence, int head, int i, const Softmax& softmax,
+                            const Mean& mean, const real (&O)[SUMS], const real (&T)[SUMS]) {
+  real factor = softmax.inverse_sum();
+  store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, head) + i * p.out.row, O, factor);
+  store_row<HEAD_DIM_V>(sequence.queries<element>(p.tout, head) + i * p.tout.row, T, factor);
+  if (lane_x() > 0) return;
+  bool exists = i < sequence.q_len;
+  sequence.queries<real>(p.lse, head)[i * p.lse.row] = exists ? softmax.lse() : -infinity();
+  sequence.queries<real>(p.tlse, head)[i * p.tlse.row] = exists ? mean.lse_tangent : 0;
+}

@@ -41,8 +41,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_jvp(const __gr
   extern __shared__ Chunk shared[];
   __shared__ ListTile tile;
   real* smem = (real*)shared;
-  real *Q_smem = smem + SharedMemory::Q, *tQ_smem = smem + SharedMemory::tQ, *X_smem = smem + SharedMemory::X;
-  real *P_smem = smem + SharedMemory::P, *tP_smem = smem + SharedMemory::tP;
 
   int head = blockIdx.y * HEADS_OF_LIST, kv_head = head / p.group;
   Sequence sequence(p, blockIdx.z);
@@ -55,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_jvp(const __gr
   for (ListTiles tiles(p, sequence, band, head); tiles.valid(); tiles.next()) {
     // Prologue.
     tiles.find_rows(tile);
-    load_tile<BLOCK_Q, HEAD_DIM>(Q_smem, queries(p.q), exists);
-    if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(tQ_smem, queries(p.tq), exists);
+    load_tile<BLOCK_Q, HEAD_DIM>(smem + SharedMemory::Q, queries(p.q), exists);
+    if constexpr (TQ) load_tile<BLOCK_Q, HEAD_DIM>(smem + SharedMemory::tQ, queries(p.tq), exists);
     Softmax softmax[ROWS];
     Mean mean[ROWS];
     real O_rmem[ROWS][SUMS] = {}, T_rmem[ROWS][SUMS] = {};
@@ -70,47 +68,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) selected_jvp(const __gr
 
     // Mainloop.
     tiles.visit_keys(tile, [&] {
-      load_tile<BLOCK_KV, HEAD_DIM>(X_smem, keys(p.k), exists);
-      __syncthreads();
       real S_rmem[ROWS][COLS] = {}, tS_rmem[ROWS][COLS] = {};
-      scores<ROWS, COLS, HEAD_DIM>(S_rmem, Q_smem, X_smem);
-      if constexpr (TQ) scores<ROWS, COLS, HEAD_DIM>(tS_rmem, tQ_smem, X_smem);
-      if constexpr (TK) {
-        __syncthreads();
-        load_tile<BLOCK_KV, HEAD_DIM>(X_smem, keys(p.tk), exists);  // @listed-tK
-        __syncthreads();
-        scores<ROWS, COLS, HEAD_DIM>(tS_rmem, Q_smem, X_smem);
-      }
+      add_scores(S_rmem, tS_rmem, smem, p, keys, exists);
       __syncthreads();
-      load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, keys(p.v), exists);
+      load_tile<BLOCK_KV, HEAD_DIM_V>(smem + SharedMemory::X, keys(p.v), exists);
       modify(S_rmem, tS_rmem, tile, p, sequence, band);
       update(S_rmem, tS_rmem, softmax, mean, O_rmem, T_rmem);
       if constexpr (DROPOUT) drop(S_rmem, tS_rmem, tile, p, sequence.batch, dropout);
-      store_p(P_smem, S_rmem);
-      if constexpr (SCORES_MOVE) store_p(tP_smem, tS_rmem);
-      __syncthreads();
-      accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(O_rmem, P_smem, X_smem);
-      if constexpr (SCORES_MOVE) accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T_rmem, tP_smem, X_smem);
-      if constexpr (TV) {
-        __syncthreads();
-        load_tile<BLOCK_KV, HEAD_DIM_V>(X_smem, keys(p.tv), exists);
-        __syncthreads();
-        accumulate<ROWS, BLOCK_KV, HEAD_DIM_V>(T_rmem, P_smem, X_smem);
-      }
+      add_values(O_rmem, T_rmem, S_rmem, tS_rmem, smem, p, keys, exists);
     });
 
     // Epilogue.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       int i = tile.query[row_y() + r * ROW_THREADS], of = tile.head[row_y() + r * ROW_THREADS];
-      if (i >= sequence.q_rows) continue;
-      real factor = softmax[r].inverse_sum();
-      store_row<HEAD_DIM_V>(sequence.queries<element>(p.out, of) + i * p.out.row, O_rmem[r], factor);
-      store_row<HEAD_DIM_V>(sequence.queries<element>(p.tout, of) + i * p.tout.row, T_rmem[r], factor);
-      if (lane_x() > 0) continue;
-      bool exists = i < sequence.q_len;
-      sequence.queries<real>(p.lse, of)[i * p.lse.row] = exists ? softmax[r].lse() : -infinity();
-      sequence.queries<real>(p.tlse, of)[i * p.tlse.row] = exists ? mean[r].lse_tangent : 0;
+      if (i < sequence.q_rows) store_query(p, sequence, of, i, softmax[r], mean[r], O_rmem[r], T_rmem[r]);
     }
   }
 }

@@ -341,7 +341,7 @@ def test_wrong_entries_in_sorted_lists_are_found(monkeypatch):
 BUGS_OF_DERIVATIVES = {
     "tangent-of-a-score-is-the-score": (change("listed-tangent", "tS[r][c]", "S[r][c]"), "rows-sink", JVP),
     "tsink-of-the-first-head": (change("tsink-of-listed-row", "[of]", "[head]"), "rows-sink", JVP),
-    "keys-for-their-tangents": (change("listed-tK", "p.tk", "p.k"), "rows-sink", JVP),
+    "keys-for-their-tangents": (change("simt.load-tK", "p.tk", "p.k"), "rows-sink", JVP),
     "delta-for-its-tangent": (
         change("delta-tangent-of-listed-row", "p.delta_tangent", "p.delta"), "rows-sink", ("dq", "dk"),
     ),

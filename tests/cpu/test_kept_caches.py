@@ -1,5 +1,8 @@
 """Calls on KV caches of torch tensors in host memory from keyed plans: the results, or errors, of posed calls."""
 
+import functools
+
+import kept_plans
 import numpy as np
 import pytest
 import torch
@@ -43,12 +46,7 @@ def outcome(options, inputs=(Q, K, V)):
     return tuple((x.numpy().tobytes(), x.shape, x.dtype, type(x)) for x in results), served() > before
 
 
-def posed(options, inputs=(Q, K, V)):
-    kept, keyed_plan._entries = keyed_plan._entries, {}
-    result, was_served = outcome(options, inputs)
-    keyed_plan._entries = kept
-    assert not was_served
-    return result
+posed = functools.partial(kept_plans.posed, outcome)
 
 
 # {form: (queries and caches, options of a call that is kept, options of a call that its entry serves)}

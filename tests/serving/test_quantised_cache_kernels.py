@@ -139,31 +139,24 @@ CONVERSIONS = [
 
 
 def check_conversions(arch, dtype, kind, engine):
-    """Compare every code in the key and in the value of one slot: with unit queries lse is the key, and out the value.
+    """Compare every code in the keys and in the values of a slot of each sequence.
 
-    All scales are 1 and all zeros 0.
+    All scales are 1, all zeros 0 and the queries units, so lse is the key, and out the value.
     """
     dim, of_4_bits = 128, kind == "uint8"
-    unit = np.eye(dim, dtype=DTYPES[dtype])
-    own = {"k_scale": np.ones((1, 1, 1), np.float32), "v_scale": np.ones((1, 1, 1), np.float32)}
-    if of_4_bits:
-        own |= {name: np.zeros((1, 1, 1), np.float32) for name in ("k_zero", "v_zero")}
-    for codes in np.arange(256, dtype=np.uint8).reshape(-1, dim // (1 + of_4_bits)):
-        codes = codes.view(getattr(ml_dtypes, kind, kind))
-        numbers = np.stack([codes & 15, codes >> 4], -1).ravel() if of_4_bits else codes
-        numbers = numbers.astype(np.float64)
-        keys = codes if of_4_bits else np.where(np.isfinite(numbers), codes, np.zeros_like(codes))
-        slot = (1, 1, 1, len(codes))
-        call = CacheCall(
-            unit[None, :, None],
-            keys.reshape(slot),
-            codes.reshape(slot),
-            dict(cache_seqlens=1, causal=False, scale=1.0) | own,
-        )
-        out, lse = run_kernels(call, arch=arch, engine=engine)[:2]
-        np.testing.assert_array_equal(out[0, 0, 0].astype(np.float64), numbers)
-        # rtol: log2(e) of the largest codes; neighbours differ by 0.8 % at least
-        np.testing.assert_allclose(lse[0, 0], np.where(np.isfinite(numbers), numbers, 0), rtol=1e-6)
+    codes = np.arange(256, dtype=np.uint8).reshape(-1, dim // (1 + of_4_bits)).view(getattr(ml_dtypes, kind, kind))
+    numbers = np.stack([codes & 15, codes >> 4], -1).reshape(-1, dim) if of_4_bits else codes
+    numbers = numbers.astype(np.float64)
+    keys = codes if of_4_bits else np.where(np.isfinite(numbers), codes, np.zeros_like(codes))
+    units = np.broadcast_to(np.eye(dim, dtype=DTYPES[dtype])[:, None], (len(codes), dim, 1, dim))
+    one = np.ones((len(codes), 1, 1), np.float32)
+    own = dict(k_scale=one, v_scale=one) | (dict(k_zero=0 * one, v_zero=0 * one) if of_4_bits else {})
+    slots = (x[:, None, None] for x in (keys, codes))
+    call = CacheCall(units, *slots, dict(cache_seqlens=1, causal=False, scale=1.0) | own)
+    out, lse = run_kernels(call, arch=arch, engine=engine)[:2]
+    np.testing.assert_array_equal(out[:, :, 0].astype(np.float64), numbers[:, None].repeat(dim, 1))
+    # rtol: log2(e) of the largest codes; neighbours differ by 0.8 % at least
+    np.testing.assert_allclose(lse[:, 0], np.where(np.isfinite(numbers), numbers, 0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("arch", "dtype", "kind", "engine"), CONVERSIONS)

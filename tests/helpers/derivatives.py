@@ -37,6 +37,9 @@ class Derivatives(NamedTuple):
     ddlse: np.ndarray
 
 
+JVP = ("out", "tout", "lse", "tlse")
+
+
 def direction_of(case: Case, call, moving=ALL) -> reference.Tangents:
     """Return the tangents of a case that `moving` names, drawn from a fixed seed; NaN where the inputs are NaN."""
     rng = np.random.default_rng([case.seed, 3])
@@ -205,3 +208,9 @@ def check(
         if actual is not None:
             assert (actual.dtype, actual.flags.c_contiguous) == (dtypes[name], True), what
             assert_matches_reference(actual, expected, getattr(low, name), dtypes[name], what)
+
+
+def check_jvp_first(case: Case, run=run_kernels, names=Derivatives._fields, **how) -> None:
+    """Check results as those of `run(case, **how)`; if the JVP is wrong, the double backward is not compiled."""
+    check(case, run(case, second=None, **how), names=[name for name in names if name in JVP])
+    check(case, run(case, **how), names=names)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import cases
 import pytest
 from cases import OPTIONS, PACKED_OPTIONS, PAIRS, SIMULATED_PAIRS, Case
-from derivatives import ALL, Derivatives, check, run_kernels
+from derivatives import ALL, Derivatives, check, check_jvp_first, run_kernels
 from planting import always, before, change, never, planted, skip
 from tiers import exhaustive, in_tiers
 from tiles import SMALL_TILE
@@ -122,7 +122,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", in_tiers(BUGS, ["lse-tangent-not-subtracted"]))
 def test_planted_bugs_are_found(bug, monkeypatch):
     with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
-        check(EVERYTHING, run_kernels(EVERYTHING, tile=SMALL_TILE))
+        check_jvp_first(EVERYTHING, tile=SMALL_TILE)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ BUGS_OF_MMA = {
 def test_planted_bugs_are_found_on_tensor_cores(bug, monkeypatch):
     case = replace(EVERYTHING, dtype="bfloat16", q_len=40)
     with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
-        check(case, run_mma(case))
+        check_jvp_first(case, run_mma)
 
 
 MANY_TILES = Case(q_len=40, kv_len=160, head_dim=64, head_dim_v=64, batch=1, heads=1, kv_heads=1, dtype="bfloat16")
@@ -305,7 +305,7 @@ def test_planted_bugs_of_many_tiles_are_found(bug, monkeypatch):
     scores, bug = bug
     case = replace(MANY_TILES, kv_len=2 * MANY_TILES.kv_len, scores=scores)
     with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error"):
-        check(case, run_mma(case))
+        check_jvp_first(case, run_mma)
 
 
 @pytest.mark.exhaustive
@@ -404,4 +404,4 @@ def test_planted_bugs_are_found_in_fp16(bug, monkeypatch):
     case, bug = bug
     names = OF_TINY if case is TINY else Derivatives._fields
     with planted(monkeypatch, bug), pytest.raises(AssertionError, match="error|other places"):
-        check(case, run_mma(case), names=names)
+        check_jvp_first(case, run_mma, names)

@@ -65,14 +65,11 @@ def test_a_bias_that_hides_keys(engine):
     check(case, Result(out, lse, *none), only=("out", "lse"), call=call)
 
 
-JVP = ("out", "tout", "lse", "tlse")
-
-
 def assert_derivatives_are_those_of_the_reference(name, moving=derivatives.ALL, names=None, **options):
     """Compare a JVP and a double backward; of a call with a bias, whose gradient no kernel computes, the JVP alone."""
     case, call = call_of(name, **options)
-    names = names or (JVP if case.bias else derivatives.Derivatives._fields)
-    parts = dict(second=None) if names == JVP else {}
+    names = names or (derivatives.JVP if case.bias else derivatives.Derivatives._fields)
+    parts = dict(second=None) if names == derivatives.JVP else {}
     result = derivatives.run_kernels(case, moving, call, tile=SMALL_TILE, **parts)
     derivatives.check(case, result, moving=moving, names=names, call=call)
 
@@ -339,9 +336,9 @@ def test_wrong_entries_in_sorted_lists_are_found(monkeypatch):
 
 # (bug, case, results in which it is)
 BUGS_OF_DERIVATIVES = {
-    "tangent-of-a-score-is-the-score": (change("listed-tangent", "tS[r][c]", "S[r][c]"), "rows-sink", JVP),
-    "tsink-of-the-first-head": (change("tsink-of-listed-row", "[of]", "[head]"), "rows-sink", JVP),
-    "keys-for-their-tangents": (change("simt.load-tK", "p.tk", "p.k"), "rows-sink", JVP),
+    "tangent-of-a-score-is-the-score": (change("listed-tangent", "tS[r][c]", "S[r][c]"), "rows-sink", derivatives.JVP),
+    "tsink-of-the-first-head": (change("tsink-of-listed-row", "[of]", "[head]"), "rows-sink", derivatives.JVP),
+    "keys-for-their-tangents": (change("simt.load-tK", "p.tk", "p.k"), "rows-sink", derivatives.JVP),
     "delta-for-its-tangent": (
         change("delta-tangent-of-listed-row", "p.delta_tangent", "p.delta"), "rows-sink", ("dq", "dk"),
     ),

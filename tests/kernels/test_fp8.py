@@ -11,6 +11,7 @@ import pytest
 from cases import Case, Result, compare
 from fp8_cases import FP8, LONG, OPTIONS, quantised, references
 from planting import after, change, planted, skip
+from tiers import in_tiers
 
 import cupy_flash
 from cupy_flash import device, dispatch
@@ -191,10 +192,17 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+# One for each kind of error. Each of the others also fails test_every_order_gives_the_same_bits.
+FOUND_BY_DEFAULT = (
+    "no wait for V^T", "no fence of sums", "sums not waited for", "keys past the last", "a part of V^T",
+    "descale of another head",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", in_tiers(PLANTED, FOUND_BY_DEFAULT))
 def test_planted_bug_is_found(bug, monkeypatch):
     """A single block computes all tiles, so that every slot is reused."""
-    bug, error = PLANTED[bug]
+    bug, error = bug
     call = quantised(LENGTHS)
     with planted(monkeypatch, bug), pytest.raises(error):
         check(LENGTHS, call, forward(call, TILE, 1))

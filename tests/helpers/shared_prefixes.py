@@ -54,6 +54,17 @@ def calls(
     return CacheCall(q, *pools, options | of_groups), CacheCall(q, *whole, options | unshared)
 
 
+def pools_after(call: CacheCall) -> list[np.ndarray]:
+    """Return copies of the caches of a call, with its rows, which are not rotated, on the pages of their sequences."""
+    pools = [x.copy() for x in call[1:3] if x is not None]
+    page, table = pools[0].shape[1], call.options["block_table"]
+    for pool, name in zip(pools, "kv", strict=False):
+        for b, length in enumerate(call.options["cache_seqlens"]):
+            for i, row in enumerate(call.options[name][b]):
+                pool[table[b, (length + i) // page], (length + i) % page] = row
+    return pools
+
+
 # {name: options of a call}; the rotary tables reach position 200
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,7 +10,7 @@ from cache_cases import posed, references, run_kernels
 from cases import DTYPES
 from planting import change, planted, skip
 from quantised import options_of, quantised
-from shared_prefixes import CASES, KV_HEADS, calls
+from shared_prefixes import CASES, KV_HEADS, calls, pools_after
 from tiers import in_tiers
 from tolerance import assert_matches_reference
 
@@ -64,11 +64,17 @@ def test_values_inside_keys(options):
 
 @pytest.mark.parametrize("sizes", [{}, LATENT], ids=["values", "inside-keys"])
 def test_the_bits_of_the_unshared_call(sizes):
-    """Under split_size, if the lengths of prefixes are multiples of it; also the statistics of rows."""
+    """Under split_size, if the lengths of prefixes are multiples of it; also the statistics of rows.
+
+    Rows are appended to their own pages alone.
+    """
     shared, unshared = calls([64, 128], [70, 5, 0], 2, [1, 0, 1], dtype="float16", split_size=64, **sizes)
     asked = {"statistics": ("argmax", "entropy"), "return_lse": True}
     results = [run_kernels(call._replace(options=call.options | asked)) for call in (shared, unshared)]
     for a, b in zip(*((x[0], x[1], *x[4:]) for x in results), strict=True):
+        assert a.tobytes() == b.tobytes()
+    caches = [x for x in results[0][2:4] if x is not None]
+    for a, b in zip(caches, pools_after(shared), strict=True):
         assert a.tobytes() == b.tobytes()
 
 

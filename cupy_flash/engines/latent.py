@@ -7,10 +7,14 @@ from ..problem.records import Problem
 from .shared import Grid, has_prefixes, sequences
 
 FORWARD = "latent_forward"  # the kernel of a forward
+DECODE_OF_WARPGROUPS = "wgmma/latent_decode"  # that of a decode whose warpgroups take turns (wgmma/latent.cuh)
 WIDEST = 256  # columns of O of a warp in mma/forward.cu; beyond them several warps compute the same scores
 KEYS = 32  # of a tile
 ROWS = 64, 32, 16  # (query, head) pairs of a tile, in order of preference for a forward
 MOST_ROWS_IN_REGISTERS = 32  # rows of a tile with Q in registers, where it arrives through a slot
+ROWS_OF_WARPGROUPS = 64  # of a tile of two warpgroups, which also has 64 keys
+COLUMNS_OF_WARPGROUPS = 128  # O has a multiple of these: whole panels of 64 for each warpgroup
+MOST_COLUMNS_OF_WARPGROUPS = 512
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
 
@@ -35,6 +39,17 @@ def shapes(problem: Problem, arch: str) -> Iterator[tuple[int, int, bool]]:
 def warps(rows: int) -> int:
     """Return the warps of a tile: one or two groups of four, which divide its rows."""
     return 4 * min(rows // 16, 2)
+
+
+def threads(rows: int, *, tma: bool) -> int:
+    """Return the threads that compute a tile; with a producer warp they are two warpgroups."""
+    return 256 if tma else 32 * warps(rows)
+
+
+def has_warpgroups(problem: Problem) -> bool:
+    """Return whether the columns of O are whole panels for each of two warpgroups, which find no statistics."""
+    v = problem.head_dim_v
+    return v % COLUMNS_OF_WARPGROUPS == 0 and v <= MOST_COLUMNS_OF_WARPGROUPS and not problem.statistics
 
 
 def live(problem: Problem, rows: int) -> tuple[int, int, int]:

@@ -246,6 +246,7 @@ struct Mainloop {
     }
     bool rescales = update_rows(factors, softmax, largest, scale_log2);
     exponentiate(S, softmax, scale_log2);
+    pmevent_if_negative(softmax[0][0].l + softmax[0][1].l);  // ptxas then moves no exponential behind the wait
     if constexpr (!FIRST) wait_values(passed);
     round_fragments(P, S);
     // This warp has read P of the tile before, whose memory it reuses.

@@ -15,6 +15,7 @@ MOST_ROWS_IN_REGISTERS = 32  # rows of a tile with Q in registers, where it arri
 ROWS_OF_WARPGROUPS = 64  # of a tile of two warpgroups, which also has 64 keys
 COLUMNS_OF_WARPGROUPS = 128  # O has a multiple of these: whole panels of 64 for each warpgroup
 MOST_COLUMNS_OF_WARPGROUPS = 512
+MULTIPLY_ADDS_OF_WGMMA = 2048  # per SM and clock
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
 
@@ -65,6 +66,15 @@ def read_bytes(rows: int, columns: tuple[int, int], *, q_in_registers: bool) -> 
     """
     of_tile = warps(rows) // 4 * 2 * KEYS * sum(columns) + 4 * 2 * rows * KEYS
     return of_tile + (0 if q_in_registers else 2 * 2 * rows * columns[0])
+
+
+def read_bytes_of_warpgroups(columns: tuple[int, int]) -> int:
+    """Return the bytes of shared memory that two warpgroups read in a step, for `columns` of Q and of O.
+
+    The warpgroup whose turn it is reads Q and K, both read half of V, and P is written and read once.
+    """
+    k, v = columns
+    return 2 * ROWS_OF_WARPGROUPS * (2 * k + v + 2 * ROWS_OF_WARPGROUPS)
 
 
 def grid(problem: Problem, rows: int) -> Grid:

@@ -260,12 +260,15 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     of_keys, of_values = _row_bytes(problem)
     loaded = keys * (of_keys + of_values + _bytes_of_scales(problem))
     read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    multiply_adds = MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS)
     if _is_latent(problem):
         loaded = keys * of_keys
         read = latent.read_bytes(tile.rows, (k, v), q_in_registers=tile.q_in_registers)
+        if tile.tma:
+            read, multiply_adds = latent.read_bytes_of_warpgroups((k, v)), latent.MULTIPLY_ADDS_OF_WGMMA
     clocks = max(
         loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
-        elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
+        elements * (k + v) / multiply_adds,
         (read + loaded) / SHARED_BYTES,
         (elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] + conversions(problem, keys)) / INSTRUCTIONS,
     )

@@ -204,11 +204,11 @@ struct Mainloop {
 
   // Issues S of a tile of this warpgroup.
   __device__ void issue_scores(const KeyRing& tile) { issue_QK(S, smem_address(smem + SharedMemory::Q), tile); }
-  // Waits until the values of a tile have been added to O.
-  __device__ void wait_values(const KeyRing& tile) {
+  // Waits until the values of a tile have been added to O, if there is one.
+  __device__ void wait_values(const KeyRing& tile, bool exists = true) {
     wgmma_wait_group<0>();  // @wait-values
     fence_operand(O), fence_operand(P);
-    tile.release(warpgroup.number, true);
+    if (exists) tile.release(warpgroup.number, true);
   }
   // Takes P and the row max of a tile of the other warpgroup.
   __device__ void take_P() {
@@ -257,14 +257,6 @@ struct Mainloop {
     issue_PV(O, P, tile, warpgroup);
   }
 
-  // Waits until the values of the tile before have been added to O, and frees their panels: the other warpgroup may
-  // need them for its next tile before it can pass P.
-  __device__ void wait_added_values(bool adds) {
-    wgmma_wait_group<0>();  // @wait-added-values
-    fence_operand(O), fence_operand(P);
-    if (adds) ring.after(-1).release(warpgroup.number, true);
-  }
-
   __device__ void run(PartTiles& tiles) {
     softmax[0][0].init(), softmax[0][1].init();
     bool adds = false;  // the values of the tile before are being added to O
@@ -281,7 +273,7 @@ struct Mainloop {
     if (passed) tiles.next();
     while (tiles.valid()) {
       KeyRing mine = ring.after(1);
-      wait_added_values(adds);
+      wait_values(ring.after(-1), adds);  // the other may need their panels for its next tile before it can pass P
       clear_values(mine, warpgroup, tiles.start, own.keys);
       take_P();
       issue_scores(mine);
@@ -294,12 +286,12 @@ struct Mainloop {
       if (passed) tiles.next();
     }
     if (passed) {
-      wait_added_values(adds);
+      wait_values(ring.after(-1), adds);
       take_P();
       issue_passed_values(ring);
       ++ring.index, adds = true;
     }
-    wait_added_values(adds);
+    wait_values(ring.after(-1), adds);
   }
 
   // Stores the result of a part: this warpgroup's columns. The sum of a row is that of both warpgroups, in their order.

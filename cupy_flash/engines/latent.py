@@ -15,6 +15,7 @@ MOST_ROWS_IN_REGISTERS = 32  # rows of a tile with Q in registers, where it arri
 ROWS_OF_WARPGROUPS = 64  # of a tile of two warpgroups, which also has 64 keys
 COLUMNS_OF_WARPGROUPS = 128  # O has a multiple of these: whole panels of 64 for each warpgroup
 MOST_COLUMNS_OF_WARPGROUPS = 512
+MOST_COLUMNS_IN_OPTIONS = 256  # the same if scores are modified or masked, so that no register is spilled
 MULTIPLY_ADDS_OF_WGMMA = 2048  # per SM and clock
 ACCUMULATORS = 128  # maximum registers per thread for O
 ACCUMULATORS_IN_OPTIONS = 140  # maximum registers per thread for O and S, if scores are modified or masked
@@ -49,14 +50,20 @@ def threads(rows: int, *, tma: bool) -> int:
 
 def has_warpgroups(problem: Problem) -> bool:
     """Return whether the columns of O are whole panels for each of two warpgroups, which find no statistics."""
-    v = problem.head_dim_v
-    return v % COLUMNS_OF_WARPGROUPS == 0 and v <= MOST_COLUMNS_OF_WARPGROUPS and not problem.statistics
+    has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
+    most = MOST_COLUMNS_IN_OPTIONS if has_options else MOST_COLUMNS_OF_WARPGROUPS
+    return problem.head_dim_v % COLUMNS_OF_WARPGROUPS == 0 and problem.head_dim_v <= most and not problem.statistics
 
 
 def live(problem: Problem, rows: int) -> tuple[int, int, int]:
     """Return the registers per thread for O, for S, and for all of Q: the warps of a group divide their columns."""
     m = rows * 4 // 16 // warps(rows)
     return m * -(-problem.head_dim_v // 64) * 8, m * 8, m * -(-problem.head_dim // 32) * 4
+
+
+def live_of_warpgroups(problem: Problem) -> tuple[int, int, int]:
+    """Return the registers per thread for O, for S, and for Q, which is in shared memory, of two warpgroups."""
+    return problem.head_dim_v // 4, ROWS_OF_WARPGROUPS // 2, 0
 
 
 def read_bytes(rows: int, columns: tuple[int, int], *, q_in_registers: bool) -> int:

@@ -207,7 +207,7 @@ def _has_tma(problem: Problem, device: Device) -> bool:
 
 
 def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = False) -> list[Tile]:
-    accumulators, scores, q = _live(problem, rows)
+    accumulators, scores, q = _live(problem, rows, tma)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
     has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
@@ -498,11 +498,11 @@ def _columns(problem: Problem) -> int:
     return -(-problem.head_dim_v // each) * each
 
 
-def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
+def _live(problem: Problem, rows: int, tma: bool) -> tuple[int, int, int]:
     """Return the registers per thread for O, for S, and for all of Q."""
     k, v = _padded(problem)[0], _columns(problem)
     if _is_latent(problem):
-        return latent.live(problem, rows)
+        return latent.live_of_warpgroups(problem) if tma else latent.live(problem, rows)
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
@@ -520,7 +520,7 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:
     """Return the occupancy in resident blocks per SM."""
-    accumulators, scores, q = _live(problem, tile.rows)
+    accumulators, scores, q = _live(problem, tile.rows, tile.tma)
     registers = min(255, accumulators + scores + (q if tile.q_in_registers else 0) + OTHER_REGISTERS)
     shared = _shared_bytes(problem, tile) + static_bytes(problem, tile.block_kv)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))

@@ -21,7 +21,7 @@ constexpr int N = BLOCK_KV / 8;  // and by columns
 constexpr int PANELS = panels_of(HEAD_DIM), HALF = HEAD_DIM_V / PANEL / 2;  // panels of a tile, and of its values half
 constexpr int N_V = 8 * HALF;                                               // fragments of O of a warpgroup, by columns
 constexpr int PANEL_BYTES = BLOCK_KV * PANEL_ROW;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // per thread
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;  // per thread
 static_assert(BLOCK_Q == 64 && BLOCK_KV == 64 && CONSUMERS == 2 * WARPGROUP, "two warpgroups share the rows");
 static_assert(HEAD_DIM_V % (2 * PANEL) == 0, "both warpgroups have whole panels of values");
 
@@ -143,8 +143,8 @@ __device__ void clear_values(const KeyRing& ring, const Warpgroup& warpgroup, in
   for (int n = threadIdx.x % WARPGROUP; n < BLOCK_KV * CHUNKS; n += WARPGROUP)
     for (int panel = 0; panel < 2 * HALF && !keys(start + n / CHUNKS); ++panel)
       st_shared_v4(ring.panel(panel) + 16 * n, zeros);
-  fence_proxy_async();                                                  // @fence-zeros
-  named_barrier_sync(WARPGROUP_BARRIER + warpgroup.number, WARPGROUP);  // @wait-zeros
+  fence_proxy_async();  // @fence-zeros
+  named_barrier_sync(WARPGROUP_BARRIER + warpgroup.number, WARPGROUP);
 }
 
 // Issues S = Q K^T, panel by panel as they arrive.
@@ -315,7 +315,7 @@ struct Mainloop {
 #pragma unroll
       for (int n = 0; n < N_V; ++n)
         result.store(64 * HALF * warpgroup.number + column_of(n, 0), O[0][n][2 * half],
-                     O[0][n][2 * half + 1]);  // @columns-of-O
+                     O[0][n][2 * half + 1]);  // @columns-of-result
     }
   }
 };
@@ -326,7 +326,7 @@ __device__ void attend(const Params& p, const Part& part, unsigned char* smem, K
   Part own = part;
   own.first_row += warpgroup.row;
   float scale = part.descales(p).scale(p, SCALE_IN_EXPONENT);
-  named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @wait-part: both have finished with the memory of the part before
+  // No product of the part before reads Q: store() waits for both warpgroups.
   load_Q(p, part, smem_address(smem + SharedMemory::Q));
   named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @wait-Q
   PartTiles tiles(p, part);

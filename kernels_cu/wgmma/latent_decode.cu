@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP, 1)
   KeyRing ring(smem_address(smem));
   if (threadIdx.x == 0) {
     ring.init();
-    fence_mbarrier_init();  // @fence-mbarriers
+    fence_mbarrier_init();
   }
   __syncthreads();
   if (threadIdx.x < CONSUMERS) {

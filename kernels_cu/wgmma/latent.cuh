@@ -1,14 +1,15 @@
 // The decode of values that are the first columns of the keys (multi-head latent attention) on wgmma. Rows of O are too
 // long for the registers of a warpgroup, so two consumer warpgroups have the same 64 rows, and each half of the columns
-// of O. They take turns at the tiles of keys: the one whose turn it is computes S, the softmax and P, and passes P and
-// the row max to the other:
+// of O. They take turns at the tiles of keys: the one whose turn it is computes S and its softmax, and passes P and the
+// row max to the other, because both accumulate the values (PV n: O += Pn Vn):
 //
-//   warpgroup 0    S0 softmax0 P0 | O += P0 V0    S2    O += P1 V1   softmax2 P2 | ..
-//   warpgroup 1                   | O += P0 V0    softmax1 P1 | O += P1 V1    S3    ..
+//   warpgroup 0    S0, softmax | PV 0      | S2 + PV 1, softmax | PV 2      | ..
+//   warpgroup 1                | S1 + PV 0, softmax | PV 1      | S3 + PV 2, softmax | ..
 //
-// S of a tile is in flight while the warpgroup accumulates the values of the tile before, which the other passed. A
-// producer warp loads a tile once for both products, panel by panel, so that a panel is loaded again as soon as both
-// have finished with it. A row's reference depends only on its own scores, as in mma/latent.cuh.
+// S of a tile and the values of the tile before, which the other has passed, are in flight together, and those values
+// during the softmax. A producer warp loads a tile once for both products, panel by panel, and loads a panel again as
+// soon as both warpgroups have finished with it. A row's reference depends only on its own scores, as in
+// mma/latent.cuh.
 #pragma once
 #include "../mma/page_box.cuh"
 #include "../mma/part_row.cuh"

@@ -137,7 +137,7 @@ struct Warpgroup {
 
 // Zeroes the values outside the part: a probability of 0 does not cancel a NaN.
 __device__ void clear_values(const KeyRing& ring, const Warpgroup& warpgroup, int start, Range keys) {
-  if (start >= keys.begin && start + BLOCK_KV <= keys.end) return;  // @clear-hidden-keys
+  if (start >= keys.begin && start + BLOCK_KV <= keys.end) return;  // @clear-hidden-values
   constexpr int CHUNKS = PANEL_ROW / 16;
   const unsigned int zeros[4] = {};
   for (int panel = 0; panel < 2 * HALF; ++panel) ring.wait(panel);
@@ -303,7 +303,7 @@ struct Mainloop {
       float l = row_sum(softmax[0][half].l);
       if (lane_id() % 4 == 0) sums[warpgroup.number * BLOCK_Q + 8 * half] = l;
     }
-    named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @wait-sums
+    named_barrier_sync(COMMON_BARRIER, CONSUMERS);  // @wait-sums-of-warpgroups
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       softmax[0][half].l = sums[8 * half] + sums[BLOCK_Q + 8 * half];

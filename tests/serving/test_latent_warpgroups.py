@@ -145,7 +145,7 @@ BUGS = {
         change("release-panels", "(n / HALF == of) == values", "!values"), LONG
     ),
     "panels-of-another-page": (change("load-panel", "current", "block"), LONG),
-    "nan-past-the-length": (always("clear-hidden-keys"), SHORT),
+    "nan-past-the-length": (always("clear-hidden-values"), SHORT),
     "zeros-are-not-fenced": (skip("fence-zeros"), SHORT),
     "q-is-not-fenced": (skip("fence-Q"), SHORT),
     "q-not-waited-for": (skip("wait-Q"), SHORT),
@@ -158,7 +158,7 @@ BUGS = {
     "s-not-waited-for": (skip("wait-S"), LONG),
     "columns-of-the-other-warpgroup": (change("columns-of-warpgroup", "warpgroup.number * HALF", "0"), SHORT),
     "columns-stored-by-the-other": (change("columns-of-result", "warpgroup.number", "warpgroup.other()"), SHORT),
-    "sums-not-waited-for": (skip("wait-sums"), LONG),
+    "sums-not-waited-for": (skip("wait-sums-of-warpgroups"), LONG),
     "unread-panels-not-released": (skip("release-unread"), LONG),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ __device__ void modify_rows(float (&S)[M][N][4], const Params& p, const Part& pa
           int j = kv_start + column_of(n, e);
           bool seen = !MASKED || keys(j);
           if constexpr (DENSE_MASK) seen = seen && DenseMask::sees(p, part.band, part.sequence.batch, head, query, j);
-          int key = MASKED && MODS ? part.band.key(j) : j;                                 // @clamp-key
+          int key = MASKED && (MODS || BIAS) ? part.band.key(j) : j;                       // @clamp-key
           if constexpr (MASKED && MASK_MOD) seen &= part.band.mod_sees(head, query, key);  // @mod-sees
           float derivative;
           float s = MODIFIED ? score.apply(S[m][n][e], query, key, derivative) : S[m][n][e];

@@ -26,7 +26,7 @@ WIDE = Case(9, 75, 2, 8, 1, 288, 272, dtype="float16", shared=True, causal=True)
 CASES = {
     "everything": replace(
         WIDE, window=(50, None), softcap=1.5, alibi="bh", bias="bhqk", mask="bhqk", sink=True, scale=0.5,
-        q_lengths=(9, 4), kv_lengths=(75, 40),
+        q_lengths=(4, 9), kv_lengths=(40, 75),
     ),
     "packed": replace(WIDE, packed=True, q_lengths=(9, 3), kv_lengths=(33, 75), dtype="bfloat16", sink=True),
     "mods": replace(WIDE, causal=False, score_mod="relative", mask_mod="document", kv_heads=2, layout="bhsd"),

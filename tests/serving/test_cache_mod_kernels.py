@@ -230,7 +230,10 @@ BUGS = {
         windows,
     ),
     "last-query-not-clamped": (change("clamp-query", "part.band.query(i)", "i"), "mma_decode-positions"),
-    "last-key-not-clamped": (change("clamp-key", "MASKED && MODS ? part.band.key(j) : j", "j"), "mma_decode-paged"),
+    "last-key-not-clamped": (
+        change("clamp-key", "MASKED && (MODS || BIAS) ? part.band.key(j) : j", "j"),
+        "mma_decode-paged",
+    ),
     "head-of-the-group": (change("mod-sees", "head", "part.kv_head"), windows),
     "tiles-of-one-head": (change("heads-of-tile", "(part.kv_head + 1) * p.group", "part.kv_head * p.group + 1"), None),
     "tiles-of-two-queries": (change("bounds-of-positions", "given && i <= queries.hi", "false"), None),

@@ -175,10 +175,10 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
 
 
 def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
-    """Return {form: tiles with as many rows as `tile`}; the forms are a producer warp and each size of a cluster."""
+    """Return {form: tiles with at least as many rows as `tile`}, for a producer warp and each size of a cluster."""
     others: dict[str, list[Tile]] = {}
     for each in choices(problem, device):
-        if each.form and each.rows == tile.rows:
+        if each.form and each.rows >= tile.rows:
             others.setdefault(each.form, []).append(each)
     return {form: tuple(tiles) for form, tiles in others.items()}
 

@@ -198,7 +198,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the rows of a JSON file as a table."""
     return Table(
         f"Values inside keys, D {D}, Dv {DV}: bytes a key (of {2 * D}; mark {MARK}), and the model's shares of the "
-        f"peak of mma.sync or wgmma (mark {TENSOR_MARK} at 128 heads) and of the bandwidth (mark {BANDWIDTH_MARK} at 16)",
+        f"peak of the instruction (mark {TENSOR_MARK} at 128 heads) and of the bandwidth (mark {BANDWIDTH_MARK} at 16)",
         ["GPU", "heads", "instruction", "tile", "blocks", "bytes a key", "clocks a tile", "tensor cores", "bandwidth"],
         [
             [

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from cache_cases import CacheCase, check, in_a_wider_array, posed, run_kernels
 from planting import always, change, planted, skip
-from tiers import exhaustive, in_tiers
+from tiers import in_tiers
 
 from cupy_flash import device
 from cupy_flash.engines import mma_decode
@@ -33,7 +33,10 @@ CASES = {
     "pages-of-tiles": replace(LATENT, page=128, capacity=384, heads=16, kv_heads=2, causal=False),
     "columns-past-the-rows": replace(LATENT, head_dim=392, head_dim_v=384, pool="own", hole=2**30),
     "no-queries": replace(LATENT, q_len=0, appended=1),
-    "largest": replace(LATENT, lengths=(200,), capacity=208, head_dim=576, head_dim_v=512, heads=64, q_len=1, appended=1),
+    "fewest-columns": replace(LATENT, head_dim=128, head_dim_v=128, sink=True),
+    "largest": replace(
+        LATENT, lengths=(200,), capacity=208, head_dim=576, head_dim_v=512, heads=64, q_len=1, appended=1
+    ),
 }  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 from cache_cases import CacheCase, check, in_a_wider_array, posed, run_kernels
 from planting import always, change, planted, skip
+from test_cache_mod_kernels import documents, windows
+from test_cache_mods import with_mods
 from tiers import in_tiers
 
 from cupy_flash import device
@@ -70,6 +72,15 @@ def test_any_number_of_blocks_in_any_order(blocks, order):
     """The producer runs ahead into the next part, whatever the order of warps."""
     case = replace(LATENT, lengths=(300, 0, 64, 1, 700), capacity=704, heads=32, sink=True)
     check(case, on_warpgroups(case.call(), blocks=blocks, start=functools.partial(start, order="random", seed=order)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", [documents, windows])
+def test_masks_with_hidden_tiles(mask):
+    """The producer and both warpgroups skip the same tiles, so that each takes its turns."""
+    case = replace(LATENT, lengths=(490, 300, 64, 0), q_len=9, appended=9, capacity=512, heads=4, causal=False)
+    call = with_mods(case, mask_mod=mask)
+    check(case, on_warpgroups(call, blocks=3), call=call)
 
 
 @pytest.mark.exhaustive

@@ -1,11 +1,12 @@
 """Decodes of values inside keys (multi-head latent attention): bytes by the simulator, and speed by a model of SASS.
 
 Marks: a tile of rows reads each key once, at most 1.10 times its 1152 bytes (D 576, 16 bit), for both products; .6 of
-the peak of mma.sync at 128 heads, and .85 of the bandwidth of memory at 16 heads.
+the peak of mma.sync, and of wgmma, at 128 heads, and .85 of the bandwidth of memory at 16 heads.
 
 The model executes the kernel's mainloop (`cycles.py`) for the warps of an SM sub-partition: one of each group of a
 block, which take turns, or one of each resident block. Unlike the model of wgmma it has HMMA, one after another; and
-accesses to shared memory, which enter a queue of the SM's 128 bytes a clock.
+accesses to shared memory, which enter a queue of the SM's 128 bytes a clock. The form with a producer warp is wgmma's:
+its two warpgroups take turns as in a ping-pong, and shared memory, which also takes the loads, may bind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from cupy_flash.device import named
 from cupy_flash.engines import mma_decode
+from cupy_flash.engines.latent import MULTIPLY_ADDS_OF_WGMMA
 from cupy_flash.engines.mma import MULTIPLY_ADDS, MULTIPLY_ADDS_OF_SERVERS
 from cupy_flash.engines.mma_decode import MEMORY_BYTES, MEMORY_BYTES_OF_OTHERS
 from cupy_flash.gpu import run_plan
@@ -31,6 +33,7 @@ from cupy_flash.simulator.run import start
 
 from ..report import Table
 from . import cycles, sass
+from .predict import step
 
 D, DV, PAGE = 576, 512, 16
 LENGTHS = 64, 128  # keys of the two calls whose difference is counted
@@ -46,9 +49,14 @@ class Case(NamedTuple):
 
     arch: str
     heads: int
+    form: str = ""  # of the kernel, which only a tune chooses
 
 
-CASES = tuple(Case(arch, heads) for arch in ("sm_80", "sm_90a", "sm_89") for heads in (16, 128))
+OF_WGMMA = "producer warp"
+CASES = (
+    *(Case(arch, heads) for arch in ("sm_80", "sm_90a", "sm_89") for heads in (16, 128)),
+    Case("sm_90a", 128, OF_WGMMA),
+)
 
 
 class Count(NamedTuple):
@@ -59,7 +67,7 @@ class Count(NamedTuple):
     blocks: int  # resident on an SM
     bytes: float  # that a tile of rows reads for a key
     clocks: float  # of a tile of keys
-    tensor: float  # share of the peak of mma.sync
+    tensor: float  # share of the peak of mma.sync, or of wgmma
     bandwidth: float  # share of the bandwidth of memory
 
 
@@ -67,14 +75,17 @@ def count(case: Case) -> Count:
     """Simulate and compile the decode of a case."""
     gpu = named(case.arch)
     problem, _ = _posed(case.heads, LENGTHS[0])
-    (tile,) = mma_decode.tiles(problem, gpu)
+    tile = next(x for x in (*mma_decode.tiles(problem, gpu), *mma_decode.choices(problem, gpu)) if x.form == case.form)
     read = [_bytes_read(case.arch, length, tile) for length in LENGTHS]
-    launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function == "decode")
+    launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function.endswith("decode"))
     text = assemble(launch.kernel, dict(launch.constants), dict(launch.headers))
     loop = sass.mainloop(nvrtc.compile(text, launch.kernel, case.arch).code).steady
-    peak = MULTIPLY_ADDS.get(case.arch, MULTIPLY_ADDS_OF_SERVERS)
     blocks = tile.blocks // gpu.units
-    clocks = clocks_of_tile(loop, tile.threads // 128, blocks, 4 * 2048 // peak)
+    if case.form == OF_WGMMA:
+        peak, clocks = MULTIPLY_ADDS_OF_WGMMA, clocks_of_warpgroups(loop, tile.block_kv * 2 * D)
+    else:
+        peak = MULTIPLY_ADDS.get(case.arch, MULTIPLY_ADDS_OF_SERVERS)
+        clocks = clocks_of_tile(loop, tile.threads // 128, blocks, 4 * 2048 // peak)
     tensor = tile.rows * tile.block_kv * (D + DV) / peak
     memory = tile.block_kv * 2 * D / MEMORY_BYTES.get(case.arch, MEMORY_BYTES_OF_OTHERS)
     tiles_of_rows = -(-case.heads // tile.rows)  # all but the first read the keys from L2
@@ -121,6 +132,12 @@ def clocks_of_tile(loop: Sequence[str], groups: int, blocks: int, product: int, 
     first = iterations // 3
     each = ((warp.starts[-1] - warp.starts[first]) / (len(warp.starts) - 1 - first) for warp in partition.warps)
     return max(each) / blocks
+
+
+def clocks_of_warpgroups(loop: Sequence[str], loaded_bytes: int) -> float:
+    """Return the clocks of an SM for a tile, of `loaded_bytes`; each of two warpgroups takes turns at every other."""
+    turn = step([*loop], 2, 2 * loaded_bytes)  # two tiles
+    return max(turn.overlapping, *turn.resources.values()) / 2
 
 
 class _Groups(cycles._SubPartition):
@@ -181,12 +198,13 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the rows of a JSON file as a table."""
     return Table(
         f"Values inside keys, D {D}, Dv {DV}: bytes a key (of {2 * D}; mark {MARK}), and the model's shares of the "
-        f"peak of mma.sync (mark {TENSOR_MARK} at 128 heads) and of the bandwidth (mark {BANDWIDTH_MARK} at 16 heads)",
-        ["GPU", "heads", "tile", "blocks", "bytes a key", "clocks a tile", "tensor cores", "bandwidth"],
+        f"peak of the instruction (mark {TENSOR_MARK} at 128 heads) and of the bandwidth (mark {BANDWIDTH_MARK} at 16)",
+        ["GPU", "heads", "instruction", "tile", "blocks", "bytes a key", "clocks a tile", "tensor cores", "bandwidth"],
         [
             [
                 row["arch"],
                 str(row["heads"]),
+                "wgmma" if row["form"] else "mma.sync",
                 " x ".join(map(str, row["tile"])),
                 str(row["blocks"]),
                 f"{row['bytes']:.0f}",

@@ -403,7 +403,7 @@ def _of_a_tune(problems: Iterable[Problem], gpu: device.Device) -> tuple[Launch,
         # compiled.
         deepest = {(tile.rows, tile.tma): tile for tile in mma_decode.choices(problem, gpu) if tile.form}
         for tile in deepest.values():
-            launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function == "decode")
+            launch = next(x for x in mma_decode.launches(problem, gpu, tile) if x.function.endswith("decode"))
             launches[launch.text_key] = launch
     return tuple(launches.values())
 

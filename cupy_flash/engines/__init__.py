@@ -71,7 +71,10 @@ class Engine(Protocol[TileT]):
         """Return the tiles that a tune measures: at least those of `tiles`, among which a prediction chooses."""
 
     def forms(self, problem: Problem, device: Device, tile: TileT) -> dict[str, Sequence[TileT]]:
-        """Return {form of the kernel that only a tune may choose: its tiles with as many rows as `tile`}."""
+        """Return {form of the kernel that only a tune may choose: its tiles with as many rows as `tile`, or with more}.
+
+        `check` runs the tile of each form that is predicted to be the fastest.
+        """
 
     def advantage(self, problem: Problem) -> str:
         """Return why the engine is the default for a problem that it serves; "" if predictions decide."""

@@ -159,9 +159,10 @@ def _tile_of_prefix(problem: Problem, tile: Tile, legal: list[Tile]) -> Tile:
 def choices(problem: Problem, device: Device) -> list[Tile]:
     """Return every legal tile, as candidates of a tune: on Hopper also those with a producer warp or in clusters.
 
-    Neither changes how a range of keys is rounded. Without split_size a producer warp may change the number of resident
-    blocks, and thus where the keys of a sequence are split, and a cluster splits each output tile separately. With
-    split_size there is no cluster form, because a tile may have more pieces than a cluster has blocks.
+    Neither changes how a range of keys is rounded, but for values inside keys, whose form with a producer warp is that
+    of wgmma. Without split_size a producer warp may change the number of resident blocks, and thus where the keys of a
+    sequence are split, and a cluster splits each output tile separately. With split_size there is no cluster form,
+    because a tile may have more pieces than a cluster has blocks, and none of wgmma.
     """
     by_rows = [(rows, tma) for rows in ROWS for tma in (False, True) if not tma or _has_tma(problem, device)]
     every = [tile for rows, tma in by_rows for tile in _tiles_of_rows(problem, device, rows, tma=tma)]
@@ -174,10 +175,10 @@ def choices(problem: Problem, device: Device) -> list[Tile]:
 
 
 def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
-    """Return {form: tiles with as many rows as `tile`}; the forms are a producer warp and each size of a cluster."""
+    """Return {form: tiles with at least as many rows as `tile`}, for a producer warp and each size of a cluster."""
     others: dict[str, list[Tile]] = {}
     for each in choices(problem, device):
-        if each.form and each.rows == tile.rows:
+        if each.form and each.rows >= tile.rows:
             others.setdefault(each.form, []).append(each)
     return {form: tuple(tiles) for form, tiles in others.items()}
 
@@ -189,18 +190,24 @@ def advantage(problem: Problem) -> str:
 
 
 def _has_tma(problem: Problem, device: Device) -> bool:
-    """Return whether TMA can load the caches: pages are powers of two from 8 on, and rows are whole swizzled panels."""
+    """Return whether TMA can load the caches: pages are powers of two from 8 on, and rows are whole swizzled panels.
+
+    The columns of panels past those of values inside keys are zeros.
+    """
     cache = problem.cache
     assert cache is not None
-    if cache.scale_dtype is not None or _is_latent(problem):
-        return False  # the producer warp loads no scales, and fills tiles of K and of V
+    if cache.scale_dtype is not None:
+        return False  # the producer warp loads no scales
     loads = device.arch in WITH_TMA and problem.aligned and 0 not in (cache.blocks, problem.kv_len)
-    panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
+    if _is_latent(problem):
+        panels = latent.has_warpgroups(problem) and cache.split_size is None
+    else:
+        panels = all(row in (32, 64) or row % PANEL_BYTES == 0 for row in _row_bytes(problem))
     return loads and panels and not divides(cache.page) and (cache.page is None or cache.page >= LEAST_PAGE)
 
 
 def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = False) -> list[Tile]:
-    accumulators, scores, q = _live(problem, rows)
+    accumulators, scores, q = _live(problem, rows, tma)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
     has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
@@ -213,13 +220,15 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     shares_keys = _is_latent(problem)
     if shares_keys and device.arch == "sm_75" and rows > ROWS[0]:
         return []  # two groups of warps need two slots
+    if shares_keys and tma and rows != latent.ROWS_OF_WARPGROUPS:
+        return []
     in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
     if shares_keys:
-        in_registers = rows <= latent.MOST_ROWS_IN_REGISTERS
+        in_registers = not tma and rows <= latent.MOST_ROWS_IN_REGISTERS
     return [
         tile._replace(blocks=device.units * _resident(problem, device, tile))
-        for keys in ((latent.KEYS,) if shares_keys else KEYS[:1] if tma else KEYS)
-        for threads in (32 * latent.warps(rows) if shares_keys else 2 * keys,)
+        for keys in (KEYS[:1] if tma else (latent.KEYS,) if shares_keys else KEYS)
+        for threads in (latent.threads(rows, tma=tma) if shares_keys else 2 * keys,)
         for stages in (STAGES_OF_PRODUCER if tma else (1,) if device.arch == "sm_75" else (2, 3, 4))
         for tile in (Tile(max(rows // problem.group, 1), keys, threads, rows, stages, in_registers, tma, 0, 0),)
         if _shared_bytes(problem, tile) + static_bytes(problem, keys) <= device.shared_bytes
@@ -251,12 +260,15 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     of_keys, of_values = _row_bytes(problem)
     loaded = keys * (of_keys + of_values + _bytes_of_scales(problem))
     read = loaded + (0 if tile.q_in_registers else 4 * 2 * tile.rows * k)
+    multiply_adds = MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS)
     if _is_latent(problem):
         loaded = keys * of_keys
         read = latent.read_bytes(tile.rows, (k, v), q_in_registers=tile.q_in_registers)
+        if tile.tma:
+            read, multiply_adds = latent.read_bytes_of_warpgroups((k, v)), latent.MULTIPLY_ADDS_OF_WGMMA
     clocks = max(
         loaded / MEMORY_BYTES.get(device.arch, MEMORY_BYTES_OF_OTHERS),
-        elements * (k + v) / MULTIPLY_ADDS.get(device.arch, MULTIPLY_ADDS_OF_SERVERS),
+        elements * (k + v) / multiply_adds,
         (read + loaded) / SHARED_BYTES,
         (elements / 32 * INSTRUCTIONS_OF_SCORE["forward"] + conversions(problem, keys)) / INSTRUCTIONS,
     )
@@ -341,10 +353,10 @@ def launches(problem: Problem, device: Device, tile: Tile) -> tuple[Launch, ...]
         of_rows |= {"PREFIX_BLOCK_Q": tile.of_prefix.rows}
     steps.append(
         Launch(
-            "mma/decode",
-            known_constants("mma/decode", constants),
+            _kernel(problem, tile),
+            known_constants(_kernel(problem, tile), constants),
             clusters if tile.cluster else (grid, 1, 1),
-            tile.threads + 32 * tile.tma,
+            tile.threads + _producers(problem, tile),
             _shared_bytes(problem, tile),
             _boxes(problem, tile) if tile.tma else (),
         )
@@ -368,6 +380,16 @@ def _prefix_launches(
     ]
 
 
+def _kernel(problem: Problem, tile: Tile) -> str:
+    """Return the decode kernel of a tile."""
+    return latent.DECODE_OF_WARPGROUPS if tile.tma and _is_latent(problem) else "mma/decode"
+
+
+def _producers(problem: Problem, tile: Tile) -> int:
+    """Return the threads beside those that compute: a producer warp, or the warpgroup that gives them its registers."""
+    return (128 if _is_latent(problem) else 32) * tile.tma
+
+
 def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
     """Return the constants of the decode kernel."""
     assert problem.cache is not None
@@ -382,7 +404,7 @@ def _constants(problem: Problem, tile: Tile) -> dict[str, Constant]:
         "TMA_KV": tile.tma,
         "CLUSTER_MERGE": tile.cluster > 0,
         "CLUSTER": tile.cluster or 1,
-        "LATENT": _is_latent(problem),
+        "LATENT": _is_latent(problem) and not tile.tma,
     }
 
 
@@ -391,6 +413,8 @@ def _boxes(problem: Problem, tile: Tile) -> tuple[Box, ...]:
     cache = problem.cache
     assert cache is not None
     keys = tile.block_kv if cache.page is None else min(cache.page, tile.block_kv)
+    if _is_latent(problem):
+        return (Box("k", keys, PANEL_BYTES // 2, cache.layout),)
     panels = (min(row, PANEL_BYTES) // cache.dtype.itemsize for row in _row_bytes(problem))
     return tuple(Box(name, keys, columns, cache.layout) for name, columns in zip("kv", panels, strict=True))
 
@@ -474,11 +498,11 @@ def _columns(problem: Problem) -> int:
     return -(-problem.head_dim_v // each) * each
 
 
-def _live(problem: Problem, rows: int) -> tuple[int, int, int]:
+def _live(problem: Problem, rows: int, tma: bool) -> tuple[int, int, int]:
     """Return the registers per thread for O, for S, and for all of Q."""
     k, v = _padded(problem)[0], _columns(problem)
     if _is_latent(problem):
-        return latent.live(problem, rows)
+        return latent.live_of_warpgroups(problem) if tma else latent.live(problem, rows)
     return rows // 16 * v // 2, rows // 16 * 8, rows // 16 * k // 4
 
 
@@ -491,12 +515,12 @@ def _bytes_of_scales(problem: Problem) -> int:
 @lru_cache(maxsize=1024)
 def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
-    return shared_bytes("mma/decode", _constants(problem, tile))
+    return shared_bytes(_kernel(problem, tile), _constants(problem, tile))
 
 
 def _resident(problem: Problem, device: Device, tile: Tile) -> int:
     """Return the occupancy in resident blocks per SM."""
-    accumulators, scores, q = _live(problem, tile.rows)
+    accumulators, scores, q = _live(problem, tile.rows, tile.tma)
     registers = min(255, accumulators + scores + (q if tile.q_in_registers else 0) + OTHER_REGISTERS)
     shared = _shared_bytes(problem, tile) + static_bytes(problem, tile.block_kv)
     return max(1, min((device.shared_bytes + RESERVED) // (shared + RESERVED), REGISTERS // (registers * tile.threads)))

@@ -30,7 +30,7 @@ def missing() -> str:
 
 def names(trial: Trial) -> tuple[str, ...]:
     """Return the implementations that can compute a call: full or causal self-attention without other options."""
-    others = trial.window, trial.options, trial.packed, trial.mods, trial.cache, trial.deterministic
+    others = trial.window, trial.options, trial.packed, trial.mods, trial.cache, trial.deterministic, trial.shared_kv
     # Peers may align the causal diagonal top left or bottom right, which is the same only for Sq = Sk.
     if any(others) or (trial.causal and trial.q_len != trial.kv_len) or trial.dtype not in (*HALF, "float32"):
         return ()

@@ -180,7 +180,8 @@ def tune_key(problem: Problem) -> "dict[str, Json]":
     """
     mask = problem.mask
     given = [feature.field for feature in FEATURES if feature.constant and is_given(problem, feature)]
-    facts = ("bias_gradient", "deterministic", "shard", "shared_kv", "statistics")
+    facts = [name for name in ("deterministic", "shard", "shared_kv", "statistics") if getattr(problem, name)]
+    facts += ["bias_gradient"] * (problem.backward and "bias" in problem.differentiated)
     return {
         "queries": bucket_of(problem.q_len)[1],
         "keys": bucket_of(problem.kv_len)[1],
@@ -193,7 +194,7 @@ def tune_key(problem: Problem) -> "dict[str, Json]":
         "packed": problem.layout == "thd",
         "mask": [None if side is None else bucket_of(side)[1] if side > 0 else side for side in mask[:2]],
         "top_left": mask.top_left and mask.edges > 0,
-        "options": sorted(given + [name for name in facts if getattr(problem, name)]),
+        "options": sorted(given + facts),
         "mods": problem.mods,
         "cache": "" if problem.cache is None else str(problem.cache._replace(split_size=None, blocks=0)),
     }

@@ -19,6 +19,7 @@ from .build import TABLE
 from .checks import Requirements, check_options
 from .features import ARRAY, FLOATING, NUMBER
 from .records import CACHE_FEATURES, DTYPES, FEATURES, FP8, Cache, Operands, Options, Packed, Problem, is_given
+from .shared_kv import FACTORS
 
 if TYPE_CHECKING:
     from ..mods.trace import Mod
@@ -101,12 +102,13 @@ class CacheTrial:
 class Call(NamedTuple):
     """The arrays of a call in its layout, the options of the public functions, and the gradients dout and dlse.
 
-    On a KV cache, k and v are the caches, and the boundaries of packed queries are options.
+    On a KV cache, k and v are the caches, and the boundaries of packed queries are options. For values inside keys, v
+    is None.
     """
 
     q: Array
     k: Array
-    v: Array
+    v: Array | None
     options: dict[str, object]
     dout: Array
     dlse: Array
@@ -135,6 +137,7 @@ class Trial:
     mods: str = ""  # score_mod and mask_mod, as Mod.encoded; "" without
     captured: tuple[tuple[int, ...], ...] = ()  # shapes of the arrays that the mods read
     cache: CacheTrial | None = None  # for a call of attention_with_kv_cache
+    shared_kv: bool = False  # values inside keys: v is None, and a value is the first head_dim_v numbers of its key
 
     def __post_init__(self) -> None:
         wrong = (
@@ -154,7 +157,7 @@ class Trial:
                 wrong.append(f"options {', '.join(map(repr, unknown))} are not of {', '.join(OPTIONS)}")
         else:
             wrong.append(f"options must be a list of names, not {names!r}")
-        for name in ("packed", "backward"):
+        for name in ("packed", "backward", "shared_kv"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be True or False, not {getattr(self, name)!r}")
         requirements, plain = Requirements("a call"), Options()
@@ -162,7 +165,7 @@ class Trial:
         options["window"] = self.window
         check_options(requirements, FEATURES, options, None, self.packed is True, np.float32)
         wrong += requirements.unmet
-        wrong += self._wrong_mods() + self._wrong_cache()
+        wrong += self._wrong_mods() + self._wrong_cache() + self._wrong_values()
         if wrong:
             raise ValueError("; ".join(wrong))
 
@@ -189,6 +192,22 @@ class Trial:
             return []
         excluded = dict(backward=self.backward, mods=self.mods, deterministic=self.deterministic)
         return [f"{name} is not for calls on a KV cache" for name, value in excluded.items() if value]
+
+    def _wrong_values(self) -> list[str]:
+        """Return the errors in the fields of a call with values inside keys."""
+        if self.shared_kv is not True:
+            return []
+        if self.head_dim_v is None:
+            wrong = ["shared_kv needs head_dim_v, the numbers of a key that are its value"]
+        elif type(self.head_dim) is type(self.head_dim_v) is int and self.head_dim_v > self.head_dim:
+            wrong = [f"with shared_kv, head_dim_v {self.head_dim_v} must be at most head_dim {self.head_dim}"]
+        else:
+            wrong = []
+        given = self.options if isinstance(self.options, tuple) else ()
+        wrong += [
+            f"{name} is not for shared_kv: values have that of keys" for name in FACTORS.values() if name in given
+        ]
+        return wrong
 
     @classmethod
     def of(cls, record: Any) -> Trial:
@@ -217,11 +236,16 @@ class Trial:
             problem.heads, problem.kv_heads, layout,
             causal=corner if mask.edges and (mask.right == 0 or mask.top_left) else False,
             window=None if mask.left is None and mask.right in (None, 0) else (mask.left, mask.right),
-            options=tuple(name for name in OPTIONS if is_given(problem, features[name])),
+            options=tuple(
+                name
+                for name in OPTIONS
+                if is_given(problem, features[name]) and not (problem.shared_kv and name in FACTORS.values())
+            ),
             packed=problem.layout == "thd", deterministic=problem.deterministic, backward=problem.backward,
             mods="\n".join((problem.mods, " ".join(map(repr, operands.numbers)))) if problem.mods else "",
             captured=tuple(x.shape for x in operands.captured),
             cache=None if problem.cache is None else CacheTrial.of_cache(problem.cache, problem.layout == "thd"),
+            shared_kv=problem.shared_kv,
         )  # fmt: skip
 
     @property
@@ -236,6 +260,7 @@ class Trial:
         words += [] if self.causal is False else ["causal" if self.causal is True else f"causal {self.causal}"]
         words += [] if self.window is None else [f"window {self.window}"]
         words += [name for name in ("packed", "deterministic") if getattr(self, name)]
+        words += ["values inside keys"] if self.shared_kv else []
         words += self.options
         if self.mods:
             from ..mods.ir import parse
@@ -257,7 +282,7 @@ class Trial:
         dim_v = self.head_dim_v or self.head_dim
         blocks, rows = self._blocks
         q = normal(self.batch, self.q_len, self.heads, self.head_dim)
-        k, v = (normal(blocks, rows, self.kv_heads, dim) for dim in (self.head_dim, dim_v))
+        keys = [normal(blocks, rows, self.kv_heads, dim) for dim in self._dims]
         dout, dlse = normal(self.batch, self.q_len, self.heads, dim_v), normal(self.batch, self.q_len, self.heads)
         # With a cache, a mask covers the last keys (drafted tokens).
         sized = self if self.cache is None else replace(self, kv_len=min(self.q_len, self.kv_len))
@@ -277,7 +302,7 @@ class Trial:
             bounds = np.cumsum([0, *q_rows], dtype=np.int32)
             if self.cache is None:
                 kv_rows = falling(self.kv_len, self.batch)
-                k, v = pack(k, kv_rows), pack(v, kv_rows)
+                keys = [pack(x, kv_rows) for x in keys]
                 packed = Packed(bounds, np.cumsum([0, *kv_rows], dtype=np.int32), self.q_len, self.kv_len)
             else:
                 options |= {"cu_seqlens_q": bounds, "max_seqlen_q": self.q_len}
@@ -286,11 +311,17 @@ class Trial:
             q, dout = (self._in_layout(x) for x in (q, dout))
         if self.cache is not None or not self.packed:
             options["layout"] = self.layout
-            k, v = self._in_layout(k), self._in_layout(v)
+            keys = [self._in_layout(x) for x in keys]
+        if self.shared_kv:
+            options["head_dim_v"] = self.head_dim_v
         kv_dtype = named_dtype(FP8) if self.cache is not None and self.cache.fp8 else dtype
-        return Call(
-            q.astype(dtype), k.astype(kv_dtype), v.astype(kv_dtype), options, dout.astype(out_dtype), dlse, packed
-        )
+        k, v = keys[0].astype(kv_dtype), None if self.shared_kv else keys[1].astype(kv_dtype)
+        return Call(q.astype(dtype), k, v, options, dout.astype(out_dtype), dlse, packed)
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        """The head dimensions of k and, unless values are inside keys, of v."""
+        return (self.head_dim,) if self.shared_kv else (self.head_dim, self.head_dim_v or self.head_dim)
 
     @property
     def _blocks(self) -> tuple[int, int]:
@@ -317,7 +348,7 @@ class Trial:
             options["block_table"] = table.astype(np.int32)
         if cache.appended is not None:
             appended = q_rows if self.packed else np.full(self.batch, cache.appended)
-            for name, dim in (("k", self.head_dim), ("v", self.head_dim_v or self.head_dim)):
+            for name, dim in zip("kv", self._dims, strict=False):
                 x = normal(self.batch, int(appended.max()), self.kv_heads, dim).astype(named_dtype(self.dtype))
                 options[name] = pack(x, appended) if self.packed else self._in_layout(x)
             if cache.slots:
@@ -396,12 +427,24 @@ def obstacle(problem: Problem) -> str:
         return "the record of a call lacks an option of its cache"
     if problem.selected is not None:
         return "its time depends on the selected keys, which are not recorded"
-    if problem.mods:
-        from ..mods.ir import order, parse
+    if problem.statistics:
+        return f"the record of a call lacks {' and '.join(problem.statistics)} of rows"
+    if problem.backward and problem.bias is not None and not problem.bias_gradient:
+        return "a call that is made again computes the gradient of its bias, and this one does not"
+    return _obstacle_of_mods(problem) if problem.mods else ""
 
-        mask = parse(problem.mods).mask
-        if mask is not None and any(node.op == "load" for node in order((mask,))):
-            return "its mask_mod reads arrays, on whose contents, which are not recorded, its time depends"
+
+def _obstacle_of_mods(problem: Problem) -> str:
+    """Return the reason in its mods why a call has no Trial; "" if they have none."""
+    from ..mods.derive import floating_reads
+    from ..mods.ir import order, parse
+
+    program = parse(problem.mods)
+    if program.mask is not None and any(node.op == "load" for node in order((program.mask,))):
+        return "its mask_mod reads arrays, on whose contents, which are not recorded, its time depends"
+    computed = {slot for slot, asked in enumerate(problem.captured_gradient) if asked}
+    if problem.backward and computed != floating_reads(program):
+        return "a call that is made again computes the gradients of all captured arrays, and this one does not"
     return ""
 
 

@@ -7,6 +7,9 @@
 #pragma once
 #include "cache_gemm.cuh"
 #include "load.cuh"
+#if TMA_KV
+#include "page_box.cuh"
+#endif
 #include "parts.cuh"
 
 #if SCALED_KV
@@ -119,31 +122,23 @@ __device__ void load_boxes(unsigned int tile, const TensorMap& map, unsigned int
              block);
 }
 
-// Producer warp: loads the tiles of a part. Each lane loads the keys of one page, and looks up its number one tile
-// ahead. A page that does not exist, or holds no key of the part, gets a number out of bounds, for which TMA writes
-// zeros.
+// Producer warp: loads the tiles of a part.
 __device__ inline void load_tiles(const Params& p, const Part& part, const Maps& maps, KvRing& ring) {
-  const Blocks& blocks = part.sequence.blocks;
-  int keys_of_box = PAGED ? min(1 << blocks.page_log2, BLOCK_KV) : BLOCK_KV, row = lane_id() * keys_of_box;
-  auto look_up = [&](int start) {
-    int key = start + row;
-    bool needed = row < BLOCK_KV && key < part.keys.end && key + keys_of_box > part.keys.begin;  // @look-up-page
-    return needed ? blocks.block_of(key) : -1;
-  };
+  PageBox box(part);
   PartTiles tiles(p, part);
-  int block = look_up(tiles.start);
+  int block = box.look_up(tiles.start);
   while (tiles.valid()) {
     int start = tiles.start, current = block;
     tiles.next();
-    block = look_up(tiles.start);
+    block = box.look_up(tiles.start);
     ring.acquire();  // @acquire-KV-slot
     if (lane_id() == 0) mbarrier_arrive_expect_tx(ring.full(), KeySlot::BYTES);
     __syncwarp();
-    if (row < BLOCK_KV) {
-      int row_in_block = blocks.row_in_block(start + row);  // @row-in-page-of-box
-      load_boxes<Gemm::K>(ring.slot() + KeySlot::K, maps.k, ring.full(), row, row_in_block, part.kv_head, current);
+    if (box.exists()) {
+      int row_in_block = box.row_in_block(start);
+      load_boxes<Gemm::K>(ring.slot() + KeySlot::K, maps.k, ring.full(), box.row, row_in_block, part.kv_head, current);
       // @load-V-page
-      load_boxes<Gemm::V>(ring.slot() + KeySlot::V, maps.v, ring.full(), row, row_in_block, part.kv_head, current);
+      load_boxes<Gemm::V>(ring.slot() + KeySlot::V, maps.v, ring.full(), box.row, row_in_block, part.kv_head, current);
     }
     ++ring.index;
   }
@@ -228,4 +223,14 @@ struct KvStages {
     __syncthreads();           // @barrier-after-part
   }
 };
+#endif
+
+// Score fragments of a warp, by rows and by columns.
+#if LATENT
+constexpr int M = BLOCK_Q / 16 * SLICES / WARPS;
+constexpr int N = 1;
+#else
+constexpr int M = BLOCK_Q / 16;
+constexpr int N = BLOCK_KV / WARPS / 8;
+static_assert(N == 2, "16 keys of a warp are one fragment of P");
 #endif

@@ -11,6 +11,7 @@
 // every tile, so that the arithmetic of a row does not depend on the rows of its tile.
 #pragma once
 #include "../hopper.cuh"
+#include "part_row.cuh"
 
 constexpr int GROUPS = WARPS / SLICES;
 constexpr int STEPS = padded(HEAD_DIM) / 16;     // of 16 columns of Q and K
@@ -204,52 +205,18 @@ __device__ void store_row(const Params& p, const Part& part, const Share& share,
     statistics = {{total.top * (SCALE_IN_EXPONENT ? scale : 1.0f), total.key}, softmax.entropy(total.w)};
   }
 #endif
-  float* part_out = nullptr;
-  element* out = nullptr;
-  float factor = ending.factor;
-  if (part.whole) {
+  PartRow result(p, part, row, i, head, ending, first
 #if STATISTICS
-    if (first) statistics.store(p, part.sequence, head, i, entropy_with_sink(p, head, ending, statistics.entropy));
+                 ,
+                 statistics
 #endif
-    // Rows past the last sequence of a packed batch have no sink.
-    Softmax2::Ending joined =
-        i < part.sequence.q_len ? with_sink(p, head, ending.lse) : Softmax2::Ending{-infinity(), 0};
-    factor *= joined.factor;
-    out = part.sequence.queries<element>(p.out, head) + i * p.out.row;
-    if (first) part.sequence.queries<float>(p.lse, head)[i * p.lse.row] = joined.lse;
-  } else {
-#if KV_CACHE
-    // If the lengths exceed those of the plan, the workspace has no room for the last parts: they are dropped.
-#if PREFIX_PASS
-    if (SPLIT_SIZE && part.partial_result >= p.prefix_results) return;
-    long long at = (long long)part.partial_result * BLOCK_Q + row;
-    part_out = p.prefix_out + at * PART_COLUMNS;
-    if (first) p.prefix_lse[at] = ending.lse;  // @store-lse-of-prefix
-#if STATISTICS
-    if (first) ((PartStatistics*)p.prefix_statistics)[at] = statistics;
-#endif
-#else
-    if (SPLIT_SIZE && part.partial_result >= p.partial_results) return;
-    long long at = (long long)part.partial_result * BLOCK_Q + row;
-    part_out = p.part_out + at * PART_COLUMNS;
-    if (first) p.part_lse[at] = ending.lse;
-#if STATISTICS
-    if (first) ((PartStatistics*)p.part_statistics)[at] = statistics;
-#endif
-#endif
-#endif
-  }
+  );
+  if (!result.exists()) return;
 #pragma unroll
   for (int n = 0; n < 2 * MOST_BLOCKS; ++n) {
     if (!has_block(share, n / 2)) continue;
     int column = 16 * (n / 2 * SLICES + share.slice) + column_of(n % 2, 0);  // @columns-of-O
-    float x = O[m][n][2 * half] * factor, y = O[m][n][2 * half + 1] * factor;
-    if (part.whole) {
-      if (column < HEAD_DIM_V) store(out + column, x);
-      if (column + 1 < HEAD_DIM_V) store(out + column + 1, y);
-    } else {
-      *(float2*)(part_out + column) = {x, y};
-    }
+    result.store(column, O[m][n][2 * half], O[m][n][2 * half + 1]);
   }
 }
 

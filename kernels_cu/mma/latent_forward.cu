@@ -1,6 +1,7 @@
 // Forward of values that are the first columns of the keys: one block per tile of BLOCK_Q rows, the (query, head) pairs
 // of a GQA group. A tile of keys is loaded once for both products and for all heads of the group. grid (tiles of rows,
 // key/value heads, sequences)
+#include "kv_stages.cuh"
 #include "packed_rows.cuh"
 
 #include "latent.cuh"

@@ -1,15 +1,7 @@
-// Rows of a tile that are (query, head) pairs of a GQA group: their addresses, and their masks and scores.
+// Rows of a tile that are (query, head) pairs of a GQA group: their addresses, and their masks and scores, of which a
+// warp has M x N fragments.
 #pragma once
-#include "kv_stages.cuh"
-
-#if LATENT
-constexpr int M = BLOCK_Q / 16 * SLICES / WARPS;
-constexpr int N = 1;
-#else
-constexpr int M = BLOCK_Q / 16;
-constexpr int N = BLOCK_KV / WARPS / 8;
-static_assert(N == 2, "16 keys of a warp are one fragment of P");
-#endif
+#include "parts.cuh"
 
 // Addresses of the rows of a tile of Q under GQA packing.
 struct PackedRows {

@@ -417,9 +417,17 @@ def test_sanitized_calls_start_every_kernel():
         for case in sanitize.CACHES.values()
         for launch in dispatch.plan_for(posed(case.call(), backend="simulator")[0]).launches
     }
+    of_caches |= {
+        launch.kernel
+        for case in sanitize.CACHES.values()
+        for _, chosen, _ in sanitize.forms_of(case, case.call(), backend="simulator:sm_90a")
+        for launch in chosen.launches
+    }
     shared, _ = shared_prefixes.calls(*sanitize.PREFIXES, dtype="float16", backend="simulator")
     of_caches |= {launch.kernel for launch in dispatch.plan_for(posed(shared)[0]).launches}
-    assert of_caches == {"rotary_append", "prefix_rows", "mma/decode", "merge", "mma/latent_forward"}
+    assert of_caches == {
+        "rotary_append", "prefix_rows", "mma/decode", "wgmma/latent_decode", "merge", "mma/latent_forward"
+    }  # fmt: skip
     of_derivatives = set().union(
         *map(kernels_of_derivatives, sanitize.DERIVATIVES.values()),
         *(kernels_of_derivatives(*sanitize.selected_cases.call_of(name)) for name in sanitize.SELECTED),

@@ -272,7 +272,7 @@ def run_kernels(
         (tile,) = (x for x in mma_decode.legal_tiles(problem, device.named(arch)) if x.rows == rows)
     if tma:
         legal = mma_decode.choices(problem, device.named(arch))
-        tile = next(x for x in legal if x.tma and (x.rows, x.block_kv) == (tile.rows, tile.block_kv))
+        tile = next(x for x in legal if x.tma and x.rows == tile.rows)
     if blocks is not None:
         tile = tile._replace(blocks=blocks)
         if getattr(tile, "of_prefix", None) is not None:

@@ -26,7 +26,7 @@ import row_statistics
 import selected_cases
 import shared_prefixes
 import weights_cases
-from cache_cases import CacheCase, references
+from cache_cases import CacheCall, CacheCase, references
 from cache_cases import check as check_cache
 from cases import Call, Case, Result, check, compare, run
 from mods import arrays_of, mods_of
@@ -35,9 +35,9 @@ from tolerance import assert_matches_reference
 import cupy_flash
 from cupy_flash import Statistics, device, dispatch
 from cupy_flash.engines import tcgen05
-from cupy_flash.plan.plan import Plan, candidates, plan
-from cupy_flash.problem.build import pose
-from cupy_flash.problem.records import Operands, Options, Saved
+from cupy_flash.plan.plan import Plan, candidates, forms, plan
+from cupy_flash.problem.build import pose, pose_with_cache
+from cupy_flash.problem.records import CacheOptions, Operands, Options, Saved
 
 DTYPES = {"simt": "float32", "mma": "bfloat16", "wgmma": "bfloat16", "tcgen05": "bfloat16"}
 # Each case has a few tiles, the last one partial. Together they cover every option, every kernel, and both orders of
@@ -312,6 +312,11 @@ def _caches(checked: bool) -> None:
         if checked:
             check_cache(case, on_host)
         print(f"cache: {name}", flush=True)
+        for form, chosen, operands in forms_of(case, call):
+            out, lse = (array.result().get() for array in dispatch.run_forward(chosen, operands))
+            if checked:
+                check_cache(case, (out, lse, *on_host[2:]))
+            print(f"cache: {name}, {form}", flush=True)
     shared, unshared = shared_prefixes.calls(*PREFIXES, dtype="float16")
     call = shared.map(cupy.asarray)
     results = cupy_flash.attention_with_kv_cache(*call[:3], **call.options, return_lse=True)
@@ -320,6 +325,13 @@ def _caches(checked: bool) -> None:
         for of, actual, expected, approximate in zip(("float16", "float32"), results, exact, low, strict=False):
             assert_matches_reference(actual.get(), expected, approximate, np.dtype(of), "shared prefixes")
     print("cache: shared prefixes", flush=True)
+
+
+def forms_of(case: CacheCase, call: CacheCall, **options: Any) -> Iterator[tuple[str, Plan, Operands]]:
+    """Yield the forms that only a tune chooses for a call that keeps its caches: each appends the same rows again."""
+    problem, operands = pose_with_cache(*call[:3], CacheOptions(**call.options | options))
+    for form, chosen in forms(dispatch.plan_for(problem)).items():
+        yield form, chosen, operands
 
 
 def _fp8(checked: bool) -> None:

@@ -13,6 +13,7 @@ from cuda import pathfinder
 from forget import forget_plans
 from patience import FOREVER, give_workers_time, patiently
 from planting import before, change, planted
+from tiers import exhaustive
 
 import cupy_flash
 from cupy_flash.__main__ import main
@@ -243,6 +244,23 @@ def test_forms_of_a_decode_that_only_a_tune_chooses(monkeypatch):
     assert "contiguous cache, clusters of" in check(wrong_in_clusters).engines["mma_decode"]
 
 
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        (change("load-panel", "current", "block"), "contiguous cache, producer warp, out: error"),
+        exhaustive((), None),
+    ],
+    ids=["planted", "none"],
+)
+def test_values_inside_keys_on_two_warpgroups(bug, words, monkeypatch):
+    """A check of few queries also runs the form for wgmma, whose tiles have more rows than the planned one."""
+    latent = replace(DECODE, head_dim=160, head_dim_v=128, kv_len=144, shared_kv=True)
+    task = calls.Task("KV cache", "simulator:sm_90a", "mma_decode", latent)
+    with planted(monkeypatch, bug):
+        wrong = calls.work(task, lambda step, seconds: None)
+    assert wrong is None if words is None else wrong.startswith(words)
+
+
 @pytest.mark.exhaustive
 def test_an_engine_that_loses_two_workers_is_not_run_again(monkeypatch):
     many = [SMALL, *(Trial("float32", 16, q_len=n, kv_len=8, heads=1, backward=False) for n in (9, 10, 11))]
@@ -324,9 +342,12 @@ def test_every_option_dtype_and_head_dimension_is_covered(engine):
         assert {(trial.head_dim, trial.head_dim_v or trial.head_dim) for trial in covering} >= set(module.HEAD_DIMS)
         assert {True, "top_left", False} <= {trial.causal for trial in covering}
         assert any(trial.packed for trial in covering) and any(trial.deterministic for trial in covering)
+        assert any(trial.shared_kv for trial in covering)
         assert len(trials(engine, named(ARCHES[engine]), simulated, quick=True)) == 1
     assert "bfloat16" not in {trial.dtype for trial in trials("mma", named("sm_75"), False, False)}
-    assert max(trial.head_dim for trial in trials("mma_decode", named("sm_75"), False, False)) == 128
+    decodes = trials("mma_decode", named("sm_75"), False, False)
+    assert max(trial.head_dim for trial in decodes if not trial.shared_kv) == 128
+    assert [(trial.head_dim, trial.head_dim_v) for trial in decodes if trial.shared_kv] == [(576, 512)]
 
 
 @pytest.mark.parametrize("engine", WITHOUT_CACHE)
@@ -346,3 +367,7 @@ def test_trials_survive_json():
         Trial.of(dict(heads=3, kv_heads=2))
     with pytest.raises(ValueError, match="dtype 'int8' is not one of.*; q_len must be a whole number.*'x'"):
         Trial.of(dict(dtype="int8", q_len="x"))
+    wrong = dict(dtype="int8", shared_kv=True, head_dim_v=65, options=["v_descale"])
+    reasons = "dtype 'int8' is not one of.*; with shared_kv, head_dim_v 65 must be at most head_dim 64; v_descale is"
+    with pytest.raises(ValueError, match=reasons):
+        Trial.of(wrong)

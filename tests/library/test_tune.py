@@ -15,6 +15,7 @@ from tiers import exhaustive, in_tiers
 
 import cupy_flash
 from cupy_flash.__main__ import main
+from cupy_flash.arrays import named_dtype
 from cupy_flash.commands import tune as command
 from cupy_flash.device import Device, named
 from cupy_flash.engines import mma_decode, simt
@@ -26,7 +27,7 @@ from cupy_flash.plan.measurements import CHECK_COMMAND, Measured
 from cupy_flash.plan.plan import plan, predicted, tune_key
 from cupy_flash.problem.build import pose, pose_with_cache
 from cupy_flash.problem.recorded_call import CacheTrial, Trial, recorded_line
-from cupy_flash.problem.records import CacheOptions, Options
+from cupy_flash.problem.records import FP8, CacheOptions, Options, Packed, Saved
 
 AMPERE = named("sm_80")
 WORK = tuning.work
@@ -347,6 +348,7 @@ def test_without_peers_the_reason_is_reported(monkeypatch):
         (dict(dtype="bfloat16", causal=True), 3), (dict(dtype="bfloat16", causal=True, q_len=9), 0),
         (dict(dtype="bfloat16", q_len=9), 3), (dict(dtype="bfloat16", window=(5, 0)), 0),
         (dict(dtype="bfloat16", options=("sink",)), 0), (dict(dtype="bfloat16", cache=CacheTrial()), 0),
+        (dict(dtype="bfloat16", head_dim_v=16, shared_kv=True), 0),
     ],
 )  # fmt: skip
 def test_the_peers_of_a_call(changes, count, monkeypatch):
@@ -468,10 +470,17 @@ def call_on_cache(q, *caches, **options):
     return pose_with_cache(q, *caches, CacheOptions(**options, backend="simulator"))
 
 
+def call_of_latent(saved=False, **options):
+    """Return the problem and operands of a call with values inside keys, or of its backward."""
+    q, out, lse = ones(2, 40, 40, 16), ones(2, 40, 40, 8), np.ones((2, 40, 40), np.float32)
+    settings = Options(head_dim_v=8, backend="simulator", **options)
+    return pose("attention", (q, q, None), settings, None, Saved(out, out, lse, None) if saved else None)
+
+
 CACHE, POOL, BHSD_POOL = (ones(*shape) for shape in ((3, 64, 2, 16), (12, 16, 2, 16), (12, 2, 16, 16)))
 V_CACHE, V_POOL = CACHE.copy(), POOL.copy()  # an append to one array for both K and V is refused
 TABLE = np.arange(12, dtype=np.int32).reshape(3, 4)
-SLOPES, PLACES = np.ones(2, np.float32), np.arange(40)
+SLOPES, PLACES, BOUNDS = np.ones(2, np.float32), np.arange(40), np.array([0, 10, 40], np.int32)
 PAGES = dict(block_table=TABLE, cache_seqlens=30)
 NEW, TOKENS = dict(k=ones(3, 2, 2, 16), v=ones(3, 2, 2, 16)), dict(k=ones(5, 2, 16), v=ones(5, 2, 16))
 REPLAYED = {
@@ -499,6 +508,25 @@ REPLAYED = {
         slots=np.arange(5),
     ),
     "bhsd": lambda: call_on_cache(ones(3, 4, 2, 16), BHSD_POOL, BHSD_POOL, **PAGES, layout="bhsd"),
+    "values-inside-keys": lambda: call_of_latent(causal=True, sink=ones(40)),
+    "values-inside-keys-backward": lambda: call_of_latent(saved=True, layout="bhsd", softcap=3.0),
+    "values-inside-keys-packed": lambda: pose(
+        "attention_varlen", (ones(40, 2, 16), ones(40, 2, 16), None), Options(head_dim_v=8, backend="simulator"),
+        Packed(BOUNDS, BOUNDS, 30, 30),
+    ),
+    "values-inside-keys-of-fp8": lambda: pose(
+        "attention", (*[ones(2, 40, 2, 64).astype(named_dtype(FP8))] * 2, None),
+        Options(head_dim_v=32, backend="simulator:sm_90a", k_descale=np.ones((2, 2), np.float32)),
+    ),
+    "decode-of-values-inside-keys": lambda: call_on_cache(ones(3, 1, 4, 16), POOL, None, head_dim_v=8, **PAGES),
+    "append-of-values-inside-keys": lambda: call_on_cache(
+        ones(3, 2, 4, 16), CACHE, None, head_dim_v=12, cache_seqlens=5, k=ones(3, 2, 2, 16), rotary_cos=ones(64, 4),
+        rotary_sin=ones(64, 4),
+    ),
+    "packed-slots-of-values-inside-keys": lambda: call_on_cache(
+        ones(5, 4, 16), POOL, None, head_dim_v=8, **PAGES, k=ones(5, 2, 16), slots=np.arange(5),
+        cu_seqlens_q=np.array([0, 1, 3, 5], np.int32), max_seqlen_q=2,
+    ),
     "small-pool": lambda: call_on_cache(ones(3, 1, 4, 16), POOL[:5], POOL[:5], **(PAGES | dict(block_table=TABLE % 5))),
 }  # fmt: skip
 
@@ -510,11 +538,44 @@ def test_a_recorded_call_is_replayed(name):
     """
     problem, operands = REPLAYED[name]()
     trial = Trial.of(json.loads(json.dumps(recorded_line(problem, operands))))
-    again, _ = tuning._posed("simulator", trial, None)
+    again, _ = tuning._posed(problem.backend, trial, None)
     assert tune_key(again.problem) == tune_key(problem)
-    assert str(again.problem.mask) == str(problem.mask)
+    assert str(again.problem.mask) == str(problem.mask) and again.problem.shared_kv == problem.shared_kv
+    assert ("values inside keys" in str(trial)) == problem.shared_kv
     if problem.cache is not None:
         assert again.problem.cache[5:7] == problem.cache[5:7]  # slots and rotary
+
+
+NOT_REPLAYED = {
+    "statistics": lambda: call(statistics=("max",), return_lse=True),
+    "bias-without-gradient": lambda: backward_call(bias=ones(40, 40), bias_gradient=False),
+    "captured-without-gradient": lambda: backward_call(
+        score_mod=lambda s, b, h, i, j: s - SLOPES[h] * (i - j), captured_gradient=(False,)
+    ),
+}
+
+
+def backward_call(bias_gradient=True, captured_gradient=None, **options):
+    q, lse = ones(2, 40, 2, 16), np.ones((2, 2, 40), np.float32)
+    saved = Saved(q, q, lse, None, bias_gradient, captured_gradient)
+    return pose("attention", (q, q, q), Options(backend="simulator", **options), None, saved)
+
+
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_a_call_whose_record_would_state_another_problem_is_not_replayed(name):
+    problem, operands = NOT_REPLAYED[name]()
+    trial = Trial.of_call(problem, operands)
+    again, _ = tuning._posed("simulator", trial, None)
+    differing = {name for name in problem._fields if getattr(problem, name) != getattr(again.problem, name)}
+    assert differing & {"statistics", "bias_gradient", "captured_gradient"}
+    assert recorded_line(problem, operands).keys() == {"not_replayed", "call"}
+
+
+def test_a_measurement_serves_backwards_that_ask_for_the_gradient_of_no_bias():
+    """torch asks for the gradient of a bias only if there is one."""
+    keys = [tune_key(backward_call(bias_gradient=asked)[0]) for asked in (False, True)]
+    assert keys[0] == keys[1] and "bias_gradient" not in keys[0]["options"]
+    assert "bias_gradient" in tune_key(backward_call(bias=ones(40, 40))[0])["options"]
 
 
 def test_replayed_pages_fill_the_pool():
@@ -536,7 +597,10 @@ def test_a_call_that_a_trial_cannot_state_does_not_end_the_run(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["score_mod", "append-rotary", "packed-slots"])
+@pytest.mark.parametrize(
+    "name",
+    ["score_mod", "append-rotary", "packed-slots", "values-inside-keys-backward", "append-of-values-inside-keys"],
+)
 def test_a_replayed_call_runs(name, monkeypatch):
     """The first and the last candidate agree; for a decode, the last is a tile that the prediction does not
     consider.
@@ -573,6 +637,26 @@ def test_a_measurement_chooses_among_all_tiles_of_a_decode():
     assert repr(plan(chosen.problem, AMPERE).tile) == decodes[4]
     pieces = chosen.problem._replace(cache=chosen.problem.cache._replace(split_size=64))
     assert repr(plan(pieces, AMPERE).tile) == task_candidates.default[1]
+
+
+def test_a_tune_of_values_inside_keys_may_choose_two_warpgroups():
+    """The form for wgmma is a candidate with the results of the default, and the plan once it is the fastest."""
+    hopper = named("sm_90a")
+    trial = Trial(
+        "float16", 160, 128, q_len=1, kv_len=144, heads=1, causal=True, backward=False, cache=CacheTrial(page=16),
+        shared_kv=True,
+    )  # fmt: skip
+    found = tuning.find_candidates(tuning.Task("candidates", "simulator:sm_90a", trial=trial))
+    warpgroups = [tile for tile in found.tiles if "tma=True" in tile[1]]
+    task = tuning.Task("tile", "simulator:sm_90a", "mma_decode", trial, tile=warpgroups[0][1])
+    assert found.default not in warpgroups and tuning.measure(task, lambda step, seconds: None) > 100
+    chosen, _ = tuning._posed("simulator:sm_90a", trial, None)
+    measured = [Measured(*warpgroups[0], 1.0), Measured(*found.default, 2.0)]
+    measurements.store_tune(hopper, found.key, measurements.INSTRUCTIONS, measured, found.default, {}, True)
+    forget_plans()
+    tuned = plan(chosen.problem, hopper)
+    assert not chosen.tile.tma and repr(tuned.tile) == warpgroups[0][1]
+    assert "latent_decode" in {launch.function for launch in tuned.launches}
 
 
 @pytest.mark.exhaustive
@@ -629,6 +713,10 @@ LINES = {
     '{"backward": false, "cache": {"pages": 12}}': "cache has no field 'pages'; the fields are page, blocks",
     '{"backward": false, "cache": {"slots": true}}': "slots of the cache are for appended rows",
     '{"backward": false, "cache": {"appended": -1, "slots": 1}}': "appended of the cache must be a whole number of at",
+    '{"shared_kv": 1}': "shared_kv must be True or False, not 1",
+    '{"shared_kv": true}': "shared_kv needs head_dim_v, the numbers of a key that are its value",
+    '{"shared_kv": true, "head_dim_v": 65}': "head_dim_v 65 must be at most head_dim 64",
+    '{"shared_kv": true, "head_dim": "x", "head_dim_v": 65}': "head_dim must be a whole number of at least 1",
     '{"cache": {}}': "backward is not for calls on a KV cache",
     '{"mods": 5}': "mods must be a text, not 5",
     '{"mods": "system(0)"}': "mods is no text of a traced function",

@@ -151,7 +151,7 @@ BUGS = {
     "nan-past-the-length": never("clear-hidden-keys"),
     "zeros-are-not-fenced": skip("fence-zeros"),
     "nan-before-the-padding-ends": change("clear-hidden-keys", "start < keys.begin ||", ""),
-    "entry-past-the-last-key": change("look-up-page", "key < part.keys.end", "key <= part.keys.end"),
+    "entry-past-the-last-key": change("look-up-page", "key < keys.end", "key <= keys.end"),
     "page-of-the-next-tile": change("load-V-page", "current", "block"),
     "rows-of-another-page": change("row-in-page-of-box", "start + row", "row"),
     "no-wait-for-an-empty-slot": skip("acquire-KV-slot"),

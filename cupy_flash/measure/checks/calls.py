@@ -41,7 +41,10 @@ ROWS: tuple[dict[str, Any], ...] = (
     dict(options=("mask", "q_lengths", "kv_lengths")),
     dict(causal="top_left", options=("dropout",)),
     dict(causal=True, packed=True, options=("sink",)),
+    dict(causal=True, shared_kv=True, head_dim=64, head_dim_v=40),
 )
+# Values inside keys with the sizes of multi-head latent attention, for which engines may have kernels of their own.
+LATENT: dict[str, Any] = dict(shared_kv=True, head_dim=576, head_dim_v=512)
 CACHE_OPTIONS: tuple[dict[str, Any], ...] = (dict(q_len=5), dict(window=(20, 0)), dict(options=("softcap", "sink")))
 PAGE = 16  # keys per page
 SIZES: dict[str, Any] = dict(
@@ -65,10 +68,10 @@ def trials(engine: str, on: Device, simulated: bool, quick: bool) -> list[Trial]
     base = replace(cases[0], head_dim_v=None)
     dtypes = [dtype for dtype in module.DTYPES[1:] if dtype != FP8]
     if module.OPTIONS is None:
-        rows = [*CACHE_OPTIONS, *(dict(dtype=dtype) for dtype in dtypes)]
+        rows = [*CACHE_OPTIONS, LATENT | dict(kv_len=2 * base.kv_len), *(dict(dtype=dtype) for dtype in dtypes)]
     else:
         cases[0] = replace(cases[0], causal=True)
-        rows = [*ROWS[1:], *(dict(dtype=dtype, causal=True) for dtype in dtypes)]
+        rows = [*ROWS[1:], LATENT, *(dict(dtype=dtype, causal=True) for dtype in dtypes)]
     if FP8 in module.DTYPES and simulated:  # CuPy has no dtype for fp8
         rows.append(dict(dtype=FP8, head_dim=128, backward=False, options=("q_descale", "v_descale")))
     cases += [served for row in rows for served in _served(engine, on, replace(base, **row))]
@@ -80,7 +83,7 @@ def _served(engine: str, on: Device, trial: Trial) -> list[Trial]:
     values = {feature.name: feature.example if feature.kind == NUMBER else True for feature in FEATURES}
     facts: dict[str, Any] = {name: getattr(trial, name) for name in ("causal", "window", "layout", "deterministic")}
     facts |= {name: values[name] for name in trial.options}
-    facts |= {name: getattr(trial, name) for name in ("dtype", "head_dim", "head_dim_v", "packed")}
+    facts |= {name: getattr(trial, name) for name in ("dtype", "head_dim", "head_dim_v", "shared_kv", "packed")}
     facts |= dict(group=trial.heads // trial.kv_heads, cache=MODULES[engine].OPTIONS is None, engine=engine)
     for each in dict.fromkeys((trial, replace(trial, backward=False))):
         problems = ahead.problems(**facts, backward=each.backward)
@@ -180,7 +183,7 @@ def run_on_cache(task: Task, announce: Announce) -> str | None:
         options |= dict(cache_seqlens=lengths, causal=True)
         form_of_cache = "contiguous" if page is None else "paged"
         exact, low = (formula(*call[:3], **options, dtype=dtype)[:2] for dtype in (None, call.q.dtype))
-        arrays = [call.q, call.k.copy(), call.v.copy()]
+        arrays = [call.q, call.k.copy(), None if call.v is None else call.v.copy()]
         given = options | dict(backend=task.backend, engine=task.engine, return_lse=True)
         # The call also compiles the append and merge kernels, so the limit of a compilation is added.
         announce(f"{task.name}: {form_of_cache}", COMPILE_SECONDS + task.seconds)
@@ -342,8 +345,9 @@ def move(backend: str, x: Any) -> Any:
 def _assign(call: Call, values: Call | None) -> None:
     """Copy the values of another call, or zeros for None, into the arrays of a call on the current stream."""
     for name in ("q", "k", "v", "dout"):
-        array = getattr(call, name).view("uint8")
-        array[...] = 0 if values is None else getattr(values, name).view("uint8")
+        if getattr(call, name) is not None:
+            array = getattr(call, name).view("uint8")
+            array[...] = 0 if values is None else getattr(values, name).view("uint8")
 
 
 def on_host(results: list[Any]) -> Results:

@@ -17,6 +17,7 @@ from cupy_flash import device
 from cupy_flash.engines.launch import Launch
 from cupy_flash.gpu import ahead
 from cupy_flash.jit import nvrtc
+from cupy_flash.jit.shared_memory import kernel_constant
 from cupy_flash.jit.source import assemble
 
 from ..report import NOTHING, Table
@@ -58,15 +59,18 @@ POLYNOMIAL, SHARE = Counter({"FADD2": 3, "FFMA2": 3, "FMNMX": 2, "LEA": 2}), 1 /
 
 
 class Softmax(NamedTuple):
-    """The opcodes of a step of the softmax: before it signals the factor, then to each of two signals of P."""
+    """The opcodes of a step of the softmax: before it signals the factor, then to each of two signals of P.
+
+    If P does not lie over S, it signals behind the factor that it has read S.
+    """
 
     segments: tuple[Counter[str], ...]
 
     @classmethod
-    def of(cls, path: Sequence[str]) -> Softmax:
+    def of(cls, path: Sequence[str], p_over_s: bool) -> Softmax:
         """Return the segments of a path through the loop, which ends with the second signal of P."""
         *parts, rest = segments(path)
-        assert len(parts) == 3, len(parts)
+        assert len(parts) == (3 if p_over_s else 4), len(parts)
         return cls((parts[0] + rest, *parts[1:]))
 
     def emulating(self, share: float) -> Softmax:
@@ -88,6 +92,7 @@ class Schedule(NamedTuple):
     issue: float  # instructions of the issuing thread for an mma
     mufu: int  # clocks between two exponentials of a warp
     factors: float  # latency of the signals between softmax and correction
+    p_over_s: bool = True  # S of the next keys is issued behind PV; else before, once the softmax has read S
     strict: bool = False  # S of the next keys waits for PV, whose P it overwrites
     pair: bool = False  # of CTAs, each of which holds half of K and V in slots of half the size
 
@@ -145,8 +150,8 @@ class Block(Roles):
                     yield from load_V(step)
 
     def issue(self) -> Process:
-        """Issue S of both tiles, then for each PV and the next S of its tile."""
-        (dim, dim_v), pair = self.schedule.dims, self.schedule.pair
+        """Issue S of both tiles, then for each PV and the next S of its tile, or these in the other order."""
+        (dim, dim_v), pair, over = self.schedule.dims, self.schedule.pair, self.schedule.p_over_s
         qk, pv = clocks_of_mma(KEYS, pair), FROM_TENSOR_MEMORY * clocks_of_mma(dim_v, pair)
 
         def issued(clock: float, count: int, clocks: float, *signals: str) -> float:
@@ -156,48 +161,53 @@ class Block(Roles):
                 self.given[name].append(end + SIGNAL)
             return clock + own * count
 
-        clock = yield 0.0
+        def issue_S(step: int, t: int) -> Process:
+            clock = yield "K", step + 1
+            clock = yield f"Q{t}", step // self.steps + 1
+            if not over:
+                clock = yield f"S{t} read", step
+            read = [f"Q{t} read"] * ((step + 1) % self.steps == 0) + ["K read"] * t
+            yield issued(clock, dim // 16, qk, f"S{t}", *read)
+
+        yield 0.0
         for step in range(WORK_TILES * self.steps):
             first, last = step % self.steps == 0, step % self.steps == self.steps - 1
-            tile, ends = step // self.steps, self.steps == 1 or (step + 1) % self.steps == self.steps - 1
-            if first:
-                clock = yield "K", step + 1
-                for t in range(2):
-                    clock = yield f"Q{t}", tile + 1
-                    read = [f"Q{t} read"] * (self.steps == 1) + ["K read"] * t
-                    clock = yield issued(clock, dim // 16, qk, f"S{t}", *read)
-            clock = yield "V", step + 1
+            for t in range(2 * first):
+                yield from issue_S(step, t)
+            yield "V", step + 1
             for t in range(2):
-                clock = yield f"P{t}", step + 1
+                if not (over or last):
+                    yield from issue_S(step + 1, t)
+                yield f"P{t}", step + 1
                 clock = yield f"rescaled{t}", step + 1
                 clock = yield issued(clock, 6, pv)
                 clock = yield f"all P{t}", step + 1
-                strict = [f"PV{t}"] * (self.schedule.strict and not last)
-                clock = yield issued(clock, 2, pv, *["V read"] * t, *[f"O{t}"] * last, *strict)
-                if strict:
-                    clock = yield strict[0], step - tile + 1
-                if not last:
-                    clock = yield "K", step + 2
-                    read = [f"Q{t} read"] * ends + ["K read"] * t
-                    clock = yield issued(clock, dim // 16, qk, f"S{t}", *read)
+                yield issued(clock, 2, pv, *["V read"] * t, f"PV{t}")
+                if over and not last:
+                    if self.schedule.strict:
+                        yield f"PV{t}", step + 1
+                    yield from issue_S(step + 1, t)
 
     def softmax(self, t: int) -> Process:
-        """Send the factor of each step, and store P in two parts."""
-        factors = self.schedule.factors
+        """Send the factor of each step, and store P in two parts, the first of them once PV has read P before."""
+        factors, over = self.schedule.factors, self.schedule.p_over_s
         clock = yield 0.0
         for step in range(WORK_TILES * self.steps):
             sent = step + step // self.steps
             clock = yield f"S{t}", step + 1
             clock = yield clock + LOADED
-            for n, opcodes in enumerate(self.schedule.softmax.segments):
-                for _ in range(CHUNKS):
+            signals = [f"factor{t}", *[f"S{t} read"] * (not over), f"P{t}", f"all P{t}"]
+            for signal, opcodes in zip(signals, self.schedule.softmax.segments, strict=True):
+                for n in range(CHUNKS):
+                    if signal == f"P{t}" and n == CHUNKS // 3:  # one of the three parts that this signal is for
+                        clock = yield f"PV{t}", step
                     clock = yield self.executes(clock, opcodes, 1 / CHUNKS)
-                if n == 0:
+                if signal == f"factor{t}":
                     clock = yield f"factor{t} read", sent
-                    self.given[f"factor{t}"].append(clock + factors)
+                    self.given[signal].append(clock + factors)
                 else:
-                    clock = yield clock + STORED
-                    self.given["all P" * (n == 2) + "P" * (n == 1) + str(t)].append(clock + SIGNAL)
+                    clock = yield clock + STORED * ("P" in signal)
+                    self.given[signal].append(clock + SIGNAL)
             if step % self.steps == self.steps - 1:
                 clock = yield self.executes(clock, Counter({"rest": FINISHED}))
                 clock = yield f"factor{t} read", sent + 1
@@ -207,15 +217,15 @@ class Block(Roles):
         """Rescale O, which few steps need, and store it after the last step."""
         clock = yield 0.0
         for received in range(WORK_TILES * (self.steps + 1)):
-            last = received % (self.steps + 1) == self.steps
+            tile, last = received // (self.steps + 1), received % (self.steps + 1) == self.steps
             for t in range(2):
                 clock = yield f"factor{t}", received + 1
                 clock = yield self.executes(clock, Counter({"rest": CORRECTED}))
                 self.given[f"factor{t} read"].append(clock + self.schedule.factors)
+                clock = yield f"PV{t}", received - tile
                 if not last:
                     self.given[f"rescaled{t}"].append(clock + SIGNAL)
                     continue
-                clock = yield f"O{t}", received // (self.steps + 1) + 1
                 for _ in range(CHUNKS):
                     part = Counter({"rest": round(STORED_COLUMN * self.schedule.dims[1] / CHUNKS)})
                     clock = yield self.executes(clock + LOADED / CHUNKS, part)
@@ -236,7 +246,7 @@ class Prediction(NamedTuple):
     step: dict[str, float]  # clocks that each unit needs for a step of 128 x 128 scores
     planned: int
     fractions: tuple[float, ...]  # PUBLISHED / the model's of FlashAttention-4 times the model's, by share (SHARES)
-    strict: float  # that whose share is planned, with a strict order
+    strict: float | None  # that whose share is planned, with a strict order; None if it relies on no order
     pair: float | None  # the same computed by pairs of CTAs; None if an mma has fewer than 128 columns
 
 
@@ -250,12 +260,14 @@ def launch_of(dims: tuple[int, int], arch: str) -> Launch:
 
 def schedule_of(launch: Launch, dims: tuple[int, int], arch: str, share: int) -> Schedule:
     """Compile a kernel with a share of polynomials and return its schedule."""
-    text = assemble(launch.kernel, dict(launch.constants) | {"POLYNOMIALS": share}, dict(launch.headers))
+    constants = dict(launch.constants)
+    text = assemble(launch.kernel, constants | {"POLYNOMIALS": share}, dict(launch.headers))
     code = nvrtc.compile(text, launch.kernel, arch).code
     issuing = sass.mainloop(code)
     issue = len(issuing.steady) / issuing.counts()["products"]
-    softmax = Softmax.of(sass.row_loop(code, KEYS).steady)
-    return Schedule(dims, int(dict(launch.constants)["STAGES"]), softmax, issue, ARCHS[arch], SIGNAL)
+    p_over_s = bool(kernel_constant(launch.kernel, "P_OVER_S", constants))
+    softmax = Softmax.of(sass.row_loop(code, KEYS).steady, p_over_s)
+    return Schedule(dims, int(constants["STAGES"]), softmax, issue, ARCHS[arch], SIGNAL, p_over_s)
 
 
 def fraction(schedule: Schedule, clocks: float) -> float:
@@ -293,7 +305,7 @@ def predict(progress: Progress) -> list[Prediction]:
         planned = int(dict(launch.constants).get("POLYNOMIALS", 0))
         shares = schedules[arch, dims]
         fractions = tuple(map(reached, shares.values()))
-        strict = reached(shares[planned]._replace(strict=True))
+        strict = reached(shares[planned]._replace(strict=True)) if shares[planned].p_over_s else None
         pair = reached(shares[planned]._replace(pair=True)) if dims in PAIR_DIMS else None
         step, of_launch = resources(shares[planned]), fingerprint(launch)
         predictions.append(Prediction(arch, dims, launch.tile, of_launch, step, planned, fractions, strict, pair))

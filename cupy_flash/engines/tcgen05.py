@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..device import Device
-from ..jit.shared_memory import shared_bytes
+from ..jit.shared_memory import kernel_constant, shared_bytes
 from ..problem.records import FORWARD, Problem
 from . import mma
 from .fragments import backward_workspaces, fragment_backward, fragment_constants, fragment_refusals
@@ -104,19 +104,21 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
 
 
 def choices(problem: Problem, device: Device) -> Sequence[Tile]:
-    """Return `tiles`, and these once more with a strict order of mma."""
-    return [tile._replace(strict=strict) for strict in (False, True) for tile in tiles(problem, device)]
+    """Return `tiles`, and once more with a strict order of mma those that rely on one."""
+    legal = tiles(problem, device)
+    return legal + [tile._replace(strict=True) for tile in legal if problem.backward or _p_over_s(problem, tile)]
 
 
 def forms(problem: Problem, device: Device, tile: Tile) -> dict[str, Sequence[Tile]]:
-    """Return the strict form of the tiles with as many queries."""
-    return {"strict": [each for each in choices(problem, device) if each.strict and each.block_q == tile.block_q]}
+    """Return the strict form of the tiles with as many queries, if they rely on the order of mma."""
+    strict = [each for each in choices(problem, device) if each.strict and each.block_q == tile.block_q]
+    return {"strict": strict} if strict else {}
 
 
 def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     """Return predicted seconds: waves of blocks x the slower of products and exponentials.
 
-    With one tile of queries nothing hides the softmax, so the times are added.
+    The times are added where nothing hides the softmax: with one tile of queries whose P lies over S.
     """
     if problem.backward:
         return _backward_seconds(problem, pairs, device, tile)
@@ -125,7 +127,8 @@ def seconds(problem: Problem, pairs: int, device: Device, tile: Tile) -> float:
     products = elements * dims * PRODUCT_COST / MULTIPLY_ADDS
     exponentials = elements / EXPONENTIALS.get(device.arch, 16)
     clocks = STEP + WAIT * tile.strict * tile.block_q / ROWS
-    clocks += max(products, exponentials) if tile.block_q > ROWS else products + exponentials
+    is_hidden = tile.block_q > ROWS or not _p_over_s(problem, tile)
+    clocks += max(products, exponentials) if is_hidden else products + exponentials
     blocks = max(problem.batch * problem.heads * -(-problem.q_len // tile.block_q), 1)
     steps = -(-problem.mask.visited(pairs / max(problem.q_len, 1), tile.block_q, tile.block_kv) // tile.block_kv)
     waves = max(blocks / device.units, 1.0) if problem.mask.edges else float(-(-blocks // device.units))
@@ -249,3 +252,9 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     """Return the bytes of dynamic shared memory."""
     kernel = "tcgen05/backward" if problem.backward else "tcgen05/forward"
     return shared_bytes(kernel, _tile_constants(problem, tile))
+
+
+@lru_cache(maxsize=1024)
+def _p_over_s(problem: Problem, tile: Tile) -> bool:
+    """Return whether the forward stores P over S in tensor memory, and so relies on the order of mma."""
+    return bool(kernel_constant("tcgen05/forward", "P_OVER_S", _tile_constants(problem, tile)))

@@ -1,4 +1,4 @@
-"""Computes the shared memory of a kernel from the layout in its source, before anything is compiled.
+"""Computes the shared memory of a kernel, and other constants, from its source, before anything is compiled.
 
 A kernel with dynamic shared memory states where its buffers begin and, last, how many bytes they are:
 
@@ -58,17 +58,22 @@ def shared_bytes(kernel: str, constants: Mapping[str, Constant]) -> int:
 
     Raises ValueError for a definition that cannot be translated.
     """
-    return int(_layout(kernel, tuple(bool(constants.get(name)) for name in SWITCHES))(constants))
+    return kernel_constant(kernel, "SharedMemory::BYTES", constants)
+
+
+def kernel_constant(kernel: str, name: str, constants: Mapping[str, Constant]) -> int:
+    """Return a constant of kernels_cu/<kernel>.cu by its qualified name, as `shared_bytes` does."""
+    return int(_layout(kernel, name, tuple(bool(constants.get(switch)) for switch in SWITCHES))(constants))
 
 
 @lru_cache(maxsize=64)
-def _layout(kernel: str, switched: tuple[bool, ...]) -> Callable[[Mapping[str, Constant]], int]:
-    """Return the function that computes a kernel's bytes of shared memory from its constants."""
+def _layout(kernel: str, name: str, switched: tuple[bool, ...]) -> Callable[[Mapping[str, Constant]], int]:
+    """Return the function that computes a constant of a kernel from the constants of config.cuh."""
     translation = Translation(kernel, dict(zip(SWITCHES, switched, strict=True)))
-    result = translation.number("SharedMemory::BYTES", "")
+    result = translation.number(name, "")
     text = "\n  ".join(["def layout(constants):", *translation.lines, f"return {result}"])
     namespace: dict[str, Any] = {"SIZES": SIZES}
-    exec(compile(text, f"<the shared memory of {kernel}>", "exec"), namespace)
+    exec(compile(text, f"<{name} of {kernel}>", "exec"), namespace)
     layout: Callable[[Mapping[str, Constant]], int] = namespace["layout"]
     return layout
 

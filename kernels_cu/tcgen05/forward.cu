@@ -58,16 +58,19 @@ __device__ bool clears_V(const Sequence& sequence, int kv_start) {
   return CLEARS_V && kv_start + BLOCK_KV > sequence.kv_len;  // @V-past-keys
 }
 
-// The role of the mma. S and PV of two tiles of queries alternate: behind PV of a tile follows its next S.
+// The role of the mma. S and PV of two tiles of queries alternate: behind PV of a tile follows its next S, or, where P
+// has columns of its own, before it.
 __device__ void issue_products(const Params& p, Barriers barriers, unsigned int tmem) {
   constexpr unsigned int QK = instruction_descriptor<element>(BLOCK_KV, K_MAJOR),
                          PV = instruction_descriptor<element>(DIM_V, MN_MAJOR);  // @major-of-V
   Q_Ring Q[2] = {barriers.Q(0), barriers.Q(TILES - 1)};
+  Signal S_read[2] = {barriers.S_read(0), barriers.S_read(TILES - 1)};
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
   Signal P_complete[2] = {barriers.P_complete(0), barriers.P_complete(TILES - 1)};
   Signal PV_complete[2] = {barriers.PV_complete(0), barriers.PV_complete(TILES - 1)};
 
   auto issue_S = [&](int t) {
+    if constexpr (!P_OVER_S) S_read[t].wait();  // @wait-S-read
     if (!issues_loads()) return;
     unsigned long long q = tcgen05_descriptor(k_major_descriptor(recomputed(Q[t].tile()))), k;
     constexpr int NEXT_OF_Q = ROWS * PANEL_ROW >> 4;
@@ -86,7 +89,7 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
         tcgen05_descriptor(mn_major_descriptor(recomputed(barriers.V.panel(0)), barriers.V.distance()));
 #pragma unroll
     for (int n = begin / 16; n < end / 16; ++n)
-      tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::S(t) + 8 * n, v + n * NEXT_16_ROWS, PV,
+      tcgen05_mma(tmem + TensorMemory::O(t), tmem + TensorMemory::P(t) + 8 * n, v + n * NEXT_16_ROWS, PV,
                   adds || n > 0);  // @mma-PV
   };
 
@@ -101,6 +104,11 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
       return !ahead.valid();
     };
     bool ends = is_last();
+    auto issue_next_S = [&](int t) {
+      if (t == 0) barriers.K.wait();  // @wait-K
+      issue_S(t);
+      if (ends) Q[t].release();  // @release-Q
+    };
     barriers.K.wait();  // @wait-first-K
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
@@ -117,22 +125,16 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
       if constexpr (CLEARS_V) barriers.V_cleared().wait();  // @wait-cleared-V
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
+        if (!P_OVER_S && !is_end) issue_next_S(t);
         P_ready[t].wait();  // @wait-P
         issue_PV(t, 0, EARLY_KEYS, adds);
         P_complete[t].wait();  // @wait-complete-P-stored
         issue_PV(t, EARLY_KEYS, BLOCK_KV, true);
         if (t == TILES - 1) barriers.V.release();
-        if constexpr (STRICT) {  // also after the last keys: S of the next tile of queries takes the place of P
-          if (issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);
-          PV_complete[t].wait();  // @wait-PV
-        }
-        if (is_end) {
-          if (issues_loads()) tcgen05_commit(barriers.O_ready(t).mbarrier);  // @commit-O
-        } else {
-          if (t == 0) barriers.K.wait();  // @wait-K
-          issue_S(t);
-          if (ends) Q[t].release();  // @release-Q
-        }
+        if ((SIGNALS_PV || is_end) && issues_loads()) tcgen05_commit(PV_complete[t].mbarrier);  // @signal-PV
+        // Also after the last keys: S of the next tile of queries takes the place of P.
+        if constexpr (STRICT && P_OVER_S) PV_complete[t].wait();  // @wait-PV
+        if (P_OVER_S && !is_end) issue_next_S(t);
       }
       if (!is_end) barriers.K.release();
     }
@@ -143,8 +145,9 @@ __device__ void issue_products(const Params& p, Barriers barriers, unsigned int 
 __device__ void compute_softmax(const Params& p, Barriers barriers, float* factors, unsigned int tmem, int t) {
   float scale_log2 = log2_scale_of(p);
   int row = t * ROWS + threadIdx.x % ROWS;
-  unsigned int S_tmem = lanes_of_warp(tmem + TensorMemory::S(t));
-  Signal S_ready = barriers.S_ready(t), P_ready = barriers.P_ready(t), P_complete = barriers.P_complete(t);
+  unsigned int S_tmem = lanes_of_warp(tmem + TensorMemory::S(t)), P_tmem = lanes_of_warp(tmem + TensorMemory::P(t));
+  Signal S_ready = barriers.S_ready(t), S_read = barriers.S_read(t), P_read = barriers.P_read(t);
+  Signal P_ready = barriers.P_ready(t), P_complete = barriers.P_complete(t);
   Signal factor_ready = barriers.factor_ready(t), factor_read = barriers.factor_read(t);
 
   auto send = [&](float factor) {
@@ -204,10 +207,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
         send(update_max(softmax, row_max, scale_log2));
 #endif
       } else {
-#pragma unroll
-        for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), S_tmem + n);
-        tmem_wait_ld();  // @wait-loaded-S
-        fence_loaded(S);
+        load_S(S, S_tmem);
         if (masked) modify<true>(S, score, band, i, kv_tiles.start, dense_row);  // @mask-row
 #if STATISTICS
         float row_max = max_of(S);
@@ -216,6 +216,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
 #else
         send(update_max(softmax, max_of(S), scale_log2));
 #endif
+        if constexpr (!P_OVER_S) S_read.arrive();  // @arrive-S-read
       }
       RowSum sum(softmax.l);
 #if STATISTICS
@@ -238,7 +239,8 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
 #endif
         if constexpr (DROPOUT) drop(part, dropout, i, kv_tiles.start + n);
         round_row(P, part);
-        tmem_st(S_tmem + n / 2, P);
+        if (!P_OVER_S && n == 0) P_read.wait();  // @wait-P-read
+        tmem_st(P_tmem + n / 2, P);
         if (n + PART == EARLY_KEYS) {
           tmem_wait_st();  // @wait-stored-P
           P_ready.arrive();
@@ -262,7 +264,7 @@ __device__ void compute_softmax(const Params& p, Barriers barriers, float* facto
 __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, const float* factors, unsigned int tmem) {
   int row = threadIdx.x % ROWS;
   Signal P_ready[2] = {barriers.P_ready(0), barriers.P_ready(TILES - 1)};
-  Signal O_ready[2] = {barriers.O_ready(0), barriers.O_ready(TILES - 1)};
+  Signal PV_complete[2] = {barriers.PV_complete(0), barriers.PV_complete(TILES - 1)};
   Signal factor_ready[2] = {barriers.factor_ready(0), barriers.factor_ready(TILES - 1)};
   Signal factor_read[2] = {barriers.factor_read(0), barriers.factor_read(TILES - 1)};
 
@@ -281,8 +283,9 @@ __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, co
     for (BlockKvTiles kv_tiles(band, scheduler.head, q_start); kv_tiles.valid(); kv_tiles.next(), visited = true)
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        // The mma of S, for which the softmax has waited, ran behind PV of the previous keys: O is at rest.
         float factor = receive(t);
+        // Where this role need not wait, O is at rest: S, for which the softmax has waited, ran behind PV before.
+        if (SIGNALS_PV && visited) PV_complete[t].wait();  // @wait-O-at-rest
         // @rescales-O
         if (visited && __any_sync(0xFFFFFFFF, factor != 1)) rescale_O(lanes_of_warp(tmem + TensorMemory::O(t)), factor);
         P_ready[t].arrive();
@@ -290,7 +293,7 @@ __device__ void correct(const Params& p, const Maps& maps, Barriers barriers, co
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       float factor = receive(t);
-      if (visited) O_ready[t].wait();  // @wait-O-ready
+      if (visited) PV_complete[t].wait();  // @wait-O-ready
       store_O(p, maps, barriers.smem + SharedMemory::O, sequence, scheduler.head, q_start + t * ROWS,
               lanes_of_warp(tmem + TensorMemory::O(t)), factor, visited);
     }

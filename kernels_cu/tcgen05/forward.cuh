@@ -3,7 +3,7 @@
 //   SharedMemory    the layout of shared memory; TensorMemory: that of tensor memory
 //   Signal          an mbarrier between two roles; Ring: slots of tiles that TMA fills and tcgen05.mma read
 //   Barriers        the mbarriers and rings of a block, as one role sees them
-//   load            columns of tensor memory; rescale_O
+//   load_S, rescale_O     columns of tensor memory
 //   store_O         epilogue: O -> global memory
 #pragma once
 #include "../rows.cuh"
@@ -32,12 +32,23 @@ constexpr bool CLEARS_V = PACKED || KV_LENGTHS;
 
 using BlockKvTiles = KvTiles<Order::LAST_TO_FIRST>;
 
-// First columns. P, two numbers a column, lies over the first half of its S: the softmax has read S before it stores P,
-// and S of the next keys is issued behind the PV that reads P. PTX promises the order of two mma only if they have the
-// same accumulator; every published measurement has found those of a thread in order. STRICT does not rely on it.
+// P, two numbers a column, has columns of its own where they fit: then S of the next keys is issued once the softmax
+// has read S, so that the tensor cores compute it and PV under the softmax of the same tile. With STORES_S the softmax
+// reads S until P is complete, which leaves nothing to gain.
+//
+// Else P lies over the first half of its S: the softmax has read S before it stores P, and S of the next keys is issued
+// behind the PV that reads P. PTX promises the order of two mma only if they have the same accumulator; every published
+// measurement has found those of a thread in order. STRICT does not rely on it.
+constexpr int P_COLUMNS = BLOCK_KV / 2;
+constexpr bool P_OVER_S = STORES_S || TILES * (BLOCK_KV + DIM_V + P_COLUMNS) > TENSOR_MEMORY_COLUMNS;
+// PV of each tile of keys signals that it is complete, not only that of the last one.
+constexpr bool SIGNALS_PV = STRICT || !P_OVER_S;
+
+// First columns.
 struct TensorMemory {
   __device__ static constexpr int S(int t) { return t * BLOCK_KV; }  // @columns-of-S
   __device__ static constexpr int O(int t) { return TILES * BLOCK_KV + t * DIM_V; }
+  __device__ static constexpr int P(int t) { return P_OVER_S ? S(t) : O(TILES) + t * P_COLUMNS; }  // @columns-of-P
 };
 static_assert(TILES * (BLOCK_KV + DIM_V) <= TENSOR_MEMORY_COLUMNS, "S and O fit tensor memory");
 
@@ -124,13 +135,15 @@ struct Barriers {
     return {smem + SharedMemory::V_CLEARED + 8 * (V.index % V_STAGES), V.parity() == 1};
   }
   __device__ unsigned int signal(int n, int t) const { return smem + SharedMemory::SIGNALS + 8 * (n * TILES + t); }
-  __device__ Signal S_ready(int t) const { return signal(0, t); }       // q.k are in S; O has been added to
-  __device__ Signal P_ready(int t) const { return signal(1, t); }       // P of the early keys is stored, O is rescaled
-  __device__ Signal P_complete(int t) const { return signal(5, t); }    // all of P is stored
-  __device__ Signal PV_complete(int t) const { return signal(6, t); }   // STRICT: PV has read P
-  __device__ Signal O_ready(int t) const { return signal(2, t); }       // the last PV of a tile is complete
-  __device__ Signal factor_ready(int t) const { return signal(3, t); }  // the factors of O are in shared memory
-  __device__ Signal factor_read(int t) const { return {signal(4, t), true}; }
+  __device__ Signal S_ready(int t) const { return signal(0, t); }  // q.k are in S; P_OVER_S: and PV before is complete
+  __device__ Signal P_ready(int t) const { return signal(1, t); }  // P of the early keys is stored, O is rescaled
+  __device__ Signal P_complete(int t) const { return signal(2, t); }    // all of P is stored
+  __device__ Signal PV_complete(int t) const { return signal(3, t); }   // O has been added to, and P read
+  __device__ Signal factor_ready(int t) const { return signal(4, t); }  // the factors of O are in shared memory
+  // The first wait for one of these passes, as nothing has been written yet.
+  __device__ Signal S_read(int t) const { return {signal(5, t), true}; }  // the softmax has loaded S
+  __device__ Signal P_read(int t) const { return {signal(3, t), true}; }  // PV_complete
+  __device__ Signal factor_read(int t) const { return {signal(6, t), true}; }
 
   __device__ void init() const {
     K.init(), V.init();
@@ -140,15 +153,23 @@ struct Barriers {
     for (int t = 0; t < TILES; ++t) {
       Q(t).init();
       mbarrier_init(S_ready(t).mbarrier, 1);
-      mbarrier_init(P_ready(t).mbarrier, 2 * SOFTMAX_WARPS);  // @arrivals-of-P
+      if constexpr (!P_OVER_S) mbarrier_init(S_read(t).mbarrier, SOFTMAX_WARPS);  // @arrivals-of-S-read
+      mbarrier_init(P_ready(t).mbarrier, 2 * SOFTMAX_WARPS);                      // @arrivals-of-P
       mbarrier_init(P_complete(t).mbarrier, SOFTMAX_WARPS);
-      if constexpr (STRICT) mbarrier_init(PV_complete(t).mbarrier, 1);
-      mbarrier_init(O_ready(t).mbarrier, 1);
+      mbarrier_init(PV_complete(t).mbarrier, 1);
       mbarrier_init(factor_ready(t).mbarrier, SOFTMAX_WARPS);
       mbarrier_init(factor_read(t).mbarrier, SOFTMAX_WARPS);
     }
   }
 };
+
+// Loads a row of scores.
+__device__ inline void load_S(float (&S)[BLOCK_KV], unsigned int tmem) {
+#pragma unroll
+  for (int n = 0; n < BLOCK_KV; n += PART) tmem_ld(*(float (*)[PART])(S + n), tmem + n);
+  tmem_wait_ld();  // @wait-loaded-S
+  fence_loaded(S);
+}
 
 // O is loaded in parts of so many columns.
 constexpr int O_PART = DIM_V % 32 ? 16 : 32;

@@ -224,6 +224,17 @@ def test_the_slowest_unit_bounds_a_step_of_blackwell(schedule, clocks):
     assert 2 * clocks <= (long - short) / 8 + 1e-6 <= 2.06 * clocks
 
 
+def test_P_in_columns_of_its_own():
+    """S of the next keys and PV run under the softmax of the same tile of queries, which otherwise waits for both."""
+    over = blackwell((64, 64), 8, exponentials=104)
+    first, *parts = over.softmax.segments
+    apart = over._replace(softmax=events.Softmax((first, events.Counter(), *parts)), p_over_s=False)
+    clocks = [events.Block(each, steps).run() for each in (over, apart) for steps in (4, 12)]
+    exponentials = 2 * 8 * 104
+    assert (clocks[1] - clocks[0]) / 8 > 1.05 * exponentials
+    assert exponentials <= (clocks[3] - clocks[2]) / 8 + 1e-6 <= 1.01 * exponentials
+
+
 def test_slots_and_polynomials_of_blackwell():
     """With one slot of V the tensor cores wait for copies, unless K and V take turns in the memory of three slots.
 
@@ -262,7 +273,7 @@ def test_predictions_of_blackwell_are_stored():
     for row in rows:
         planned = row["fractions"][events.SHARES.index(row["planned"])]
         assert planned > max(row["fractions"]) - 0.04  # the model's own scatter: roles fall in and out of step
-        assert planned - 0.05 < row["strict"] < planned + 0.01
+        assert row["strict"] is None if row["dims"] == [64, 64] else planned - 0.05 < row["strict"] < planned + 0.01
         assert planned >= events.FIRST_MARKS.get(tuple(row["dims"]), 0)
         assert row["pair"] is None if row["dims"][1] < 128 else row["pair"] > planned
 

@@ -202,13 +202,46 @@ def test_K_and_V_take_turns(dims, monkeypatch):
             forward(case, tile, 1)
 
 
+LAYOUTS = {
+    "two": (dict(head_dim=64), 256, False),
+    "V-of-64": (dict(head_dim=128, head_dim_v=64), 256, False),
+    "one-of-128": (dict(head_dim=128), 128, False),
+    "two-of-128": (dict(head_dim=128), 256, True),
+    "stored-S": (dict(head_dim=64, bias=True), 256, True),
+}
+
+
+@pytest.mark.parametrize(("words", "block_q", "over"), LAYOUTS.values(), ids=LAYOUTS)
+def test_tiles_whose_P_lies_over_S(words, block_q, over):
+    """The engine reads the layout of tensor memory in the kernel, as the compiler does, and has strict tiles for it."""
+    (problem,) = ahead.problems(dtype="bfloat16", engine="tcgen05", backward=False, **words)
+    (tile,) = (each for each in tcgen05.tiles(problem, BLACKWELL) if each.block_q == block_q)
+    assert (tile._replace(strict=True) in tcgen05.choices(problem, BLACKWELL)) == over
+    assert bool(tcgen05.forms(problem, BLACKWELL, tile)) == over
+    (step,) = tcgen05.launches(problem, BLACKWELL, tile)
+    declarations, _ = assemble(step.kernel, dict(step.constants)).split('extern "C"', 1)
+    nvrtc.compile(f'{declarations}static_assert(P_OVER_S == {over:d}, "");', step.kernel, "compute_100a")
+
+
+@pytest.mark.parametrize("tile", in_tiers({"one": ONE, "two": TWO}, ["one"]))
+def test_P_in_columns_of_its_own_relies_on_no_order(tile, monkeypatch):
+    case = Case(**LONG | dict(q_len=40, heads=1))
+    in_order = forward(case, tile, 1)
+    monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
+    result = forward(case, tile, 1)
+    assert result.out.tobytes() == in_order.out.tobytes() and result.lse.tobytes() == in_order.lse.tobytes()
+
+
+OVER_S = dict(softcap=5.0)  # S is stored again, and P over it
+
+
 @pytest.mark.parametrize("sizes", [dict(heads=1), dict(kv_len=60)], ids=["next-keys", "next-queries"])
 def test_a_strict_order_waits_for_products(sizes, monkeypatch):
     """Only a strict order holds if mma of different accumulators are not in order; both give the same bits.
 
     S of the next keys takes the place of P; behind the last keys, S of the block's next queries does.
     """
-    case = Case(**LONG | dict(q_len=40) | sizes)
+    case = Case(**LONG | dict(q_len=40) | OVER_S | sizes)
     plain = forward(case, ONE, 1)
     monkeypatch.setattr(TensorMemory, "IN_ORDER", False)
     strict = forward(case, ONE._replace(strict=True), 1)
@@ -220,10 +253,10 @@ def test_a_strict_order_waits_for_products(sizes, monkeypatch):
 
 
 def test_a_check_and_a_tune_run_both_orders(monkeypatch):
-    chosen, _ = planned(PLAIN, None, "sm_100a", engine="tcgen05")
+    chosen, _ = planned(Case(**LONG | OVER_S), None, "sm_100a", engine="tcgen05")
     assert not chosen.tile.strict
     assert {tile.strict for tile, _ in candidates(chosen, "tcgen05")} == {False, True}
-    trial = Trial(q_len=20, kv_len=140, heads=1, backward=False)
+    trial = Trial(q_len=20, kv_len=140, heads=1, backward=False, options=tuple(OVER_S))
     task = calls.Task("call", "simulator:sm_100a", "tcgen05", trial)
     assert calls.work(task, lambda *_: None) is None
     with planted(monkeypatch, after("wait-PV", "PV_complete[t].wait();")), pytest.raises(errors.Deadlock):
@@ -254,6 +287,7 @@ def test_bytes_conflicts_and_clocks(watch):
 
 
 FIRST_TILE = change("columns-of-S", "t * BLOCK_KV", "0 * t")
+P_OF_FIRST_TILE = change("columns-of-P", "t * P_COLUMNS", "0 * t")
 RELEASED_BY_HAND = change("release-by-commit", "tcgen05_commit(", "mbarrier_arrive(")
 ORDERING = (errors.Race, errors.PendingCopy, errors.PendingRegister, errors.MissingFence, errors.Deadlock)
 # name -> (bug, errors)
@@ -269,6 +303,12 @@ PLANTED = {
     "no wait for a factor": (skip("wait-factor"), (*ORDERING, errors.Uninitialised)),
     "no factor": (skip("send-factor"), errors.Uninitialised),
     "a factor overwritten": (skip("wait-factor-read"), ORDERING),
+    "S overwritten before the softmax reads it": (skip("wait-S-read"), ORDERING),
+    "S read by one warp": (change("arrivals-of-S-read", "SOFTMAX_WARPS", "1"), (*ORDERING, errors.BarrierMisuse)),
+    "S never read": (skip("arrive-S-read"), errors.Deadlock),
+    "P overwritten before PV reads it": (skip("wait-P-read"), ORDERING),
+    "PV of the last keys alone": (change("signal-PV", "SIGNALS_PV ||", ""), errors.Deadlock),
+    "PV before not waited for": (skip("wait-O-at-rest"), ORDERING),
     "P in flight": (skip("wait-stored-P"), ORDERING),
     "the last part of P in flight": (skip("wait-complete-P"), errors.PendingRegister),
     "S in flight": (skip("wait-loaded-S"), errors.PendingRegister),
@@ -286,6 +326,8 @@ PLANTED = {
     "O stored without a group": (skip("commit-O-store"), (errors.PendingCopy, errors.Race)),
     "one lane waits for O alone": (skip("waited-O-buffer"), (errors.PendingCopy, errors.Race)),
     "both S in the same columns": (FIRST_TILE, ORDERING),
+    "both P in the same columns": (P_OF_FIRST_TILE, ORDERING),
+    "P over O": (change("columns-of-P", "O(TILES)", "O(0)"), (*ORDERING, AssertionError)),
     "Hopper's descriptor": (change("tcgen05-version", "46", "45"), errors.BadDescriptor),
     "V not transposed": (change("major-of-V", "MN_MAJOR", "K_MAJOR"), (AssertionError, errors.SimulationError)),
     "half of the rows": (change("instruction-descriptor", "128u", "64u"), (AssertionError, errors.SimulationError)),
@@ -372,6 +414,7 @@ BUGS = {
 }
 FOUND_BY_DEFAULT = (
     "no wait for S", "no wait for P", "P in flight", "no fences after", "correction not waited for", "phases",
+    "S overwritten before the softmax reads it", "P overwritten before PV reads it", "both P in the same columns",
     "cleared rows not waited for", "words of another lane",
 )  # fmt: skip
 

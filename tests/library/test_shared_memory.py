@@ -10,7 +10,7 @@ from cupy_flash.engines import mma, mma_decode, simt, wgmma
 from cupy_flash.engines.launch import Launch
 from cupy_flash.gpu import ahead
 from cupy_flash.jit import nvrtc, shared_memory
-from cupy_flash.jit.shared_memory import shared_bytes
+from cupy_flash.jit.shared_memory import kernel_constant, shared_bytes
 from cupy_flash.jit.source import assemble, kernel_folder
 from cupy_flash.problem.records import DOUBLE_BACKWARD, FP8, JVP
 
@@ -83,6 +83,13 @@ def test_translates(kernels: Callable[..., None], name: str) -> None:
     )
     kernels(**{"toy/kernel.cu": layout(*map(str, members), before=FUNCTIONS), "functions.cuh": functions})
     assert shared_bytes("toy/kernel", SIZES) == expected
+
+
+def test_any_constant_of_a_kernel(kernels: Callable[..., None]) -> None:
+    flag = "constexpr bool OVERLAID = ROWS > 40 && 2 * TOP == 8;\n"
+    kernels(**{"toy/kernel.cu": layout("BYTES = 0", before=FUNCTIONS + flag), "functions.cuh": ""})
+    assert kernel_constant("toy/kernel", "Slot::V", SIZES) == 48
+    assert [kernel_constant("toy/kernel", "OVERLAID", {"ROWS": rows}) for rows in (40, 41)] == [0, 1]
 
 
 REFUSALS = {

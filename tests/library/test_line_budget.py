@@ -78,6 +78,8 @@ BUDGET = {
         (49, "mma: tiles, registers and cost of the forward of wide values inside keys"),
         (12, "refusals of blocks without lists, and of rows that TMA cannot load; scales in predicted times"),
         (41, "micro-kernels of tcgen05.cp: its shapes with and without swizzling, and products of what it copied"),
+        (3, "mma_decode: the price of values inside keys on two warpgroups"),
+        (39, "records of calls with values inside keys; calls whose record would state another problem are refused"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

@@ -44,7 +44,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     dict(causal=True, shared_kv=True, head_dim=64, head_dim_v=40),
 )
 # Values inside keys with the sizes of multi-head latent attention, for which engines may have kernels of their own.
-LATENT: dict[str, Any] = dict(shared_kv=True, head_dim=576, head_dim_v=512)
+LATENT = dict(shared_kv=True, head_dim=576, head_dim_v=512)
 CACHE_OPTIONS: tuple[dict[str, Any], ...] = (dict(q_len=5), dict(window=(20, 0)), dict(options=("softcap", "sink")))
 PAGE = 16  # keys per page
 SIZES: dict[str, Any] = dict(

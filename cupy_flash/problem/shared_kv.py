@@ -39,30 +39,33 @@ def share(
         return options
     if keys is None or not keys.shape:
         return options
-    if size is None and "q" in given:
-        requirements.require_type(False, "without v, head_dim_v must say how many numbers of a key are its value")
-        return options
     codes = 2 if keys.dtype.name == "uint8" else 1  # numbers of an element of a KV cache
-    columns_of_key = codes * keys.shape[-1]
+    number = _head_dim_v(requirements, size, codes * keys.shape[-1], codes, attends="q" in given)
+    for name, view in (views | FACTORS).items():
+        requirements.require(view not in given, f"{view} must be None, as {of_values} is: {name} has it")
+        if name in call and call[name].shape:
+            last = call[name].shape[-1]
+            stop = number // codes if name == of_keys else number
+            call[view] = columns(call[name], last if name in FACTORS else min(stop, last))
+    return replace(options, head_dim_v=number)
+
+
+def _head_dim_v(requirements: Requirements, size: object, largest: int, codes: int, *, attends: bool) -> int:
+    """Return head_dim_v, or `largest` if it is wrong or absent: the views of v let other requirements be checked."""
+    if size is None:
+        requirements.require_type(not attends, "without v, head_dim_v must say how many numbers of a key are its value")
+        return largest
     try:
-        number = columns_of_key if size is None else operator.index(size)
+        number = operator.index(size)  # type: ignore[arg-type]
     except Exception:  # a foreign object may raise anything
         requirements.require_type(False, f"head_dim_v must be None or a whole number, not {size!r}")
-        return options
-    legal = not isinstance(size, bool) and 1 <= number <= columns_of_key
-    legal = requirements.require(
-        legal, f"head_dim_v must be in [1, {columns_of_key}], the numbers of a key, not {size!r}"
-    )
-    if legal and requirements.require(
+        return largest
+    legal = not isinstance(size, bool) and 1 <= number <= largest
+    legal = requirements.require(legal, f"head_dim_v must be in [1, {largest}], the numbers of a key, not {size!r}")
+    even = not legal or requirements.require(
         number % codes == 0, f"head_dim_v must be even for caches of uint8, not {size!r}"
-    ):
-        for name, view in (views | FACTORS).items():
-            requirements.require(view not in given, f"{view} must be None, as {of_values} is: {name} has it")
-            if name in call and call[name].shape:
-                last = call[name].shape[-1]
-                stop = number // codes if name == of_keys else number
-                call[view] = columns(call[name], last if name in FACTORS else min(stop, last))
-    return replace(options, head_dim_v=number)
+    )
+    return number if legal and even else largest
 
 
 def views_of(names: tuple[str, ...]) -> list[tuple[int, int]]:

@@ -158,6 +158,16 @@ def test_a_refused_call_changes_no_cache():
     assert cache.tobytes() == before
 
 
+@pytest.mark.parametrize("size", [None, 9, 2.5])
+def test_a_wrong_head_dim_v_is_the_only_reason(size):
+    """The rows to append lack no v, which is inside them."""
+    cache, slots = np.ones((1, 8, 1, 8), np.float32), np.zeros(5, np.int64)
+    with pytest.raises((TypeError, ValueError), match="a requirement is not met\n  - .*head_dim_v must"):
+        cupy_flash.attention_with_kv_cache(
+            K, cache, None, k=K, slots=slots, cache_seqlens=np.array([5], np.int32), head_dim_v=size
+        )
+
+
 def test_explain_says_that_values_are_inside_keys():
     assert "D 8, Dv 4; full, shared_kv" in cupy_flash.explain(K, K, None, head_dim_v=4)
 

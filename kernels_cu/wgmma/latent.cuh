@@ -22,7 +22,9 @@ constexpr int N = BLOCK_KV / 8;  // and by columns
 constexpr int PANELS = panels_of(HEAD_DIM), HALF = HEAD_DIM_V / PANEL / 2;  // panels of a tile, and of its values half
 constexpr int N_V = 8 * HALF;                                               // fragments of O of a warpgroup, by columns
 constexpr int PANEL_BYTES = BLOCK_KV * PANEL_ROW;
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;  // per thread
+// Registers per thread: O of more than 256 columns needs those of the producer, and has no masks for it to walk.
+constexpr bool WIDE = HEAD_DIM_V > 256;
+constexpr int PRODUCER_REGISTERS = WIDE ? 24 : 40, CONSUMER_REGISTERS = WIDE ? 240 : 232;
 static_assert(BLOCK_Q == 64 && BLOCK_KV == 64 && CONSUMERS == 2 * WARPGROUP, "two warpgroups share the rows");
 static_assert(HEAD_DIM_V % (2 * PANEL) == 0, "both warpgroups have whole panels of values");
 
@@ -152,11 +154,13 @@ __device__ void clear_values(const KeyRing& ring, const Warpgroup& warpgroup, in
 __device__ void issue_QK(float (&S)[M][N][4], unsigned int Q_smem, const KeyRing& ring) {
   unsigned long long Q = k_major_descriptor(Q_smem), K = k_major_descriptor(ring.panel(0));
   fence_operand(S);
-  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < round_up(HEAD_DIM, 16) / 16; ++k) {
     int at = k / 4 * (PANEL_BYTES >> 4) + k % 4 * NEXT_16_COLUMNS;
-    if (k % 4 == 0) ring.wait(k / 4);
+    if (k % 4 == 0) {
+      ring.wait(k / 4);
+      wgmma_fence();  // ptxas would insert it after the branches of a wait
+    }
     wgmma<element>(S, Q + at, K + at, k > 0);
   }
   wgmma_commit_group();

@@ -78,7 +78,8 @@ BUDGET = {
         (49, "mma: tiles, registers and cost of the forward of wide values inside keys"),
         (12, "refusals of blocks without lists, and of rows that TMA cannot load; scales in predicted times"),
         (41, "micro-kernels of tcgen05.cp: its shapes with and without swizzling, and products of what it copied"),
-        (3, "mma_decode: the price of values inside keys on two warpgroups"),
+        (7, "tcgen05: which tiles store P over S, by the constant of the kernel"),
+        (8, "mma_decode: tiles, registers and cost of values inside keys on two warpgroups of wgmma"),
         (39, "records of calls with values inside keys; calls whose record would state another problem are refused"),
     ],
     "bench": [
@@ -101,6 +102,7 @@ BUDGET = {
         (176, "latent: bytes of decodes of values inside keys, and the model of their mainloop"),
         (150, "instructions that convert codes of quantised caches, and predicted times of their decodes"),
         (2, "static rows of decodes of values inside keys"),
+        (11, "the decode of values inside keys on wgmma, and P in columns of its own in the model of events"),
     ],
 }
 LARGEST = 500

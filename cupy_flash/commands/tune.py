@@ -35,6 +35,7 @@ def add(commands: Commands) -> None:
     command.add_argument("--dtype", choices=(*DTYPES, FP8), default="bfloat16", help="default: bfloat16")
     command.add_argument("--head-dim", type=size, default=128, metavar="D", help="default: 128")
     command.add_argument("--head-dim-v", type=size, metavar="DV", help="default: D")
+    command.add_argument("--shared-kv", action="store_true", help="values inside keys: v=None, with head_dim_v")
     command.add_argument("--heads", type=size, metavar="HQ", help=f"default: {HIDDEN} / D")
     command.add_argument("--kv-heads", type=size, metavar="HK", help="default: HQ")
     command.add_argument("--batch", type=size, metavar="B", help=f"default: {TOKENS} / S, at least 1")
@@ -93,6 +94,7 @@ def calls(
     dtype: str,
     head_dim: int,
     head_dim_v: int | None,
+    shared_kv: bool,
     heads: int | None,
     kv_heads: int | None,
     batch: int | None,
@@ -107,9 +109,9 @@ def calls(
     heads = heads or max(HIDDEN // head_dim, 1)
     return [
         dict(
-            dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, heads=heads, kv_heads=kv_heads or heads,
-            batch=batch or max(TOKENS // length, 1), q_len=1 if decode else length, kv_len=length,
-            causal=causal or decode, backward=step, cache={"page": page} if decode else None,
+            dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, shared_kv=shared_kv, heads=heads,
+            kv_heads=kv_heads or heads, batch=batch or max(TOKENS // length, 1), q_len=1 if decode else length,
+            kv_len=length, causal=causal or decode, backward=step, cache={"page": page} if decode else None,
         )
         for length in seqlens
         for step in ((False, True) if backward else (False,))

@@ -672,11 +672,12 @@ def test_every_tile_of_a_decode_gives_the_results_of_the_default(arch, head_dim)
 
 
 def test_the_command_decodes_on_a_kv_cache(capsys):
-    arguments = dict(dtype="bfloat16", head_dim=64, head_dim_v=None, shared_kv=False, heads=None, kv_heads=8, batch=None, json=False)
+    arguments = dict(dtype="bfloat16", head_dim=64, head_dim_v=None, heads=None, kv_heads=8, batch=None, json=False)
+    arguments |= dict(shared_kv=False)
     (decode,) = command.calls(**arguments, seqlens=(512,), causal=False, backward=False, decode=True, page=16)
     trial = Trial.of(decode)
     assert (trial.q_len, trial.kv_len, trial.batch, trial.cache) == (1, 512, 32, CacheTrial(page=16))
-    inside = arguments | dict(head_dim=576, head_dim_v=512, shared_kv=True)
+    inside = arguments | dict(head_dim=576, head_dim_v=512, shared_kv=True, heads=16, kv_heads=1)
     (latent,) = command.calls(**inside, seqlens=(512,), causal=False, backward=False, decode=True, page=16)
     assert Trial.of(latent).shared_kv and Trial.of(latent).call().v is None
     for wrong, message in (
@@ -830,7 +831,8 @@ def test_the_command(monkeypatch, capsys):
 
 
 def test_the_calls_of_the_command():
-    given = dict(dtype="bfloat16", head_dim=128, head_dim_v=None, shared_kv=False, heads=None, kv_heads=4, batch=None, causal=True)
+    given = dict(dtype="bfloat16", head_dim=128, head_dim_v=None, heads=None, kv_heads=4, batch=None, causal=True)
+    given |= dict(shared_kv=False)
     calls = command.calls(**given, seqlens=(512, 32768), backward=True, decode=False, page=None, json=False)
     assert [(x["q_len"], x["batch"], x["heads"], x["backward"]) for x in calls] == [
         (512, 32, 16, False), (512, 32, 16, True), (32768, 1, 16, False), (32768, 1, 16, True)

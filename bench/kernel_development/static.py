@@ -151,9 +151,7 @@ MAY_SPILL = {
     ("mma/decode, KV cache fp16 D 576/512 latent all options, tile 32x32/256, sm_120", "13.5.37"): 12,
     ("mma/backward, fp16 D 64, tile 128x128/256, sm_80", "13.5.37"): 36,
     ("mma/backward, fp16 D 128, tile 64x128/256, sm_80", "12.8.93"): 12,
-    ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.8.93"): 48,
     ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.8.93"): 48,
-    ("tcgen05/forward, Blackwell bf16 D 64, tile 256x128/512, sm_100a", "12.9.86"): 48,
     ("tcgen05/forward, Blackwell fp16 D 96, tile 256x128/512, sm_100a", "12.9.86"): 48,
     ("wgmma/backward, Hopper fp16 D 256, tile 64x64/384, sm_90a", "12.8.93"): 8,
 }

@@ -254,7 +254,6 @@ def _shared_bytes(problem: Problem, tile: Tile) -> int:
     return shared_bytes(kernel, _tile_constants(problem, tile))
 
 
-@lru_cache(maxsize=1024)
 def _p_over_s(problem: Problem, tile: Tile) -> bool:
     """Return whether the forward stores P over S in tensor memory, and so relies on the order of mma."""
     return bool(kernel_constant("tcgen05/forward", "P_OVER_S", _tile_constants(problem, tile)))

@@ -80,7 +80,7 @@ BUDGET = {
         (41, "micro-kernels of tcgen05.cp: its shapes with and without swizzling, and products of what it copied"),
         (7, "tcgen05: which tiles store P over S, by the constant of the kernel"),
         (8, "mma_decode: tiles, registers and cost of values inside keys on two warpgroups of wgmma"),
-        (40, "records of calls with values inside keys, and tune's; those that would state another problem are refused"),
+        (40, "records of calls with values inside keys, and tune of them; records of another problem are refused"),
     ],
     "bench": [
         (4163, "the bench when the budget began"),

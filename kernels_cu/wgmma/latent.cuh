@@ -182,7 +182,7 @@ __device__ bool update_rows(float (&factors)[M][2], Softmax2 (&softmax)[M][2], c
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     factors[0][half] = 1;
-    if (softmax[0][half].exceeds_reference(largest[half], scale_log2)) {  // @if-row-grows
+    if (softmax[0][half].exceeds_reference(largest[half], scale_log2)) {  // @if-row-of-warp-grows
       factors[0][half] = softmax[0][half].update(largest[half], scale_log2);
       grows = true;
     }

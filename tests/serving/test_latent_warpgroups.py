@@ -84,14 +84,20 @@ def test_masks_with_hidden_tiles(mask):
 
 
 @pytest.mark.exhaustive
-def test_a_row_keeps_its_bits_beside_any_others():
+def test_a_row_keeps_its_bits_beside_any_others(monkeypatch):
     """A row's reference depends on its own scores: with one for all rows of a warp, others would change its bits."""
     call = replace(LATENT, lengths=(600,), capacity=608, heads=4, scale=1.0).call()
     beside = call._replace(q=call.q.copy())
     call.q[:, :, 1:] *= 0.01
     beside.q[:, :, 1:] *= 3
-    bits = [on_warpgroups(each, blocks=1)[0][:, 0, 0].tobytes() for each in (call, beside)]
-    assert bits[0] == bits[1]
+
+    def bits(call):
+        return on_warpgroups(call, blocks=1)[0][:, 0, 0].tobytes()
+
+    assert bits(call) == bits(beside)
+    grown = "softmax[0][half].exceeds_reference(largest[half], scale_log2)"
+    with planted(monkeypatch, change("if-row-of-warp-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")):
+        assert bits(call) != bits(beside)
 
 
 def test_both_products_read_a_key_once(watch):

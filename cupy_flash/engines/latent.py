@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from ..problem.records import Problem
-from .shared import Grid, has_prefixes, sequences
+from .shared import Grid, has_options, has_prefixes, sequences
 
 FORWARD = "latent_forward"  # the kernel of a forward
 DECODE_OF_WARPGROUPS = "wgmma/latent_decode"  # that of a decode whose warpgroups take turns (wgmma/latent.cuh)
@@ -31,10 +31,10 @@ def serves(problem: Problem) -> bool:
 
 def shapes(problem: Problem, arch: str) -> Iterator[tuple[int, int, bool]]:
     """Yield (rows, threads, whether Q is in registers) of the tiles of a forward that fit the registers."""
-    has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
+    modified = has_options(problem)
     for rows in ROWS[-1:] if arch == "sm_75" else ROWS:  # two groups of warps need two slots
         accumulators, scores, _ = live(problem, rows)
-        if accumulators <= ACCUMULATORS and not (has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS):
+        if accumulators <= ACCUMULATORS and not (modified and accumulators + scores > ACCUMULATORS_IN_OPTIONS):
             yield rows, 32 * warps(rows), rows <= MOST_ROWS_IN_REGISTERS
 
 
@@ -50,8 +50,7 @@ def threads(rows: int, *, tma: bool) -> int:
 
 def has_warpgroups(problem: Problem) -> bool:
     """Return whether the columns of O are whole panels for each of two warpgroups, which find no statistics."""
-    has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
-    most = MOST_COLUMNS_IN_OPTIONS if has_options else MOST_COLUMNS_OF_WARPGROUPS
+    most = MOST_COLUMNS_IN_OPTIONS if has_options(problem) else MOST_COLUMNS_OF_WARPGROUPS
     return problem.head_dim_v % COLUMNS_OF_WARPGROUPS == 0 and problem.head_dim_v <= most and not problem.statistics
 
 

@@ -38,6 +38,7 @@ from .shared import (
     KV_CACHE_OPTIONS,
     divides,
     grid_refusals,
+    has_options,
     has_prefixes,
     known_constants,
     nonempty,
@@ -210,17 +211,15 @@ def _tiles_of_rows(problem: Problem, device: Device, rows: int, *, tma: bool = F
     accumulators, scores, q = _live(problem, rows, tma)
     if accumulators > (ACCUMULATORS_ON_TURING if device.arch == "sm_75" else ACCUMULATORS):
         return []
-    has_options = problem.is_modified or problem.dense_mask is not None or problem.mask_mod
-    if has_options and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
+    if has_options(problem) and accumulators + scores > ACCUMULATORS_IN_OPTIONS:
         return []
     scaled = problem.cache is not None and problem.cache.scale_dtype is not None
     limit = ACCUMULATORS_WITH_SCALES if scaled else ACCUMULATORS_IN_FP8
     if not _is_16_bit(problem) and accumulators + scores > limit:
         return []
     shares_keys = _is_latent(problem)
-    if shares_keys and device.arch == "sm_75" and rows > ROWS[0]:
-        return []  # two groups of warps need two slots
-    if shares_keys and tma and rows != latent.ROWS_OF_WARPGROUPS:
+    # Two warpgroups have one number of rows, and two groups of warps need two slots, which sm_75 lacks.
+    if shares_keys and (rows != latent.ROWS_OF_WARPGROUPS if tma else device.arch == "sm_75" and rows > ROWS[0]):
         return []
     in_registers = accumulators + scores + q <= (LIVE_WITH_MASK_MOD if problem.mask_mod else LIVE)
     if shares_keys:

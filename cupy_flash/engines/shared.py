@@ -139,6 +139,11 @@ def known_constants(kernel: str, constants: Mapping[str, Constant]) -> tuple[tup
     return tuple((name, x) for name, x in constants.items() if (name != "DLSE" if known is None else name in known))
 
 
+def has_options(problem: Problem) -> bool:
+    """Return whether scores are modified or masked in a pass of their own, which needs registers."""
+    return problem.is_modified or problem.dense_mask is not None or problem.mask_mod
+
+
 def heads_of_list(problem: Problem) -> int:
     """Return the query heads of a key/value head that share its lists of selected keys."""
     assert problem.selected is not None

@@ -50,13 +50,13 @@ def share(
     return replace(options, head_dim_v=number)
 
 
-def _head_dim_v(requirements: Requirements, size: object, largest: int, codes: int, *, attends: bool) -> int:
+def _head_dim_v(requirements: Requirements, size: int | None, largest: int, codes: int, *, attends: bool) -> int:
     """Return head_dim_v, or `largest` if it is wrong or absent: the views of v let other requirements be checked."""
     if size is None:
         requirements.require_type(not attends, "without v, head_dim_v must say how many numbers of a key are its value")
         return largest
     try:
-        number = operator.index(size)  # type: ignore[arg-type]
+        number = operator.index(size)
     except Exception:  # a foreign object may raise anything
         requirements.require_type(False, f"head_dim_v must be None or a whole number, not {size!r}")
         return largest

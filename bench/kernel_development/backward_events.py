@@ -52,8 +52,8 @@ PRODUCTS = 5  # S, dP, dV, dK, dQ
 TENSOR_MEMORY = 512  # columns
 STARTED = 1000.0  # clocks from the end of a block to the first load of the next one on its SM
 READ = 500.0  # latency until a bulk reduction has read its part of shared memory
-# A pair of CTAs exchanges dS: shared-memory clocks of the exchange, as FlashAttention-4 counts them, and its latency in
-# clocks, which nobody has measured.
+# The exchange of dS between a pair of CTAs: clocks of shared memory, from the FlashAttention-4 paper, and an estimated
+# latency.
 EXCHANGE, EXCHANGED = 384.0, 500.0
 ROW_NUMBERS = 60  # instructions of the load of lse2 and delta of a tile
 STORED_COLUMN = 3.7  # instructions of the epilogue for a column of dK or dV

@@ -1,4 +1,4 @@
-"""What tests of keyed plans (cupy_flash/keyed_plan.py) compare: calls that a kept plan may serve, and posed calls.
+"""Helpers for tests of keyed plans (cupy_flash/keyed_plan.py): a call served by a kept plan equals one planned anew.
 
 `outcome` is a test file's function that makes a call. It returns the result, or an error, and whether a plan served it.
 """

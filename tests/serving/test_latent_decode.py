@@ -98,21 +98,28 @@ def test_planted_bugs_are_found(bug, monkeypatch):
         check(case, run_kernels(case.call(), rows=64 if case is LONG else 16, blocks=2))
 
 
-@pytest.mark.exhaustive
-def test_a_reference_of_the_warp_changes_bits(monkeypatch):
-    """With a reference for all rows of a warp, the other rows would change the bits of a row."""
-    call = replace(LONG, lengths=(600,), capacity=640, heads=4, softcap=None, scale=1.0, split_size=640).call()
+def assert_only_the_bug_changes_bits(case, run, bug, monkeypatch):
+    """Assert that other rows of a tile, with smaller or larger scores, change the bits of a row with the bug alone."""
+    call = case.call()
     beside = call._replace(q=call.q.copy())
     call.q[:, :, 1:] *= 0.01
     beside.q[:, :, 1:] *= 3
 
     def bits(call):
-        return run_kernels(call, rows=16)[0][:, 0, 0].tobytes()
+        return run(call)[0][:, 0, 0].tobytes()
 
     assert bits(call) == bits(beside)
-    grown = "softmax[m][half].exceeds_reference(largest[m][half], scale_log2)"
-    with planted(monkeypatch, change("if-row-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")):
+    with planted(monkeypatch, bug):
         assert bits(call) != bits(beside)
+
+
+@pytest.mark.exhaustive
+def test_a_reference_of_the_warp_changes_bits(monkeypatch):
+    """With a reference for all rows of a warp, the other rows would change the bits of a row."""
+    case = replace(LONG, lengths=(600,), capacity=640, heads=4, softcap=None, scale=1.0, split_size=640)
+    grown = "softmax[m][half].exceeds_reference(largest[m][half], scale_log2)"
+    reference_of_the_warp = change("if-row-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")
+    assert_only_the_bug_changes_bits(case, lambda call: run_kernels(call, rows=16), reference_of_the_warp, monkeypatch)
 
 
 def test_plans_choose_it_for_values_inside_keys():

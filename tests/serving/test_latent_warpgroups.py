@@ -8,6 +8,7 @@ from cache_cases import CacheCase, check, in_a_wider_array, posed, run_kernels
 from planting import always, change, planted, skip
 from test_cache_mod_kernels import documents, windows
 from test_cache_mods import with_mods
+from test_latent_decode import assert_only_the_bug_changes_bits
 from tiers import in_tiers
 
 from cupy_flash import device
@@ -86,18 +87,11 @@ def test_masks_with_hidden_tiles(mask):
 @pytest.mark.exhaustive
 def test_a_row_keeps_its_bits_beside_any_others(monkeypatch):
     """A row's reference depends on its own scores: with one for all rows of a warp, others would change its bits."""
-    call = replace(LATENT, lengths=(600,), capacity=608, heads=4, scale=1.0).call()
-    beside = call._replace(q=call.q.copy())
-    call.q[:, :, 1:] *= 0.01
-    beside.q[:, :, 1:] *= 3
-
-    def bits(call):
-        return on_warpgroups(call, blocks=1)[0][:, 0, 0].tobytes()
-
-    assert bits(call) == bits(beside)
+    case = replace(LATENT, lengths=(600,), capacity=608, heads=4, scale=1.0)
     grown = "softmax[0][half].exceeds_reference(largest[half], scale_log2)"
-    with planted(monkeypatch, change("if-row-of-warp-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")):
-        assert bits(call) != bits(beside)
+    reference_of_the_warp = change("if-row-of-warp-grows", grown, f"__any_sync(0xFFFFFFFF, {grown})")
+    run = functools.partial(on_warpgroups, blocks=1)
+    assert_only_the_bug_changes_bits(case, run, reference_of_the_warp, monkeypatch)
 
 
 def test_both_products_read_a_key_once(watch):
